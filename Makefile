@@ -1,0 +1,43 @@
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test slow lint type bench mutants docs clean
+
+help: ## print this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: ## make .venv with everything millrace needs; instant when nothing changed
+	@bash scripts/setup.sh
+
+train: setup ## train the quickstart recipe (more words: make train ARGS="steps=50")
+	@.venv/bin/millrace train quickstart $(ARGS)
+
+test: setup ## run the tests: CPU only, no network, a few minutes
+	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+slow: setup ## run the tests marked slow
+	@$(PYTEST) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow
+
+lint: setup ## check style and formatting
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+
+type: setup ## check types
+	@$(PYTHON) -m mypy
+
+bench: setup ## run every script in benchmarks/, each prints its measurement
+	@set -e; for script in benchmarks/*.py; do \
+		[ -e "$$script" ] || continue; echo "== $$script"; $(PYTHON) "$$script" $(ARGS); done
+
+mutants: setup ## break the arithmetic on purpose and demand a red test each time
+	@$(PYTHON) scripts/mutants.py $(ARGS)
+
+docs: setup ## run the code and check the commands and links in README.md and docs/
+	@$(PYTEST) tests/house/test_documents.py $(ARGS)
+
+clean: ## remove caches and builds (.venv and runs stay)
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,35 @@
+"""millrace trains language models with reinforcement learning.
+
+    from millrace import load_recipe, train
+    report = train(load_recipe("quickstart", {"steps": 50}))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millrace.config.recipe import load_recipe
+    from millrace.config.settings import RunConfig
+    from millrace.orchestration.controller import RunReport
+    from millrace.orchestration.launch import resume, train
+
+__version__ = "0.1.0"
+__all__ = ["RunConfig", "RunReport", "__version__", "load_recipe", "resume", "train"]
+
+_HOME = {
+    "load_recipe": "millrace.config.recipe",
+    "RunConfig": "millrace.config.settings",
+    "RunReport": "millrace.orchestration.controller",
+    "resume": "millrace.orchestration.launch",
+    "train": "millrace.orchestration.launch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import millrace` stays instant."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'millrace' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,1 @@
+"""Pure functions over packed tensors: no configuration, no logging, no process group."""

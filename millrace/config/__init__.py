@@ -1,0 +1,1 @@
+"""Settings of a run (`settings`) and how recipes become them (`recipe`)."""

@@ -1,0 +1,310 @@
+"""From a recipe (YAML) and overrides to a RunConfig, and back to something a person can read.
+
+An unknown key stops with the nearest known one. Every resolved setting knows where it came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from millrace.config.settings import RunConfig
+
+
+class ConfigError(ValueError):
+    """A recipe or an override that cannot be run; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One resolved setting: its dotted key, value, meaning, and whether default, recipe or override set it."""
+
+    key: str
+    value: Any
+    meaning: str
+    source: str
+
+
+def recipe_names() -> list[str]:
+    """The recipes shipped with millrace."""
+    folder = resources.files("millrace") / "recipes"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def recipe_text(name: str | Path) -> str:
+    """The YAML of a shipped recipe, or of a file of the user's own.
+
+    Raises:
+        ConfigError: there is no such recipe or file.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise ConfigError(f"recipe file {path} does not exist")
+        return path.read_text(encoding="utf-8")
+    if str(name) not in recipe_names():
+        near = difflib.get_close_matches(str(name), recipe_names(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(recipe_names())}"
+        raise ConfigError(f"there is no recipe {name}; {hint} (a file of your own ends in .yaml)")
+    return (resources.files("millrace") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """A validated RunConfig from a recipe and dotted overrides.
+
+    Args:
+        name: a shipped recipe's name, or a path that ends in .yaml.
+        overrides: dotted key to value, such as `{"policy.optimizer.learning_rate": 3e-4}`.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or a setting that can have no effect.
+    """
+    return resolve(name, overrides)[0]
+
+
+def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[Setting]]:
+    """As `load_recipe`, and every setting with its meaning and source."""
+    tree = _parse(recipe_text(name), str(name))
+    in_recipe = set(_leaves(tree))
+    for key, value in (overrides or {}).items():
+        _assign(tree, key, value)
+    config = validate(tree, str(name))
+    overridden = set(overrides or {})
+
+    def source(key: str) -> str:
+        parts = key.split(".")
+        above = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+        if above & overridden:
+            return "override"
+        return "recipe" if above & in_recipe else "default"
+
+    return config, [Setting(key, value, meaning, source(key)) for key, value, meaning in settings(config)]
+
+
+def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
+    """A RunConfig from a plain tree, with errors a person can act on.
+
+    Raises:
+        ConfigError: as `load_recipe`.
+    """
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(dict(item), name) for item in error.errors())) from None
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`["steps=50", "data.eval=null"]` to dotted keys and YAML values.
+
+    Raises:
+        ConfigError: a word without `=`.
+    """
+    found = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{word!r} is not of the form key=value, such as steps=50")
+        found[key.strip()] = _number(_yaml_value(text, word))
+    return found
+
+
+def settings(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
+    """Every leaf setting: dotted key, value, meaning."""
+    yield from _walk(config, "")
+
+
+def derivation(config: RunConfig) -> list[str]:
+    """How the sizes of a step follow from the settings, one line each."""
+    lines = []
+    if config.warmup:
+        warmup = config.warmup
+        gate = f" or held-out accuracy in {list(warmup.gate)}" if warmup.gate else ""
+        lines.append(f"warm-up: {warmup.sequences_per_step} sequences per optimizer step, until {warmup.steps} steps{gate}")
+    if config.steps:
+        rollout, policy = config.rollout, config.policy
+        prompts, samples, parts = rollout.prompts_per_step, rollout.samples_per_prompt, policy.optimizer_steps_per_batch
+        lines += [
+            f"batch: {prompts} prompts x {samples} samples per prompt = {prompts * samples} sequences",
+            f"optimizer: {prompts * samples} sequences / {parts} optimizer steps per batch "
+            f"= {prompts * samples // parts} sequences per optimizer step",
+            f"run: {config.steps} batches x {parts} = {config.steps * parts} optimizer steps, "
+            f"{config.steps * prompts * samples} sequences in all",
+            f"memory: at most {policy.tokens_per_micro_batch} tokens per micro-batch; gradients add up over "
+            "micro-batches and do not depend on how many there are",
+        ]
+    return lines
+
+
+def json_schema() -> str:
+    """The JSON schema of a recipe, for editors."""
+    return json.dumps(RunConfig.model_json_schema(), indent=2)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every setting of a run as a recipe that repeats it."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(text: str, name: str) -> RunConfig:
+    """A RunConfig from what `to_yaml` wrote; defaults count as not given.
+
+    Raises:
+        ConfigError: as `load_recipe`.
+    """
+    return validate(_without_defaults(_parse(text, name), RunConfig), name)
+
+
+def _without_defaults(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Drop what equals its default, so that settings without effect stay legal in a resolved file."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        info = model.model_fields.get(key)
+        section = _section(info) if info else None
+        if section and isinstance(value, dict):
+            value = _without_defaults(value, section)
+        if info and not info.is_required():
+            default = info.get_default(call_default_factory=True)
+            if isinstance(default, BaseModel):
+                default = {}
+            if value == (list(default) if isinstance(default, tuple) else default):
+                continue
+        kept[key] = value
+    return kept
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"recipe {name}{where}: {getattr(error, 'problem', error)}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"recipe {name} is not a mapping of settings")
+    return _number(tree)
+
+
+def _yaml_value(text: str, word: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"the value of {word!r} is not YAML; quote it") from None
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 3e-4 as text; read it as the number everybody means."""
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    if isinstance(value, str) and value[:1] in "+-.0123456789":
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set one dotted key; `rewards.0.weight` reaches into a list."""
+    *path, last = key.split(".")
+    node: Any = tree
+    for part in path:
+        if isinstance(node, list):
+            node = _item(node, part, key)
+            continue
+        if not isinstance(node.get(part), dict | list):
+            node[part] = {}
+        node = node[part]
+    if isinstance(node, list):
+        _item(node, last, key)
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def _item(node: list[Any], part: str, key: str) -> Any:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"{key}: {part} is not one of the {len(node)} entries, counted from 0")
+    return node[int(part)]
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"
+
+
+def _walk(value: Any, above: str) -> Iterator[tuple[str, Any, str]]:
+    for name, info in type(value).model_fields.items():
+        item, key = getattr(value, name), f"{above}{name}"
+        if isinstance(item, BaseModel):
+            yield from _walk(item, f"{key}.")
+        elif isinstance(item, tuple) and item and isinstance(item[0], BaseModel):
+            for index, entry in enumerate(item):
+                yield from _walk(entry, f"{key}.{index}.")
+        else:
+            yield key, item, info.description or ("which of its kinds" if name == "kind" else "")
+
+
+def _section(info: FieldInfo) -> type[BaseModel] | None:
+    """The section a field holds, seen through `| None`."""
+    kinds = get_args(info.annotation) if get_origin(info.annotation) is not None else (info.annotation,)
+    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return sections[0] if len(sections) == 1 else None
+
+
+def known_keys(model: type[BaseModel] = RunConfig, above: str = "") -> list[str]:
+    """Every dotted key of a section and the sections below it."""
+    keys = []
+    for name, info in model.model_fields.items():
+        keys.append(f"{above}{name}")
+        section = _section(info)
+        if section:
+            keys += known_keys(section, f"{above}{name}.")
+    return keys
+
+
+def _explain(item: dict[str, Any], name: str) -> str:
+    """One validation error as one sentence."""
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        near = _nearest(key)
+        return f"recipe {name}: unknown key {key}" + (f"; did you mean {near}?" if near else "")
+    if item["type"] == "missing":
+        return f"recipe {name}: {key} is missing; {_meaning(key)}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"recipe {name}: {key + ': ' if key else ''}{message}"
+    return f"recipe {name}: {key} is {item['input']!r}: {message[0].lower() + message[1:]}"
+
+
+def _nearest(key: str) -> str | None:
+    """The known key that resembles this one most: by its last word within the section, then anywhere."""
+    parent, _, last = key.rpartition(".")
+    siblings = [known for known in known_keys() if known.rpartition(".")[0] == parent]
+    by_last = {known.rpartition(".")[2]: known for known in known_keys()}
+    by_last |= {known.rpartition(".")[2]: known for known in siblings}
+    near = difflib.get_close_matches(last, [known.rpartition(".")[2] for known in siblings], n=1, cutoff=0.5)
+    near = near or difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)
+    return by_last[near[0]] if near else None
+
+
+def _meaning(key: str) -> str:
+    model: type[BaseModel] | None = RunConfig
+    info = None
+    for part in key.split("."):
+        info = model.model_fields.get(part) if model else None
+        model = _section(info) if info else None
+    return f"it says: {info.description}" if info and info.description else "add it"

@@ -1,0 +1,1 @@
+"""From rows to prompts, and from groups to packed batches."""

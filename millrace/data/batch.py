@@ -1,0 +1,127 @@
+"""The packed container: one row of `T` tokens, no padding anywhere.
+
+T = packed tokens, B = segments (one trajectory each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Segments laid end to end. Every field is [T]; `None` fields were not computed.
+
+    Attributes:
+        token_T: int64 token ids.
+        position_T: int64, counts from 0 in each segment.
+        segment_T: int64, 0 to B-1 in order.
+        action_mask_T: bool, tokens the policy chose. Never the first token of a segment.
+        sampler_logprob_T: float32, log-probability under the weights that drew the token; 0 elsewhere.
+        version_T: int64, version of those weights; -1 elsewhere.
+        reward_T: float32, the trajectory's reward on its last chosen token; 0 elsewhere.
+        advantage_T: float32; 0 where the action mask is not set.
+        weight_T: float32, the token's share of the scalar loss over the whole optimizer step.
+    """
+
+    token_T: Tensor
+    position_T: Tensor
+    segment_T: Tensor
+    action_mask_T: Tensor
+    sampler_logprob_T: Tensor
+    version_T: Tensor
+    reward_T: Tensor
+    advantage_T: Tensor
+    weight_T: Tensor
+    reference_logprob_T: Tensor | None = None
+    proximal_logprob_T: Tensor | None = None
+    value_T: Tensor | None = None
+    return_T: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.token_T.shape[0]
+
+    @property
+    def num_segments(self) -> int:
+        """B."""
+        return int(self.segment_T[-1]) + 1 if self.num_tokens else 0
+
+    @property
+    def length_B(self) -> Tensor:
+        """Tokens in each segment, [B]."""
+        return torch.bincount(self.segment_T, minlength=self.num_segments)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return self._each(lambda tensor_T: tensor_T.to(device))
+
+    def select(self, segments: list[int]) -> Batch:
+        """The named segments, in the order given, renumbered from 0.
+
+        Raises:
+            ValueError: no segment was named, or one that is not there.
+        """
+        if not segments or min(segments) < 0 or max(segments) >= self.num_segments:
+            raise ValueError(f"segments {segments} were asked of a batch of {self.num_segments}")
+        length_B = self.length_B
+        start_B = length_B.cumsum(0) - length_B
+        index_T = torch.cat([torch.arange(int(start_B[b]), int(start_B[b] + length_B[b])) for b in segments])
+        index_T = index_T.to(self.token_T.device)
+        batch = self._each(lambda tensor_T: tensor_T[index_T])
+        chosen_B = length_B[torch.tensor(segments, device=length_B.device)]
+        batch.segment_T = torch.repeat_interleave(torch.arange(len(segments), device=chosen_B.device), chosen_B)
+        return batch
+
+    def split(self, max_tokens: int) -> Iterator[Batch]:
+        """Micro-batches of at most `max_tokens` tokens, whole segments in order.
+
+        Raises:
+            ValueError: one segment alone is longer than `max_tokens`.
+        """
+        if self.num_tokens <= max_tokens:
+            yield self
+            return
+        chosen: list[int] = []
+        size = 0
+        for b, length in enumerate(self.length_B.tolist()):
+            if length > max_tokens:
+                raise ValueError(
+                    f"a sequence has {length} tokens but a micro-batch holds {max_tokens}; "
+                    f"raise policy.tokens_per_micro_batch to at least {length}"
+                )
+            if size + length > max_tokens:
+                yield self.select(chosen)
+                chosen, size = [], 0
+            chosen.append(b)
+            size += length
+        yield self.select(chosen)
+
+    def shard(self, rank: int, world: int) -> Batch:
+        """The segments of one of `world` ranks, dealt so that token counts are even.
+
+        Longest segments are dealt first, each to the rank with the fewest tokens; every rank computes the
+        same deal.
+
+        Raises:
+            ValueError: there are fewer segments than ranks.
+        """
+        if self.num_segments < world:
+            raise ValueError(f"{self.num_segments} sequences cannot be dealt to {world} ranks; sample more per step")
+        held: list[list[int]] = [[] for _ in range(world)]
+        load = [0] * world
+        length = self.length_B.tolist()
+        for b in sorted(range(len(length)), key=lambda b: (-length[b], b)):
+            to = min(range(world), key=lambda r: (load[r], r))
+            held[to].append(b)
+            load[to] += length[b]
+        return self.select(sorted(held[rank]))
+
+    def _each(self, change) -> Batch:  # type: ignore[no-untyped-def]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if value is None else change(value) for name, value in values.items()})

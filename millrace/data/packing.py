@@ -1,0 +1,115 @@
+"""From trajectories and demonstrations to packed batches. Token shares are fixed here, once.
+
+T = packed tokens, N = trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from millrace.data.batch import Batch
+from millrace.types import Trajectory
+
+TokenWeights = Callable[[Tensor, Tensor], Tensor]
+
+
+def pack(trajectories: Sequence[Trajectory], advantage_N: Tensor, token_weights: TokenWeights) -> Batch:
+    """Scored trajectories of one optimizer step as one packed row.
+
+    Args:
+        trajectories: each with an outcome that did not fail.
+        advantage_N: one advantage per trajectory, given to every token the policy chose.
+        token_weights: `(action_mask_T, segment_T) -> weight_T`, from `algorithms.weights`.
+
+    Raises:
+        ValueError: there are none, one was not scored, or one begins with a token of the policy's own.
+    """
+    if not trajectories:
+        raise ValueError("there are no trajectories to pack")
+    tokens: list[Sequence[int]] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    lengths: list[int] = []
+    rewards: list[float] = []
+    last_actions: list[int] = []
+    for trajectory in trajectories:
+        if trajectory.outcome is None or trajectory.outcome.kind == "failed":
+            raise ValueError("a trajectory without a score cannot be trained on")
+        if not trajectory.turns[0].observation:
+            raise ValueError("a trajectory begins with a token of the policy; its first observation is empty")
+        start = len(mask)
+        for turn in trajectory.turns:
+            given, drawn = len(turn.observation), turn.completion
+            tokens += (turn.observation, drawn.token_ids)
+            mask += [False] * given + [True] * len(drawn.token_ids)
+            logprobs += [0.0] * given + drawn.logprobs.tolist()
+            versions += [-1] * given + drawn.versions.tolist()
+        lengths.append(len(mask) - start)
+        rewards.append(trajectory.outcome.value)
+        last_actions.append(start + lengths[-1] - 1)
+    segment_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask_T = torch.tensor(mask)
+    reward_T = torch.zeros(len(mask))
+    reward_T[torch.tensor(last_actions)] = torch.tensor(rewards)
+    return Batch(
+        token_T=torch.tensor(list(chain.from_iterable(tokens))),
+        position_T=_positions(lengths),
+        segment_T=segment_T,
+        action_mask_T=mask_T,
+        sampler_logprob_T=torch.tensor(logprobs),
+        version_T=torch.tensor(versions),
+        reward_T=reward_T,
+        advantage_T=advantage_N.float()[segment_T] * mask_T,
+        weight_T=token_weights(mask_T, segment_T),
+    )
+
+
+def pack_demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], token_weights: TokenWeights) -> Batch:
+    """(prompt tokens, completion tokens) pairs of one optimizer step as one packed row for supervised training.
+
+    Every completion token counts as chosen; what only sampling knows is 0 (versions -1).
+
+    Raises:
+        ValueError: there are none, or a prompt or a completion is empty.
+    """
+    if not pairs or not all(len(prompt) and len(completion) for prompt, completion in pairs):
+        raise ValueError("supervised training needs pairs of a prompt and a completion, neither of them empty")
+    lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
+    segment_T = torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor(lengths))
+    mask_T = torch.tensor([flag for p, c in pairs for flag in [False] * len(p) + [True] * len(c)])
+    zero_T = torch.zeros(len(mask_T))
+    return Batch(
+        token_T=torch.tensor([token for prompt, completion in pairs for token in (*prompt, *completion)]),
+        position_T=_positions(lengths),
+        segment_T=segment_T,
+        action_mask_T=mask_T,
+        sampler_logprob_T=zero_T,
+        version_T=torch.full_like(segment_T, -1),
+        reward_T=zero_T,
+        advantage_T=zero_T,
+        weight_T=token_weights(mask_T, segment_T),
+    )
+
+
+def with_gradient(batch: Batch) -> Batch | None:
+    """The segments that have an advantage other than 0, or None if none has.
+
+    Without a KL penalty the others add exactly nothing to the gradient, and their shares are already fixed, so
+    leaving them out saves their forward and backward and changes no number.
+    """
+    moving_B = torch.zeros(batch.num_segments, dtype=torch.bool).index_put(
+        (batch.segment_T[batch.advantage_T != 0],), torch.tensor(True)
+    )
+    chosen = moving_B.nonzero()[:, 0].tolist()
+    if not chosen:
+        return None
+    return batch if len(chosen) == batch.num_segments else batch.select(chosen)
+
+
+def _positions(lengths: Sequence[int]) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])

@@ -1,0 +1,256 @@
+"""From rows to prompts: train and held-out problems apart, rendered, tokenised once, dealt without end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from millrace.config.settings import TASK_PREFIX, DataConfig
+from millrace.data.chat import as_text, plain_text, render
+from millrace.data.rows import DataError, Row, column, read_rows
+from millrace.data.tasks import task_rows
+from millrace.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """Rows to train on and rows to evaluate on. No problem is on both sides.
+
+    Attributes:
+        train: rows to train on, in the order of the source.
+        eval: held-out rows, in the order of the source.
+        num_read: rows read from `data.train`.
+        num_twins: problems a reasoning-gym task drew more than once, left out.
+        num_held_out: rows of `data.train` left out because their problem is evaluated on by another row.
+    """
+
+    train: list[Row]
+    eval: list[Row]
+    num_read: int
+    num_twins: int
+    num_held_out: int
+
+
+def read_split(config: DataConfig, *, seed: int) -> Split:
+    """Read the data and hold out what evaluation needs.
+
+    Problems are told apart by `data.identity_column`, else by their prompt. With `data.eval`, the first
+    `eval_size` rows of it are evaluated on and no problem anywhere in it is trained on; else `eval_size`
+    problems of `data.train` are drawn by seed, one row of each is evaluated on, and none is trained on.
+
+    Raises:
+        DataError: the data cannot be read, or nothing is left to train on.
+    """
+    if config.train.startswith(TASK_PREFIX):
+        drawn = task_rows(config.train, config.task, size=config.task_size, seed=seed)
+        rows = list(_first_rows(drawn, config).values())
+        num_read, num_twins = len(drawn), len(drawn) - len(rows)
+    else:
+        rows = read_rows(config.train)
+        num_read, num_twins = len(rows), 0
+    if config.eval is not None:
+        held_rows = read_rows(config.eval)
+        held = {_identity(row, config) for row in held_rows}
+        evaluated = held_rows[: config.eval_size]
+    else:
+        first = _first_rows(rows, config)
+        if config.eval_size >= len(first):
+            raise DataError(
+                f"data.eval_size holds out {config.eval_size} problems and {config.train} has only "
+                f"{len(first)}, so nothing is left to train on; set data.eval_size below {len(first)}"
+            )
+        # The third number keeps this draw apart from the order of an epoch, which is seeded [seed, epoch].
+        chosen = np.random.default_rng([seed, 0, 1]).permutation(len(first))[: config.eval_size]
+        identities = list(first)
+        held = {identities[index] for index in chosen}
+        evaluated = [row for identity, row in first.items() if identity in held]
+    train = [row for row in rows if _identity(row, config) not in held]
+    if not train:
+        raise DataError(
+            f"every problem of {config.train} is also in {config.eval}, so nothing is left to train on; give "
+            "another data.eval, or null to hold out a part of data.train"
+        )
+    num_held_out = len(rows) - len(train) - (0 if config.eval is not None else len(evaluated))
+    return Split(train, evaluated, num_read, num_twins, num_held_out)
+
+
+def corpus(split: Split, config: DataConfig) -> Iterator[str]:
+    """The texts a tokenizer is trained on: prompts and demonstrations of the rows to train on, never others.
+
+    Raises:
+        DataError: the template is `chat`, or a row cannot be used, as in `make_prompts`.
+    """
+    for row in split.train:
+        yield plain_text(config.template, column(row, config.prompt_column, row.where), row.where)
+        demonstration = _demonstration(row, config, _answer(row, config))
+        if demonstration:
+            yield demonstration
+
+
+def make_prompts(
+    rows: Sequence[Row],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prefix: str,
+    max_prompt_tokens: int,
+) -> tuple[list[Prompt], int]:
+    """Render and tokenise rows.
+
+    Args:
+        rows: of one side of a split.
+        config: which columns, template and pattern.
+        tokenizer: of the policy.
+        prefix: the prompt of row 17 gets the id `prefix:17`, whichever others are dropped.
+        max_prompt_tokens: longer prompts are dropped, or refused where `data.too_long` says so.
+
+    Returns:
+        The prompts, and how many were dropped.
+
+    Raises:
+        DataError: a column is missing or not text, no answer matches, a prompt is too long, or none is left.
+    """
+    if not rows:
+        raise DataError(f"there are no {prefix} rows")
+    prompts = []
+    shortest = None
+    for number, row in enumerate(rows):
+        value = column(row, config.prompt_column, row.where)
+        text, token_ids = render(tokenizer, config.template, value, row.where)
+        if len(token_ids) > max_prompt_tokens:
+            if config.too_long == "refuse":
+                raise DataError(
+                    f"{row.where}: the prompt has {len(token_ids)} tokens and at most {max_prompt_tokens} "
+                    "are allowed; raise data.max_prompt_tokens, or set data.too_long to filter"
+                )
+            shortest = min(shortest or len(token_ids), len(token_ids))
+            continue
+        answer = _answer(row, config)
+        demonstration = _demonstration(row, config, answer)
+        prompts.append(Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration))
+    if not prompts:
+        raise DataError(
+            f"all {len(rows)} {prefix} prompts are longer than {max_prompt_tokens} tokens (the shortest has "
+            f"{shortest}); raise data.max_prompt_tokens"
+        )
+    return prompts, len(rows) - len(prompts)
+
+
+class PromptStream:
+    """Deals prompts without end: every epoch deals each prompt once, in an order of its own.
+
+    Where it stands is three numbers, so a resumed stream deals exactly what the first would have dealt.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        """Start at the first epoch.
+
+        Args:
+            prompts: what is dealt.
+            seed: the order of epoch e is drawn from `[seed, e]`.
+            shuffle: false deals every epoch in the order given.
+
+        Raises:
+            DataError: there are no prompts.
+        """
+        if not prompts:
+            raise DataError("there are no prompts to deal")
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._enter(0, 0)
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts; they may span epochs."""
+        dealt: list[Prompt] = []
+        while len(dealt) < num_prompts:
+            taken = self._order[self._position : self._position + num_prompts - len(dealt)]
+            dealt += [self._prompts[index] for index in taken]
+            self._position += len(taken)
+            if self._position == len(self._prompts):
+                self._enter(self._epoch + 1, 0)
+        return dealt
+
+    def state(self) -> dict[str, int]:
+        """Where the stream stands: `epoch`, `position` in it, and `num_prompts` to recognise the data by."""
+        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            DataError: it was taken on a data set of another size, or is not a state.
+        """
+        epoch, position, num_prompts = (state.get(key) for key in ("epoch", "position", "num_prompts"))
+        if not isinstance(epoch, int) or not isinstance(position, int) or not isinstance(num_prompts, int):
+            raise DataError(f"the state of the data {dict(state)} lacks epoch, position or num_prompts")
+        if num_prompts != len(self._prompts):
+            raise DataError(
+                f"the checkpoint was made with {num_prompts} prompts and the data now has "
+                f"{len(self._prompts)}; resume with the same data and the same data settings"
+            )
+        if epoch < 0 or not 0 <= position < num_prompts:
+            raise DataError(f"the state of the data {dict(state)} points outside its {num_prompts} prompts")
+        self._enter(epoch, position)
+
+    def _enter(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        count = len(self._prompts)
+        order = (
+            np.random.default_rng([self._seed, epoch]).permutation(count)
+            if self._shuffle
+            else np.arange(count)
+        )
+        self._order: list[int] = order.tolist()
+
+
+def _identity(row: Row, config: DataConfig) -> str:
+    value = column(row, config.identity_column or config.prompt_column, row.where)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _first_rows(rows: Sequence[Row], config: DataConfig) -> dict[str, Row]:
+    """The first row of each problem, in order."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(_identity(row, config), row)
+    return first
+
+
+def _answer(row: Row, config: DataConfig) -> str:
+    if config.answer_column is None:
+        return ""
+    value = column(row, config.answer_column, row.where)
+    if value is None:
+        raise DataError(
+            f"{row.where}: column {config.answer_column} is null; give every row an answer, or set "
+            "data.answer_column to null if there are none"
+        )
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    text = as_text(value, f"column {config.answer_column}", row.where)
+    if config.answer_pattern is None:
+        return text
+    match = re.search(config.answer_pattern, text)
+    if match is None or match[1] is None:
+        shown = text if len(text) <= 200 else f"...{text[-200:]}"
+        raise DataError(
+            f"{row.where}: data.answer_pattern {config.answer_pattern!r} finds no answer in column "
+            f"{config.answer_column}: {shown!r}"
+        )
+    return match[1]
+
+
+def _demonstration(row: Row, config: DataConfig, answer: str) -> str | None:
+    if config.demonstration_column is not None:
+        value = column(row, config.demonstration_column, row.where)
+        return as_text(value, f"column {config.demonstration_column}", row.where)
+    return answer if config.answer_column is not None else None

@@ -1,0 +1,1 @@
+"""Who the policy talks to."""

@@ -1,0 +1,1 @@
+"""Sampling: tokens in, tokens out."""

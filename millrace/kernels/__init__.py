@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: the arithmetic that costs time, each with a plain twin."""

@@ -1,0 +1,238 @@
+"""Causal attention within segments of a packed row, and of single tokens over a dense cache.
+
+T = packed tokens, B = rows of a bucket, L = longest segment of it, H = query heads, J = key heads, K = head width,
+C = cache slots. A segment attends to itself alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A bucket holds segments at least this share as long as its longest: padding costs at most twice the scores.
+BUCKET_SHARE = 0.5
+# Below this length padding is cheaper than another call.
+BUCKET_LENGTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Segments of similar length laid out as a rectangle.
+
+    Attributes:
+        slot_BL: packed index of each place, [B L]; places beyond a segment's end point at row T (zeros).
+        token_N: packed indices of the bucket's tokens.
+        place_N: where each of them stands in the flattened rectangle.
+        shape: (B, L).
+    """
+
+    slot_BL: Tensor
+    token_N: Tensor
+    place_N: Tensor
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How a packed row of T tokens divides into segments."""
+
+    buckets: tuple[Bucket, ...]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, length_B: Tensor) -> Segments:
+        """Buckets for segments of these lengths, laid end to end.
+
+        Raises:
+            ValueError: a segment is empty.
+        """
+        length = [int(n) for n in length_B]
+        if not length or min(length) < 1:
+            raise ValueError(f"segment lengths {length[:8]} must all be at least 1")
+        num_tokens = sum(length)
+        start_B = (length_B.cumsum(0) - length_B).tolist()
+        order = sorted(range(len(length)), key=lambda b: -length[b])
+        buckets, first = [], 0
+        for at in range(1, len(order) + 1):
+            longest = length[order[first]]
+            ends = at == len(order) or (longest > BUCKET_LENGTH and length[order[at]] < BUCKET_SHARE * longest)
+            if ends:
+                rows = sorted(order[first:at])
+                buckets.append(_bucket([start_B[b] for b in rows], [length[b] for b in rows], num_tokens))
+                first = at
+        return cls(tuple(buckets), num_tokens)
+
+    def to(self, device: torch.device) -> Segments:
+        """The same segments, their tables on another device."""
+        moved = [Bucket(b.slot_BL.to(device), b.token_N.to(device), b.place_N.to(device), b.shape) for b in self.buckets]
+        return Segments(tuple(moved), self.num_tokens)
+
+
+def _bucket(start: list[int], length: list[int], num_tokens: int) -> Bucket:
+    longest = max(length)
+    start_B, length_B = torch.tensor(start), torch.tensor(length)
+    offset_L = torch.arange(longest)
+    inside_BL = offset_L < length_B[:, None]
+    slot_BL = torch.where(inside_BL, start_B[:, None] + offset_L, num_tokens).flatten()
+    place_N = inside_BL.flatten().nonzero()[:, 0]
+    return Bucket(slot_BL, slot_BL[place_N], place_N, (len(start), longest))
+
+
+class _Gather(torch.autograd.Function):
+    """y = x[index] (index T reads zeros), with the gradient gathered by the inverse table instead of scattered.
+
+    A scatter would add in an order that depends on threads; two gathers are exact and faster.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, index_N: Tensor, inverse_T: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_T)
+        return _rows(x_TD, index_N)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_T,) = ctx.saved_tensors
+        return _rows(gradients[0], inverse_T), None, None
+
+
+def _rows(x_TD: Tensor, index_N: Tensor) -> Tensor:
+    """x[index], where index T (one past the end) reads a row of zeros."""
+    return torch.cat([x_TD, x_TD.new_zeros(1, *x_TD.shape[1:])]).index_select(0, index_N)
+
+
+def packed_attention(
+    query_THK: Tensor,
+    key_TJK: Tensor,
+    value_TJK: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v over the earlier tokens of the same segment.
+
+    Args:
+        query_THK: queries.
+        key_TJK: keys; J divides H.
+        value_TJK: values.
+        segments: how the row divides.
+        scale: factor of the scores.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+
+    Returns:
+        [T, H, K].
+    """
+    parts = []
+    for bucket in segments.buckets:
+        inverse_T = torch.full((segments.num_tokens,), bucket.slot_BL.numel(), device=bucket.slot_BL.device)
+        inverse_T[bucket.token_N] = bucket.place_N
+
+        def rectangle(x_THK: Tensor, bucket: Bucket = bucket, inverse_T: Tensor = inverse_T) -> Tensor:
+            rows = _Gather.apply(x_THK.flatten(1), bucket.slot_BL, inverse_T)
+            return rows.view(*bucket.shape, *x_THK.shape[1:]).transpose(1, 2)
+
+        out_BHLK = _causal(
+            rectangle(query_THK), rectangle(key_TJK), rectangle(value_TJK), scale=scale, window=window, softcap=softcap
+        )
+        # Gathering back is the same pair of tables the other way round; other buckets' tokens read the zero row.
+        flat = out_BHLK.transpose(1, 2).flatten(0, 1).flatten(1)
+        parts.append(_Gather.apply(flat, inverse_T, bucket.slot_BL))
+    return sum(parts[1:], start=parts[0]).view(query_THK.shape)
+
+
+def _causal(
+    query_BHLK: Tensor, key_BJLK: Tensor, value_BJLK: Tensor, *, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Causal attention on a rectangle; what lies beyond a segment's end is never read by a token inside it."""
+    groups = query_BHLK.shape[1] // key_BJLK.shape[1]
+    if groups > 1:
+        key_BJLK = key_BJLK.repeat_interleave(groups, 1)
+        value_BJLK = value_BJLK.repeat_interleave(groups, 1)
+    length = query_BHLK.shape[2]
+    if window is not None and window >= length:
+        window = None
+    if window is None and softcap is None:
+        return F.scaled_dot_product_attention(query_BHLK, key_BJLK, value_BJLK, is_causal=True, scale=scale)
+    distance_LL = torch.arange(length, device=query_BHLK.device)[:, None] - torch.arange(length, device=query_BHLK.device)
+    seen_LL = (distance_LL >= 0) & (distance_LL < (window or length))
+    if softcap is None:
+        return F.scaled_dot_product_attention(query_BHLK, key_BJLK, value_BJLK, attn_mask=seen_LL, scale=scale)
+    score_BHLL = softcap * torch.tanh(query_BHLK @ key_BJLK.transpose(2, 3) * (scale / softcap))
+    share_BHLL = score_BHLL.float().masked_fill(~seen_LL, float("-inf")).softmax(-1).to(value_BJLK.dtype)
+    return share_BHLL @ value_BJLK
+
+
+def packed_attention_loop(
+    query_THK: Tensor,
+    key_TJK: Tensor,
+    value_TJK: Tensor,
+    length_B: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The plain twin of `packed_attention`: one segment and one head at a time, in the equation's own words."""
+    groups = query_THK.shape[1] // key_TJK.shape[1]
+    out = torch.zeros_like(query_THK)
+    start = 0
+    for length in length_B.tolist():
+        rows = slice(start, start + length)
+        for head in range(query_THK.shape[1]):
+            score = query_THK[rows, head] @ key_TJK[rows, head // groups].T * scale
+            if softcap is not None:
+                score = softcap * torch.tanh(score / softcap)
+            for i in range(length):
+                for j in range(length):
+                    if j > i or (window is not None and i - j >= window):
+                        score[i, j] = float("-inf")
+            out[rows, head] = score.softmax(-1) @ value_TJK[rows, head // groups]
+        start += length
+    return out
+
+
+def cached_attention(
+    query_BHK: Tensor,
+    key_BJCK: Tensor,
+    value_BJCK: Tensor,
+    position_B: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """One new token per row over its cache slots 0 to `position_B`, itself included.
+
+    Args:
+        query_BHK: queries of the new tokens.
+        key_BJCK: cached keys, the new token's already at slot `position_B`.
+        value_BJCK: cached values, likewise.
+        position_B: position of each new token.
+        scale: factor of the scores.
+        window: as in `packed_attention`.
+        softcap: as in `packed_attention`.
+
+    Returns:
+        [B, H, K].
+    """
+    rows, heads, width = query_BHK.shape
+    key_heads, slots = key_BJCK.shape[1], key_BJCK.shape[2]
+    # The query heads that share a key head are its rows, so keys and values are read once and never repeated.
+    grouped = query_BHK.view(rows, key_heads, heads // key_heads, width)
+    slot_C = torch.arange(slots, device=query_BHK.device)
+    seen_BC = slot_C <= position_B[:, None]
+    if window is not None:
+        seen_BC &= slot_C > position_B[:, None] - window
+    mask = seen_BC[:, None, None, :]
+    if softcap is None:
+        out = F.scaled_dot_product_attention(grouped, key_BJCK, value_BJCK, attn_mask=mask, scale=scale)
+    else:
+        score = softcap * torch.tanh(grouped @ key_BJCK.transpose(2, 3) * (scale / softcap))
+        out = score.float().masked_fill(~mask, float("-inf")).softmax(-1).to(value_BJCK.dtype) @ value_BJCK
+    return out.reshape(rows, heads, width)

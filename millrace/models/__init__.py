@@ -1,0 +1,1 @@
+"""Hugging Face decoders with our attention, and the log-probabilities they give."""

@@ -1,0 +1,147 @@
+"""Models from a Hugging Face folder or fresh from a config, with our attention, and back to a folder."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from millrace.kernels.packed_attention import Segments
+from millrace.models import attention
+from millrace.models.attention import Packed
+from millrace.models.logprobs import hidden_states, output_head
+
+
+# Its progress bars would be drawn over the console of the run.
+transformers_logging.disable_progress_bar()
+
+# The one name by which other packages call a transformers model.
+Model = PreTrainedModel
+
+
+class ModelError(ValueError):
+    """A model that cannot be built or loaded; the message says what to change."""
+
+
+def fresh_config(architecture: str, shape: dict[str, Any], *, vocab_size: int, eos_token_id: int) -> PretrainedConfig:
+    """A transformers config for a fresh model.
+
+    Raises:
+        ModelError: unknown architecture, unknown or impossible shape field.
+    """
+    try:
+        known = AutoConfig.for_model(architecture).to_dict()
+    except (ValueError, KeyError):
+        raise ModelError(f"model.architecture {architecture!r} is not one transformers knows, such as qwen3") from None
+    for key in shape:
+        if key in ("vocab_size", "eos_token_id"):
+            raise ModelError(f"model.shape.{key} comes from the tokenizer; remove it")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ModelError(f"model.shape.{key} is not a field of {architecture}{hint}")
+    tokens = {"eos_token_id": eos_token_id, "bos_token_id": None, "pad_token_id": eos_token_id}
+    try:
+        return AutoConfig.for_model(architecture, **shape, vocab_size=vocab_size, **tokens)
+    except Exception as error:  # transformers validates with several exception types of its own
+        raise ModelError(f"model.shape does not fit {architecture}: {_first_line(error)}") from None
+
+
+def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """Random weights from `seed`.
+
+    Raises:
+        ModelError: the shape is impossible, or the architecture cannot run packed.
+    """
+    attention.register()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            # float32 first: a draw in bfloat16 would give other weights than the same seed in float32.
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+        except Exception as error:
+            raise ModelError(f"model.shape does not make a {config.model_type}: {_first_line(error)}") from None
+    return _checked(model.to(dtype))
+
+
+def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Weights from a Hugging Face folder (safetensors).
+
+    Raises:
+        ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot run
+            packed.
+    """
+    attention.register()
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(f"model folder {path} does not exist")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model folder {path} has no config.json")
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"model folder {path} has no .safetensors file; convert its weights (pickles are not read)")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            attn_implementation=attention.NAME,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"model folder {path} cannot be loaded: {_first_line(error)}") from None
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ModelError(f"model folder {path} lacks {len(missing)} weights, the first being {missing[0]}")
+    return _checked(model)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """An ordinary Hugging Face folder that `AutoModelForCausalLM` loads."""
+    model.save_pretrained(folder, safe_serialization=True)
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Weights, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _checked(model: PreTrainedModel) -> PreTrainedModel:
+    """Refuse an architecture whose packed forward is not its own plain forward.
+
+    Two short segments are run packed and, one by one, with transformers' eager attention and its own output
+    head. Whatever the architecture does that we do not know of (another attention, recurrence over the row,
+    unusual logits) shows here and not as a training run that goes nowhere.
+    """
+    # Dropout off for good: the sampler and the trainer must be one function.
+    model.eval()
+    device = next(model.parameters()).device
+    vocabulary = model.config.get_text_config().vocab_size
+    token_T = torch.arange(1, 8, device=device) % vocabulary
+    lengths = [4, 3]
+    position_T = torch.cat([torch.arange(n, device=device) for n in lengths])
+    problem = f"model type {model.config.model_type} cannot be trained by millrace"
+    try:
+        with torch.no_grad():
+            segments = Segments.of(torch.tensor(lengths)).to(device)
+            packed_TV = output_head(model).logits(hidden_states(model, token_T, position_T, Packed(segments)))
+            model.set_attn_implementation("eager")
+            plain_TV = torch.cat([model(part[None], use_cache=False).logits[0] for part in token_T.split(lengths)])
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"{problem}: {_first_line(error)}") from None
+    finally:
+        model.set_attn_implementation(attention.NAME)
+    difference = float((packed_TV - plain_TV.to(packed_TV.dtype)).abs().max() / plain_TV.abs().max().clamp(min=1.0))
+    if not difference < (0.05 if plain_TV.dtype == torch.bfloat16 else 1e-3):
+        raise ModelError(f"{problem}: its packed logits differ from its own by {difference:.2g}")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

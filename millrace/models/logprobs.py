@@ -1,0 +1,60 @@
+"""From a model and a packed batch to log-probabilities.
+
+T = packed tokens, N = chosen tokens, D = model width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.data.batch import Batch
+from millrace.kernels.packed_attention import Segments
+from millrace.kernels.token_logprob import Head, token_logprob
+from millrace.models.attention import Decode, Packed
+
+
+def output_head(model: PreTrainedModel) -> Head:
+    """The model's output embedding and what its architecture does to the logits.
+
+    Raises:
+        ValueError: the model has no linear output embedding.
+    """
+    linear = model.get_output_embeddings()
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear output embedding; a causal language model is needed")
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(linear.weight, linear.bias, float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+def hidden_states(model: PreTrainedModel, token_T: Tensor, position_T: Tensor, context: Packed | Decode) -> Tensor:
+    """Final hidden states of a packed row, [T, D]."""
+    output = model.base_model(
+        input_ids=token_T[None], position_ids=position_T[None], use_cache=False, context=context, return_dict=True
+    )
+    hidden_TD: Tensor = output.last_hidden_state[0]
+    return hidden_TD
+
+
+def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each chosen token and the entropy it was chosen from, in packed order, both [N].
+
+    A token is predicted from the hidden state before it, so the first token of a segment cannot be chosen.
+    """
+    segments = Segments.of(batch.length_B.cpu()).to(batch.token_T.device)
+    hidden_TD = hidden_states(model, batch.token_T, batch.position_T, Packed(segments))
+    index_N = batch.action_mask_T.nonzero()[:, 0]
+    return token_logprob(hidden_TD[index_N - 1], output_head(model), batch.token_T[index_N], temperature=temperature)
+
+
+@torch.no_grad()
+def packed_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
+    """Log-probabilities of the chosen tokens without gradient, [T], 0 elsewhere, in micro-batches of `max_tokens`."""
+    parts = []
+    for micro in batch.split(max_tokens):
+        logprob_T = torch.zeros(micro.num_tokens, device=micro.token_T.device)
+        logprob_N = chosen_logprobs(model, micro, temperature=temperature)[0]
+        parts.append(logprob_T.masked_scatter(micro.action_mask_T, logprob_N.float()))
+    return torch.cat(parts)

@@ -1,0 +1,314 @@
+"""The live view of a run in a terminal; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+PLAIN_EVERY_S = 10.0
+SPARK = "▁▂▃▄▅▆▇█"
+SPARK_LENGTH = 200
+# Metric, what a person calls it, and how it is written.
+NUMBERS = (
+    ("loss", "loss", "{:.3f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("policy/entropy", "entropy", "{:.3f}"),
+    ("length/mean", "length", "{:.0f} tokens"),
+    ("time/tokens_per_s", "speed", "{:,.0f} tokens/s"),
+)
+PARTS = (
+    ("sample", "cyan"),
+    ("score", "yellow"),
+    ("train", "magenta"),
+    ("sync", "green"),
+    ("other", "bright_black"),
+)
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Progress of one stage; `began` steps were done before this process took it up."""
+
+    name: str
+    total: int
+    done: int
+    began: int
+    start_s: float
+    end_s: float | None = None
+
+
+class Console:
+    """Shows how a run goes; use it as a context manager.
+
+    In a terminal: progress with the time left, the current numbers, curves of reward and accuracy, and where
+    the time goes, with lasting lines above. Elsewhere: a plain line at most every 10 s and for each
+    evaluation, without control codes. A terminal that goes away silences the console, not the run.
+
+    Args:
+        title: name of the run.
+        facts: what it is, such as `("model", "0.9 M parameters")`.
+        file: where to write; standard output if None.
+        quiet: write nothing at all.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        facts: list[tuple[str, str]],
+        *,
+        file: TextIO | None = None,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._title = _clean(title)
+        self._facts = [(_clean(name), _clean(value)) for name, value in facts]
+        self._file = file or sys.stdout
+        self._quiet = quiet
+        self._clock = clock
+        self._live: Live | None = None
+        self._stages: tuple[_Stage, ...] = ()
+        self._numbers: dict[str, float] = {}
+        self._curves: dict[str, tuple[float, ...]] = {}
+        self._seconds: dict[str, float] = {}
+        self._last_line_s = -math.inf
+
+    def __enter__(self) -> Console:
+        """Show the header; in a terminal, begin the live view."""
+        if self._quiet:
+            return self
+        if self._has_terminal():
+            from rich.console import Console as Terminal
+            from rich.live import Live
+
+            terminal = Terminal(file=self._file, force_terminal=True, highlight=False)
+            self._live = Live(get_renderable=self._view, console=terminal, refresh_per_second=4)
+            self._live.start()
+        else:
+            self._line(self._title)
+            if self._facts:
+                self._line("  ".join(f"{name}: {value}" for name, value in self._facts))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the last view standing and give the terminal back."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            self._attempt(live.stop)
+
+    def stage(self, name: str, total: int, done: int = 0) -> None:
+        """Begin a stage of `total` steps, `done` of which a resumed run has behind it."""
+        now = self._clock()
+        self._end_stage(now)
+        self._stages = (*self._stages, _Stage(_clean(name), total, done, done, now))
+        self._numbers, self._seconds = {}, {}
+        self._last_line_s = -math.inf
+        if self._live is None and not self._quiet:
+            self._line(f"{name}: {total} steps" + (f", continued after {done}" if done else ""))
+
+    def update(self, record: Mapping[str, float | int | str]) -> None:
+        """Take in one record of metrics; an evaluation leaves a lasting line."""
+        if record["stage"] == "evaluation":
+            self._keep("accuracy", record)
+            self.say(_evaluation_line(record), "bold green")
+            return
+        if self._stages:
+            stage = self._stages[-1]
+            stage.done = int(record["step"])
+            if stage.done >= stage.total:
+                self._end_stage(self._clock())
+        self._keep("reward/mean", record)
+        # New objects, never changed in place: another thread draws the view.
+        self._numbers = {key: float(record[key]) for key, _, _ in NUMBERS if key in record}
+        self._seconds = {
+            part: self._seconds.get(part, 0.0) + _finite(record.get(f"time/{part}_s", 0.0))
+            for part, _ in PARTS
+        }
+        self._plain_progress()
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print a lasting line, above the live view where there is one.
+
+        Args:
+            text: shown as it is; nothing in it is markup.
+            style: a rich style for terminals, such as "yellow".
+        """
+        if self._quiet:
+            return
+        if self._live is None:
+            self._line(_clean(text))
+            return
+        from rich.text import Text
+
+        live, line = self._live, Text(_clean(text), style=style)
+        self._attempt(lambda: live.console.print(line))
+
+    def _has_terminal(self) -> bool:
+        """Whether a live view can be drawn here (a terminal that knows control codes and Unicode)."""
+        from rich.console import Console as Terminal
+
+        encoding = (getattr(self._file, "encoding", None) or "ascii").lower()
+        is_terminal = self._file.isatty() and encoding.startswith("utf")
+        return is_terminal and not Terminal(file=self._file, force_terminal=True).is_dumb_terminal
+
+    def _end_stage(self, now: float) -> None:
+        if self._stages and self._stages[-1].end_s is None:
+            self._stages[-1].end_s = now
+
+    def _keep(self, key: str, record: Mapping[str, float | int | str]) -> None:
+        value = record.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            self._curves = {**self._curves, key: (*self._curves.get(key, ()), float(value))[-SPARK_LENGTH:]}
+
+    def _attempt(self, act: Callable[[], Any]) -> None:
+        """Write to the terminal; if it is gone, write no more. The run and its metrics file go on."""
+        try:
+            act()
+        except OSError:
+            self._quiet, self._live = True, None
+
+    def _line(self, text: str) -> None:
+        if self._quiet:
+            return
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        known = text.encode(encoding, "replace").decode(encoding)
+        self._attempt(lambda: (self._file.write(f"{known}\n"), self._file.flush()))
+
+    def _plain_progress(self) -> None:
+        """One line on the latest record, if the last is long enough ago or the stage is over."""
+        if self._live is not None or self._quiet or not self._stages:
+            return
+        now, stage = self._clock(), self._stages[-1]
+        if now - self._last_line_s < PLAIN_EVERY_S and stage.done < stage.total:
+            return
+        self._last_line_s = now
+        words = [f"{stage.name} {stage.done}/{stage.total}"]
+        words += [
+            f"{name} {form.format(self._numbers[key])}" for key, name, form in NUMBERS if key in self._numbers
+        ]
+        self._line("  ".join([*words, *filter(None, [_time_left(stage, now)])]))
+
+    def _view(self) -> Any:
+        """The live part as it stands now."""
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        facts = Text("  ").join(
+            Text.assemble((f"{name} ", "bright_black"), value) for name, value in self._facts
+        )
+        parts: list[RenderableType] = [facts, Text(), self._progress(), Text(), self._current()]
+        if any(self._seconds.values()):
+            parts += [Text(), self._shares()]
+        title = Text(f" {self._title} ", style="bold cyan")
+        return Panel(
+            Group(*parts), title=title, title_align="left", border_style="bright_black", padding=(1, 2)
+        )
+
+    def _progress(self) -> Table:
+        """A row for each stage: name, bar, count, time."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1)
+        table.add_column(no_wrap=True, justify="right")
+        table.add_column(no_wrap=True, justify="right", style="bright_black")
+        for stage in self._stages:
+            bar = ProgressBar(
+                total=stage.total, completed=stage.done, complete_style="cyan", finished_style="green"
+            )
+            table.add_row(stage.name, bar, f"{stage.done}/{stage.total}", _time_left(stage, self._clock()))
+        return table
+
+    def _current(self) -> Table:
+        """The numbers of the latest record, with curves for reward and accuracy."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, style="bright_black")
+        table.add_column(no_wrap=True, style="bold")
+        table.add_column(ratio=1, no_wrap=True, overflow="crop")
+        # What the border, the names and the numbers leave for the curves.
+        room = min(max((self._live.console.width if self._live else 80) - 32, 4), 48)
+        if accuracy := self._curves.get("accuracy"):
+            table.add_row("accuracy", f"{accuracy[-1]:.3f}", Text(sparkline(accuracy, room), style="green"))
+        for key, name, form in NUMBERS:
+            if key in self._numbers:
+                curve = sparkline(self._curves.get(key, ()), room)
+                table.add_row(name, form.format(self._numbers[key]), Text(curve, style="cyan"))
+        return table
+
+    def _shares(self) -> Text:
+        """Where the time of this stage went, in per cent."""
+        from rich.text import Text
+
+        total = sum(self._seconds.values())
+        line = Text("time  ", style="bright_black")
+        for part, style in PARTS:
+            if seconds := self._seconds.get(part):
+                line.append("■ ", style=style)
+                line.append(f"{part} {100 * seconds / total:.0f}%  ", style="default")
+        return line
+
+
+def sparkline(values: Sequence[float], length: int) -> str:
+    """A curve in one line of text: at most `length` characters, the means of equal stretches of `values`."""
+    if not values:
+        return ""
+    length = min(length, len(values))
+    edges = [len(values) * n // length for n in range(length + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    if high == low:
+        return SPARK[3] * length
+    return "".join(SPARK[round((mean - low) / (high - low) * (len(SPARK) - 1))] for mean in means)
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as a person reads them: 0:42, 12:05, 3:04:05."""
+    minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours}:{minutes_left:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
+
+
+def _time_left(stage: _Stage, now: float) -> str:
+    """Time the stage took, or at its pace so far still takes; empty while that is unknown."""
+    if stage.end_s is not None:
+        return clock_text(stage.end_s - stage.start_s)
+    if stage.done <= stage.began:
+        return ""
+    pace_s = (now - stage.start_s) / (stage.done - stage.began)
+    return f"{clock_text(pace_s * (stage.total - stage.done))} left"
+
+
+def _evaluation_line(record: Mapping[str, float | int | str]) -> str:
+    accuracy = float(record["accuracy"])
+    done = (
+        f"step {record['step']} of the warm-up" if record["during"] == "warmup" else f"batch {record['step']}"
+    )
+    words = [f"held-out accuracy {accuracy:.3f} after {done}"]
+    if "time/wall_s" in record:
+        words.append(f"at {clock_text(float(record['time/wall_s']))}")
+    return ", ".join(words)
+
+
+def _finite(value: float | int | str) -> float:
+    return float(value) if math.isfinite(float(value)) else 0.0
+
+
+def _clean(text: str) -> str:
+    """Without control characters, which could move the cursor or recolour the terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)

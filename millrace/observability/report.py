@@ -1,0 +1,334 @@
+"""The report of a run: one self-contained web page that shows what was learned and what it cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.observability import report_page as page
+from millrace.observability.charts import Point, Series, Shade, curve_svg, smoothed
+from millrace.observability.report_style import style_sheet
+from millrace.observability.sinks import read_metrics
+from millrace.observability.tables import read_table
+
+# Metric, title, y axis, colour; drawn for reinforcement where the run has it.
+CURVES = (
+    ("reward/mean", "Reward", "mean of a batch", 1),
+    ("policy/entropy", "Entropy", "nats per token", 4),
+    ("length/mean", "Length", "tokens per completion", 3),
+    ("policy/gradient_norm", "Gradient norm", "before clipping", 2),
+    ("mismatch/k3", "Mismatch of sampler and trainer", "k3, nats per token", 5),
+    ("policy/kl_reference", "Distance from the reference", "KL, nats per token", 4),
+    ("group/equal_share", "Groups without a signal", "share with equal rewards", 3),
+    ("policy/learning_rate", "Learning rate", "of the optimizer", 6),
+    ("time/tokens_per_s", "Speed", "tokens per second", 1),
+)
+SUPERVISED_CURVES = (
+    ("loss", "Loss", "nats per token", 1),
+    ("gradient_norm", "Gradient norm", "before clipping", 2),
+    ("learning_rate", "Learning rate", "of the optimizer", 6),
+)
+TIME_COLOURS = {
+    "warm-up": 6,
+    "supervised": 2,
+    "sample": 1,
+    "score": 5,
+    "train": 2,
+    "sync": 3,
+    "evaluate": 4,
+    "save": 7,
+    "other": 7,
+}
+NOT_PARTS = ("time/step_s", "time/wall_s", "time/tokens_per_s")
+SMOOTH_FROM = 40
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run folder holds, read once.
+
+    Attributes:
+        name: of the run.
+        recipe: the resolved configuration, as YAML.
+        summary: of `summary.json`; empty while the run goes on.
+        warmup: records of the warm-up, in order.
+        reinforcement: records of reinforcement, in order.
+        evaluations: records of evaluations, in order.
+        before: evaluation rows before reinforcement (before training, where there is none).
+        after: evaluation rows at the end.
+    """
+
+    name: str
+    recipe: str
+    summary: Mapping[str, Any]
+    warmup: Sequence[Mapping[str, Any]]
+    reinforcement: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+    before: Sequence[Mapping[str, Any]]
+    after: Sequence[Mapping[str, Any]]
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Optimizer steps of the warm-up."""
+        return int(max((record["step"] for record in self.warmup), default=0))
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of reinforcement."""
+        return int(max((record["step"] for record in self.reinforcement), default=0))
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds the run took, or has taken so far."""
+        walls = [
+            _number(one.get("time/wall_s")) for one in (*self.warmup, *self.reinforcement, *self.evaluations)
+        ]
+        return max(
+            [_number(self.summary.get("wall_s")) or 0.0, *(wall for wall in walls if wall is not None)]
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its planned end."""
+        return self.summary.get("status") == "finished"
+
+    def position(self, record: Mapping[str, Any]) -> int:
+        """Where a record stands on the axis of steps: the warm-up first, then batches."""
+        stage = record.get("during", record["stage"])
+        return int(record["step"]) + (0 if stage == "warmup" else self.num_warmup_steps)
+
+
+def write_report(run: Path) -> Path:
+    """Write `report.html` into a run folder and return its path. Works while the run still goes on.
+
+    Args:
+        run: a run folder. Read are `recipe.yaml`, `metrics.jsonl`, `summary.json` and, under `evaluations`,
+            `before.parquet` and `after.parquet`, as far as they are there.
+
+    Raises:
+        FileNotFoundError: it is not a run folder.
+        ValueError: a file in it cannot be read.
+    """
+    record = read_run(run)
+    html = page.document(
+        title=record.name,
+        style=style_sheet(),
+        body=[
+            page.headline(record.name, *_status(record), result_sentence(record)),
+            page.facts(_facts(record)),
+            page.warnings([str(line) for line in record.summary.get("warnings", [])]),
+            _accuracy(record),
+            _curves(record),
+            page.time_bar(_time_parts(record), record.wall_s),
+            page.answers(record.before, record.after),
+            page.configuration(record.recipe),
+            page.versions(record.summary.get("versions", {})),
+        ],
+    )
+    target, aside = run / "report.html", run / "report.html.partial"
+    aside.write_text(html, encoding="utf-8", errors="replace")
+    os.replace(aside, target)
+    return target
+
+
+def read_run(run: Path) -> RunRecord:
+    """Everything the report needs of a run folder.
+
+    Raises:
+        FileNotFoundError: it is not a run folder.
+        ValueError: a file in it cannot be read.
+    """
+    recipe, metrics, summary = run / "recipe.yaml", run / "metrics.jsonl", run / "summary.json"
+    if not recipe.is_file() and not metrics.is_file():
+        raise FileNotFoundError(f"{run} is not a run folder: it holds neither recipe.yaml nor metrics.jsonl")
+    records = read_metrics(metrics) if metrics.is_file() else []
+    try:
+        told = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"{summary} is not JSON ({error}); remove it to report on the metrics alone"
+        ) from None
+    tables = {
+        name: read_table(path) if (path := run / "evaluations" / f"{name}.parquet").is_file() else []
+        for name in ("before", "after")
+    }
+    return RunRecord(
+        name=str(told.get("name") or run.resolve().name),
+        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
+        summary=told,
+        warmup=[record for record in records if record["stage"] == "warmup"],
+        reinforcement=[record for record in records if record["stage"] == "reinforcement"],
+        evaluations=[record for record in records if record["stage"] == "evaluation"],
+        **tables,
+    )
+
+
+def result_sentence(record: RunRecord) -> str:
+    """What came of the run: "Accuracy on 256 held-out problems rose from 0.41 to 0.95 in 180 batches ..."."""
+    before, after = accuracies(record)
+    size = record.summary.get("eval_size")
+    problems = f"{size} held-out problems" if size else "held-out problems"
+    work = _work(record)
+    if not work and after is None:
+        return "No step has been recorded yet."
+    if not work:
+        return f"Accuracy on {problems} is {after:.2f} at the start; no step has been recorded yet."
+    took, end = ("took", ".") if record.is_finished else ("has taken", " so far.")
+    cost = f"{work}; the run {took} {page.duration(record.wall_s)}{end}"
+    if after is None:
+        return f"No accuracy has been measured in {cost}"
+    if before is None:
+        return f"Accuracy on {problems} is {after:.2f} after {cost}"
+    if f"{before:.2f}" == f"{after:.2f}":
+        return f"Accuracy on {problems} stayed at {after:.2f} in {cost}"
+    verb = "rose" if after > before else "fell"
+    return f"Accuracy on {problems} {verb} from {before:.2f} to {after:.2f} in {cost}"
+
+
+def accuracies(record: RunRecord) -> tuple[float | None, float | None]:
+    """Held-out accuracy before and after: as the summary says, else by the evaluations made so far.
+
+    Before is where reinforcement began, or where the warm-up began if there is no reinforcement.
+    """
+    told = record.summary
+    stage = "reinforcement" if record.num_batches else "warmup"
+    seen = [one for one in record.evaluations if _number(one.get("accuracy")) is not None]
+    # The last evaluation of the warm-up stands for the beginning of reinforcement if none was made there.
+    earlier = [one for one in seen if one["during"] != stage][-1:] if stage == "reinforcement" else []
+    within = [one for one in seen if one["during"] == stage]
+    line = within if within and within[0]["step"] == 0 else [*earlier, *within]
+    before = _number(told.get("eval_before")) if "eval_before" in told else None
+    after = _number(told.get("eval_after")) if "eval_after" in told else None
+    if before is None and len(line) > 1:
+        before = line[0]["accuracy"]
+    if after is None and seen:
+        after = seen[-1]["accuracy"]
+    return before, after
+
+
+def _work(record: RunRecord) -> str:
+    """What the run has done, in words; empty if nothing yet."""
+    batches, steps = record.num_batches, record.num_warmup_steps
+    if batches and steps:
+        return f"{_counted(batches, 'batch')} after {_counted(steps, 'warm-up step')}"
+    if batches:
+        return _counted(batches, "batch")
+    return f"{_counted(steps, 'step')} of supervised training" if steps else ""
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
+
+
+def _status(record: RunRecord) -> tuple[str, bool]:
+    """The word beside the name, and whether the run is finished."""
+    return str(record.summary.get("status", "not finished")), record.is_finished
+
+
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
+    """The numbers under the headline."""
+    told, best = record.summary, _number(record.summary.get("eval_best"))
+    seen = [value for one in record.evaluations if (value := _number(one.get("accuracy"))) is not None]
+    best = best if best is not None else max(seen, default=None)
+    sampled = told.get("tokens_sampled") or sum(
+        _number(one.get("tokens/sampled")) or 0 for one in record.reinforcement
+    )
+    size = told.get("num_parameters")
+    found = [
+        ("Best accuracy", f"{best:.3f}" if best is not None else ""),
+        ("Time", page.duration(record.wall_s) if record.wall_s else ""),
+        ("Tokens sampled", page.large(sampled) if sampled else ""),
+        ("Tokens trained on", page.large(told["tokens_trained"]) if told.get("tokens_trained") else ""),
+        ("Parameters", page.large(size) if size else ""),
+        ("Device", str(told.get("device", ""))),
+        ("Recipe", str(told.get("recipe", ""))),
+    ]
+    return [(name, value) for name, value in found if value]
+
+
+def _accuracy(record: RunRecord) -> str:
+    """Held-out accuracy over time and over steps, the warm-up shaded."""
+    seen = [one for one in record.evaluations if _number(one.get("accuracy")) is not None]
+    warm = [*record.warmup, *(one for one in seen if one["during"] == "warmup")]
+    warm_s = max((_number(one.get("time/wall_s")) or 0.0 for one in warm), default=0.0)
+    over = (
+        ("over time", "seconds", warm_s, lambda one: _number(one.get("time/wall_s"))),
+        ("over steps", _step_label(record), float(record.num_warmup_steps), record.position),
+    )
+    figures = []
+    for what, x_label, warm_end, place in over:
+        points: list[Point] = [(x, one["accuracy"]) for one in seen if (x := place(one)) is not None]
+        if points:
+            shade = Shade(0, warm_end, "warm-up") if warm_end and record.reinforcement else None
+            svg = curve_svg(
+                [Series("accuracy", points, marked=True)],
+                title=f"Held-out accuracy {what}",
+                x_label=x_label,
+                y_label="share answered right",
+                width=440,
+                height=240,
+                y_range=(0, 1),
+                shade=shade,
+            )
+            figures.append(page.figure(f"Accuracy {what}", "", svg))
+    return page.charts("Accuracy on held-out problems", "", figures, wide=True)
+
+
+def _step_label(record: RunRecord) -> str:
+    if not record.reinforcement:
+        return "optimizer steps"
+    return "warm-up steps, then batches" if record.warmup else "batches"
+
+
+def _curves(record: RunRecord) -> str:
+    """Everything else that was measured at each step."""
+    figures = []
+    loss = SUPERVISED_CURVES[0]
+    # Beside reinforcement the warm-up is a footnote: its loss, by a name that says so.
+    supervised = ((loss[0], "Loss of the warm-up", *loss[2:]),) if record.reinforcement else SUPERVISED_CURVES
+    for records, curves, x_label in (
+        (record.reinforcement, CURVES, "batches"),
+        (record.warmup, supervised, "optimizer steps"),
+    ):
+        for key, title, y_label, colour in curves:
+            points: list[Point] = [(one["step"], _number(one[key])) for one in records if key in one]
+            if any(y is not None for _, y in points):
+                series = _with_smooth(points, title, colour)
+                svg = curve_svg(series, title=title, x_label=x_label, y_label=y_label, width=360, height=210)
+                figures.append(page.figure(title, "", svg))
+    longest = max(len(record.reinforcement), len(record.warmup))
+    note = "Thin: each step. Thick: the mean of the steps around it." if longest >= SMOOTH_FROM else ""
+    return page.charts("How training went", note, figures, wide=False)
+
+
+def _with_smooth(points: list[Point], label: str, colour: int) -> list[Series]:
+    """The curve itself, or where it is long and not exact its smoothed self over a pale one."""
+    if len(points) < SMOOTH_FROM or label == "Learning rate":
+        return [Series(label, points, colour)]
+    raw = Series(label, points, colour, faint=True)
+    return [raw, Series(f"{label} (smoothed)", smoothed(points, max(2, len(points) // 25)), colour)]
+
+
+def _time_parts(record: RunRecord) -> list[tuple[str, float, int]]:
+    """Name, seconds and colour of what the run's time went to; the rest of the clock is `other`."""
+    first = "warm-up" if record.reinforcement else "supervised"
+    seconds = {first: sum(_number(one.get("time/step_s")) or 0.0 for one in record.warmup)}
+    for one in record.reinforcement:
+        for key, value in one.items():
+            if key.startswith("time/") and key not in NOT_PARTS:
+                part = key.removeprefix("time/").removesuffix("_s")
+                seconds[part] = seconds.get(part, 0.0) + (_number(value) or 0.0)
+    other = seconds.pop("other", 0.0)
+    rest = record.wall_s - sum(seconds.values()) - other
+    seconds["other"] = other + max(rest, 0.0)
+    return [(name, spent, TIME_COLOURS.get(name, 7)) for name, spent in seconds.items() if spent > 0]
+
+
+def _number(value: object) -> float | None:
+    """A finite number, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,50 @@
+"""Records to MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.observability.sinks import Record, tagged
+
+
+class MlflowSink:
+    """One MLflow run in the experiment `millrace`; a resumed run continues it, by the id in `mlflow_id.txt`.
+
+    Where it goes is MLflow's own setting (`MLFLOW_TRACKING_URI`).
+
+    Args:
+        folder: the run folder; its name becomes the run's.
+        settings: logged as parameters, dotted keys.
+
+    Raises:
+        RuntimeError: the mlflow package is missing.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        try:
+            import mlflow
+        except ModuleNotFoundError:
+            raise RuntimeError(
+                "the tracker mlflow needs a package that is not installed; "
+                "run `pip install 'millrace[mlflow]'` or take mlflow out of trackers"
+            ) from None
+        self._mlflow = mlflow
+        kept = folder / "mlflow_id.txt"
+        mlflow.set_experiment("millrace")
+        if kept.exists():
+            mlflow.start_run(run_id=kept.read_text(encoding="utf-8").strip())
+            return
+        run = mlflow.start_run(run_name=folder.name)
+        mlflow.log_params(dict(settings))
+        kept.write_text(f"{run.info.run_id}\n", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Log every number of the record at its step."""
+        step, numbers = tagged(record)
+        self._mlflow.log_metrics(numbers, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()

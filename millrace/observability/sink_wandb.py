@@ -1,0 +1,59 @@
+"""Records to Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.observability.sinks import Record, tagged
+
+
+class WandbSink:
+    """One Weights & Biases run; a resumed run continues it, by the id kept in `wandb_id.txt`.
+
+    Args:
+        folder: the run folder; its name becomes the run's.
+        settings: what to show as the run's configuration, dotted keys.
+
+    Raises:
+        RuntimeError: the wandb package is missing.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError:
+            raise RuntimeError(
+                "the tracker wandb needs a package that is not installed; "
+                "run `pip install 'millrace[wandb]'` or take wandb out of trackers"
+            ) from None
+        kept = folder / "wandb_id.txt"
+        known = kept.read_text(encoding="utf-8").strip() if kept.exists() else None
+        self._run = wandb.init(
+            project="millrace",
+            name=folder.name,
+            dir=str(folder),
+            config=dict(settings),
+            id=known,
+            resume="allow",
+        )
+        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+        self._defined: set[str] = set()
+
+    def write(self, record: Record) -> None:
+        """Log every number of the record against the step of its own stage.
+
+        The steps of a run are not one rising count (the warm-up has its own), and Weights & Biases drops what
+        is logged under a step already passed, so the step travels as a metric.
+        """
+        step, numbers = tagged(record)
+        axis = f"step/{record.get('during', record['stage'])}"
+        for tag in numbers.keys() - self._defined:
+            self._run.define_metric(tag, step_metric=axis)
+        self._defined |= numbers.keys()
+        self._run.log({axis: step, **numbers})
+
+    def close(self) -> None:
+        """Finish the upload."""
+        self._run.finish()

@@ -1,0 +1,177 @@
+"""Where the records of a run go: a file of JSON lines, TensorBoard, and what else keeps the `Sink` protocol.
+
+A record is flat. `stage` ("warmup", "reinforcement" or "evaluation") and `step` say what it is about; an
+evaluation also says `during` which of the two stages it was made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Protocol
+
+Record = Mapping[str, float | int | str]
+
+
+class Sink(Protocol):
+    """Takes the records of a run."""
+
+    def write(self, record: Record) -> None:
+        """Keep one record."""
+        ...
+
+    def close(self) -> None:
+        """Finish writing; nothing is written after this."""
+        ...
+
+
+class JsonlSink:
+    """One JSON object a line, handed to the operating system at once, so that a killed process loses none.
+
+    A last line that a killed process left half written is cut off when the file is opened.
+
+    Args:
+        path: the file; made if missing, continued if there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = path.open("a+b")
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+        self._file.seek(0, 2)
+
+    @property
+    def position(self) -> int:
+        """Bytes in the file: where to `rewind` to when a run resumes from now."""
+        return self._file.tell()
+
+    def write(self, record: Record) -> None:
+        """Append one record. A number that is not finite becomes null, which JSON has and NaN it has not.
+
+        Raises:
+            TypeError: a value is neither a number nor text.
+        """
+        plain = {key: _plain(key, value) for key, value in record.items()}
+        self._file.write(
+            json.dumps(plain, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        )
+        self._file.flush()
+
+    def rewind(self, position: int) -> None:
+        """Forget every record written after `position` bytes.
+
+        Raises:
+            ValueError: the file is shorter than that, or no record ends there.
+        """
+        size = self._file.seek(0, 2)
+        if position > size:
+            raise ValueError(
+                f"{self._path} has {size} bytes but the checkpoint was saved after {position}; it was cut or "
+                "replaced since, so put the original file back or start a new run"
+            )
+        self._file.seek(max(position - 1, 0))
+        if position < 0 or (position > 0 and self._file.read(1) != b"\n"):
+            self._file.seek(0, 2)
+            raise ValueError(
+                f"no record of {self._path} ends at byte {position}; the file was edited since the "
+                "checkpoint, so put the original file back or start a new run"
+            )
+        self._file.truncate(position)
+        self._file.seek(0, 2)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`; null where a number was not finite.
+
+    A last line without its line break is one still being written, or cut by a kill; it is left out.
+
+    Raises:
+        ValueError: any other line is not a JSON object.
+    """
+    *lines, _ = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} line {number} is not JSON ({error}); mend or remove that line"
+            ) from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} line {number} is not a JSON object; mend or remove that line")
+        records.append(record)
+    return records
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard, one TensorBoard run for each stage, because each counts its own steps.
+
+    Args:
+        folder: made if missing.
+        purge_step: when a run resumes, the first step that will be written again: what TensorBoard holds of
+            the resumed stage from there on, and of any later stage, is hidden. None for a fresh run.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make = SummaryWriter
+        self._folder = folder
+        self._purge_step = purge_step
+        self._writers: dict[str, Any] = {}
+
+    def write(self, record: Record) -> None:
+        """Keep every number of the record under its tag."""
+        stage = str(record.get("during", record["stage"]))
+        if stage not in self._writers:
+            self._writers[stage] = self._make(str(self._folder / stage), purge_step=self._purge_step)
+            # A stage that opens after the resumed one starts over: nothing it wrote before may stay.
+            self._purge_step = None if self._purge_step is None else 0
+        writer = self._writers[stage]
+        step, numbers = tagged(record)
+        for tag, value in numbers.items():
+            writer.add_scalar(tag, value, step)
+        writer.flush()
+
+    def close(self) -> None:
+        """Close the event files."""
+        for writer in self._writers.values():
+            writer.close()
+
+
+def tagged(record: Record) -> tuple[int, dict[str, float]]:
+    """The step of a record and its numbers under the tags that trackers use.
+
+    Reinforcement keeps its keys (`reward/mean`); the rest go under `warmup/`, `evaluation/` and
+    `warmup_evaluation/`, so that no tag holds the numbers of two stages, which count their own steps.
+    """
+    stage = str(record["stage"])
+    prefix = "" if stage == "reinforcement" else f"{stage}/"
+    if stage == "evaluation" and record["during"] == "warmup":
+        prefix = "warmup_evaluation/"
+    numbers = {
+        f"{prefix}{key}": float(value)
+        for key, value in record.items()
+        if key != "step" and not isinstance(value, str)
+    }
+    return int(record["step"]), numbers
+
+
+def _plain(key: str, value: object) -> float | int | str | None:
+    """The value as JSON knows it; NumPy's numbers become Python's."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    raise TypeError(f"metric {key} is a {type(value).__name__}; a record holds numbers and text only")

@@ -1,0 +1,98 @@
+"""What a run says, or stops for, when it goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from millrace.data.batch import Batch
+from millrace.orchestration.progress import Progress
+from millrace.protocols import StepReport
+
+# Batches in a row with all rewards equal before the run says so.
+EQUAL_BATCHES = 20
+# A policy has collapsed when its accuracy is below this share of the best seen.
+COLLAPSED_SHARE = 0.5
+
+
+class RunStopped(RuntimeError):
+    """The run cannot usefully go on; the message says why and what to change."""
+
+
+def check_rewards(progress: Progress, record: dict[str, float], *, limit: float, reason: str) -> str | None:
+    """A warning if rewards have been equal for long.
+
+    Args:
+        progress: counts batches with equal rewards.
+        record: of the batch just scored.
+        limit: share of a batch whose rewards may fail.
+        reason: of one of the failures, if any.
+
+    Raises:
+        RunStopped: more than `limit` of the batch's rewards failed.
+    """
+    failed = record["reward/failed_share"]
+    if failed > limit:
+        raise RunStopped(
+            f"{failed:.0%} of the rewards of this batch failed, more than limits.failed_rewards = {limit:.0%}; "
+            f"the first: {reason}"
+        )
+    progress.equal_in_row = progress.equal_in_row + 1 if record["reward/std"] == 0 else 0
+    if progress.equal_in_row == EQUAL_BATCHES:
+        return (
+            f"all rewards have been {record['reward/mean']:g} for {EQUAL_BATCHES} batches, so nothing is learned; "
+            "look at the rollouts, and at the reward"
+        )
+    return None
+
+
+def check_steps(
+    progress: Progress, reports: list[StepReport], batches: list[Batch], *, limit: int, folder: Path
+) -> str | None:
+    """A warning if an optimizer step was skipped; its batch is kept under `folder` as evidence.
+
+    Raises:
+        RunStopped: `limit` steps in a row had no finite gradient.
+    """
+    told = None
+    for report in reports:
+        progress.nonfinite_in_row = progress.nonfinite_in_row + 1 if report.skipped else 0
+        progress.skipped_steps += report.skipped
+        if not report.skipped:
+            continue
+        path = folder / f"{progress.checkpoint_name}-attempt-{progress.attempts:06d}"
+        _keep_evidence(path, report, batches)
+        told = f"the gradient was not finite, so an optimizer step was skipped; its batch is in {path}.safetensors"
+        if progress.nonfinite_in_row >= limit:
+            raise RunStopped(
+                f"{limit} optimizer steps in a row had no finite gradient (limits.nonfinite_steps); the batches are "
+                f"in {folder}. Lower policy.optimizer.learning_rate or warmup.learning_rate, or look for rewards "
+                "that are not finite"
+            )
+    return told
+
+
+def check_accuracy(progress: Progress, accuracy: float) -> str | None:
+    """A warning if the policy has collapsed since its best evaluation."""
+    best = progress.eval_best
+    if best is None or best < 0.1 or accuracy >= COLLAPSED_SHARE * best:
+        return None
+    return (
+        f"the policy has collapsed: accuracy is {accuracy:.3f}, its best was {best:.3f} "
+        f"({progress.best_checkpoint}); lower policy.optimizer.learning_rate or sample more per batch"
+    )
+
+
+def _keep_evidence(path: Path, report: StepReport, batches: list[Batch]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for batch in batches[-1:]:
+        tensors = {
+            name: tensor.contiguous()
+            for name in ("token_T", "segment_T", "action_mask_T", "sampler_logprob_T", "advantage_T", "weight_T")
+            if (tensor := getattr(batch, name)) is not None
+        }
+        save_file(tensors, path.with_suffix(".safetensors"))
+    numbers = {"gradient_norm": str(report.gradient_norm), **{key: str(value) for key, value in report.metrics.items()}}
+    path.with_suffix(".json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")

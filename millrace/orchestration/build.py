@@ -1,0 +1,249 @@
+"""The one file that names concrete classes: from a RunConfig to the parts of a run."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+
+from millrace.algorithms import weights
+from millrace.config.settings import TASK_PREFIX, RewardConfig, RunConfig
+from millrace.data.packing import TokenWeights
+from millrace.data.prompts import corpus, make_prompts, read_split
+from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
+from millrace.inference.reference import ReferenceEngine
+from millrace.models.load import Model, fresh_config, fresh_model, load_model, num_parameters, save_model
+from millrace.orchestration.parts import Parts
+from millrace.protocols import Reward
+from millrace.rewards.combine import CombinedReward
+from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.text import ExactReward, Gsm8kReward
+from millrace.training.optimizer import adamw
+from millrace.training.policy import Objective, PolicyTrainer, clipped_surrogate, imitation, kl_penalty
+from millrace.training.schedule import learning_rate
+from millrace.training.scorer import ReferenceScorer
+from millrace.transport.local import LocalTransport
+from millrace.types import Prompt
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+
+class SetupError(ValueError):
+    """Settings that fit the schema and not each other or this machine; the message says what to change."""
+
+
+def build(config: RunConfig, checkpoint: Path | None) -> Parts:
+    """Every part of a run, with the weights of `checkpoint` if there is one.
+
+    Raises:
+        ValueError: a DataError, ModelError, RewardError or SetupError that says what to change.
+    """
+    device = choose_device(config.device)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    split = read_split(config.data, seed=config.seed)
+    saved = None if checkpoint is None else checkpoint / "model"
+    tokenizer_folder = config.tokenizer.path or config.model.path
+    if saved is not None or tokenizer_folder is not None:
+        tokenizer = load_tokenizer(saved or tokenizer_folder or "")
+    else:
+        options = config.tokenizer
+        texts = corpus(split, config.data)
+        tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, across_words=options.across_words)
+    model = build_model(config, tokenizer, saved).to(device)
+    check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
+    limit = _longest_prompt(config, model)
+    prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
+    train_prompts, num_dropped = prompts(split.train, prefix="train")
+    eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
+    eos = tokenizer.eos_token_id
+    engine = build_engine(model, tokenizer)
+    token_weights = build_token_weights(config)
+    return Parts(
+        engine=engine,
+        transport=build_transport(engine),
+        reward=build_reward(config),
+        full_marks=sum(max(0.0, reward.weight) for reward in config.rewards),
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        num_filtered=num_dropped + num_dropped_eval,
+        stop_token_ids=stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
+        imitator=partial(_imitator, config, model),
+        reinforcer=partial(_reinforcer, config, model),
+        reference=partial(_reference, config, model) if config.policy.kl else None,
+        token_weights=token_weights,
+        demonstration_ids=partial(_demonstration_ids, tokenizer, eos),
+        save_model=partial(_save, model, tokenizer),
+        num_parameters=num_parameters(model),
+        device=_device_name(device),
+    )
+
+
+def build_model(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> Model:
+    """The policy: from a checkpoint, from the recipe's folder, or fresh."""
+    dtype = getattr(torch, config.precision)
+    if saved is not None:
+        return load_model(saved, dtype=dtype)
+    if config.model.path is not None:
+        return load_model(config.model.path, dtype=dtype)
+    fresh = fresh_config(
+        config.model.architecture,
+        config.model.shape,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return fresh_model(fresh, seed=config.seed, dtype=dtype)
+
+
+def build_engine(model: Model, tokenizer: Tokenizer) -> ReferenceEngine:
+    """A sampler with weights of its own, equal to the model's at first."""
+    copied = copy.deepcopy(model).requires_grad_(False)
+    return ReferenceEngine(copied, partial(tokenizer.decode, skip_special_tokens=True))
+
+
+def build_transport(engine: ReferenceEngine) -> LocalTransport:
+    """Weights go to a sampler in this process."""
+    return LocalTransport(engine.load_weights, engine.fingerprint)
+
+
+def build_reward(config: RunConfig) -> Reward:
+    """The weighted sum of the recipe's rewards, each tried before the run begins.
+
+    Raises:
+        RewardError: a reward cannot start.
+    """
+    parts: list[tuple[str, float, Reward]] = []
+    try:
+        for entry in config.rewards:
+            parts.append((entry.kind, entry.weight, _one_reward(config, entry)))
+    except ValueError:
+        for _, _, reward in parts:
+            reward.close()
+        raise
+    return CombinedReward(parts)
+
+
+def _one_reward(config: RunConfig, entry: RewardConfig) -> Reward:
+    if entry.kind == "exact":
+        return ExactReward()
+    if entry.kind == "gsm8k":
+        return Gsm8kReward()
+    spec: dict[str, object] = {"kind": entry.kind}
+    if entry.kind == "task":
+        spec |= {"name": config.data.train.removeprefix(TASK_PREFIX), "options": config.data.task}
+    elif entry.kind == "format":
+        spec["pattern"] = entry.pattern
+    elif entry.kind == "function":
+        spec["function"] = entry.function
+    reward = IsolatedReward(spec, timeout_s=entry.timeout_s)
+    try:
+        reward.check()
+    except ValueError:
+        reward.close()
+        raise
+    return reward
+
+
+def build_token_weights(config: RunConfig) -> TokenWeights:
+    """How tokens share the loss of an optimizer step."""
+    if config.policy.token_weights == "fixed_length":
+        return partial(weights.fixed_length, length=config.rollout.max_tokens)
+    shares: dict[str, TokenWeights] = {
+        "token_mean": weights.token_mean,
+        "sequence_mean": weights.sequence_mean,
+        "sequence_sum": weights.sequence_sum,
+    }
+    return shares[config.policy.token_weights]
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device a setting means on this machine.
+
+    Raises:
+        SetupError: CUDA was asked for and is not there.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SetupError("device is cuda but torch sees no CUDA device; set device: auto or cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _longest_prompt(config: RunConfig, model: Model) -> int:
+    """The recipe's limit, or what the model leaves beside a completion."""
+    allowed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if allowed is None:
+        return config.data.max_prompt_tokens
+    room = int(allowed) - config.rollout.max_tokens
+    if room < 1:
+        raise SetupError(
+            f"rollout.max_tokens is {config.rollout.max_tokens} but the model allows {allowed} tokens in all, "
+            "prompt included; lower rollout.max_tokens"
+        )
+    return min(config.data.max_prompt_tokens, room)
+
+
+def _trainer(
+    config: RunConfig, model: Model, version: int, *, objective: Objective, peak: float, total_steps: int
+) -> PolicyTrainer:
+    options = config.policy.optimizer
+    rate: Callable[[int], float] = partial(
+        learning_rate, peak=peak, shape=options.schedule, ramp_steps=options.ramp_steps, total_steps=total_steps
+    )
+    return PolicyTrainer(
+        model,
+        objective,
+        adamw(model, betas=options.betas, weight_decay=options.weight_decay),
+        learning_rate=rate,
+        temperature=1.0 if objective is imitation else config.rollout.temperature,
+        max_tokens=config.policy.tokens_per_micro_batch,
+        max_gradient_norm=options.max_gradient_norm,
+        version=version,
+    )
+
+
+def _imitator(config: RunConfig, model: Model, version: int) -> PolicyTrainer:
+    assert config.warmup is not None
+    warmup = config.warmup
+    return _trainer(
+        config, model, version, objective=imitation, peak=warmup.learning_rate, total_steps=warmup.steps
+    )
+
+
+def _reinforcer(config: RunConfig, model: Model, version: int) -> PolicyTrainer:
+    policy = config.policy
+    penalty = kl_penalty(coefficient=policy.kl.coefficient, estimator=policy.kl.estimator) if policy.kl else None
+    loss = policy.loss
+    objective = clipped_surrogate(low=loss.low, high=loss.high, dual=loss.dual, kl_loss=penalty)
+    total_steps = config.steps * policy.optimizer_steps_per_batch
+    peak = policy.optimizer.learning_rate
+    return _trainer(config, model, version, objective=objective, peak=peak, total_steps=total_steps)
+
+
+def _reference(config: RunConfig, model: Model, folder: Path) -> ReferenceScorer:
+    frozen = load_model(folder, dtype=model.dtype).to(model.device)
+    policy = config.policy
+    return ReferenceScorer(frozen, temperature=config.rollout.temperature, max_tokens=policy.tokens_per_micro_batch)
+
+
+def _demonstration_ids(tokenizer: Tokenizer, eos: int, prompt: Prompt) -> tuple[int, ...]:
+    if not prompt.demonstration:
+        raise SetupError(
+            f"prompt {prompt.id} has no demonstration to imitate in the warm-up; set data.demonstration_column"
+        )
+    return (*tokenizer(prompt.demonstration, add_special_tokens=False)["input_ids"], eos)
+
+
+def _save(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
+    save_model(model, folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads)"

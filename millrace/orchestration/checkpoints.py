@@ -1,0 +1,131 @@
+"""Use a trained policy: evaluate a checkpoint again, or let it answer prompts of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from millrace.config.recipe import from_yaml
+from millrace.config.settings import RunConfig
+from millrace.data.chat import render
+from millrace.data.prompts import make_prompts, read_split
+from millrace.data.tokenizers import load_tokenizer, stop_token_ids
+from millrace.models.load import load_model
+from millrace.orchestration.build import build_engine, build_reward, choose_device
+from millrace.orchestration.evaluate import Evaluation, evaluate
+from millrace.orchestration.run_folder import RunFolder
+from millrace.orchestration.step import greedy
+from millrace.protocols import Engine
+from millrace.training.checkpoint import CheckpointError, newest_checkpoint, verify_checkpoint
+from millrace.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+
+def find_checkpoint(folder: RunFolder, name: str) -> Path:
+    """A whole checkpoint of a run: `best`, `last`, or a folder's name such as step-000050.
+
+    Raises:
+        CheckpointError: it is not there, or damaged; the message names those there are.
+    """
+    if name == "last":
+        newest, refused = newest_checkpoint(folder.checkpoints)
+        if newest is None:
+            raise CheckpointError(refused[0] if refused else f"run {folder.path} has no checkpoint yet")
+        return newest
+    if name == "best":
+        if not folder.best.is_file():
+            raise CheckpointError(f"run {folder.path} has no best checkpoint yet; use --checkpoint last")
+        name = json.loads(folder.best.read_text(encoding="utf-8"))["checkpoint"]
+    path = folder.checkpoints / name
+    if not path.is_dir():
+        there = sorted(p.name for p in folder.checkpoints.glob("[ws]*")) if folder.checkpoints.is_dir() else []
+        raise CheckpointError(f"run {folder.path} has no checkpoint {name}; there are: {', '.join(there) or 'none'}")
+    verify_checkpoint(path)
+    return path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """A checkpoint ready to answer.
+
+    Attributes:
+        config: of its run.
+        tokenizer: of the checkpoint.
+        engine: holds its weights.
+        greedy: the run's sampling parameters at temperature 0.
+    """
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    engine: Engine
+    greedy: SamplingParams
+
+
+def open_policy(run: str | Path, checkpoint: str) -> Policy:
+    """Load a checkpoint of a run: `best`, `last` or a checkpoint's name.
+
+    Raises:
+        ValueError, RuntimeError: the run or its checkpoint cannot be read; the message says why.
+    """
+    folder = RunFolder.open(run)
+    config = from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
+    model_folder = find_checkpoint(folder, checkpoint) / "model"
+    tokenizer = load_tokenizer(model_folder)
+    model = load_model(model_folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
+    stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
+    return Policy(config, tokenizer, build_engine(model, tokenizer), greedy(config.rollout, stops))
+
+
+def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation:
+    """Greedy accuracy of a checkpoint on its run's held-out prompts.
+
+    Args:
+        run: the run folder.
+        checkpoint: `best`, `last` or a checkpoint's name.
+
+    Raises:
+        ValueError, RuntimeError: the run, its checkpoint or its data cannot be read; the message says why.
+    """
+    policy = open_policy(run, checkpoint)
+    config, tokenizer = policy.config, policy.tokenizer
+    split = read_split(config.data, seed=config.seed)
+    prompts, _ = make_prompts(
+        split.eval, config.data, tokenizer, prefix="eval", max_prompt_tokens=config.data.max_prompt_tokens
+    )
+    reward = build_reward(config)
+    try:
+        full_marks = sum(max(0.0, entry.weight) for entry in config.rewards)
+        return evaluate(policy.engine, reward, prompts, policy.greedy, full_marks=full_marks)
+    finally:
+        reward.close()
+
+
+def answer(
+    run: str | Path, texts: Sequence[str], *, checkpoint: str = "best", temperature: float = 0.0, num_samples: int = 1, seed: int = 0
+) -> list[list[Completion]]:
+    """What a checkpoint says to prompts of one's own, rendered with the run's template.
+
+    Args:
+        run: the run folder.
+        texts: prompts.
+        checkpoint: `best`, `last` or a checkpoint's name.
+        temperature: 0 takes the most likely tokens.
+        num_samples: completions of each prompt.
+        seed: of the first sample; the next ones count up.
+
+    Raises:
+        ValueError, RuntimeError: as `evaluate_checkpoint`.
+    """
+    policy = open_policy(run, checkpoint)
+    template = policy.config.data.template
+    prompts = [render(policy.tokenizer, template, text, f"prompt {i + 1}")[1] for i, text in enumerate(texts)]
+    params = [replace(policy.greedy, temperature=temperature, seed=seed + sample) for sample in range(num_samples)]
+    drawn = policy.engine.generate([prompt for prompt in prompts for _ in params], params * len(prompts))
+    return [drawn[i * num_samples : (i + 1) * num_samples] for i in range(len(prompts))]

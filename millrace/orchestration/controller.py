@@ -1,0 +1,276 @@
+"""The controller of one run: what its loops call to record, evaluate, save and stop.
+
+The order of things stands in `loops.py`; this file holds the verbs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import time
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from millrace.config.settings import RunConfig
+from millrace.data.prompts import PromptStream
+from millrace.observability.console import Console
+from millrace.observability.metrics import Spans
+from millrace.observability.report import write_report
+from millrace.observability.sinks import JsonlSink, Sink
+from millrace.observability.tables import write_table
+from millrace.orchestration.alarms import check_accuracy
+from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
+from millrace.orchestration.interrupt import Interrupts
+from millrace.orchestration.parts import Parts
+from millrace.orchestration.progress import Progress, RunReport
+from millrace.orchestration.run_folder import RunFolder
+from millrace.orchestration.step import greedy
+from millrace.training.checkpoint import write_checkpoint, write_state
+from millrace.training.optimizer import load_optimizer_tensors, optimizer_tensors
+from millrace.training.policy import PolicyTrainer
+
+
+class Interrupted(Exception):
+    """The user asked to leave; everything is saved."""
+
+
+class Controller:
+    """One run in progress."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Parts,
+        folder: RunFolder,
+        *,
+        recipe: str,
+        console: Console,
+        interrupts: Interrupts,
+        metrics: JsonlSink,
+        trackers: list[Sink],
+        progress: Progress,
+        started_s: float,
+    ) -> None:
+        """A run at `progress`; see `launch` for how its pieces come about.
+
+        Args:
+            config: of the run.
+            parts: what it is made of.
+            folder: where it is kept.
+            recipe: name of the recipe.
+            console: where it is shown.
+            interrupts: tells when the user wants to leave.
+            metrics: the run's own record, always there.
+            trackers: where metrics go besides.
+            progress: where it stands.
+            started_s: `time.monotonic()` at the start of this process's work.
+        """
+        self.config = config
+        self.parts = parts
+        self.folder = folder
+        self.console = console
+        self.progress = progress
+        self.spans = Spans()
+        self.trainer: PolicyTrainer | None = None
+        self._recipe = recipe
+        self._interrupts = interrupts
+        self._metrics = metrics
+        self._trackers = trackers
+        self._started_s = started_s - progress.wall_s
+        self._scored_demonstrations = (0, 0)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of work, over all processes of the run."""
+        return time.monotonic() - self._started_s
+
+    def stream(self) -> PromptStream:
+        """The prompts of the current stage, where the progress says they stand."""
+        warming = self.progress.stage == "warmup"
+        # The warm-up has an order of its own, so that its length does not change what reinforcement sees.
+        seed = 2 * self.config.seed + (1 if warming else 0)
+        stream = PromptStream(self.parts.train_prompts, seed=seed, shuffle=self.config.data.shuffle)
+        if self.progress.stream:
+            stream.load_state(self.progress.stream)
+        return stream
+
+    def adopt(self, trainer: PolicyTrainer, tensors: dict[str, Any] | None) -> PolicyTrainer:
+        """Make `trainer` the current one; on resume, with the optimizer state of the checkpoint."""
+        if tensors:
+            load_optimizer_tensors(trainer.optimizer, trainer.model, tensors)
+        trainer.num_attempts = self.progress.attempts
+        self.trainer = trainer
+        return trainer
+
+    def publish(self) -> None:
+        """Send the trainer's weights to the sampler, proved."""
+        assert self.trainer is not None
+        self.parts.transport.send(self.trainer.named_tensors(), self.trainer.version)
+
+    def record(self, stage: str, numbers: dict[str, Any]) -> None:
+        """Write one record to every sink and show it."""
+        record = {"stage": stage, "step": self.progress.step, **numbers, "time/wall_s": self.wall_s}
+        for sink in (self._metrics, *self._trackers):
+            sink.write(record)
+        self.console.update(record)
+
+    def warn(self, text: str | None) -> None:
+        """Say what went wrong and keep it for the summary."""
+        if text:
+            self.progress.warnings.append(text)
+            self.console.say(text, "yellow")
+
+    def evaluate(self) -> Evaluation:
+        """Greedy accuracy of the published weights on the held-out prompts."""
+        parts = self.parts
+        params = greedy(self.config.rollout, parts.stop_token_ids)
+        with self.spans("evaluate"):
+            result = evaluate(parts.engine, parts.reward, parts.eval_prompts, params, full_marks=parts.full_marks)
+        during = "warmup" if self.progress.stage == "warmup" else "reinforcement"
+        self.record(
+            "evaluation",
+            {
+                "during": during,
+                "accuracy": result.accuracy,
+                "reward/mean": result.reward,
+                "reward/failed_share": result.failed,
+                "length/mean": result.length,
+                "length/truncated_share": result.truncated,
+            },
+        )
+        self.warn(check_accuracy(self.progress, result.accuracy))
+        return result
+
+    def keep_answers(self, name: str, result: Evaluation) -> None:
+        """Keep an evaluation's answers as a table (`before`, `after`)."""
+        write_table(self.folder.evaluations / f"{name}.parquet", result.rows)
+
+    def note_best(self, accuracy: float) -> bool:
+        """Whether this accuracy is the best of its stage; if so, the checkpoint about to be taken is the best."""
+        if self.progress.eval_best is not None and accuracy <= self.progress.eval_best:
+            return False
+        self.progress.eval_best = accuracy
+        self.progress.best_checkpoint = self.progress.checkpoint_name
+        return True
+
+    def checkpoint(self) -> None:
+        """Save everything a resumed run needs, then forget the oldest checkpoints."""
+        progress, trainer = self.progress, self.trainer
+        assert trainer is not None
+        progress.order += 1
+        progress.version, progress.attempts = trainer.version, trainer.num_attempts
+        progress.wall_s = self.wall_s
+        progress.metrics_bytes = self._metrics.position
+        _flush(self.folder.metrics)
+
+        def fill(folder: Path) -> None:
+            self.parts.save_model(folder / "model")
+            write_state(folder, progress.to_json(), optimizer_tensors(trainer.optimizer, trainer.model))
+
+        with self.spans("save"):
+            write_checkpoint(self.folder.checkpoints / progress.checkpoint_name, fill)
+            if progress.best_checkpoint:
+                best = {"checkpoint": progress.best_checkpoint, "accuracy": progress.eval_best}
+                self.folder.write_json(self.folder.best, best)
+            self._forget()
+
+    def leave_if_asked(self) -> None:
+        """Save and raise Interrupted if the user pressed Ctrl-C.
+
+        Raises:
+            Interrupted: the user did.
+        """
+        if self._interrupts.asked:
+            self.checkpoint()
+            raise Interrupted
+
+    def try_demonstrations(self) -> None:
+        """Score the held-out demonstrations themselves: a reward that gives its own answers no marks is broken."""
+        shown = [prompt for prompt in self.parts.eval_prompts if prompt.demonstration]
+        if not shown:
+            return
+        outcomes = self.parts.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
+        right = sum(is_right(outcome, self.parts.full_marks) for outcome in outcomes)
+        self._scored_demonstrations = (len(shown), right)
+        if right == len(shown):
+            self.console.say(f"rewards tried on {len(shown)} held-out reference answers: all earn full marks")
+            return
+        wrong = next(i for i, outcome in enumerate(outcomes) if not is_right(outcome, self.parts.full_marks))
+        why = outcomes[wrong].reason or f"reward {outcomes[wrong].value:g} of {self.parts.full_marks:g}"
+        self.warn(
+            f"{len(shown) - right} of {len(shown)} held-out reference answers do not earn full marks from this "
+            f"recipe's rewards; the first is {shown[wrong].id}: {why}"
+        )
+
+    def finish(self, status: str) -> RunReport:
+        """Write the summary and the report."""
+        self.progress.wall_s = self.wall_s
+        report = self._report(status)
+        self.folder.write_json(self.folder.summary, asdict(report))
+        write_report(self.folder.path)
+        return report
+
+    def close(self) -> None:
+        """Give back workers and files, however the run ended."""
+        self.parts.reward.close()
+        for sink in (self._metrics, *self._trackers):
+            sink.close()
+
+    def _report(self, status: Any) -> RunReport:
+        progress = self.progress
+        warming = progress.stage == "warmup"
+        return RunReport(
+            run=str(self.folder.path),
+            name=self.folder.path.name,
+            recipe=self._recipe,
+            status=status,
+            eval_before=progress.eval_before,
+            eval_after=progress.eval_after,
+            eval_best=progress.eval_best,
+            best_checkpoint=progress.best_checkpoint,
+            steps=0 if warming else progress.step,
+            warmup_steps=progress.step if warming else progress.warmup_steps,
+            wall_s=round(progress.wall_s, 2),
+            tokens_sampled=progress.tokens_sampled,
+            tokens_trained=progress.tokens_trained,
+            skipped_steps=progress.skipped_steps,
+            num_parameters=self.parts.num_parameters,
+            num_train_prompts=len(self.parts.train_prompts),
+            eval_size=len(self.parts.eval_prompts),
+            filtered_prompts=self.parts.num_filtered,
+            scored_demonstrations=self._scored_demonstrations[0],
+            right_demonstrations=self._scored_demonstrations[1],
+            device=self.parts.device,
+            versions=versions(),
+            warnings=progress.warnings,
+        )
+
+    def _forget(self) -> None:
+        """Remove all but the newest checkpoints, the best, and the start of reinforcement where it is the reference."""
+        names = sorted(
+            (path.name for path in self.folder.checkpoints.iterdir() if path.name.startswith(("warmup-", "step-"))),
+            key=lambda name: (name.startswith("step-"), name),
+        )
+        kept = set(names[-self.config.checkpoint.keep :]) | {self.progress.best_checkpoint}
+        if self.parts.reference is not None:
+            kept.add("step-000000")
+        for name in names:
+            if name not in kept:
+                shutil.rmtree(self.folder.checkpoints / name)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers."""
+    packages = {name: metadata.version(name) for name in ("millrace", "torch", "transformers")}
+    return {"python": platform.python_version(), **packages}
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,110 @@
+"""Greedy accuracy on held-out prompts, and the rows of rollout tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.protocols import Engine, Reward
+from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """What held-out prompts gave.
+
+    Attributes:
+        accuracy: share of the scored answers that earned full marks.
+        reward: mean of the scored rewards.
+        length: mean tokens of an answer.
+        truncated: share of answers that ran out of tokens.
+        failed: share of answers whose reward failed.
+        rows: one for each answer, for a table.
+    """
+
+    accuracy: float
+    reward: float
+    length: float
+    truncated: float
+    failed: float
+    rows: list[dict[str, Any]]
+
+
+def is_right(outcome: Outcome, full_marks: float) -> bool:
+    """Whether an answer earned everything there was to earn."""
+    return outcome.kind == "score" and outcome.value >= full_marks - 1e-6
+
+
+def evaluate(
+    engine: Engine, reward: Reward, prompts: Sequence[Prompt], params: SamplingParams, *, full_marks: float
+) -> Evaluation:
+    """Answer every prompt with the same sampling parameters and score the answers.
+
+    Raises:
+        ValueError: there are no prompts.
+    """
+    completions = engine.generate([prompt.token_ids for prompt in prompts], [params] * len(prompts))
+    outcomes = reward.score(prompts, [completion.text for completion in completions])
+    return summarise(prompts, completions, outcomes, full_marks=full_marks)
+
+
+def summarise(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], outcomes: Sequence[Outcome], *, full_marks: float
+) -> Evaluation:
+    """An Evaluation of scored answers; where a reward failed, the answer counts in `failed` alone."""
+    if not prompts:
+        raise ValueError("there are no prompts to evaluate on")
+    scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
+    count = max(1, len(scored))
+    return Evaluation(
+        accuracy=sum(is_right(outcome, full_marks) for outcome in scored) / count,
+        reward=sum(outcome.value for outcome in scored) / count,
+        length=sum(len(completion.token_ids) for completion in completions) / len(prompts),
+        truncated=sum(completion.finish_reason == "length" for completion in completions) / len(prompts),
+        failed=1 - len(scored) / len(prompts),
+        rows=[
+            {
+                "prompt_id": prompt.id,
+                "prompt": prompt.text,
+                "completion": completion.text,
+                "answer": prompt.answer,
+                "reward": outcome.value,
+                "outcome": outcome.kind,
+                "right": is_right(outcome, full_marks),
+                "num_tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+            }
+            for prompt, completion, outcome in zip(prompts, completions, outcomes, strict=True)
+        ],
+    )
+
+
+def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]) -> list[dict[str, Any]]:
+    """One row for each trajectory of a batch; `advantages` are those of the trajectories that did not fail."""
+    rows = []
+    left = iter(advantages)
+    for group in groups:
+        for sample, trajectory in enumerate(group.trajectories):
+            outcome, last = trajectory.outcome, trajectory.turns[-1].completion
+            assert outcome is not None
+            rows.append(
+                {
+                    "step": step,
+                    "prompt_id": group.prompt.id,
+                    "sample": sample,
+                    "prompt": group.prompt.text,
+                    "completion": trajectory.text,
+                    "answer": group.prompt.answer,
+                    "reward": outcome.value,
+                    "outcome": outcome.kind,
+                    "reason": outcome.reason,
+                    "num_tokens": trajectory.num_actions,
+                    "finish_reason": last.finish_reason,
+                    "version": int(last.versions[-1]),
+                    "advantage": float("nan") if outcome.kind == "failed" else next(left),
+                    "token_ids": list(last.token_ids),
+                    "logprobs": last.logprobs.tolist(),
+                }
+            )
+    return rows

@@ -1,0 +1,162 @@
+"""Start a run, or take one up again: the two calls behind `millrace train` and `millrace resume`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from millrace.config.recipe import from_yaml, settings, to_yaml
+from millrace.config.settings import RunConfig
+from millrace.observability.console import Console
+from millrace.observability.sink_mlflow import MlflowSink
+from millrace.observability.sink_wandb import WandbSink
+from millrace.observability.sinks import JsonlSink, Sink, TensorBoardSink
+from millrace.orchestration.alarms import RunStopped
+from millrace.orchestration.build import build
+from millrace.orchestration.controller import Controller, Interrupted
+from millrace.orchestration.interrupt import Interrupts
+from millrace.orchestration.loops import run
+from millrace.orchestration.parts import Parts
+from millrace.orchestration.progress import Progress, RunReport
+from millrace.orchestration.run_folder import RunFolder, RunFolderError
+from millrace.training.checkpoint import newest_checkpoint, read_state, read_tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Start:
+    """Where a process takes a run up."""
+
+    config: RunConfig
+    recipe: str
+    checkpoint: Path | None
+    refused: list[str]
+    progress: Progress
+    tensors: dict[str, Tensor] | None
+
+
+def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> RunReport:
+    """Train a policy from start to end in a new run folder.
+
+    Args:
+        config: from `load_recipe`.
+        recipe: what the run folder is called where `config.name` is null.
+        quiet: print nothing.
+
+    Returns:
+        what is also in the run folder's summary.json; `status` tells whether it ended or was interrupted.
+
+    Raises:
+        ValueError: the data, model, rewards or settings cannot be used; the message says what to change.
+        RuntimeError: the run stopped on its way; what was saved can be resumed.
+    """
+    started_s = time.monotonic()
+    # Everything that can be wrong with a recipe is found before a folder is made for it.
+    parts = build(config, None)
+    try:
+        folder = RunFolder.create(config.output, config.name, recipe)
+    except RunFolderError:
+        parts.reward.close()
+        raise
+    folder.recipe.write_text(to_yaml(config), encoding="utf-8")
+    (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
+    start = _Start(config, recipe, None, [], Progress(), None)
+    return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+
+
+def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
+    """Take up a run at its newest whole checkpoint, or from the beginning if it has none yet.
+
+    Args:
+        path: the run folder.
+        quiet: print nothing.
+
+    Raises:
+        RunFolderError: it is not a run folder, it is finished, or another process is training it.
+        ValueError, RuntimeError: as `train`.
+    """
+    started_s = time.monotonic()
+    folder = RunFolder.open(path)
+    folder.lock()
+    if folder.summary.is_file() and json.loads(folder.summary.read_text(encoding="utf-8"))["status"] == "finished":
+        raise RunFolderError(f"run {path} is finished; look at {folder.path / 'report.html'}")
+    config = from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
+    origin = folder.path / "origin.txt"
+    recipe = origin.read_text(encoding="utf-8") if origin.is_file() else folder.path.name
+    checkpoint, refused = newest_checkpoint(folder.checkpoints)
+    progress = Progress() if checkpoint is None else Progress.from_json(read_state(checkpoint))
+    tensors = None if checkpoint is None else read_tensors(checkpoint)
+    parts = build(config, checkpoint)
+    start = _Start(config, recipe, checkpoint, refused, progress, tensors)
+    return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+
+
+def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started_s: float) -> RunReport:
+    metrics = JsonlSink(folder.metrics)
+    metrics.rewind(start.progress.metrics_bytes)
+    console = Console(folder.path.name, _facts(start, parts), quiet=quiet)
+    with console, Interrupts(lambda text: console.say(text, "bold")) as interrupts:
+        controller = Controller(
+            start.config,
+            parts,
+            folder,
+            recipe=start.recipe,
+            console=console,
+            interrupts=interrupts,
+            metrics=metrics,
+            trackers=_trackers(start, folder),
+            progress=start.progress,
+            started_s=started_s,
+        )
+        for sentence in start.refused:
+            controller.warn(f"{sentence}; it is passed over")
+        if start.checkpoint is not None:
+            console.say(f"resumed from {start.checkpoint}")
+        try:
+            run(controller, start.tensors)
+            return controller.finish("finished")
+        except Interrupted:
+            return controller.finish("interrupted")
+        except Exception as error:
+            if isinstance(error, OSError):
+                error = RunStopped(
+                    f"run folder {folder.path} cannot be written: {error.strerror or error}; what was saved before is "
+                    f"intact, so make room and continue with: millrace resume {folder.path}"
+                )
+            controller.progress.warnings.append(str(error))
+            # A summary that cannot be written must not hide why the run failed.
+            with contextlib.suppress(OSError):
+                controller.finish("failed")
+            raise error
+        finally:
+            controller.close()
+            folder.unlock()
+
+
+def _trackers(start: _Start, folder: RunFolder) -> list[Sink]:
+    purge = start.progress.step + 1 if start.checkpoint is not None else None
+    made: list[Sink] = []
+    shown: dict[str, Any] = {key: value for key, value, _ in settings(start.config)}
+    for name in start.config.trackers:
+        if name == "tensorboard":
+            made.append(TensorBoardSink(folder.tensorboard, purge))
+        elif name == "wandb":
+            made.append(WandbSink(folder.path, shown))
+        else:
+            made.append(MlflowSink(folder.path, shown))
+    return made
+
+
+def _facts(start: _Start, parts: Parts) -> list[tuple[str, str]]:
+    filtered = f" ({parts.num_filtered} too long)" if parts.num_filtered else ""
+    return [
+        ("recipe", start.recipe),
+        ("policy", f"{parts.num_parameters / 1e6:.2f} M parameters"),
+        ("prompts", f"{len(parts.train_prompts)} to train on, {len(parts.eval_prompts)} held out{filtered}"),
+        ("device", parts.device),
+    ]

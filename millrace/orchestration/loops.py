@@ -1,0 +1,206 @@
+"""The run, from first step to last: warm-up, then reinforcement at staleness bound 0.
+
+Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint, so
+a resumed run does bit for bit what an undisturbed one would have done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from millrace.config.settings import WarmupConfig
+from millrace.data.packing import pack_demonstrations
+from millrace.observability.tables import write_table
+from millrace.orchestration.alarms import check_rewards, check_steps
+from millrace.orchestration.controller import Controller
+from millrace.orchestration.step import BatchResult, sample_and_score, sampling, train_on
+from millrace.training.policy import PolicyTrainer
+
+
+def run(controller: Controller, tensors: dict[str, Any] | None) -> None:
+    """Do what is left of a run.
+
+    Args:
+        controller: at the progress of the newest checkpoint, or at the beginning.
+        tensors: the optimizer state of that checkpoint.
+
+    Raises:
+        Interrupted: the user asked to leave; everything is saved.
+        RunStopped: it cannot usefully go on.
+    """
+    config, progress = controller.config, controller.progress
+    controller.try_demonstrations()
+    if progress.stage == "warmup" and config.warmup is None:
+        begin_reinforcement(controller)
+    if progress.stage == "warmup":
+        warm_up(controller, tensors)
+        tensors = None
+        if config.steps:
+            begin_reinforcement(controller)
+    if progress.stage == "reinforcement":
+        reinforce(controller, tensors)
+
+
+def warm_up(controller: Controller, tensors: dict[str, Any] | None) -> None:
+    """Supervised training on demonstrations, until the gate opens or its steps are done."""
+    config, progress, parts = controller.config, controller.progress, controller.parts
+    warmup = config.warmup
+    assert warmup is not None
+    trainer = controller.adopt(parts.imitator(progress.version), tensors)
+    stream = controller.stream()
+    controller.console.stage("warm-up", warmup.steps, progress.step)
+    if progress.step == 0 and not config.steps:
+        controller.publish()
+        result = controller.evaluate()
+        controller.keep_answers("before", result)
+        progress.eval_before = result.accuracy
+    while progress.step < warmup.steps and not progress.gate_open:
+        with controller.spans("train"):
+            prompts = stream.next(warmup.sequences_per_step)
+            pairs = [(prompt.token_ids, parts.demonstration_ids(prompt)) for prompt in prompts]
+            batch = pack_demonstrations(pairs, parts.token_weights)
+            trainer.forward_backward(batch)
+            report = trainer.optim_step()
+        progress.step += 1
+        progress.stream, progress.attempts = stream.state(), trainer.num_attempts
+        progress.tokens_trained += int(batch.action_mask_T.sum())
+        spent = controller.spans.take()
+        controller.record(
+            "warmup",
+            {
+                "loss": report.metrics["loss"],
+                "learning_rate": report.learning_rate,
+                "gradient_norm": report.gradient_norm,
+                "time/step_s": sum(spent.values()),
+            },
+        )
+        limit = config.limits.nonfinite_steps
+        controller.warn(check_steps(progress, [report], [batch], limit=limit, folder=controller.folder.evidence))
+        last = progress.step == warmup.steps
+        improved = False
+        if last or progress.step % config.evaluation.every == 0:
+            controller.publish()
+            result = controller.evaluate()
+            check_gate(controller, warmup, result.accuracy, last=last)
+            last = last or progress.gate_open
+            if not config.steps:
+                # With reinforcement to come, the best checkpoint is one of reinforcement.
+                improved = controller.note_best(result.accuracy)
+                if last:
+                    controller.keep_answers("after", result)
+                    progress.eval_after, progress.warmup_steps = result.accuracy, progress.step
+        if improved or last or progress.step % config.checkpoint.every == 0:
+            controller.checkpoint()
+        controller.leave_if_asked()
+
+
+def check_gate(controller: Controller, warmup: WarmupConfig, accuracy: float, *, last: bool) -> None:
+    """Open the gate once accuracy has reached its band, and say so where the band was missed."""
+    if warmup.gate is None:
+        return
+    low, high = warmup.gate
+    controller.progress.gate_open = accuracy >= low
+    if accuracy > high:
+        controller.warn(
+            f"the warm-up passed its gate: accuracy {accuracy:.3f} is above {high}; evaluate more often "
+            "(evaluation.every) or lower warmup.learning_rate"
+        )
+    if last and accuracy < low:
+        controller.warn(
+            f"the warm-up did not reach its gate: accuracy {accuracy:.3f} is below {low} after {warmup.steps} steps; "
+            "raise warmup.steps"
+        )
+
+
+def begin_reinforcement(controller: Controller) -> None:
+    """From the warm-up (or the given model) to batch 0: a new optimizer, the accuracy to beat, a checkpoint."""
+    progress, parts = controller.progress, controller.parts
+    progress.version = controller.trainer.version if controller.trainer else 0
+    progress.warmup_steps, progress.stage, progress.step, progress.attempts = progress.step, "reinforcement", 0, 0
+    progress.stream, progress.nonfinite_in_row = {}, 0
+    controller.adopt(parts.reinforcer(progress.version), None)
+    controller.publish()
+    result = controller.evaluate()
+    controller.keep_answers("before", result)
+    progress.eval_before = result.accuracy
+    controller.note_best(result.accuracy)
+    controller.checkpoint()
+    controller.leave_if_asked()
+
+
+def reinforce(controller: Controller, tensors: dict[str, Any] | None) -> None:
+    """Batches of reinforcement: a group starts only when the weights of the batch before it are published."""
+    config, progress, parts = controller.config, controller.progress, controller.parts
+    if controller.trainer is None:
+        controller.adopt(parts.reinforcer(progress.version), tensors)
+        controller.publish()
+    trainer = controller.trainer
+    assert trainer is not None
+    start: Path = controller.folder.checkpoints / "step-000000" / "model"
+    scorer = parts.reference(start) if parts.reference else None
+    stream = controller.stream()
+    params = sampling(config.rollout, parts.stop_token_ids)
+    controller.console.stage("reinforcement", config.steps, progress.step)
+    spans = controller.spans
+    spans.take()
+    while progress.step < config.steps:
+        prompts = stream.next(config.rollout.prompts_per_step)
+        groups = sample_and_score(
+            parts,
+            prompts,
+            params,
+            num_samples=config.rollout.samples_per_prompt,
+            seed=(config.seed, progress.step),
+            spans=spans,
+        )
+        with spans("train"):
+            result = train_on(
+                trainer,
+                parts,
+                scorer,
+                groups,
+                divide_by_std=config.advantage.divide_by_std,
+                num_parts=config.policy.optimizer_steps_per_batch,
+                step=progress.step + 1,
+            )
+        with spans("sync"):
+            controller.publish()
+        progress.step += 1
+        progress.stream = stream.state()
+        _account(controller, trainer, result)
+        last, improved = progress.step == config.steps, False
+        if last or progress.step % config.evaluation.every == 0:
+            evaluation = controller.evaluate()
+            improved = controller.note_best(evaluation.accuracy)
+            if last:
+                controller.keep_answers("after", evaluation)
+                progress.eval_after = evaluation.accuracy
+        if improved or last or progress.step % config.checkpoint.every == 0:
+            controller.checkpoint()
+        controller.leave_if_asked()
+
+
+def _account(controller: Controller, trainer: PolicyTrainer, result: BatchResult) -> None:
+    """Count, record and judge one batch.
+
+    Raises:
+        RunStopped: too many rewards failed, or too many steps had no finite gradient.
+    """
+    config, progress, spans = controller.config, controller.progress, controller.spans
+    progress.attempts = trainer.num_attempts
+    progress.tokens_sampled += result.tokens_sampled
+    progress.tokens_trained += result.tokens_trained
+    with spans("other"):
+        name = f"step-{progress.step:06d}.parquet"
+        write_table(controller.folder.rollouts / name, result.rows)
+    spent = spans.take()
+    total = sum(spent.get(part, 0.0) for part in ("sample", "score", "train", "sync", "other"))
+    times = {f"time/{part}_s": spent.get(part, 0.0) for part in ("sample", "score", "train", "sync", "other")}
+    speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}
+    controller.record("reinforcement", {"version": trainer.version, **result.record, **times, **speed})
+    reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
+    controller.warn(check_rewards(progress, result.record, limit=config.limits.failed_rewards, reason=reason))
+    limit = config.limits.nonfinite_steps
+    folder = controller.folder.evidence
+    controller.warn(check_steps(progress, result.reports, result.skipped, limit=limit, folder=folder))

@@ -1,0 +1,127 @@
+"""Where a run stands: everything a resumed run needs besides weights, and everything its summary says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+Stage = Literal["warmup", "reinforcement"]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of one run, saved in each checkpoint.
+
+    Attributes:
+        stage: what the run is at.
+        step: steps done in this stage (optimizer steps of the warm-up, batches of reinforcement).
+        order: counts checkpoints, so that the newest is known without clocks.
+        version: optimizer steps done in all.
+        attempts: optimizer steps tried in this stage, skipped ones included.
+        warmup_steps: optimizer steps of the warm-up.
+        gate_open: the warm-up's held-out accuracy has reached its gate.
+        wall_s: seconds of work, over all processes of the run.
+        tokens_sampled: tokens drawn while training (evaluation aside).
+        tokens_trained: chosen tokens a gradient was computed for.
+        skipped_steps: optimizer steps left out because the gradient was not finite.
+        nonfinite_in_row: the same, since the last good one.
+        equal_in_row: batches in a row whose rewards were all equal.
+        eval_before: held-out accuracy before reinforcement (before training, if there is none).
+        eval_after: held-out accuracy of the last weights.
+        eval_best: the best seen.
+        best_checkpoint: name of the checkpoint it was seen with.
+        metrics_bytes: length of metrics.jsonl.
+        stream: state of the prompt stream.
+        warnings: what went wrong and was said.
+    """
+
+    stage: Stage = "warmup"
+    step: int = 0
+    order: int = 0
+    version: int = 0
+    attempts: int = 0
+    warmup_steps: int = 0
+    gate_open: bool = False
+    wall_s: float = 0.0
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+    skipped_steps: int = 0
+    nonfinite_in_row: int = 0
+    equal_in_row: int = 0
+    eval_before: float | None = None
+    eval_after: float | None = None
+    eval_best: float | None = None
+    best_checkpoint: str | None = None
+    metrics_bytes: int = 0
+    stream: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain tree."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Progress:
+        """What `to_json` gave; other keys are ignored."""
+        names = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in tree.items() if key in names})
+
+    @property
+    def checkpoint_name(self) -> str:
+        """Name of a checkpoint taken now."""
+        return f"{'warmup' if self.stage == 'warmup' else 'step'}-{self.step:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run came to; written as `summary.json`.
+
+    Attributes:
+        run: the run folder.
+        name: of the run.
+        recipe: it was made from.
+        status: `finished`, or `interrupted` (resume it), or `failed` (the reason is the last warning).
+        eval_before: held-out accuracy before reinforcement (before training, if there is none).
+        eval_after: held-out accuracy of the last weights; null if the run did not end.
+        eval_best: the best seen.
+        best_checkpoint: name of its checkpoint.
+        steps: batches of reinforcement done.
+        warmup_steps: optimizer steps of the warm-up done.
+        wall_s: seconds from start to end, over all processes of the run.
+        tokens_sampled: tokens drawn while training.
+        tokens_trained: chosen tokens a gradient was computed for.
+        skipped_steps: optimizer steps left out because the gradient was not finite.
+        num_parameters: weights of the policy.
+        num_train_prompts: problems trained on.
+        eval_size: problems held out.
+        filtered_prompts: prompts left out because they are too long.
+        scored_demonstrations: held-out reference answers that the rewards were tried on before training.
+        right_demonstrations: those of them that earned full marks.
+        device: where it ran.
+        versions: of millrace, python, torch and transformers.
+        warnings: what went wrong and was said.
+    """
+
+    run: str
+    name: str
+    recipe: str
+    status: Literal["finished", "interrupted", "failed"]
+    eval_before: float | None
+    eval_after: float | None
+    eval_best: float | None
+    best_checkpoint: str | None
+    steps: int
+    warmup_steps: int
+    wall_s: float
+    tokens_sampled: int
+    tokens_trained: int
+    skipped_steps: int
+    num_parameters: int
+    num_train_prompts: int
+    eval_size: int
+    filtered_prompts: int
+    scored_demonstrations: int
+    right_demonstrations: int
+    device: str
+    versions: dict[str, str]
+    warnings: list[str]

@@ -1,0 +1,104 @@
+"""Where a run lives: one folder, one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+
+class RunFolderError(RuntimeError):
+    """A run folder that cannot be made or used; the message says what to change."""
+
+
+class RunFolder:
+    """The paths of a run, and the lock that keeps a second process out."""
+
+    def __init__(self, path: Path) -> None:
+        """The folder at `path`; see `create` and `open`."""
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts"
+        self.evaluations = path / "evaluations"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.evidence = path / "evidence"
+        self.summary = path / "summary.json"
+        self.best = path / "best.json"
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, output: str, name: str | None, recipe: str) -> RunFolder:
+        """A new, empty run folder, locked.
+
+        Args:
+            output: folder that holds run folders.
+            name: of the run; None takes the first free `recipe-N`.
+            recipe: name of the recipe.
+
+        Raises:
+            RunFolderError: the name is taken, or the folder cannot be made.
+        """
+        root = Path(output)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                path = root / (name or f"{recipe}-{number}")
+                try:
+                    path.mkdir()
+                    break
+                except FileExistsError:
+                    if name is not None:
+                        raise RunFolderError(
+                            f"run {path} exists; choose another name, or continue it with: millrace resume {path}"
+                        ) from None
+        except OSError as error:
+            raise RunFolderError(f"run folder {root} cannot be made: {error.strerror}") from error
+        folder = cls(path)
+        folder.lock()
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run folder (not locked).
+
+        Raises:
+            RunFolderError: there is none.
+        """
+        folder = cls(Path(path))
+        if not folder.recipe.is_file():
+            raise RunFolderError(f"{path} is not a run folder (it has no recipe.yaml)")
+        return folder
+
+    def lock(self) -> None:
+        """Keep other processes out until this one ends, however it ends.
+
+        Raises:
+            RunFolderError: another process is at work here.
+        """
+        try:
+            self._lock = (self.path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFolderError(f"run {self.path} is being trained by another process") from None
+        except OSError as error:
+            raise RunFolderError(f"run folder {self.path} cannot be written: {error.strerror}") from error
+
+    def unlock(self) -> None:
+        """Let others in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_json(self, path: Path, value: dict[str, Any]) -> None:
+        """Write JSON aside and rename it, so that a reader never sees half of it."""
+        aside = path.with_name(f".{path.name}.aside")
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)

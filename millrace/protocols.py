@@ -1,0 +1,126 @@
+"""The seams: what a sampler, a trainer, a scorer, an environment, a reward and a transport must do.
+
+Concrete classes are named in one file only, `orchestration/build.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from millrace.data.batch import Batch
+from millrace.types import Completion, Outcome, Prompt, SamplingParams
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class Engine(Protocol):
+    """The sampler: tokens in, tokens out."""
+
+    version: int
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        """Draw one completion for each prompt, in order.
+
+        Raises:
+            ValueError: a prompt is empty or, with its `max_tokens`, longer than the model allows.
+        """
+        ...
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace every weight in place; tokens drawn from now on carry `version`.
+
+        Raises:
+            ValueError: a name is missing, unknown or given twice, or a shape or dtype differs.
+        """
+        ...
+
+    def fingerprint(self) -> dict[str, str]:
+        """A checksum of each weight as the engine holds it, to compare with the trainer's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step did.
+
+    Attributes:
+        skipped: the gradient was not finite, so no weight moved and the version did not change.
+        gradient_norm: before clipping, over all weights.
+        learning_rate: the one used.
+        metrics: the loss, and means over the tokens' shares (entropy, clip_share, ...).
+    """
+
+    skipped: bool
+    gradient_norm: float
+    learning_rate: float
+    metrics: dict[str, float]
+
+
+class Trainer(Protocol):
+    """The policy being trained: accumulate gradients, step, publish."""
+
+    version: int
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Add the gradient of `(loss_T * weight_T).sum()` over one packed batch.
+
+        Returns:
+            log-probability of each chosen token before the update, in packed order, [N].
+        """
+        ...
+
+    def optim_step(self) -> StepReport:
+        """Move the weights by the accumulated gradient and clear it."""
+        ...
+
+    def named_tensors(self) -> NamedTensors:
+        """Every weight under its Hugging Face name, tied weights once."""
+        ...
+
+
+class Scorer(Protocol):
+    """Frozen weights that judge tokens somebody else drew (a reference policy)."""
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Log-probability of each chosen token, [T]; 0 where the action mask is not set."""
+        ...
+
+
+class Environment(Protocol):
+    """One episode, used once: it speaks first and answers each completion until it is over."""
+
+    def observe(self) -> tuple[int, ...]:
+        """The tokens that open the episode."""
+        ...
+
+    def step(self, completion: Completion) -> tuple[int, ...] | None:
+        """The tokens that follow this completion, or None when the episode is over."""
+        ...
+
+
+class Reward(Protocol):
+    """Judges completions. Never raises for what the policy wrote: it returns an invalid or failed outcome."""
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        """One outcome for each completion, in order."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the reward holds (worker processes)."""
+        ...
+
+
+class WeightTransport(Protocol):
+    """Carries named weights from the trainer to the sampler."""
+
+    def send(self, named_tensors: NamedTensors, version: int) -> None:
+        """Deliver every tensor as `version`; return once the receiver holds them.
+
+        Raises:
+            WeightSyncError: the receiver does not hold what was sent.
+        """
+        ...

@@ -1,0 +1,87 @@
+"""The sum of several rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+from millrace.rewards.errors import RewardError
+from millrace.types import Outcome, Prompt
+
+
+class Part(Protocol):
+    """What is added up: any `protocols.Reward`, which stands on this floor too and so is not imported."""
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        """One outcome for each completion, in order."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the part holds."""
+        ...
+
+
+class CombinedReward:
+    """R = sum over parts of weight times value.
+
+    An outcome is `failed` if any part failed, else `invalid` if any part is invalid (its value is still the
+    weighted sum), else a `score`. `Outcome.parts` holds each part's own value, without its weight, by name.
+
+    Args:
+        parts: name, weight and reward of each part. A name that was taken gets a number: format, format-2.
+
+    Raises:
+        RewardError: there is no part, or a weight is not finite.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, float, Part]]) -> None:
+        """Name the parts."""
+        if not parts:
+            raise RewardError("there is no reward to combine; name at least one under rewards")
+        for name, weight, _ in parts:
+            if not math.isfinite(weight):
+                raise RewardError(f"the weight of reward {name} is {weight}; it must be a finite number")
+        self._weights = [weight for _, weight, _ in parts]
+        self._rewards = [reward for _, _, reward in parts]
+        self.names = _distinct([name for name, _, _ in parts])
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        """One outcome for each completion, in order."""
+        columns = [reward.score(prompts, completions) for reward in self._rewards]
+        return [self._sum(outcomes) for outcomes in zip(*columns, strict=True)]
+
+    def close(self) -> None:
+        """Close every part, also where one of them raises."""
+        with ExitStack() as stack:
+            for reward in self._rewards:
+                stack.callback(reward.close)
+
+    def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
+        parts = {name: outcome.value for name, outcome in zip(self.names, outcomes, strict=True)}
+        for kind in ("failed", "invalid"):
+            reasons = [
+                f"{n}: {o.reason}" for n, o in zip(self.names, outcomes, strict=True) if o.kind == kind
+            ]
+            if reasons and kind == "failed":
+                return Outcome("failed", math.nan, "; ".join(reasons), parts)
+            if reasons:
+                return Outcome("invalid", self._total(outcomes), "; ".join(reasons), parts)
+        return Outcome("score", self._total(outcomes), parts=parts)
+
+    def _total(self, outcomes: Sequence[Outcome]) -> float:
+        return math.fsum(
+            weight * outcome.value for weight, outcome in zip(self._weights, outcomes, strict=True)
+        )
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        number, candidate = 1, name
+        while candidate in found:
+            number += 1
+            candidate = f"{name}-{number}"
+        found.append(candidate)
+    return found

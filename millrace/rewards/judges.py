@@ -1,0 +1,206 @@
+"""The judges that run in a child process, and how one answer becomes a verdict.
+
+A judge is called with the prompt's text, the completion, the reference answer and the source row; it returns
+a number, or `Invalid` where no answer could be read. Whatever it raises makes the verdict a failure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import math
+import os
+import re
+import reprlib
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Real
+from typing import Any
+
+from millrace.rewards.errors import RewardError
+
+_ANCHORS = ("$", "\\boxed", "\\(", "\\[")
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """No answer could be read from the completion."""
+
+    reason: str
+
+
+Judge = Callable[[str, str, str, dict[str, Any]], object]
+
+
+def make_judge(spec: Mapping[str, Any]) -> Judge:
+    """The judge a spec describes (its form: `isolated.IsolatedReward`).
+
+    Raises:
+        RewardError: the task, pattern or function cannot be used; one sentence says why.
+    """
+    makers: dict[str, Callable[..., Judge]] = {
+        "number": number_judge,
+        "task": task_judge,
+        "format": format_judge,
+        "function": function_judge,
+    }
+    return makers[spec["kind"]](**{key: value for key, value in spec.items() if key != "kind"})
+
+
+def verdict(
+    judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
+) -> tuple[str, float, str]:
+    """Kind, value and reason of one answer, as in `Outcome`; a failure carries 0, since JSON has no NaN."""
+    try:
+        value = judge(prompt, completion, answer, row)
+        if isinstance(value, Invalid):
+            return "invalid", 0.0, value.reason
+        if not isinstance(value, Real):
+            return (
+                "failed",
+                0.0,
+                f"returned {reprlib.repr(value)} ({type(value).__name__}), which is not a number",
+            )
+        number = float(value)
+    except BaseException as error:  # a user's function may also raise SystemExit, and that is a failure too
+        return "failed", 0.0, f"raised {_explain(error)}"
+    if not math.isfinite(number):
+        return "failed", 0.0, f"returned {number}, which is not a finite number"
+    return "score", number, ""
+
+
+def number_judge() -> Judge:
+    """1 where math-verify finds the completion's final expression equal to the answer, else 0."""
+    from math_verify import parse, verify
+
+    # The parent's deadline ends what takes too long; math-verify would warn that its own is off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    @lru_cache(maxsize=1024)
+    def parse_answer(answer: str) -> list[Any]:
+        # Math-verify takes the last number of plain text, so (1, 2) would be read as 2; within dollars it
+        # reads the whole, but takes prose for products of letters.
+        bare = not any(anchor in answer for anchor in _ANCHORS)
+        prose = re.search("[A-Za-z]{2}", answer) and not any(sign in answer for sign in "\\^{")
+        return list(parse(f"${answer}$" if bare and not prose else answer, parsing_timeout=None))
+
+    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        expected = parse_answer(answer.strip())
+        if not expected:
+            raise ValueError(
+                f"math-verify reads no expression in the answer {answer!r}; put it into $ signs if it is one"
+            )
+        if completion.strip() == answer.strip():
+            return 1.0
+        found = parse(completion, parsing_timeout=None)
+        error: Exception | None = None
+        for one in expected:
+            for other in found:
+                try:
+                    if verify(one, other, timeout_seconds=None, raise_on_error=True):
+                        return 1.0
+                except Exception as raised:  # another reading may still be equal; if none is, this travels on
+                    error = error or raised
+        if error is not None:
+            raise error
+        if all(isinstance(other, str) for other in found):
+            return Invalid("math-verify reads no expression in the completion")
+        return 0.0
+
+    return judge
+
+
+def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
+    """The score that a reasoning-gym task gives to the completion, white space at both ends aside.
+
+    Raises:
+        RewardError: there is no such task, or it refuses the options.
+    """
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if name not in DATASETS:
+        raise RewardError(f"reward task: reasoning-gym has no task {name}; correct data.train")
+    try:
+        dataset = create_dataset(name, **options)
+    except Exception as error:
+        raise RewardError(
+            f"reward task: {name} refuses its options: {_explain(error)}; correct data.task"
+        ) from error
+
+    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        return dataset.score_answer(completion.strip(), row)
+
+    return judge
+
+
+def format_judge(pattern: str) -> Judge:
+    """1 where the pattern matches the whole completion (a dot matches line breaks too), else 0.
+
+    Raises:
+        RewardError: the pattern is not a regular expression.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise RewardError(f"reward format: {pattern!r} is not a regular expression: {error}") from error
+
+    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        return compiled.fullmatch(completion) is not None
+
+    return judge
+
+
+def function_judge(function: str) -> Judge:
+    """A user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`; None means invalid.
+
+    Raises:
+        RewardError: the module or function does not exist, cannot be imported or cannot be called so.
+    """
+    module_name, _, name = function.partition(":")
+    found = getattr(_import(function, module_name), name, None)
+    if not callable(found):
+        what = "does not have" if found is None else "cannot call"
+        raise RewardError(
+            f"reward function {function}: module {module_name} {what} a function {name}; correct it"
+        )
+    try:
+        inspect.signature(found).bind(prompt="", completion="", answer="", row={})
+    except TypeError as error:
+        raise RewardError(
+            f"reward function {function}: {name} cannot be called with prompt, completion, answer and row "
+            f"({error}); give it these four parameters"
+        ) from error
+
+    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        value = found(prompt=prompt, completion=completion, answer=answer, row=row)
+        return Invalid(f"{function} returned None") if value is None else value
+
+    return judge
+
+
+def _import(function: str, module_name: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise RewardError(
+                f"reward function {function}: importing {module_name} raised {_explain(error)}"
+            ) from error
+        raise RewardError(
+            f"reward function {function}: there is no module {error.name} in {os.getcwd()} or among the "
+            "installed packages; correct its name or start from the folder it lies in"
+        ) from error
+    except BaseException as error:  # SystemExit too: a script without a main guard
+        raise RewardError(
+            f"reward function {function}: importing {module_name} raised {_explain(error)}"
+        ) from error
+
+
+def _explain(error: BaseException) -> str:
+    """Type, message and the line it was raised in."""
+    message = "".join(traceback.TracebackException.from_exception(error).format_exception_only()).strip()
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{message} ({os.path.basename(last.filename)} line {last.lineno})"

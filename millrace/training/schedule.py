@@ -1,0 +1,25 @@
+"""The learning rate as a function of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+# Decaying schedules end here, as a share of the peak: the last steps still move.
+FLOOR = 0.1
+
+
+def learning_rate(
+    step: int, *, peak: float, shape: Literal["constant", "linear", "cosine"], ramp_steps: int, total_steps: int
+) -> float:
+    """Learning rate of optimizer step `step` (counted from 0).
+
+    It rises linearly to `peak` over `ramp_steps`, then stays, or falls to a tenth of the peak at `total_steps`.
+    """
+    if step < ramp_steps:
+        return peak * (step + 1) / ramp_steps
+    if shape == "constant":
+        return peak
+    done = min(1.0, (step - ramp_steps) / max(1, total_steps - ramp_steps))
+    left = 1 - done if shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return peak * (FLOOR + (1 - FLOOR) * left)

@@ -1,0 +1,1 @@
+"""How named tensors move between roles."""

@@ -1,0 +1,75 @@
+"""What every test runs under: no network, few threads, the same random examples each time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+NUM_THREADS = 2
+
+# Set before torch and transformers are imported, and inherited by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="offline",
+    RAY_USAGE_STATS_ENABLED="0",
+)
+
+# The examples depend on the test alone, and a slow machine is not a failure.
+settings.register_profile(
+    "house", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("house")
+
+
+def _is_local(address: Any) -> bool:
+    if not isinstance(address, tuple):
+        return True  # a path: Unix socket
+    host = str(address[0])
+    return host in ("", "localhost", "::1", "0.0.0.0") or host.startswith("127.")
+
+
+def _local_only(connect: Any) -> Any:
+    def guarded(self: socket.socket, address: Any) -> Any:
+        if not _is_local(address):
+            raise OSError(errno.ENETUNREACH, f"tests run without a network, but one asked for {address}")
+        return connect(self, address)
+
+    return guarded
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_network() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", _local_only(socket.socket.connect))
+        patch.setattr(socket.socket, "connect_ex", _local_only(socket.socket.connect_ex))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> None:
+    # A test that trains may have asked for every core. Tests that never import torch stay fast.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > NUM_THREADS:
+        torch.set_num_threads(NUM_THREADS)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `gpu` where there is no CUDA, and say so."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; torch.cuda finds none here")

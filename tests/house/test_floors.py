@@ -1,0 +1,263 @@
+"""Who may import whom. Imports inside functions and under TYPE_CHECKING count like any other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import PACKAGE, dotted, parse, python_files, write
+
+FLOORS = [
+    ["types", "config", "kernels", "tabular", "planner", "observability"],
+    ["algorithms"],
+    ["data"],
+    ["protocols", "models", "transport", "rewards"],
+    ["inference", "training", "environments"],
+    ["orchestration"],
+    ["viewer"],
+    ["cli"],
+    ["__main__"],
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+# A library, and the only files that may import it. `*` crosses folders.
+FENCES = {
+    "ray": ["orchestration/runtime/ray_*"],
+    "triton": ["kernels/*"],
+    "numba": ["kernels/*"],
+    "transformers": ["models/*", "data/*"],
+    "vllm": ["inference/backends/vllm*"],
+    "sglang": ["inference/backends/sglang*"],
+    "fastapi": ["inference/server/*", "viewer/*"],
+    "wandb": ["observability/sink_wandb.py"],
+    "mlflow": ["observability/sink_mlflow.py"],
+}
+BY_NAME = ("import_module", "__import__")
+WITHOUT_TORCH = [
+    "types.py",
+    "config/*",
+    "planner/*",
+    "tabular/*",
+    "inference/request.py",
+    "inference/block_manager.py",
+    "inference/prefix_cache.py",
+    "inference/scheduler.py",
+]
+
+
+def module_of(path: Path, package: Path) -> str:
+    parts = [package.name, *path.relative_to(package).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, package: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a file imports; a name counts as a module where it is one."""
+    module = module_of(path, package)
+    here = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = here[: len(here) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield node.lineno, whole if whole in modules or base == package.name else base
+        elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in BY_NAME:
+            yield from (
+                (node.lineno, str(word.value)) for word in node.args[:1] if isinstance(word, ast.Constant)
+            )
+
+
+def import_graph(package: Path) -> dict[Path, list[tuple[int, str]]]:
+    files = python_files(package)
+    modules = {module_of(path, package) for path in files}
+    # The folders too: one without __init__.py is a package all the same.
+    modules |= {module_of(path.parent / "__init__.py", package) for path in files}
+    return {path: list(imports(path, package, modules)) for path in files}
+
+
+def floor_violations(package: Path) -> list[str]:
+    found = []
+    for path, names in import_graph(package).items():
+        name = path.relative_to(package).as_posix()
+        part = name.split("/")[0].removesuffix(".py")
+        if part == "__init__":
+            continue  # the door: it hands out names of every floor
+        if part not in FLOOR_OF:
+            found.append(f"{name}: {part} has no floor; give it one in tests/house/test_floors.py")
+            continue
+        for line, imported in names:
+            if imported.split(".")[0] != package.name or imported == f"{package.name}.__version__":
+                continue
+            other = (imported.split(".") + [""])[1]
+            if other not in FLOOR_OF:
+                found.append(f"{name}:{line} imports {imported}; name the module that defines it")
+            elif other != part and FLOOR_OF[other] >= FLOOR_OF[part]:
+                found.append(
+                    f"{name}:{line} {part} (floor {FLOOR_OF[part]}) imports {other} (floor {FLOOR_OF[other]})"
+                )
+    return found
+
+
+def fence_violations(package: Path) -> list[str]:
+    found = []
+    for path, names in import_graph(package).items():
+        name = path.relative_to(package).as_posix()
+        for line, imported in names:
+            allowed = FENCES.get(imported.split(".")[0])
+            if allowed is not None and not any(fnmatch(name, pattern) for pattern in allowed):
+                found.append(f"{name}:{line} imports {imported}, which belongs to {', '.join(allowed)}")
+    return found
+
+
+def torch_violations(package: Path) -> list[str]:
+    """Files that must not need torch and reach it, by themselves or through another of our modules."""
+    graph = import_graph(package)
+    path_of = {module_of(path, package): path for path in graph}
+
+    def route_to_torch(path: Path, seen: set[Path]) -> list[str] | None:
+        name = path.relative_to(package).as_posix()
+        seen.add(path)
+        for _, imported in graph[path]:
+            if imported.split(".")[0] == "torch":
+                return [name, imported]
+            parts = imported.split(".")
+            for length in range(2, len(parts) + 1):  # importing a.b.c runs a.b as well
+                other = path_of.get(".".join(parts[:length]))
+                if other is not None and other not in seen:
+                    route = route_to_torch(other, seen)
+                    if route:
+                        return [name, *route]
+        return None
+
+    found = []
+    for path in graph:
+        if any(fnmatch(path.relative_to(package).as_posix(), pattern) for pattern in WITHOUT_TORCH):
+            route = route_to_torch(path, set())
+            if route:
+                found.append(" -> ".join(route))
+    return found
+
+
+def cycles(package: Path) -> list[str]:
+    graph = import_graph(package)
+    path_of = {module_of(path, package): path for path in graph}
+    edges = {
+        path.relative_to(package).as_posix(): {
+            path_of[name].relative_to(package).as_posix()
+            for _, name in names
+            if name in path_of and path_of[name] != path
+        }
+        for path, names in graph.items()
+        if path != package / "__init__.py"
+    }
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return [" <- ".join(error.args[1])]
+    return []
+
+
+CHECKS = [floor_violations, fence_violations, torch_violations, cycles]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_house_keeps_its_floors(check):
+    assert check(PACKAGE) == []
+
+
+def looked_at(tmp_path, check, files):
+    return check(write(tmp_path / "millrace", files))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import millrace.data.batch",
+        "from millrace import data",
+        "from millrace.data import batch",
+        "from ..data.batch import Batch",
+        "def later():\n    from millrace.data import Batch",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from millrace.data.batch import Batch",
+        "import importlib\nimportlib.import_module('millrace.data.batch')",
+    ],
+)
+def test_an_import_from_a_higher_floor_is_found_however_it_is_written(tmp_path, text):
+    files = {"algorithms/losses.py": text, "data/__init__.py": "", "data/batch.py": "Batch = 1"}
+    (found,) = looked_at(tmp_path, floor_violations, files)
+    assert found.startswith("algorithms/losses.py:")
+    assert found.endswith("algorithms (floor 1) imports data (floor 2)")
+
+
+def test_packages_on_one_floor_are_strangers(tmp_path):
+    files = {
+        "training/policy.py": "\nfrom millrace.inference.engine import Engine",
+        "inference/engine.py": "",
+    }
+    assert looked_at(tmp_path, floor_violations, files) == [
+        "training/policy.py:2 training (floor 4) imports inference (floor 4)"
+    ]
+
+
+def test_lower_floors_and_ones_own_package_are_free(tmp_path):
+    files = {
+        "__init__.py": "def __getattr__(name):\n    from millrace.orchestration import build",
+        "training/policy.py": "from millrace.data.batch import B\nfrom millrace import __version__, types",
+        "training/value.py": "from millrace.training.policy import x\nfrom . import policy",
+        "data/batch.py": "import torch",
+        "types.py": "",
+        "orchestration/build.py": "",
+    }
+    assert [looked_at(tmp_path, check, files) for check in CHECKS] == [[], [], [], []]
+
+
+def test_a_module_without_a_floor_and_an_import_of_the_door_are_found(tmp_path):
+    files = {"helpers.py": "", "training/policy.py": "from millrace import Batch"}
+    assert looked_at(tmp_path, floor_violations, files) == [
+        "helpers.py: helpers has no floor; give it one in tests/house/test_floors.py",
+        "training/policy.py:1 imports millrace.Batch; name the module that defines it",
+    ]
+
+
+def test_a_library_outside_its_fence_is_found(tmp_path):
+    files = {
+        "orchestration/runtime/ray_cluster.py": "import ray",
+        "orchestration/controller.py": "def f():\n    import ray.util",
+        "training/policy.py": "from transformers import AutoModel",
+        "observability/console.py": "import importlib\nimportlib.import_module('wandb')",
+    }
+    assert looked_at(tmp_path, fence_violations, files) == [
+        "observability/console.py:2 imports wandb, which belongs to observability/sink_wandb.py",
+        "orchestration/controller.py:2 imports ray.util, which belongs to orchestration/runtime/ray_*",
+        "training/policy.py:1 imports transformers, which belongs to models/*, data/*",
+    ]
+
+
+def test_torch_is_found_through_other_modules(tmp_path):
+    files = {
+        "types.py": "from torch import Tensor",
+        "inference/scheduler.py": "from millrace.data.chat import render",
+        "data/__init__.py": "from millrace.data.batch import Batch",
+        "data/batch.py": "import torch",
+        "data/chat.py": "",
+    }
+    assert looked_at(tmp_path, torch_violations, files) == [
+        "inference/scheduler.py -> data/__init__.py -> data/batch.py -> torch",
+        "types.py -> torch",
+    ]
+
+
+def test_a_circle_within_a_package_is_found(tmp_path):
+    files = {
+        "training/a.py": "from millrace.training.b import x",
+        "training/b.py": "from millrace.training import c",
+        "training/c.py": "def f():\n    from .a import y",
+    }
+    (found,) = looked_at(tmp_path, cycles, files)
+    assert set(found.split(" <- ")) == {"training/a.py", "training/b.py", "training/c.py"}

@@ -1,0 +1,224 @@
+"""The names that stay. Changing a line here changes what users wrote; say so in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from importlib import import_module
+from textwrap import wrap
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from tests.house.source import PACKAGE
+
+PINNED = {
+    "millrace.types:SamplingParams": """
+        max_tokens: int = 128
+        temperature: float = 1.0
+        top_k: int = 0
+        top_p: float = 1.0
+        stop_token_ids: tuple[int, ...] = ()
+        stop: tuple[str, ...] = ()
+        seed: int = 0
+    """,
+    "millrace.types:Completion": """
+        token_ids: tuple[int, ...]
+        logprobs: np.ndarray
+        versions: np.ndarray
+        finish_reason: Literal['stop', 'length']
+        text: str
+    """,
+    "millrace.types:Trajectory": """
+        turns: tuple[Turn, ...]
+        outcome: Outcome | None = None
+        num_actions (property) -> int
+        num_tokens (property) -> int
+        scored(self, outcome: Outcome) -> Trajectory
+        text (property) -> str
+    """,
+    "millrace.types:Group": """
+        prompt: Prompt
+        trajectories: tuple[Trajectory, ...]
+    """,
+    "millrace.data.batch:Batch": """
+        token_T: Tensor
+        position_T: Tensor
+        segment_T: Tensor
+        action_mask_T: Tensor
+        sampler_logprob_T: Tensor
+        version_T: Tensor
+        reward_T: Tensor
+        advantage_T: Tensor
+        weight_T: Tensor
+        reference_logprob_T: Tensor | None = None
+        proximal_logprob_T: Tensor | None = None
+        value_T: Tensor | None = None
+        return_T: Tensor | None = None
+        length_B (property) -> Tensor
+        num_segments (property) -> int
+        num_tokens (property) -> int
+        select(self, segments: list[int]) -> Batch
+        shard(self, rank: int, world: int) -> Batch
+        split(self, max_tokens: int) -> Iterator[Batch]
+        to(self, device: torch.device | str) -> Batch
+    """,
+    "millrace.protocols:Engine": """
+        version: int
+        fingerprint(self) -> dict[str, str]
+        generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]
+        load_weights(self, named_tensors: NamedTensors, version: int) -> None
+    """,
+    "millrace.protocols:Trainer": """
+        version: int
+        forward_backward(self, batch: Batch) -> Tensor
+        named_tensors(self) -> NamedTensors
+        optim_step(self) -> StepReport
+    """,
+    "millrace.protocols:Scorer": """
+        logprobs(self, batch: Batch) -> Tensor
+    """,
+    "millrace.protocols:Environment": """
+        observe(self) -> tuple[int, ...]
+        step(self, completion: Completion) -> tuple[int, ...] | None
+    """,
+    "millrace.protocols:Reward": """
+        close(self) -> None
+        score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]
+    """,
+    "millrace.protocols:WeightTransport": """
+        send(self, named_tensors: NamedTensors, version: int) -> None
+    """,
+    "millrace.config.settings:RunConfig": """
+        name: str | None = None
+        output: str = 'runs'
+        seed: NonNegativeInt = 0
+        steps: NonNegativeInt
+        device: Literal['auto', 'cpu', 'cuda'] = 'auto'
+        precision: Literal['float32', 'bfloat16', 'float64'] = 'float32'
+        threads: NonNegativeInt = 0
+        trackers: tuple[Literal['tensorboard', 'wandb', 'mlflow'], ...] = ('tensorboard',)
+        model: ModelConfig = ModelConfig()
+        tokenizer: TokenizerConfig = TokenizerConfig()
+        data: DataConfig
+        warmup: WarmupConfig | None = None
+        rollout: RolloutConfig = RolloutConfig()
+        rewards: tuple[RewardConfig, ...]
+        advantage: AdvantageConfig = AdvantageConfig()
+        policy: PolicyConfig = PolicyConfig()
+        evaluation: EvaluationConfig = EvaluationConfig()
+        checkpoint: CheckpointConfig = CheckpointConfig()
+        limits: LimitConfig = LimitConfig()
+    """,
+}
+# Pinned as soon as the file that defines it is there.
+LATER = {"millrace.orchestration.controller:Controller": "orchestration/controller.py"}
+
+
+def surface(kind: Any) -> list[str]:
+    """Fields in their order, then public properties and methods by name, as one would write them."""
+    annotations = inspect.get_annotations(kind)
+    lines = [f"{name}: {_word(kind, name, annotations[name])}" for name in annotations if name[0] != "_"]
+    for name, member in sorted(vars(kind).items()):
+        if name[0] == "_" and name != "__init__":
+            continue
+        if isinstance(member, property):
+            lines.append(f"{name} (property) -> {inspect.signature(member.fget).return_annotation}")
+        elif isinstance(member, classmethod | staticmethod):
+            lines.append(f"{name} ({type(member).__name__}){_signature(member.__func__)}")
+        elif inspect.isfunction(member) and (name != "__init__" or _has_own_init(kind)):
+            lines.append(f"{name}{_signature(member)}")
+    return lines
+
+
+def _has_own_init(kind: Any) -> bool:
+    generated = dataclasses.is_dataclass(kind) or getattr(kind, "_is_protocol", False)
+    return not generated and not issubclass(kind, BaseModel)
+
+
+def _signature(function: Any) -> str:
+    signature = inspect.signature(function)
+    plain = [p.replace(annotation=_Bare(p.annotation)) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=_Bare(signature.return_annotation)))
+
+
+class _Bare(str):
+    """An annotation that prints without quotes."""
+
+    def __new__(cls, annotation: Any) -> Any:
+        return annotation if annotation is inspect.Parameter.empty else super().__new__(cls, annotation)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _word(kind: Any, name: str, annotation: str) -> str:
+    annotation = annotation.replace('"', "'")
+    if dataclasses.is_dataclass(kind):
+        field = next(field for field in dataclasses.fields(kind) if field.name == name)
+        if field.default is not dataclasses.MISSING:
+            return f"{annotation} = {field.default!r}"
+        return annotation + (" = ..." if field.default_factory is not dataclasses.MISSING else "")
+    if issubclass(kind, BaseModel):
+        info = kind.model_fields[name]
+        if info.is_required():
+            return annotation
+        made = info.default_factory
+        return f"{annotation} = {made.__name__ + '()' if made else repr(info.default)}"
+    return annotation
+
+
+def difference(name: str, pinned: str) -> list[str]:
+    """What is pinned and gone, and what is there and not pinned."""
+    module, _, kind = name.partition(":")
+    there = surface(getattr(import_module(module), kind))
+    wanted = _lines(pinned)
+    found = [f"gone: {line}" for line in wanted if line not in there]
+    found += [f"new: {line}" for line in there if line not in wanted]
+    return found or ([] if there == wanted else ["the order differs"])
+
+
+def _lines(pinned: str) -> list[str]:
+    """The lines of an entry; one whose parenthesis is open goes on in the next."""
+    lines = [""]
+    for line in pinned.strip().splitlines():
+        is_open = lines[-1].count("(") > lines[-1].count(")")
+        if is_open:
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line.strip())
+    return lines[1:]
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_a_public_name_keeps_its_signature(name):
+    assert difference(name, PINNED[name]) == []
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_public_name_is_pinned_once_it_exists(name):
+    module, _, kind = name.partition(":")
+    if not (PACKAGE / LATER[name]).exists():
+        pytest.skip(f"{LATER[name]} is not there yet")
+    lines = surface(getattr(import_module(module), kind))
+    there = "\n        ".join(part for line in lines for part in wrap(line, 95, subsequent_indent="    "))
+    assert name in PINNED, f'pin it in PINNED:\n    "{name}": """\n        {there}\n    """,'
+
+
+def test_a_long_signature_may_go_on_in_the_next_line():
+    assert _lines("\n  a: int\n  f(self,\n    x: int) -> None\n  g(self)\n") == [
+        "a: int",
+        "f(self, x: int) -> None",
+        "g(self)",
+    ]
+
+
+def test_a_changed_signature_is_found():
+    name = "millrace.types:Group"
+    assert difference(name, "prompt: Prompt\ntrajectories: tuple[Trajectory, ...]") == []
+    assert difference(name, "trajectories: tuple[Trajectory, ...]\nprompt: Prompt") == ["the order differs"]
+    assert difference(name, "prompt: Prompt\ntrajectories: list[Trajectory]") == [
+        "gone: trajectories: list[Trajectory]",
+        "new: trajectories: tuple[Trajectory, ...]",
+    ]

@@ -1,0 +1,93 @@
+"""How long files and functions may be. Where a limit makes the code worse, change it here and say why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import PACKAGE, ROOT, functions, parse, python_files, write
+
+MAX_FILE_LINES = 400
+MAX_KERNEL_FILE_LINES = 500  # a kernel stands beside its plain twin
+MAX_FUNCTION_LINES = 60
+MAX_POSITIONAL = 6
+FIRST = (["self"], ["cls"], ["ctx"])  # given by Python, or by torch to an autograd function
+
+
+def long_files(folder: Path) -> list[str]:
+    found = []
+    for path in python_files(folder):
+        name = path.relative_to(folder).as_posix()
+        limit = MAX_KERNEL_FILE_LINES if "kernels" in name.split("/") else MAX_FILE_LINES
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > limit:
+            found.append(f"{name} has {lines} lines; the limit is {limit}")
+    return found
+
+
+def long_functions(folder: Path) -> list[str]:
+    found = []
+    for path in python_files(folder):
+        for node, _ in functions(parse(path)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                name = path.relative_to(folder).as_posix()
+                found.append(
+                    f"{name}:{node.lineno} {node.name} has {lines} lines; the limit is {MAX_FUNCTION_LINES}"
+                )
+    return found
+
+
+def crowded_functions(folder: Path) -> list[str]:
+    found = []
+    for path in python_files(folder):
+        for node, in_class in functions(parse(path)):
+            names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+            names = names[1:] if in_class and names[:1] in FIRST else names
+            if len(names) > MAX_POSITIONAL:
+                name = path.relative_to(folder).as_posix()
+                found.append(
+                    f"{name}:{node.lineno} {node.name} takes {len(names)} positional parameters; "
+                    f"the limit is {MAX_POSITIONAL}, and more can follow a *"
+                )
+    return found
+
+
+@pytest.mark.parametrize("check", [long_files, long_functions, crowded_functions])
+@pytest.mark.parametrize(
+    "folder", [PACKAGE, *(ROOT / name for name in ("tests", "scripts", "benchmarks", "examples"))]
+)
+def test_files_and_functions_stay_small(check, folder):
+    assert check(folder) == []
+
+
+def test_a_file_over_the_limit_is_found(tmp_path):
+    text = "x = 1\n"
+    write(
+        tmp_path,
+        {"a.py": text * 401, "b.py": text * 400, "kernels/a.py": text * 501, "kernels/b.py": text * 500},
+    )
+    assert long_files(tmp_path) == [
+        "a.py has 401 lines; the limit is 400",
+        "kernels/a.py has 501 lines; the limit is 500",
+    ]
+
+
+def test_a_function_over_the_limit_is_found(tmp_path):
+    text = (
+        "class A:\n    async def long(self):\n"
+        + "        x = 1\n" * 60
+        + "def short():\n"
+        + "    x = 1\n" * 59
+    )
+    assert long_functions(write(tmp_path, {"a.py": text})) == ["a.py:2 long has 61 lines; the limit is 60"]
+
+
+def test_a_function_with_seven_positional_parameters_is_found(tmp_path):
+    text = "def f(a, b, c, d, e, f, g): ...\ndef g(a, b, c, d, e, f, *, h, i): ...\n"
+    text += "class A:\n    def f(self, a, b, c, d, e, f): ...\n    def g(self, a, /, b, c, d, e, f, g): ...\n"
+    text += "    def h(ctx, a, b, c, d, e, f): ...\n"
+    (first, second) = crowded_functions(write(tmp_path, {"a.py": text}))
+    assert first.startswith("a.py:1 f takes 7 positional parameters; the limit is 6")
+    assert second.startswith("a.py:5 g takes 7 ")

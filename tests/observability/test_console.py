@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import pytest
+
+from millrace.observability.console import Console, clock_text, sparkline
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal(io.StringIO):
+    """Text that says it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def reinforcement(step: int, reward: float = 0.5) -> dict[str, float | int | str]:
+    return {
+        "stage": "reinforcement",
+        "step": step,
+        "reward/mean": reward,
+        "policy/entropy": 0.75,
+        "time/sample_s": 3.0,
+        "time/train_s": 1.0,
+        "time/tokens_per_s": 8123.4,
+    }
+
+
+EVALUATION = {
+    "stage": "evaluation",
+    "during": "reinforcement",
+    "step": 4,
+    "accuracy": 0.625,
+    "time/wall_s": 62.0,
+}
+
+
+def play(file: io.StringIO, *, num_steps: int = 4, title: str = "quickstart-1", quiet: bool = False) -> None:
+    now = [0.0]
+    with Console(title, [("model", "0.9 M")], file=file, quiet=quiet, clock=lambda: now[0]) as console:
+        console.stage("reinforcement", 8)
+        for step in range(1, num_steps + 1):
+            now[0] += 3.0
+            console.update(reinforcement(step))
+        console.update(EVALUATION)
+        console.say("checkpoint 4 saved")
+
+
+def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_no_control_codes():
+    file = io.StringIO()
+    play(file, num_steps=5)
+    assert file.getvalue().splitlines() == [
+        "quickstart-1",
+        "model: 0.9 M",
+        "reinforcement: 8 steps",
+        "reinforcement 1/8  reward 0.500  entropy 0.750  speed 8,123 tokens/s  0:21 left",
+        "reinforcement 5/8  reward 0.500  entropy 0.750  speed 8,123 tokens/s  0:09 left",
+        "held-out accuracy 0.625 after batch 4, at 1:02",
+        "checkpoint 4 saved",
+    ]
+
+
+def test_the_last_step_always_has_its_line():
+    file = io.StringIO()
+    play(file, num_steps=8)
+    assert "reinforcement 8/8  reward 0.500  entropy 0.750  speed 8,123 tokens/s  0:24\n" in file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 90])
+def test_the_live_view_fits_the_terminal(monkeypatch, width: int):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+    play(file)
+    shown = CONTROL.sub("", file.getvalue()).replace("\r", "\n")
+    view = shown[shown.rindex("quickstart-1") :]
+    assert all(len(line) <= width for line in shown.split("\n"))
+    for part in ("4/8", "0:12 left", "accuracy", "0.625", "reward", "0.500", "8,123 tokens/s", "sample 75%"):
+        assert part in view
+    assert "checkpoint 4 saved" in shown
+
+
+def test_a_terminal_of_twenty_columns_does_not_stop_a_run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+    play(file)
+    assert "0.625 after batch 4" in CONTROL.sub("", file.getvalue())
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    file = Terminal()
+    play(file)
+    assert "\x1b" not in file.getvalue() and "reinforcement 1/8" in file.getvalue()
+
+
+def test_quiet_prints_nothing():
+    for file in (io.StringIO(), Terminal()):
+        play(file, quiet=True)
+        assert file.getvalue() == ""
+
+
+def test_text_is_neither_markup_nor_control_codes(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for file in (io.StringIO(), Terminal()):
+        with Console("[bold]run[/bold]", [], file=file) as console:
+            console.say("[red]answer[/red] \x1b[2Jclears")
+        assert "[red]answer[/red]  [2Jclears" in file.getvalue()
+        assert "[bold]run[/bold]" in file.getvalue()
+        assert "\x1b[2J" not in file.getvalue()
+
+
+def test_letters_that_the_output_cannot_hold_are_replaced():
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    with Console("größe", [], file=file) as console:
+        console.say("60 → 61")
+    assert raw.getvalue().decode("ascii").splitlines() == ["gr??e", "60 ? 61"]
+
+
+def test_an_output_that_goes_away_silences_the_console_and_not_the_run():
+    class Closed(io.StringIO):
+        lines = 0
+
+        def write(self, text: str) -> int:
+            self.lines += 1
+            if self.lines > 2:
+                raise BrokenPipeError("the reader is gone")
+            return super().write(text)
+
+    file = Closed()
+    play(file)
+    assert file.getvalue().splitlines() == ["quickstart-1", "model: 0.9 M"]
+    assert file.lines == 3, "after the first failure nothing more is tried"
+
+
+def test_a_resumed_stage_counts_its_pace_from_where_it_resumed():
+    now = [0.0]
+    file = io.StringIO()
+    with Console("run", [], file=file, clock=lambda: now[0]) as console:
+        console.stage("reinforcement", 100, done=90)
+        now[0] = 6.0
+        console.update(reinforcement(92))
+    assert "reinforcement: 100 steps, continued after 90" in file.getvalue()
+    assert file.getvalue().splitlines()[-1].endswith("0:24 left")
+
+
+def test_a_number_that_is_not_finite_is_shown_and_breaks_nothing(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for file in (io.StringIO(), Terminal()):
+        with Console("run", [], file=file) as console:
+            console.stage("reinforcement", 2)
+            console.update({**reinforcement(1, math.nan), "time/sample_s": math.inf})
+        assert "nan" in file.getvalue()
+
+
+def test_a_sparkline_shows_the_means_of_equal_stretches():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([3, 3, 3], 9) == "▄▄▄"
+    assert sparkline([], 9) == ""
+
+
+def test_seconds_are_written_as_a_clock():
+    assert [clock_text(seconds) for seconds in (0.4, 59.6, 725, 11045)] == [
+        "0:00",
+        "1:00",
+        "12:05",
+        "3:04:05",
+    ]

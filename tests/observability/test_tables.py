@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from millrace.observability.tables import read_table, write_table
+
+ROW = {
+    "step": 12,
+    "prompt": "2 + 2 = <b>",
+    "reward": 1.0,
+    "reason": "",
+    "token_ids": [5, 6, 7],
+    "logprobs": [-0.5, -1.25, 0.0],
+}
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path):
+    rows = [ROW, {**ROW, "reward": 0.25, "reason": "no number", "token_ids": [], "logprobs": []}]
+    write_table(tmp_path / "rollouts" / "step-000012.parquet", rows)
+    assert read_table(tmp_path / "rollouts" / "step-000012.parquet") == rows
+
+
+def test_a_failed_reward_stays_nan(tmp_path: Path):
+    write_table(tmp_path / "t.parquet", [{"reward": 1.0}, {"reward": math.nan}])
+    first, second = read_table(tmp_path / "t.parquet")
+    assert first["reward"] == 1.0 and math.isnan(second["reward"])
+
+
+def test_a_folder_named_like_a_setting_adds_no_column(tmp_path: Path):
+    write_table(tmp_path / "seed=5" / "t.parquet", [{"step": 1}])
+    assert read_table(tmp_path / "seed=5" / "t.parquet") == [{"step": 1}]
+
+
+def test_no_rows_make_an_empty_table(tmp_path: Path):
+    write_table(tmp_path / "t.parquet", [])
+    assert read_table(tmp_path / "t.parquet") == []
+
+
+def test_rows_with_other_columns_are_refused_by_number(tmp_path: Path):
+    with pytest.raises(
+        ValueError, match=r"row 1 of t.parquet and row 0 differ in the columns \['answer', 'step'\]"
+    ):
+        write_table(tmp_path / "t.parquet", [{"step": 1}, {"answer": "x"}])
+
+
+def test_a_write_that_breaks_off_leaves_the_old_table_and_nothing_beside_it(tmp_path: Path, monkeypatch):
+    import pyarrow.parquet
+
+    path = tmp_path / "t.parquet"
+    write_table(path, [{"step": 1}])
+
+    def break_off(table: object, where: Path, **options: object) -> None:
+        Path(where).write_bytes(b"PAR1 half a table")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", break_off)
+    with pytest.raises(OSError, match="no space left"):
+        write_table(path, [{"step": 2}])
+    assert read_table(path) == [{"step": 1}]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.parquet"]
+
+
+def test_a_missing_or_broken_table_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"table .*none.parquet does not exist"):
+        read_table(tmp_path / "none.parquet")
+    (tmp_path / "bad.parquet").write_bytes(b"not a table at all")
+    with pytest.raises(ValueError, match=r"bad.parquet is not a Parquet file"):
+        read_table(tmp_path / "bad.parquet")

@@ -1,0 +1,78 @@
+"""A folder with a user's reward function, and rewards that are closed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.rewards.isolated import IsolatedReward
+
+FUNCTIONS = '''
+import os, re, subprocess, sys, time
+
+def grade(prompt, completion, answer, row):
+    """Does what the completion says, and keeps a record of every call."""
+    with open("calls.txt", "a") as record:
+        record.write(completion + "\\n")
+    word, _, rest = completion.partition(" ")
+    if word == "value":
+        return float(rest)
+    if word == "loop":
+        while True:
+            pass
+    if word == "sleep":
+        time.sleep(float(rest))
+        return 1.0
+    if word == "regex":  # stays inside C, where no other thread of the judge runs
+        re.fullmatch("(a+)+b", "a" * 40)
+    if word == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        with open("child.pid", "w") as file:
+            file.write(str(child.pid))
+        time.sleep(60)
+    if word == "raise":
+        raise KeyError(rest)
+    if word == "leave":
+        sys.exit(rest)
+    if word == "die":
+        print("last words", file=sys.stderr)
+        os._exit(int(rest))
+    if word == "kill":
+        os.kill(os.getpid(), 9)
+    if word == "print":
+        print(rest)
+        os.write(1, b"[raw]")
+        subprocess.run([sys.executable, "-c", "print('from a child')"])
+        return 1.0
+    if word == "input":
+        return float(len(sys.stdin.read()))
+    if word == "text":
+        return rest
+    if word == "pid":
+        return os.getpid()
+    if word == "fields":
+        return float([prompt, answer, row] == ["the prompt", "the answer", {"pair": (1, 2), "of": {3: "x"}}])
+    if word == "environment":
+        return float(rest in os.environ)
+    return None
+'''
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., IsolatedReward]]:
+    """Make rewards that are closed afterwards; the default judges with the functions above."""
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    made: list[IsolatedReward] = []
+
+    def reward(spec: dict[str, Any] | None = None, **options: Any) -> IsolatedReward:
+        spec = spec or {"kind": "function", "function": "my_rewards:grade"}
+        made.append(IsolatedReward(spec, **({"timeout_s": 20.0, "num_workers": 1} | options)))
+        return made[-1]
+
+    yield reward
+    for one in made:
+        one.close()

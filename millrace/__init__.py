@@ -1,7 +1,7 @@
 """millrace trains language models with reinforcement learning.
 
-    from millrace import load_recipe, train
-    report = train(load_recipe("quickstart", {"steps": 50}))
+from millrace import load_recipe, train
+report = train(load_recipe("quickstart", {"steps": 50}))
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millrace.config.recipe import load_recipe
     from millrace.config.settings import RunConfig
-    from millrace.orchestration.controller import RunReport
     from millrace.orchestration.launch import resume, train
+    from millrace.orchestration.progress import RunReport
 
 __version__ = "0.1.0"
 __all__ = ["RunConfig", "RunReport", "__version__", "load_recipe", "resume", "train"]
@@ -20,7 +20,7 @@ __all__ = ["RunConfig", "RunReport", "__version__", "load_recipe", "resume", "tr
 _HOME = {
     "load_recipe": "millrace.config.recipe",
     "RunConfig": "millrace.config.settings",
-    "RunReport": "millrace.orchestration.controller",
+    "RunReport": "millrace.orchestration.progress",
     "resume": "millrace.orchestration.launch",
     "train": "millrace.orchestration.launch",
 }

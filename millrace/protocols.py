@@ -22,7 +22,9 @@ class Engine(Protocol):
 
     version: int
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Completion]:
         """Draw one completion for each prompt, in order.
 
         Raises:

@@ -18,7 +18,7 @@ import numpy as np
 class SamplingParams:
     """How one completion is drawn.
 
-    The token at position `t` depends on the distribution, `seed` and `t` alone, never on the batch it sits in.
+    The token at position `t` depends on the distribution, `seed` and `t` alone, never on its batch.
 
     Attributes:
         max_tokens: at most so many tokens are drawn.

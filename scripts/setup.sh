@@ -3,7 +3,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-TORCH=2.13.0 # the version of constraints.txt; a looser request would download other builds of it
+# Exactly the tested version: a looser request may download gigabytes of another build.
+TORCH="$(sed -n 's/^torch==//p' constraints.txt)"
 PYTHON=.venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
@@ -29,10 +30,14 @@ find_python() {
         fi
         without_venv="${without_venv:-$name}"
     done
-    [ -z "$without_venv" ] || fail "$without_venv has no venv module; install it (Debian, Ubuntu: apt install" \
-        "python3-venv, or $without_venv-venv), then run make setup again"
-    fail "Python 3.11 or newer was not found; install it (Debian, Ubuntu: apt install python3 python3-venv)," \
-        "then run make setup again"
+    if [ -n "$without_venv" ]; then
+        local packages=python3-venv
+        [ "$without_venv" = python3 ] || packages="$packages $without_venv-venv"
+        fail "$without_venv has no venv module; install it (Debian, Ubuntu: apt install $packages)," \
+            "then run make setup again"
+    fi
+    fail "Python 3.11 or newer was not found; install it" \
+        "(Debian, Ubuntu: apt install python3 python3-venv), then run make setup again"
 }
 
 if ! is_new_enough "$PYTHON" || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then

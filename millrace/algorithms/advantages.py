@@ -45,7 +45,8 @@ def group_normalised(reward_N: Tensor, group_N: Tensor, num_groups: int, *, epsi
     count_G = torch.bincount(group_N, minlength=num_groups)
     square_G = reward_N.new_zeros(num_groups).index_add(0, group_N, centred_N.square())
     std_G = (square_G / (count_G - 1).clamp(min=1)).sqrt()
-    # Equal rewards leave a rounding residue in the mean; without this it would be divided by epsilon and trained on.
+    # Equal rewards leave a rounding residue in the mean; without this it would be divided by epsilon and
+    # trained on.
     level_G = reward_N.new_zeros(num_groups).scatter_reduce(0, group_N, reward_N.abs(), "amax")
     equal_G = std_G <= 1e-6 * level_G
     return torch.where(equal_G[group_N], torch.zeros_like(centred_N), centred_N / (std_G + epsilon)[group_N])

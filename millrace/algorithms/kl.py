@@ -25,8 +25,8 @@ def k2(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
 def k3(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
     """exp(-d) - 1 + d, at most 10: unbiased below the bound, never negative.
 
-    verl's `low_var_kl`: the ratio is clamped to e^+-20 and the value to +-10, because one token that the
+    verl's `low_var_kl`: the ratio is clamped to e^+-20 and the value to 10, because one token that the
     policy hardly holds would otherwise outweigh the batch.
     """
     inverse_T = log_ratio(reference_logprob_T, policy_logprob_T)
-    return (inverse_T.exp() - inverse_T - 1).clamp(-10, 10)
+    return (inverse_T.exp() - inverse_T - 1).clamp(max=10)

@@ -50,7 +50,9 @@ def fixed_length(action_mask_T: Tensor, segment_T: Tensor, *, length: int) -> Te
 
 
 def _actions_per_segment(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
-    return torch.zeros(int(segment_T.max()) + 1, device=segment_T.device).index_add(0, segment_T, action_mask_T.float())
+    return torch.zeros(int(segment_T.max()) + 1, device=segment_T.device).index_add(
+        0, segment_T, action_mask_T.float()
+    )
 
 
 def _at_least_one(action_mask_T: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One resolved setting: its dotted key, value, meaning, and whether default, recipe or override set it."""
+    """One resolved setting: dotted key, value, meaning, and whether default, recipe or override set it."""
 
     key: str
     value: Any
@@ -37,7 +37,9 @@ class Setting:
 def recipe_names() -> list[str]:
     """The recipes shipped with millrace."""
     folder = resources.files("millrace") / "recipes"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
+    )
 
 
 def recipe_text(name: str | Path) -> str:
@@ -99,7 +101,10 @@ def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(dict(item), name) for item in error.errors())) from None
+        found = [dict(item) for item in error.errors()]
+        raise ConfigError(
+            "\n".join(_explain(item, name) for item in found if not _echo(item, found))
+        ) from None
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -128,10 +133,17 @@ def derivation(config: RunConfig) -> list[str]:
     if config.warmup:
         warmup = config.warmup
         gate = f" or held-out accuracy in {list(warmup.gate)}" if warmup.gate else ""
-        lines.append(f"warm-up: {warmup.sequences_per_step} sequences per optimizer step, until {warmup.steps} steps{gate}")
+        lines.append(
+            f"warm-up: {warmup.sequences_per_step} sequences per optimizer step, "
+            f"until {warmup.steps} steps{gate}"
+        )
     if config.steps:
         rollout, policy = config.rollout, config.policy
-        prompts, samples, parts = rollout.prompts_per_step, rollout.samples_per_prompt, policy.optimizer_steps_per_batch
+        prompts, samples, parts = (
+            rollout.prompts_per_step,
+            rollout.samples_per_prompt,
+            policy.optimizer_steps_per_batch,
+        )
         lines += [
             f"batch: {prompts} prompts x {samples} samples per prompt = {prompts * samples} sequences",
             f"optimizer: {prompts * samples} sequences / {parts} optimizer steps per batch "
@@ -258,10 +270,17 @@ def _walk(value: Any, above: str) -> Iterator[tuple[str, Any, str]]:
             yield key, item, info.description or ("which of its kinds" if name == "kind" else "")
 
 
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections an annotation names, seen through `| None`, lists and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
+
+
 def _section(info: FieldInfo) -> type[BaseModel] | None:
-    """The section a field holds, seen through `| None`."""
-    kinds = get_args(info.annotation) if get_origin(info.annotation) is not None else (info.annotation,)
-    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    """The section a field holds, None for a value or a choice of kinds."""
+    sections = list(_sections(info.annotation))
     return sections[0] if len(sections) == 1 else None
 
 
@@ -276,35 +295,77 @@ def known_keys(model: type[BaseModel] = RunConfig, above: str = "") -> list[str]
     return keys
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a validation error lies: its dotted key, the section that should know it, and its field."""
+
+    key: str
+    section: type[BaseModel] | None
+    info: FieldInfo | None
+    in_list: bool
+
+
+def _place(location: tuple[int | str, ...]) -> _Place:
+    """From pydantic's location, which names an entry's kind after its index, to the key a person wrote."""
+    parts: list[str] = []
+    kinds: dict[str, type[BaseModel]] = {}
+    section: type[BaseModel] | None = None
+    below: type[BaseModel] | None = RunConfig
+    info: FieldInfo | None = None
+    for part in location:
+        if part in kinds:
+            below, kinds = kinds[str(part)], {}
+            continue
+        parts.append(str(part))
+        if isinstance(part, int):
+            kinds = {_kind(entry): entry for entry in _sections(info.annotation)} if info else {}
+            continue
+        section = below
+        info = section.model_fields.get(part) if section else None
+        below = _section(info) if info else None
+    return _Place(".".join(parts), section, info, any(isinstance(part, int) for part in location))
+
+
+def _kind(section: type[BaseModel]) -> str:
+    return str(get_args(section.model_fields["kind"].annotation)[0])
+
+
+def _echo(item: dict[str, Any], found: list[dict[str, Any]]) -> bool:
+    """Whether a list counts as too short only because pydantic left out its wrong entries."""
+    size = len(item["loc"])
+    return item["type"] == "too_short" and any(
+        len(other["loc"]) > size and other["loc"][:size] == item["loc"] for other in found
+    )
+
+
 def _explain(item: dict[str, Any], name: str) -> str:
     """One validation error as one sentence."""
-    key = ".".join(str(part) for part in item["loc"])
+    place = _place(item["loc"])
+    key = place.key
     if item["type"] == "extra_forbidden":
-        near = _nearest(key)
-        return f"recipe {name}: unknown key {key}" + (f"; did you mean {near}?" if near else "")
+        return f"recipe {name}: unknown key {key}{_hint(place)}"
     if item["type"] == "missing":
-        return f"recipe {name}: {key} is missing; {_meaning(key)}"
+        description = place.info.description if place.info else None
+        return f"recipe {name}: {key} is missing; {f'it says: {description}' if description else 'add it'}"
+    if item["type"] in ("union_tag_invalid", "union_tag_not_found") and place.info:
+        kinds = ", ".join(_kind(entry) for entry in _sections(place.info.annotation))
+        given = f"is {item['ctx']['tag']!r}" if "tag" in item["ctx"] else "is missing"
+        return f"recipe {name}: {key}.kind {given}; there are: {kinds}"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"recipe {name}: {key + ': ' if key else ''}{message}"
     return f"recipe {name}: {key} is {item['input']!r}: {message[0].lower() + message[1:]}"
 
 
-def _nearest(key: str) -> str | None:
-    """The known key that resembles this one most: by its last word within the section, then anywhere."""
-    parent, _, last = key.rpartition(".")
-    siblings = [known for known in known_keys() if known.rpartition(".")[0] == parent]
+def _hint(place: _Place) -> str:
+    """The known key that resembles an unknown one most: within its section, then anywhere."""
+    above, dot, last = place.key.rpartition(".")
+    siblings = list(place.section.model_fields) if place.section else []
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {above}{dot}{near[0]}?"
+    if place.in_list:
+        return f"; beside it are known: {', '.join(siblings)}" if siblings else ""
     by_last = {known.rpartition(".")[2]: known for known in known_keys()}
-    by_last |= {known.rpartition(".")[2]: known for known in siblings}
-    near = difflib.get_close_matches(last, [known.rpartition(".")[2] for known in siblings], n=1, cutoff=0.5)
-    near = near or difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)
-    return by_last[near[0]] if near else None
-
-
-def _meaning(key: str) -> str:
-    model: type[BaseModel] | None = RunConfig
-    info = None
-    for part in key.split("."):
-        info = model.model_fields.get(part) if model else None
-        model = _section(info) if info else None
-    return f"it says: {info.description}" if info and info.description else "add it"
+    near = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)
+    return f"; did you mean {by_last[near[0]]}?" if near else ""

@@ -9,8 +9,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 TASK_PREFIX = "reasoning-gym:"
 
@@ -24,7 +33,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which weights the policy starts from."""
 
-    path: str | None = Field(None, description="Hugging Face model folder (safetensors); null makes a fresh model")
+    path: str | None = Field(
+        None, description="Hugging Face model folder (safetensors); null makes a fresh model"
+    )
     architecture: str = Field("qwen3", description="transformers model type of a fresh model")
     shape: dict[str, Any] = Field(
         default_factory=dict, description="transformers config fields of a fresh model, such as hidden_size"
@@ -32,25 +43,36 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """Which tokenizer; by default the one in the model folder, or for a fresh model one trained on the data."""
+    """Which tokenizer; by default the model folder's, or for a fresh model one trained on the data."""
 
-    path: str | None = Field(None, description="tokenizer folder; null takes the model's, or trains one on the data")
+    path: str | None = Field(
+        None, description="tokenizer folder; null takes the model's, or trains one on the data"
+    )
     vocab_size: PositiveInt = Field(1024, description="most entries of a trained tokenizer")
     across_words: bool = Field(
-        False, description="let one entry of a trained tokenizer span words (short prompts for templated tasks)"
+        False,
+        description="let one entry of a trained tokenizer span words (short prompts for templated tasks)",
     )
 
 
 class DataConfig(Section):
     """Prompts, their answers, and how they are split."""
 
-    train: str = Field(description=f"JSONL or Parquet file, Hugging Face dataset folder, or {TASK_PREFIX}NAME")
-    eval: str | None = Field(None, description="held-out file or folder; null splits off eval_size rows of train")
+    train: str = Field(
+        description=f"JSONL or Parquet file, Hugging Face dataset folder, or {TASK_PREFIX}NAME"
+    )
+    eval: str | None = Field(
+        None, description="held-out file or folder; null splits off eval_size rows of train"
+    )
     task: dict[str, Any] = Field(default_factory=dict, description="options of a reasoning-gym task")
-    task_size: PositiveInt = Field(10_000, description="problems drawn from a reasoning-gym task before removing twins")
+    task_size: PositiveInt = Field(
+        10_000, description="problems drawn from a reasoning-gym task before removing twins"
+    )
     eval_size: PositiveInt = Field(256, description="most rows that are held out for evaluation")
     prompt_column: str = Field("question", description="column that holds the prompt (text or chat messages)")
-    answer_column: str | None = Field("answer", description="column that holds the reference answer; null has none")
+    answer_column: str | None = Field(
+        "answer", description="column that holds the reference answer; null has none"
+    )
     answer_pattern: str | None = Field(
         None, description="regular expression whose first group is the answer within its column"
     )
@@ -64,7 +86,9 @@ class DataConfig(Section):
         "{prompt}", description="text around {prompt}, or `chat` for the tokenizer's own chat template"
     )
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt")
-    too_long: Literal["filter", "refuse"] = Field("filter", description="drop longer prompts with a count, or stop")
+    too_long: Literal["filter", "refuse"] = Field(
+        "filter", description="drop longer prompts with a count, or stop"
+    )
     shuffle: bool = Field(True, description="a new order each epoch, by seed")
 
     @field_validator("answer_pattern")
@@ -87,9 +111,12 @@ class WarmupConfig(Section):
 
     steps: PositiveInt = Field(description="most optimizer steps")
     sequences_per_step: PositiveInt = Field(128, description="demonstrations per optimizer step")
-    learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate of the warm-up's own optimizer")
+    learning_rate: PositiveFloat = Field(
+        1e-3, description="peak learning rate of the warm-up's own optimizer"
+    )
     gate: tuple[float, float] | None = Field(
-        None, description="stop once held-out accuracy, seen at evaluation.every, is in this band; null runs all"
+        None,
+        description="stop once held-out accuracy, seen at evaluation.every, is in this band; null runs all",
     )
 
     @model_validator(mode="after")
@@ -108,7 +135,9 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
     top_k: NonNegativeInt = Field(0, description="draw among the k most likely tokens; 0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="draw among the tokens that hold this mass; 1 is off")
-    stop: tuple[str, ...] = Field((), description="texts that end a completion, besides the end-of-text token")
+    stop: tuple[str, ...] = Field(
+        (), description="texts that end a completion, besides the end-of-text token"
+    )
 
 
 class ExactReward(Section):
@@ -130,7 +159,9 @@ class NumberReward(Section):
 
     kind: Literal["number"]
     weight: float = Field(1.0, description="factor in the sum of rewards")
-    timeout_s: PositiveFloat = Field(10.0, description="one answer may take so long before its judge is killed")
+    timeout_s: PositiveFloat = Field(
+        10.0, description="one answer may take so long before its judge is killed"
+    )
 
 
 class TaskReward(Section):
@@ -138,7 +169,9 @@ class TaskReward(Section):
 
     kind: Literal["task"]
     weight: float = Field(1.0, description="factor in the sum of rewards")
-    timeout_s: PositiveFloat = Field(10.0, description="one answer may take so long before its judge is killed")
+    timeout_s: PositiveFloat = Field(
+        10.0, description="one answer may take so long before its judge is killed"
+    )
 
 
 class FormatReward(Section):
@@ -147,7 +180,9 @@ class FormatReward(Section):
     kind: Literal["format"]
     weight: float = Field(1.0, description="factor in the sum of rewards")
     pattern: str = Field(description="regular expression for the whole completion")
-    timeout_s: PositiveFloat = Field(10.0, description="one answer may take so long before its judge is killed")
+    timeout_s: PositiveFloat = Field(
+        10.0, description="one answer may take so long before its judge is killed"
+    )
 
     @field_validator("pattern")
     @classmethod
@@ -156,12 +191,16 @@ class FormatReward(Section):
 
 
 class FunctionReward(Section):
-    """A Python function of your own: `f(prompt, completion, answer, row) -> float`, None for an invalid answer."""
+    """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer."""
 
     kind: Literal["function"]
     weight: float = Field(1.0, description="factor in the sum of rewards")
-    function: str = Field(description="module:function; the module is looked up from the folder you start in too")
-    timeout_s: PositiveFloat = Field(10.0, description="one answer may take so long before its judge is killed")
+    function: str = Field(
+        description="module:function; the module is looked up from the folder you start in too"
+    )
+    timeout_s: PositiveFloat = Field(
+        10.0, description="one answer may take so long before its judge is killed"
+    )
 
     @field_validator("function")
     @classmethod
@@ -172,14 +211,17 @@ class FunctionReward(Section):
 
 
 RewardConfig = Annotated[
-    ExactReward | Gsm8kReward | NumberReward | TaskReward | FormatReward | FunctionReward, Field(discriminator="kind")
+    ExactReward | Gsm8kReward | NumberReward | TaskReward | FormatReward | FunctionReward,
+    Field(discriminator="kind"),
 ]
 
 
 class AdvantageConfig(Section):
     """Group-relative advantages: reward minus the mean of the prompt's group."""
 
-    divide_by_std: bool = Field(True, description="divide by the group's standard deviation (GRPO); false is Dr. GRPO")
+    divide_by_std: bool = Field(
+        True, description="divide by the group's standard deviation (GRPO); false is Dr. GRPO"
+    )
 
 
 class PpoClipConfig(Section):
@@ -188,7 +230,9 @@ class PpoClipConfig(Section):
     kind: Literal["ppo_clip"] = "ppo_clip"
     low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped at 1 - low")
     high: PositiveFloat = Field(0.2, description="the ratio is clipped at 1 + high")
-    dual: float | None = Field(None, gt=1, description="bound of the loss for negative advantages; null is off")
+    dual: float | None = Field(
+        None, gt=1, description="bound of the loss for negative advantages; null is off"
+    )
 
 
 class KlConfig(Section):
@@ -203,12 +247,16 @@ class OptimizerConfig(Section):
 
     learning_rate: PositiveFloat = Field(1e-6, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the first and second moments")
-    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled decay of matrices (not of norms and biases)")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="decoupled decay of matrices (not of norms and biases)"
+    )
     max_gradient_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="shape after the ramp; linear and cosine end at a tenth of the peak"
     )
-    ramp_steps: NonNegativeInt = Field(0, description="optimizer steps over which the learning rate rises from 0")
+    ramp_steps: NonNegativeInt = Field(
+        0, description="optimizer steps over which the learning rate rises from 0"
+    )
 
 
 class PolicyConfig(Section):
@@ -219,7 +267,9 @@ class PolicyConfig(Section):
     token_weights: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = Field(
         "token_mean", description="how tokens share the loss of an optimizer step"
     )
-    optimizer_steps_per_batch: PositiveInt = Field(1, description="optimizer steps a batch of groups is divided into")
+    optimizer_steps_per_batch: PositiveInt = Field(
+        1, description="optimizer steps a batch of groups is divided into"
+    )
     tokens_per_micro_batch: PositiveInt = Field(16_384, description="tokens in one forward and backward")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
 
@@ -227,21 +277,29 @@ class PolicyConfig(Section):
 class EvaluationConfig(Section):
     """Greedy accuracy on held-out prompts, before, during and after."""
 
-    every: PositiveInt = Field(20, description="batches (in the warm-up: optimizer steps) between evaluations")
+    every: PositiveInt = Field(
+        20, description="batches (in the warm-up: optimizer steps) between evaluations"
+    )
 
 
 class CheckpointConfig(Section):
     """What is kept to resume from and to load."""
 
-    every: PositiveInt = Field(50, description="batches (in the warm-up: optimizer steps) between checkpoints")
+    every: PositiveInt = Field(
+        50, description="batches (in the warm-up: optimizer steps) between checkpoints"
+    )
     keep: PositiveInt = Field(2, description="newest checkpoints kept, the best one besides")
 
 
 class LimitConfig(Section):
     """When a run that goes wrong stops."""
 
-    nonfinite_steps: PositiveInt = Field(5, description="optimizer steps in a row without a finite gradient, then stop")
-    failed_rewards: float = Field(0.2, ge=0, le=1, description="share of a batch whose rewards may fail, else stop")
+    nonfinite_steps: PositiveInt = Field(
+        5, description="optimizer steps in a row without a finite gradient, then stop"
+    )
+    failed_rewards: float = Field(
+        0.2, ge=0, le=1, description="share of a batch whose rewards may fail, else stop"
+    )
 
 
 class RunConfig(Section):
@@ -252,18 +310,26 @@ class RunConfig(Section):
     seed: NonNegativeInt = Field(0, description="of weights, data order and sampling")
     steps: NonNegativeInt = Field(description="batches of reinforcement; 0 is supervised training alone")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
-    precision: Literal["float32", "bfloat16", "float64"] = Field("float32", description="dtype of the weights")
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32", description="dtype of the weights"
+    )
     threads: NonNegativeInt = Field(0, description="CPU threads; 0 takes every core this process may use")
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
         ("tensorboard",), description="where metrics go besides metrics.jsonl"
     )
-    model: ModelConfig = Field(default_factory=ModelConfig, description="which weights the policy starts from")
+    model: ModelConfig = Field(
+        default_factory=ModelConfig, description="which weights the policy starts from"
+    )
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="which tokenizer")
     data: DataConfig = Field(description="prompts, their answers, and how they are split")
     warmup: WarmupConfig | None = Field(None, description="supervised training first; null starts at once")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how the policy is sampled")
-    rewards: tuple[RewardConfig, ...] = Field(description="what an answer is worth: the sum of these", min_length=1)
-    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="what is better than expected")
+    rewards: tuple[RewardConfig, ...] = Field(
+        description="what an answer is worth: the sum of these", min_length=1
+    )
+    advantage: AdvantageConfig = Field(
+        default_factory=AdvantageConfig, description="what is better than expected"
+    )
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="how a batch becomes new weights")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out accuracy")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="what is kept")
@@ -306,21 +372,25 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     refuse("data.demonstration_column", config.warmup is None and config.steps > 0, "without a warmup")
     refuse("data.eval", is_task, "because a task's held-out problems are drawn from the task itself")
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
-        found.append(f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward")
+        found.append(
+            f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
+        )
     if config.steps == 0 and config.warmup is None:
         found.append("steps is 0 and there is no warmup, so nothing would be trained; set one of them")
     if config.steps == 0:
         why = "because steps is 0 (supervised training alone)"
         idle = [f"policy.{name}" for name in ("loss", "kl", "token_weights", "optimizer_steps_per_batch")]
         idle = [key for key in idle if key.partition(".")[2] in config.policy.model_fields_set]
-        idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in config.policy.optimizer.model_fields_set)
+        if "learning_rate" in config.policy.optimizer.model_fields_set:
+            idle.append("policy.optimizer.learning_rate")
         idle += ["advantage"] * ("advantage" in config.model_fields_set)
         found += [f"{key} has no effect {why}; remove it" for key in idle]
     batch, parts = config.rollout.prompts_per_step, config.policy.optimizer_steps_per_batch
     if batch % parts:
-        found.append(f"policy.optimizer_steps_per_batch {parts} does not divide rollout.prompts_per_step {batch}")
+        found.append(
+            f"policy.optimizer_steps_per_batch {parts} does not divide rollout.prompts_per_step {batch}"
+        )
     return found
-
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -5,8 +5,9 @@ T = packed tokens, B = segments (one trajectory each).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +76,9 @@ class Batch:
         index_T = index_T.to(self.token_T.device)
         batch = self._each(lambda tensor_T: tensor_T[index_T])
         chosen_B = length_B[torch.tensor(segments, device=length_B.device)]
-        batch.segment_T = torch.repeat_interleave(torch.arange(len(segments), device=chosen_B.device), chosen_B)
+        batch.segment_T = torch.repeat_interleave(
+            torch.arange(len(segments), device=chosen_B.device), chosen_B
+        )
         return batch
 
     def split(self, max_tokens: int) -> Iterator[Batch]:
@@ -112,7 +115,9 @@ class Batch:
             ValueError: there are fewer segments than ranks.
         """
         if self.num_segments < world:
-            raise ValueError(f"{self.num_segments} sequences cannot be dealt to {world} ranks; sample more per step")
+            raise ValueError(
+                f"{self.num_segments} sequences cannot be dealt to {world} ranks; sample more per step"
+            )
         held: list[list[int]] = [[] for _ in range(world)]
         load = [0] * world
         length = self.length_B.tolist()
@@ -122,6 +127,9 @@ class Batch:
             load[to] += length[b]
         return self.select(sorted(held[rank]))
 
-    def _each(self, change) -> Batch:  # type: ignore[no-untyped-def]
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: None if value is None else change(value) for name, value in values.items()})
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {
+            name: None if value is None else change(value) for name, value in values.items()
+        }
+        return Batch(**changed)

@@ -6,6 +6,7 @@ T = packed tokens, N = trajectories.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -69,8 +70,10 @@ def pack(trajectories: Sequence[Trajectory], advantage_N: Tensor, token_weights:
     )
 
 
-def pack_demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], token_weights: TokenWeights) -> Batch:
-    """(prompt tokens, completion tokens) pairs of one optimizer step as one packed row for supervised training.
+def pack_demonstrations(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], token_weights: TokenWeights
+) -> Batch:
+    """Demonstrations of one optimizer step, (prompt tokens, completion tokens) each, as one packed row.
 
     Every completion token counts as chosen; what only sampling knows is 0 (versions -1).
 
@@ -78,7 +81,9 @@ def pack_demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], to
         ValueError: there are none, or a prompt or a completion is empty.
     """
     if not pairs or not all(len(prompt) and len(completion) for prompt, completion in pairs):
-        raise ValueError("supervised training needs pairs of a prompt and a completion, neither of them empty")
+        raise ValueError(
+            "supervised training needs pairs of a prompt and a completion, neither of them empty"
+        )
     lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
     segment_T = torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor(lengths))
     mask_T = torch.tensor([flag for p, c in pairs for flag in [False] * len(p) + [True] * len(c)])
@@ -99,8 +104,8 @@ def pack_demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], to
 def with_gradient(batch: Batch) -> Batch | None:
     """The segments that have an advantage other than 0, or None if none has.
 
-    Without a KL penalty the others add exactly nothing to the gradient, and their shares are already fixed, so
-    leaving them out saves their forward and backward and changes no number.
+    Without a KL penalty the others add exactly nothing to the gradient, and their shares are already fixed,
+    so leaving them out saves their forward and backward and changes no number.
     """
     moving_B = torch.zeros(batch.num_segments, dtype=torch.bool).index_put(
         (batch.segment_T[batch.advantage_T != 0],), torch.tensor(True)
@@ -109,6 +114,38 @@ def with_gradient(batch: Batch) -> Batch | None:
     if not chosen:
         return None
     return batch if len(chosen) == batch.num_segments else batch.select(chosen)
+
+
+def without_twins(batch: Batch) -> Batch:
+    """Each segment once, with the summed weight of all its twins.
+
+    Twins agree in every token, mask, sampler log-probability, version, reward and advantage, as short answers
+    to one prompt often do. Their losses are equal, so one forward and backward with the sum of their shares
+    gives the same loss and gradient.
+    """
+    length_B = batch.length_B
+    start_B = (length_B.cumsum(0) - length_B).tolist()
+    columns = (
+        batch.token_T,
+        batch.action_mask_T,
+        batch.sampler_logprob_T,
+        batch.version_T,
+        batch.reward_T,
+        batch.advantage_T,
+    )
+    arrays = [column_T.numpy() for column_T in columns]
+    first: dict[tuple[bytes, ...], int] = {}
+    twin_of: list[int] = []
+    for start, length in zip(start_B, length_B.tolist(), strict=True):
+        key = tuple(array[start : start + length].tobytes() for array in arrays)
+        twin_of.append(first.setdefault(key, len(twin_of)))
+    kept = sorted(first.values())
+    if len(kept) == batch.num_segments:
+        return batch
+    # Twins are equally long, so token t of a twin adds to token t of the segment that stays.
+    target_T = torch.tensor(start_B)[torch.tensor(twin_of)[batch.segment_T]] + batch.position_T
+    summed_T = torch.zeros_like(batch.weight_T).index_add(0, target_T, batch.weight_T)
+    return replace(batch, weight_T=summed_T).select(kept)
 
 
 def _positions(lengths: Sequence[int]) -> Tensor:

@@ -18,7 +18,7 @@ def rollout(
 ) -> list[Group]:
     """Play `num_samples` episodes of each prompt to their end.
 
-    The context of a turn is exactly the tokens given and drawn so far: nothing is decoded and tokenised again.
+    The context of a turn is exactly the tokens given and drawn so far: nothing is decoded and encoded again.
 
     Args:
         prompts: one group each.
@@ -47,5 +47,6 @@ def rollout(
         turn += 1
     trajectories = [Trajectory(tuple(taken)) for taken in turns]
     return [
-        Group(prompt, tuple(trajectories[p * num_samples : (p + 1) * num_samples])) for p, prompt in enumerate(prompts)
+        Group(prompt, tuple(trajectories[p * num_samples : (p + 1) * num_samples]))
+        for p, prompt in enumerate(prompts)
     ]

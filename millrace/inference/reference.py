@@ -1,4 +1,4 @@
-"""The reference engine: the trainer's module, a dense cache, and no cleverness. The slow twin of every engine.
+"""The reference engine: the trainer's module, a dense cache, no cleverness. The slow twin of every engine.
 
 T = packed tokens, B = rows being decoded, V = vocabulary.
 """
@@ -12,11 +12,11 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from millrace.models.load import Model
 
 from millrace.inference.sampler import Rows, draw
 from millrace.kernels.packed_attention import Segments
 from millrace.models.attention import Decode, DenseCache, Packed
+from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import Completion, SamplingParams
@@ -62,14 +62,18 @@ class ReferenceEngine:
         self._decode = decode
         self._max_cache_tokens = max_cache_tokens
         self._max_prefill_tokens = max_prefill_tokens
-        self._max_length = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 31)
+        self._max_length = int(
+            getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 31
+        )
 
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Completion]:
         """Draw one completion for each prompt, in order; see `protocols.Engine`."""
         if len(prompts) != len(params):
             raise ValueError(f"{len(prompts)} prompts were given with {len(params)} sampling parameters")
@@ -162,7 +166,9 @@ class ReferenceEngine:
         parts, first = [], 0
         while first < len(unique):
             last, size = first, 0
-            while last < len(unique) and (last == first or size + len(unique[last]) <= self._max_prefill_tokens):
+            while last < len(unique) and (
+                last == first or size + len(unique[last]) <= self._max_prefill_tokens
+            ):
                 size += len(unique[last])
                 last += 1
             parts.append(self._prefill_rows(cache, unique[first:last], first))
@@ -175,7 +181,9 @@ class ReferenceEngine:
     def _prefill_rows(self, cache: DenseCache, prompts: list[tuple[int, ...]], first_row: int) -> Tensor:
         length_B = torch.tensor([len(prompt) for prompt in prompts])
         token_T = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
-        row_T = torch.repeat_interleave(torch.arange(first_row, first_row + len(prompts)), length_B).to(self._device)
+        row_T = torch.repeat_interleave(torch.arange(first_row, first_row + len(prompts)), length_B).to(
+            self._device
+        )
         slot_T = torch.cat([torch.arange(n) for n in length_B.tolist()]).to(self._device)
         context = Packed(Segments.of(length_B).to(self._device), cache, row_T, slot_T)
         hidden_TD = hidden_states(self._model, token_T, slot_T, context)

@@ -1,7 +1,7 @@
 """Drawing tokens: temperature, top-k, top-p, and one uniform number per (seed, position).
 
-B = rows, V = vocabulary. The random number is a function of the request's seed and the token's position alone,
-so a token does not depend on the batch it sits in, on what was aborted, or on a restart.
+B = rows, V = vocabulary. The random number is a function of the request's seed and the token's position
+alone, so a token does not depend on the batch it sits in, on what was aborted, or on a restart.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def uniform(seed_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
     with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seed_B.astype(np.uint64)) + position_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        mixed = _mix(
+            _mix(seed_B.astype(np.uint64)) + position_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        )
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -74,8 +76,8 @@ def draw(logit_BV: Tensor, rows: Rows, position_B: np.ndarray) -> tuple[Tensor, 
         position_B: index of the token within its completion.
 
     Returns:
-        tokens [B] and their log-probabilities [B] under softmax(logits / temperature), before top-k and top-p;
-        for greedy rows under softmax(logits).
+        tokens [B] and their log-probabilities [B] under softmax(logits / temperature), before top-k and
+        top-p; for greedy rows under softmax(logits).
     """
     greedy_B = rows.temperature_B == 0
     scaled_BV = logit_BV / torch.where(greedy_B, 1.0, rows.temperature_B)[:, None]
@@ -86,7 +88,9 @@ def draw(logit_BV: Tensor, rows: Rows, position_B: np.ndarray) -> tuple[Tensor, 
     mass_BV = share_BV.cumsum(-1)
     # The first token whose cumulative mass exceeds u * total; a token of no mass is never that one.
     threshold_B = torch.from_numpy(uniform(rows.seed_B, position_B)).to(mass_BV.device) * mass_BV[:, -1]
-    token_B = torch.searchsorted(mass_BV, threshold_B[:, None], right=True)[:, 0].clamp(max=logit_BV.shape[1] - 1)
+    token_B = torch.searchsorted(mass_BV, threshold_B[:, None], right=True)[:, 0].clamp(
+        max=logit_BV.shape[1] - 1
+    )
     token_B = torch.where(greedy_B, logit_BV.argmax(-1), token_B)
     return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0]
 

@@ -1,7 +1,7 @@
 """Causal attention within segments of a packed row, and of single tokens over a dense cache.
 
-T = packed tokens, B = rows of a bucket, L = longest segment of it, H = query heads, J = key heads, K = head width,
-C = cache slots. A segment attends to itself alone.
+T = packed tokens, B = rows of a bucket, L = longest segment of it, H = query heads, J = key heads,
+K = head width, C = cache slots. A segment attends to itself alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Segments:
         buckets, first = [], 0
         for at in range(1, len(order) + 1):
             longest = length[order[first]]
-            ends = at == len(order) or (longest > BUCKET_LENGTH and length[order[at]] < BUCKET_SHARE * longest)
+            ends = at == len(order) or (
+                longest > BUCKET_LENGTH and length[order[at]] < BUCKET_SHARE * longest
+            )
             if ends:
                 rows = sorted(order[first:at])
                 buckets.append(_bucket([start_B[b] for b in rows], [length[b] for b in rows], num_tokens))
@@ -68,7 +70,10 @@ class Segments:
 
     def to(self, device: torch.device) -> Segments:
         """The same segments, their tables on another device."""
-        moved = [Bucket(b.slot_BL.to(device), b.token_N.to(device), b.place_N.to(device), b.shape) for b in self.buckets]
+        moved = [
+            Bucket(b.slot_BL.to(device), b.token_N.to(device), b.place_N.to(device), b.shape)
+            for b in self.buckets
+        ]
         return Segments(tuple(moved), self.num_tokens)
 
 
@@ -83,7 +88,7 @@ def _bucket(start: list[int], length: list[int], num_tokens: int) -> Bucket:
 
 
 class _Gather(torch.autograd.Function):
-    """y = x[index] (index T reads zeros), with the gradient gathered by the inverse table instead of scattered.
+    """y = x[index] (index T reads zeros); the gradient is gathered by the inverse table, not scattered.
 
     A scatter would add in an order that depends on threads; two gathers are exact and faster.
     """
@@ -138,18 +143,29 @@ def packed_attention(
             return rows.view(*bucket.shape, *x_THK.shape[1:]).transpose(1, 2)
 
         out_BHLK = _causal(
-            rectangle(query_THK), rectangle(key_TJK), rectangle(value_TJK), scale=scale, window=window, softcap=softcap
+            rectangle(query_THK),
+            rectangle(key_TJK),
+            rectangle(value_TJK),
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
-        # Gathering back is the same pair of tables the other way round; other buckets' tokens read the zero row.
+        # Gathering back is the same tables the other way round; other buckets' tokens read the zero row.
         flat = out_BHLK.transpose(1, 2).flatten(0, 1).flatten(1)
         parts.append(_Gather.apply(flat, inverse_T, bucket.slot_BL))
     return sum(parts[1:], start=parts[0]).view(query_THK.shape)
 
 
 def _causal(
-    query_BHLK: Tensor, key_BJLK: Tensor, value_BJLK: Tensor, *, scale: float, window: int | None, softcap: float | None
+    query_BHLK: Tensor,
+    key_BJLK: Tensor,
+    value_BJLK: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """Causal attention on a rectangle; what lies beyond a segment's end is never read by a token inside it."""
+    """Causal attention on a rectangle; what lies beyond a segment's end no token inside it ever reads."""
     groups = query_BHLK.shape[1] // key_BJLK.shape[1]
     if groups > 1:
         key_BJLK = key_BJLK.repeat_interleave(groups, 1)
@@ -159,13 +175,22 @@ def _causal(
         window = None
     if window is None and softcap is None:
         return F.scaled_dot_product_attention(query_BHLK, key_BJLK, value_BJLK, is_causal=True, scale=scale)
-    distance_LL = torch.arange(length, device=query_BHLK.device)[:, None] - torch.arange(length, device=query_BHLK.device)
+    distance_LL = torch.arange(length, device=query_BHLK.device)[:, None] - torch.arange(
+        length, device=query_BHLK.device
+    )
     seen_LL = (distance_LL >= 0) & (distance_LL < (window or length))
     if softcap is None:
-        return F.scaled_dot_product_attention(query_BHLK, key_BJLK, value_BJLK, attn_mask=seen_LL, scale=scale)
+        return F.scaled_dot_product_attention(
+            query_BHLK, key_BJLK, value_BJLK, attn_mask=seen_LL, scale=scale
+        )
     score_BHLL = softcap * torch.tanh(query_BHLK @ key_BJLK.transpose(2, 3) * (scale / softcap))
-    share_BHLL = score_BHLL.float().masked_fill(~seen_LL, float("-inf")).softmax(-1).to(value_BJLK.dtype)
-    return share_BHLL @ value_BJLK
+    return _shares(score_BHLL, seen_LL) @ value_BJLK
+
+
+def _shares(score: Tensor, seen: Tensor) -> Tensor:
+    """Softmax over what is seen, in float32 (float64 stays float64), back in the scores' dtype."""
+    wide = torch.promote_types(score.dtype, torch.float32)
+    return score.masked_fill(~seen, float("-inf")).softmax(-1, dtype=wide).to(score.dtype)
 
 
 def packed_attention_loop(
@@ -178,23 +203,21 @@ def packed_attention_loop(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The plain twin of `packed_attention`: one segment and one head at a time, in the equation's own words."""
-    groups = query_THK.shape[1] // key_TJK.shape[1]
-    out = torch.zeros_like(query_THK)
+    """The plain twin of `packed_attention`: one token and one head at a time, as the equation says."""
+    heads = query_THK.shape[1]
+    groups = heads // key_TJK.shape[1]
+    rows = []
     start = 0
     for length in length_B.tolist():
-        rows = slice(start, start + length)
-        for head in range(query_THK.shape[1]):
-            score = query_THK[rows, head] @ key_TJK[rows, head // groups].T * scale
-            if softcap is not None:
-                score = softcap * torch.tanh(score / softcap)
-            for i in range(length):
-                for j in range(length):
-                    if j > i or (window is not None and i - j >= window):
-                        score[i, j] = float("-inf")
-            out[rows, head] = score.softmax(-1) @ value_TJK[rows, head // groups]
+        for i in range(start, start + length):
+            first = start if window is None else max(start, i - window + 1)
+            for head in range(heads):
+                score = key_TJK[first : i + 1, head // groups] @ query_THK[i, head] * scale
+                if softcap is not None:
+                    score = softcap * torch.tanh(score / softcap)
+                rows.append(score.softmax(-1) @ value_TJK[first : i + 1, head // groups])
         start += length
-    return out
+    return torch.stack(rows).view(query_THK.shape)
 
 
 def cached_attention(
@@ -234,5 +257,5 @@ def cached_attention(
         out = F.scaled_dot_product_attention(grouped, key_BJCK, value_BJCK, attn_mask=mask, scale=scale)
     else:
         score = softcap * torch.tanh(grouped @ key_BJCK.transpose(2, 3) * (scale / softcap))
-        out = score.float().masked_fill(~mask, float("-inf")).softmax(-1).to(value_BJCK.dtype) @ value_BJCK
+        out = _shares(score, mask) @ value_BJCK
     return out.reshape(rows, heads, width)

@@ -1,7 +1,7 @@
 """Log-probability and entropy of chosen tokens from hidden states, never holding a whole [N, V].
 
-N = tokens, D = model width, V = vocabulary. The logits of a chunk of tokens are made, reduced, and dropped; the
-backward makes them again.
+N = tokens, D = model width, V = vocabulary. The logits of a chunk of tokens are made, reduced, and dropped;
+the backward makes them again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class Head:
         return logit_NV
 
 
-def token_logprob(hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature)[target] and the entropy of that distribution, both [N].
+def token_logprob(
+    hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log softmax(logits / temperature)[target] and the entropy of that distribution, both [N].
 
     Extra memory is one chunk of logits, whatever N and V. The entropy is a measurement: no gradient flows
     through it.
@@ -61,7 +63,9 @@ def token_logprob(hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperatur
     return logprob_N, entropy_N
 
 
-def token_logprob_whole(hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprob_whole(
+    hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
     """The plain twin of `token_logprob`: one log_softmax over all logits at once."""
     logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(-1)
     entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
@@ -98,7 +102,9 @@ class _TokenLogprob(torch.autograd.Function):
         hidden_ND, weight_VD, bias_V, target_N = ctx.saved_tensors
         head, temperature, chunk = ctx.head, ctx.temperature, ctx.chunk
         hidden_gradient = torch.empty_like(hidden_ND)
-        weight_gradient = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+        weight_gradient = torch.zeros_like(
+            weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32)
+        )
         bias_gradient = None if bias_V is None else torch.zeros_like(bias_V, dtype=weight_gradient.dtype)
         start = 0
         for hidden, target, gradient in zip(

@@ -1,8 +1,8 @@
 """Our attention function, registered with transformers as `millrace`.
 
 The model is called with `use_cache=False` and one extra keyword, `context`, which transformers passes through
-to every layer untouched. It says what this forward is: a packed row of segments (training, scoring, prefill), or
-one new token per row over a dense cache (decode). Nothing is hidden in module state.
+to every layer untouched. It says what this forward is: a packed row of segments (training, scoring, prefill),
+or one new token per row over a dense cache (decode). Nothing is hidden in module state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class DenseCache:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         shape = (num_rows, heads, num_slots, width)
-        self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(text.num_hidden_layers)]
+        self.keys = [
+            torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(text.num_hidden_layers)
+        ]
         self.values = [torch.zeros_like(key) for key in self.keys]
 
     def write(self, layer: int, row_N: Tensor, slot_N: Tensor, key_NJK: Tensor, value_NJK: Tensor) -> None:
@@ -40,7 +42,7 @@ class DenseCache:
         self.values[layer][row_N, :, slot_N] = value_NJK
 
     def take(self, row_M: Tensor, num_slots: int) -> None:
-        """Keep these rows in this order (a row may be taken more than once), and the first `num_slots` slots."""
+        """Keep these rows in this order (a row may be taken twice), and the first `num_slots` slots."""
         self.keys = [_resized(key.index_select(0, row_M), num_slots) for key in self.keys]
         self.values = [_resized(value.index_select(0, row_M), num_slots) for value in self.values]
 
@@ -95,8 +97,8 @@ def attention(
         scaling: factor of the scores; 1/sqrt(K) if None.
         sliding_window: as in `packed_attention`.
         softcap: likewise.
-        kwargs: what transformers passes besides (dropout, position_ids, ...), refused where it would change the
-            result.
+        kwargs: what transformers passes besides (dropout, position_ids, ...), refused where it would change
+            the result.
 
     Returns:
         [1, T, H, K] and no attention weights.
@@ -107,7 +109,9 @@ def attention(
     if context is None:
         raise ValueError("a model loaded by millrace must be called with context=Packed(...) or Decode(...)")
     if attention_mask is not None or kwargs.get("s_aux") is not None or kwargs.get("dropout"):
-        raise ValueError(f"{type(module).__name__} asks for a mask, attention sinks or dropout, which are not supported")
+        raise ValueError(
+            f"{type(module).__name__} asks for a mask, attention sinks or dropout, which are not supported"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query_THK, key_TJK, value_TJK = (x[0].transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}

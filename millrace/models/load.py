@@ -16,7 +16,6 @@ from millrace.models import attention
 from millrace.models.attention import Packed
 from millrace.models.logprobs import hidden_states, output_head
 
-
 # Its progress bars would be drawn over the console of the run.
 transformers_logging.disable_progress_bar()
 
@@ -28,7 +27,9 @@ class ModelError(ValueError):
     """A model that cannot be built or loaded; the message says what to change."""
 
 
-def fresh_config(architecture: str, shape: dict[str, Any], *, vocab_size: int, eos_token_id: int) -> PretrainedConfig:
+def fresh_config(
+    architecture: str, shape: dict[str, Any], *, vocab_size: int, eos_token_id: int
+) -> PretrainedConfig:
     """A transformers config for a fresh model.
 
     Raises:
@@ -37,7 +38,9 @@ def fresh_config(architecture: str, shape: dict[str, Any], *, vocab_size: int, e
     try:
         known = AutoConfig.for_model(architecture).to_dict()
     except (ValueError, KeyError):
-        raise ModelError(f"model.architecture {architecture!r} is not one transformers knows, such as qwen3") from None
+        raise ModelError(
+            f"model.architecture {architecture!r} is not one transformers knows, such as qwen3"
+        ) from None
     for key in shape:
         if key in ("vocab_size", "eos_token_id"):
             raise ModelError(f"model.shape.{key} comes from the tokenizer; remove it")
@@ -63,9 +66,13 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
         torch.manual_seed(seed)
         try:
             # float32 first: a draw in bfloat16 would give other weights than the same seed in float32.
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.NAME, dtype=torch.float32
+            )
         except Exception as error:
-            raise ModelError(f"model.shape does not make a {config.model_type}: {_first_line(error)}") from None
+            raise ModelError(
+                f"model.shape does not make a {config.model_type}: {_first_line(error)}"
+            ) from None
     return _checked(model.to(dtype))
 
 
@@ -73,8 +80,8 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """Weights from a Hugging Face folder (safetensors).
 
     Raises:
-        ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot run
-            packed.
+        ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot
+            run packed.
     """
     attention.register()
     path = Path(folder)
@@ -83,7 +90,9 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
     if not (path / "config.json").is_file():
         raise ModelError(f"model folder {path} has no config.json")
     if not any(path.glob("*.safetensors")):
-        raise ModelError(f"model folder {path} has no .safetensors file; convert its weights (pickles are not read)")
+        raise ModelError(
+            f"model folder {path} has no .safetensors file; convert its weights (pickles are not read)"
+        )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -93,9 +102,15 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are listed, and refused below by name
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model folder {path} cannot be loaded: {_first_line(error)}") from None
+    if info["mismatched_keys"]:
+        name, held, wanted = sorted(info["mismatched_keys"])[0]
+        raise ModelError(
+            f"model folder {path}: weight {name} is {tuple(held)} but config.json makes it {tuple(wanted)}"
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"model folder {path} lacks {len(missing)} weights, the first being {missing[0]}")
@@ -132,16 +147,22 @@ def _checked(model: PreTrainedModel) -> PreTrainedModel:
             segments = Segments.of(torch.tensor(lengths)).to(device)
             packed_TV = output_head(model).logits(hidden_states(model, token_T, position_T, Packed(segments)))
             model.set_attn_implementation("eager")
-            plain_TV = torch.cat([model(part[None], use_cache=False).logits[0] for part in token_T.split(lengths)])
+            plain_TV = torch.cat(
+                [model(part[None], use_cache=False).logits[0] for part in token_T.split(lengths)]
+            )
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{problem}: {_first_line(error)}") from None
     finally:
         model.set_attn_implementation(attention.NAME)
-    difference = float((packed_TV - plain_TV.to(packed_TV.dtype)).abs().max() / plain_TV.abs().max().clamp(min=1.0))
+    difference = float(
+        (packed_TV - plain_TV.to(packed_TV.dtype)).abs().max() / plain_TV.abs().max().clamp(min=1.0)
+    )
     if not difference < (0.05 if plain_TV.dtype == torch.bfloat16 else 1e-3):
         raise ModelError(f"{problem}: its packed logits differ from its own by {difference:.2g}")
     return model
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What an error says, in one line; a first line that only announces the next is joined with it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

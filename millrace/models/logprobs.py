@@ -23,16 +23,24 @@ def output_head(model: PreTrainedModel) -> Head:
     """
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
-        raise ValueError(f"{type(model).__name__} has no linear output embedding; a causal language model is needed")
+        raise ValueError(
+            f"{type(model).__name__} has no linear output embedding; a causal language model is needed"
+        )
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(linear.weight, linear.bias, float(scale), getattr(config, "final_logit_softcapping", None))
 
 
-def hidden_states(model: PreTrainedModel, token_T: Tensor, position_T: Tensor, context: Packed | Decode) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, token_T: Tensor, position_T: Tensor, context: Packed | Decode
+) -> Tensor:
     """Final hidden states of a packed row, [T, D]."""
     output = model.base_model(
-        input_ids=token_T[None], position_ids=position_T[None], use_cache=False, context=context, return_dict=True
+        input_ids=token_T[None],
+        position_ids=position_T[None],
+        use_cache=False,
+        context=context,
+        return_dict=True,
     )
     hidden_TD: Tensor = output.last_hidden_state[0]
     return hidden_TD
@@ -46,12 +54,20 @@ def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float)
     segments = Segments.of(batch.length_B.cpu()).to(batch.token_T.device)
     hidden_TD = hidden_states(model, batch.token_T, batch.position_T, Packed(segments))
     index_N = batch.action_mask_T.nonzero()[:, 0]
-    return token_logprob(hidden_TD[index_N - 1], output_head(model), batch.token_T[index_N], temperature=temperature)
+    return token_logprob(
+        hidden_TD[index_N - 1], output_head(model), batch.token_T[index_N], temperature=temperature
+    )
 
 
 @torch.no_grad()
 def packed_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
-    """Log-probabilities of the chosen tokens without gradient, [T], 0 elsewhere, in micro-batches of `max_tokens`."""
+    """Log-probabilities of the chosen tokens without gradient, [T], 0 elsewhere.
+
+    Computed in micro-batches of at most `max_tokens` tokens, whole segments each.
+
+    Raises:
+        ValueError: one segment alone is longer than `max_tokens`.
+    """
     parts = []
     for micro in batch.split(max_tokens):
         logprob_T = torch.zeros(micro.num_tokens, device=micro.token_T.device)

@@ -36,14 +36,14 @@ def check_rewards(progress: Progress, record: dict[str, float], *, limit: float,
     failed = record["reward/failed_share"]
     if failed > limit:
         raise RunStopped(
-            f"{failed:.0%} of the rewards of this batch failed, more than limits.failed_rewards = {limit:.0%}; "
-            f"the first: {reason}"
+            f"{failed:.0%} of the rewards of this batch failed, more than limits.failed_rewards = {limit:.0%}"
+            f"; the first: {reason}"
         )
     progress.equal_in_row = progress.equal_in_row + 1 if record["reward/std"] == 0 else 0
     if progress.equal_in_row == EQUAL_BATCHES:
         return (
-            f"all rewards have been {record['reward/mean']:g} for {EQUAL_BATCHES} batches, so nothing is learned; "
-            "look at the rollouts, and at the reward"
+            f"all rewards have been {record['reward/mean']:g} for {EQUAL_BATCHES} batches, so nothing is "
+            "learned; look at the rollouts, and at the reward"
         )
     return None
 
@@ -64,12 +64,15 @@ def check_steps(
             continue
         path = folder / f"{progress.checkpoint_name}-attempt-{progress.attempts:06d}"
         _keep_evidence(path, report, batches)
-        told = f"the gradient was not finite, so an optimizer step was skipped; its batch is in {path}.safetensors"
+        told = (
+            "the gradient was not finite, so an optimizer step was skipped; its batch is in "
+            f"{path}.safetensors"
+        )
         if progress.nonfinite_in_row >= limit:
             raise RunStopped(
-                f"{limit} optimizer steps in a row had no finite gradient (limits.nonfinite_steps); the batches are "
-                f"in {folder}. Lower policy.optimizer.learning_rate or warmup.learning_rate, or look for rewards "
-                "that are not finite"
+                f"{limit} optimizer steps in a row had no finite gradient (limits.nonfinite_steps); the "
+                f"batches are in {folder}. Lower policy.optimizer.learning_rate or warmup.learning_rate, or "
+                "look for rewards that are not finite"
             )
     return told
 
@@ -90,9 +93,19 @@ def _keep_evidence(path: Path, report: StepReport, batches: list[Batch]) -> None
     for batch in batches[-1:]:
         tensors = {
             name: tensor.contiguous()
-            for name in ("token_T", "segment_T", "action_mask_T", "sampler_logprob_T", "advantage_T", "weight_T")
+            for name in (
+                "token_T",
+                "segment_T",
+                "action_mask_T",
+                "sampler_logprob_T",
+                "advantage_T",
+                "weight_T",
+            )
             if (tensor := getattr(batch, name)) is not None
         }
         save_file(tensors, path.with_suffix(".safetensors"))
-    numbers = {"gradient_norm": str(report.gradient_norm), **{key: str(value) for key, value in report.metrics.items()}}
+    numbers = {
+        "gradient_norm": str(report.gradient_norm),
+        **{key: str(value) for key, value in report.metrics.items()},
+    }
     path.with_suffix(".json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-
 from millrace.algorithms import weights
 from millrace.config.settings import TASK_PREFIX, RewardConfig, RunConfig
 from millrace.data.packing import TokenWeights
@@ -181,19 +180,16 @@ def _longest_prompt(config: RunConfig, model: Model) -> int:
     room = int(allowed) - config.rollout.max_tokens
     if room < 1:
         raise SetupError(
-            f"rollout.max_tokens is {config.rollout.max_tokens} but the model allows {allowed} tokens in all, "
-            "prompt included; lower rollout.max_tokens"
+            f"rollout.max_tokens is {config.rollout.max_tokens} but the model allows {allowed} tokens in all"
+            ", prompt included; lower rollout.max_tokens"
         )
     return min(config.data.max_prompt_tokens, room)
 
 
 def _trainer(
-    config: RunConfig, model: Model, version: int, *, objective: Objective, peak: float, total_steps: int
+    config: RunConfig, model: Model, version: int, *, objective: Objective, rate: Callable[[int], float]
 ) -> PolicyTrainer:
     options = config.policy.optimizer
-    rate: Callable[[int], float] = partial(
-        learning_rate, peak=peak, shape=options.schedule, ramp_steps=options.ramp_steps, total_steps=total_steps
-    )
     return PolicyTrainer(
         model,
         objective,
@@ -209,31 +205,49 @@ def _trainer(
 def _imitator(config: RunConfig, model: Model, version: int) -> PolicyTrainer:
     assert config.warmup is not None
     warmup = config.warmup
-    return _trainer(
-        config, model, version, objective=imitation, peak=warmup.learning_rate, total_steps=warmup.steps
+    options = config.policy.optimizer
+    rate = partial(
+        learning_rate,
+        peak=warmup.learning_rate,
+        # Where the warm-up ends at a gate, nobody knows when: its learning rate stays up after the ramp.
+        shape="constant" if warmup.gate else options.schedule,
+        ramp_steps=options.ramp_steps,
+        total_steps=warmup.steps,
     )
+    return _trainer(config, model, version, objective=imitation, rate=rate)
 
 
 def _reinforcer(config: RunConfig, model: Model, version: int) -> PolicyTrainer:
     policy = config.policy
-    penalty = kl_penalty(coefficient=policy.kl.coefficient, estimator=policy.kl.estimator) if policy.kl else None
+    penalty = (
+        kl_penalty(coefficient=policy.kl.coefficient, estimator=policy.kl.estimator) if policy.kl else None
+    )
     loss = policy.loss
     objective = clipped_surrogate(low=loss.low, high=loss.high, dual=loss.dual, kl_loss=penalty)
-    total_steps = config.steps * policy.optimizer_steps_per_batch
-    peak = policy.optimizer.learning_rate
-    return _trainer(config, model, version, objective=objective, peak=peak, total_steps=total_steps)
+    options = policy.optimizer
+    rate = partial(
+        learning_rate,
+        peak=options.learning_rate,
+        shape=options.schedule,
+        ramp_steps=options.ramp_steps,
+        total_steps=config.steps * policy.optimizer_steps_per_batch,
+    )
+    return _trainer(config, model, version, objective=objective, rate=rate)
 
 
 def _reference(config: RunConfig, model: Model, folder: Path) -> ReferenceScorer:
     frozen = load_model(folder, dtype=model.dtype).to(model.device)
     policy = config.policy
-    return ReferenceScorer(frozen, temperature=config.rollout.temperature, max_tokens=policy.tokens_per_micro_batch)
+    return ReferenceScorer(
+        frozen, temperature=config.rollout.temperature, max_tokens=policy.tokens_per_micro_batch
+    )
 
 
 def _demonstration_ids(tokenizer: Tokenizer, eos: int, prompt: Prompt) -> tuple[int, ...]:
     if not prompt.demonstration:
         raise SetupError(
-            f"prompt {prompt.id} has no demonstration to imitate in the warm-up; set data.demonstration_column"
+            f"prompt {prompt.id} has no demonstration to imitate in the warm-up; "
+            "set data.demonstration_column"
         )
     return (*tokenizer(prompt.demonstration, add_special_tokens=False)["input_ids"], eos)
 

@@ -16,7 +16,7 @@ from millrace.data.chat import render
 from millrace.data.prompts import make_prompts, read_split
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
 from millrace.models.load import load_model
-from millrace.orchestration.build import build_engine, build_reward, choose_device
+from millrace.orchestration.build import SetupError, build_engine, build_reward, choose_device
 from millrace.orchestration.evaluate import Evaluation, evaluate
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.step import greedy
@@ -45,8 +45,12 @@ def find_checkpoint(folder: RunFolder, name: str) -> Path:
         name = json.loads(folder.best.read_text(encoding="utf-8"))["checkpoint"]
     path = folder.checkpoints / name
     if not path.is_dir():
-        there = sorted(p.name for p in folder.checkpoints.glob("[ws]*")) if folder.checkpoints.is_dir() else []
-        raise CheckpointError(f"run {folder.path} has no checkpoint {name}; there are: {', '.join(there) or 'none'}")
+        there = (
+            sorted(p.name for p in folder.checkpoints.glob("[ws]*")) if folder.checkpoints.is_dir() else []
+        )
+        raise CheckpointError(
+            f"run {folder.path} has no checkpoint {name}; there are: {', '.join(there) or 'none'}"
+        )
     verify_checkpoint(path)
     return path
 
@@ -60,12 +64,14 @@ class Policy:
         tokenizer: of the checkpoint.
         engine: holds its weights.
         greedy: the run's sampling parameters at temperature 0.
+        max_length: tokens the model allows, prompt and answer together; None where it sets no limit.
     """
 
     config: RunConfig
     tokenizer: Tokenizer
     engine: Engine
     greedy: SamplingParams
+    max_length: int | None
 
 
 def open_policy(run: str | Path, checkpoint: str) -> Policy:
@@ -80,7 +86,9 @@ def open_policy(run: str | Path, checkpoint: str) -> Policy:
     tokenizer = load_tokenizer(model_folder)
     model = load_model(model_folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
     stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
-    return Policy(config, tokenizer, build_engine(model, tokenizer), greedy(config.rollout, stops))
+    max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    engine = build_engine(model, tokenizer)
+    return Policy(config, tokenizer, engine, greedy(config.rollout, stops), max_length)
 
 
 def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation:
@@ -108,7 +116,13 @@ def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation
 
 
 def answer(
-    run: str | Path, texts: Sequence[str], *, checkpoint: str = "best", temperature: float = 0.0, num_samples: int = 1, seed: int = 0
+    run: str | Path,
+    texts: Sequence[str],
+    *,
+    checkpoint: str = "best",
+    temperature: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
 ) -> list[list[Completion]]:
     """What a checkpoint says to prompts of one's own, rendered with the run's template.
 
@@ -126,6 +140,19 @@ def answer(
     policy = open_policy(run, checkpoint)
     template = policy.config.data.template
     prompts = [render(policy.tokenizer, template, text, f"prompt {i + 1}")[1] for i, text in enumerate(texts)]
-    params = [replace(policy.greedy, temperature=temperature, seed=seed + sample) for sample in range(num_samples)]
+    for number, prompt in enumerate(prompts, start=1):
+        _check_length(policy, number, len(prompt))
+    params = [
+        replace(policy.greedy, temperature=temperature, seed=seed + sample) for sample in range(num_samples)
+    ]
     drawn = policy.engine.generate([prompt for prompt in prompts for _ in params], params * len(prompts))
     return [drawn[i * num_samples : (i + 1) * num_samples] for i in range(len(prompts))]
+
+
+def _check_length(policy: Policy, number: int, num_tokens: int) -> None:
+    num_more = policy.greedy.max_tokens
+    if policy.max_length is not None and num_tokens + num_more > policy.max_length:
+        raise SetupError(
+            f"prompt {number} has {num_tokens} tokens and rollout.max_tokens allows {num_more} more, but the "
+            f"model was made for {policy.max_length} in all; shorten the prompt"
+        )

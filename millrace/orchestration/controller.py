@@ -81,6 +81,7 @@ class Controller:
         self._trackers = trackers
         self._started_s = started_s - progress.wall_s
         self._scored_demonstrations = (0, 0)
+        self._saved = ""
 
     @property
     def wall_s(self) -> float:
@@ -118,9 +119,10 @@ class Controller:
         self.console.update(record)
 
     def warn(self, text: str | None) -> None:
-        """Say what went wrong and keep it for the summary."""
+        """Say what went wrong and keep it for the summary, once however often the run is resumed."""
         if text:
-            self.progress.warnings.append(text)
+            if text not in self.progress.warnings:
+                self.progress.warnings.append(text)
             self.console.say(text, "yellow")
 
     def evaluate(self) -> Evaluation:
@@ -128,7 +130,9 @@ class Controller:
         parts = self.parts
         params = greedy(self.config.rollout, parts.stop_token_ids)
         with self.spans("evaluate"):
-            result = evaluate(parts.engine, parts.reward, parts.eval_prompts, params, full_marks=parts.full_marks)
+            result = evaluate(
+                parts.engine, parts.reward, parts.eval_prompts, params, full_marks=parts.full_marks
+            )
         during = "warmup" if self.progress.stage == "warmup" else "reinforcement"
         self.record(
             "evaluation",
@@ -141,6 +145,11 @@ class Controller:
                 "length/truncated_share": result.truncated,
             },
         )
+        if result.failed:
+            self.warn(
+                f"the rewards of {result.failed:.1%} of the held-out answers failed, so the accuracy is "
+                "that of the others; look at the reward"
+            )
         self.warn(check_accuracy(self.progress, result.accuracy))
         return result
 
@@ -149,7 +158,7 @@ class Controller:
         write_table(self.folder.evaluations / f"{name}.parquet", result.rows)
 
     def note_best(self, accuracy: float) -> bool:
-        """Whether this accuracy is the best of its stage; if so, the checkpoint about to be taken is the best."""
+        """Whether this accuracy is the best so far; if so, the checkpoint about to be taken is the best."""
         if self.progress.eval_best is not None and accuracy <= self.progress.eval_best:
             return False
         self.progress.eval_best = accuracy
@@ -172,23 +181,29 @@ class Controller:
 
         with self.spans("save"):
             write_checkpoint(self.folder.checkpoints / progress.checkpoint_name, fill)
-            if progress.best_checkpoint:
-                best = {"checkpoint": progress.best_checkpoint, "accuracy": progress.eval_best}
-                self.folder.write_json(self.folder.best, best)
-            self._forget()
+            self.tidy()
+        self._saved = progress.checkpoint_name
+
+    def tidy(self) -> None:
+        """Say which checkpoint is the best and forget old ones; a killed process may not have come to it."""
+        if self.progress.best_checkpoint:
+            best = {"checkpoint": self.progress.best_checkpoint, "accuracy": self.progress.eval_best}
+            self.folder.write_json(self.folder.best, best)
+        self._forget()
 
     def leave_if_asked(self) -> None:
-        """Save and raise Interrupted if the user pressed Ctrl-C.
+        """Save, unless that was just done, and raise Interrupted if the user pressed Ctrl-C.
 
         Raises:
             Interrupted: the user did.
         """
         if self._interrupts.asked:
-            self.checkpoint()
+            if self._saved != self.progress.checkpoint_name:
+                self.checkpoint()
             raise Interrupted
 
     def try_demonstrations(self) -> None:
-        """Score the held-out demonstrations themselves: a reward that gives its own answers no marks is broken."""
+        """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
         shown = [prompt for prompt in self.parts.eval_prompts if prompt.demonstration]
         if not shown:
             return
@@ -201,8 +216,8 @@ class Controller:
         wrong = next(i for i, outcome in enumerate(outcomes) if not is_right(outcome, self.parts.full_marks))
         why = outcomes[wrong].reason or f"reward {outcomes[wrong].value:g} of {self.parts.full_marks:g}"
         self.warn(
-            f"{len(shown) - right} of {len(shown)} held-out reference answers do not earn full marks from this "
-            f"recipe's rewards; the first is {shown[wrong].id}: {why}"
+            f"{len(shown) - right} of {len(shown)} held-out reference answers do not earn full marks "
+            f"from this recipe's rewards; the first is {shown[wrong].id}: {why}"
         )
 
     def finish(self, status: str) -> RunReport:
@@ -212,12 +227,6 @@ class Controller:
         self.folder.write_json(self.folder.summary, asdict(report))
         write_report(self.folder.path)
         return report
-
-    def close(self) -> None:
-        """Give back workers and files, however the run ended."""
-        self.parts.reward.close()
-        for sink in (self._metrics, *self._trackers):
-            sink.close()
 
     def _report(self, status: Any) -> RunReport:
         progress = self.progress
@@ -249,11 +258,16 @@ class Controller:
         )
 
     def _forget(self) -> None:
-        """Remove all but the newest checkpoints, the best, and the start of reinforcement where it is the reference."""
-        names = sorted(
-            (path.name for path in self.folder.checkpoints.iterdir() if path.name.startswith(("warmup-", "step-"))),
-            key=lambda name: (name.startswith("step-"), name),
-        )
+        """Remove all but the newest checkpoints, the best, and the start where that is the reference."""
+
+        def place(name: str) -> tuple[bool, str]:
+            return name.startswith("step-"), name
+
+        # What lies ahead of the progress is damaged and will be redone; it must not push out what is whole.
+        here = place(self.progress.checkpoint_name)
+        there = [path.name for path in self.folder.checkpoints.iterdir()]
+        names = [name for name in there if name.startswith(("warmup-", "step-")) and place(name) <= here]
+        names.sort(key=place)
         kept = set(names[-self.config.checkpoint.keep :]) | {self.progress.best_checkpoint}
         if self.parts.reference is not None:
             kept.add("step-000000")

@@ -50,7 +50,11 @@ def evaluate(
 
 
 def summarise(
-    prompts: Sequence[Prompt], completions: Sequence[Completion], outcomes: Sequence[Outcome], *, full_marks: float
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    outcomes: Sequence[Outcome],
+    *,
+    full_marks: float,
 ) -> Evaluation:
     """An Evaluation of scored answers; where a reward failed, the answer counts in `failed` alone."""
     if not prompts:
@@ -81,7 +85,7 @@ def summarise(
 
 
 def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]) -> list[dict[str, Any]]:
-    """One row for each trajectory of a batch; `advantages` are those of the trajectories that did not fail."""
+    """One row for each trajectory of a batch; `advantages` belong to those whose reward did not fail."""
     rows = []
     left = iter(advantages)
     for group in groups:

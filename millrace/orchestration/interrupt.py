@@ -28,7 +28,9 @@ class Interrupts:
                 self._before[number] = signal.signal(number, self._caught)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         """Give the signals back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)

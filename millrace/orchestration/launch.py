@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,19 +54,17 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
     Raises:
         ValueError: the data, model, rewards or settings cannot be used; the message says what to change.
         RuntimeError: the run stopped on its way; what was saved can be resumed.
+        KeyboardInterrupt: the user pressed Ctrl-C twice.
     """
     started_s = time.monotonic()
     # Everything that can be wrong with a recipe is found before a folder is made for it.
     parts = build(config, None)
-    try:
-        folder = RunFolder.create(config.output, config.name, recipe)
-    except RunFolderError:
-        parts.reward.close()
-        raise
-    folder.recipe.write_text(to_yaml(config), encoding="utf-8")
-    (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
-    start = _Start(config, recipe, None, [], Progress(), None)
-    return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+    with closing(parts.reward), RunFolder.create(config.output, config.name, recipe) as folder:
+        (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
+        # Last, because it makes the folder one that can be resumed.
+        folder.write_text(folder.recipe, to_yaml(config))
+        start = _Start(config, recipe, None, [], Progress(), None)
+        return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
 def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
@@ -83,24 +81,37 @@ def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
     started_s = time.monotonic()
     folder = RunFolder.open(path)
     folder.lock()
-    if folder.summary.is_file() and json.loads(folder.summary.read_text(encoding="utf-8"))["status"] == "finished":
-        raise RunFolderError(f"run {path} is finished; look at {folder.path / 'report.html'}")
-    config = from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
-    origin = folder.path / "origin.txt"
-    recipe = origin.read_text(encoding="utf-8") if origin.is_file() else folder.path.name
-    checkpoint, refused = newest_checkpoint(folder.checkpoints)
-    progress = Progress() if checkpoint is None else Progress.from_json(read_state(checkpoint))
-    tensors = None if checkpoint is None else read_tensors(checkpoint)
-    parts = build(config, checkpoint)
-    start = _Start(config, recipe, checkpoint, refused, progress, tensors)
-    return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+    with folder:
+        if _status(folder) == "finished":
+            raise RunFolderError(f"run {path} is finished; look at {folder.path / 'report.html'}")
+        config = from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
+        origin = folder.path / "origin.txt"
+        recipe = origin.read_text(encoding="utf-8") if origin.is_file() else folder.path.name
+        checkpoint, refused = newest_checkpoint(folder.checkpoints)
+        progress = Progress() if checkpoint is None else Progress.from_json(read_state(checkpoint))
+        tensors = None if checkpoint is None else read_tensors(checkpoint)
+        parts = build(config, checkpoint)
+        with closing(parts.reward):
+            start = _Start(config, recipe, checkpoint, refused, progress, tensors)
+            return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+
+
+def _status(folder: RunFolder) -> str | None:
+    """What the summary of a run says, if it has one."""
+    if not folder.summary.is_file():
+        return None
+    status: str = json.loads(folder.summary.read_text(encoding="utf-8"))["status"]
+    return status
 
 
 def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started_s: float) -> RunReport:
-    metrics = JsonlSink(folder.metrics)
-    metrics.rewind(start.progress.metrics_bytes)
     console = Console(folder.path.name, _facts(start, parts), quiet=quiet)
-    with console, Interrupts(lambda text: console.say(text, "bold")) as interrupts:
+    with ExitStack() as held:
+        metrics = held.enter_context(closing(JsonlSink(folder.metrics)))
+        metrics.rewind(start.progress.metrics_bytes)
+        trackers = [held.enter_context(closing(sink)) for sink in _trackers(start, folder)]
+        held.enter_context(console)
+        interrupts = held.enter_context(Interrupts(lambda text: console.say(text, "bold")))
         controller = Controller(
             start.config,
             parts,
@@ -109,7 +120,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             console=console,
             interrupts=interrupts,
             metrics=metrics,
-            trackers=_trackers(start, folder),
+            trackers=trackers,
             progress=start.progress,
             started_s=started_s,
         )
@@ -122,20 +133,21 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             return controller.finish("finished")
         except Interrupted:
             return controller.finish("interrupted")
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"left at once; continue from the last checkpoint with: millrace resume {folder.path}"
+            ) from None
         except Exception as error:
             if isinstance(error, OSError):
                 error = RunStopped(
-                    f"run folder {folder.path} cannot be written: {error.strerror or error}; what was saved before is "
-                    f"intact, so make room and continue with: millrace resume {folder.path}"
+                    f"run folder {folder.path} cannot be written: {error.strerror or error}; what was saved "
+                    f"before is intact, so make room and continue with: millrace resume {folder.path}"
                 )
             controller.progress.warnings.append(str(error))
             # A summary that cannot be written must not hide why the run failed.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 controller.finish("failed")
             raise error
-        finally:
-            controller.close()
-            folder.unlock()
 
 
 def _trackers(start: _Start, folder: RunFolder) -> list[Sink]:

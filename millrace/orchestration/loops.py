@@ -1,12 +1,11 @@
 """The run, from first step to last: warm-up, then reinforcement at staleness bound 0.
 
-Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint, so
-a resumed run does bit for bit what an undisturbed one would have done.
+Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint,
+so a resumed run does bit for bit what an undisturbed one would have done.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from millrace.config.settings import WarmupConfig
@@ -15,6 +14,7 @@ from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_rewards, check_steps
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.step import BatchResult, sample_and_score, sampling, train_on
+from millrace.training.checkpoint import verify_checkpoint
 from millrace.training.policy import PolicyTrainer
 
 
@@ -28,9 +28,12 @@ def run(controller: Controller, tensors: dict[str, Any] | None) -> None:
     Raises:
         Interrupted: the user asked to leave; everything is saved.
         RunStopped: it cannot usefully go on.
+        CheckpointError: the reference policy is damaged, or a checkpoint cannot be written.
     """
     config, progress = controller.config, controller.progress
     controller.try_demonstrations()
+    if progress.order:
+        controller.tidy()
     if progress.stage == "warmup" and config.warmup is None:
         begin_reinforcement(controller)
     if progress.stage == "warmup":
@@ -65,18 +68,20 @@ def warm_up(controller: Controller, tensors: dict[str, Any] | None) -> None:
         progress.step += 1
         progress.stream, progress.attempts = stream.state(), trainer.num_attempts
         progress.tokens_trained += int(batch.action_mask_T.sum())
-        spent = controller.spans.take()
+        train_s = controller.spans.take()["train"]
         controller.record(
             "warmup",
             {
                 "loss": report.metrics["loss"],
                 "learning_rate": report.learning_rate,
                 "gradient_norm": report.gradient_norm,
-                "time/step_s": sum(spent.values()),
+                "time/step_s": train_s,
             },
         )
         limit = config.limits.nonfinite_steps
-        controller.warn(check_steps(progress, [report], [batch], limit=limit, folder=controller.folder.evidence))
+        controller.warn(
+            check_steps(progress, [report], [batch], limit=limit, folder=controller.folder.evidence)
+        )
         last = progress.step == warmup.steps
         improved = False
         if last or progress.step % config.evaluation.every == 0:
@@ -108,16 +113,17 @@ def check_gate(controller: Controller, warmup: WarmupConfig, accuracy: float, *,
         )
     if last and accuracy < low:
         controller.warn(
-            f"the warm-up did not reach its gate: accuracy {accuracy:.3f} is below {low} after {warmup.steps} steps; "
-            "raise warmup.steps"
+            f"the warm-up did not reach its gate: accuracy {accuracy:.3f} is below {low} after "
+            f"{warmup.steps} steps; raise warmup.steps"
         )
 
 
 def begin_reinforcement(controller: Controller) -> None:
-    """From the warm-up (or the given model) to batch 0: a new optimizer, the accuracy to beat, a checkpoint."""
+    """From the warm-up (or the given model) to batch 0: new optimizer, the accuracy to beat, a checkpoint."""
     progress, parts = controller.progress, controller.parts
     progress.version = controller.trainer.version if controller.trainer else 0
-    progress.warmup_steps, progress.stage, progress.step, progress.attempts = progress.step, "reinforcement", 0, 0
+    progress.warmup_steps = progress.step
+    progress.stage, progress.step, progress.attempts = "reinforcement", 0, 0
     progress.stream, progress.nonfinite_in_row = {}, 0
     controller.adopt(parts.reinforcer(progress.version), None)
     controller.publish()
@@ -137,8 +143,11 @@ def reinforce(controller: Controller, tensors: dict[str, Any] | None) -> None:
         controller.publish()
     trainer = controller.trainer
     assert trainer is not None
-    start: Path = controller.folder.checkpoints / "step-000000" / "model"
-    scorer = parts.reference(start) if parts.reference else None
+    scorer = None
+    if parts.reference is not None:
+        start = controller.folder.checkpoints / "step-000000"
+        verify_checkpoint(start)
+        scorer = parts.reference(start / "model")
     stream = controller.stream()
     params = sampling(config.rollout, parts.stop_token_ids)
     controller.console.stage("reinforcement", config.steps, progress.step)

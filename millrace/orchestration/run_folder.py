@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
 
@@ -53,9 +54,7 @@ class RunFolder:
                     break
                 except FileExistsError:
                     if name is not None:
-                        raise RunFolderError(
-                            f"run {path} exists; choose another name, or continue it with: millrace resume {path}"
-                        ) from None
+                        raise RunFolderError(_occupied(path)) from None
         except OSError as error:
             raise RunFolderError(f"run folder {root} cannot be made: {error.strerror}") from error
         folder = cls(path)
@@ -75,20 +74,31 @@ class RunFolder:
         return folder
 
     def lock(self) -> None:
-        """Keep other processes out until this one ends, however it ends.
+        """Keep other processes out until this one ends, however it ends, or a `with` block of the folder.
 
         Raises:
             RunFolderError: another process is at work here.
         """
         try:
-            self._lock = (self.path / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = (self.path / ".lock").open("w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.close()
+                raise
+            self._lock = file
         except BlockingIOError:
             raise RunFolderError(f"run {self.path} is being trained by another process") from None
         except OSError as error:
             raise RunFolderError(f"run folder {self.path} cannot be written: {error.strerror}") from error
 
-    def unlock(self) -> None:
+    def __enter__(self) -> RunFolder:
+        """Keep the lock, taken before, until the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         """Let others in."""
         if self._lock is not None:
             self._lock.close()
@@ -96,9 +106,19 @@ class RunFolder:
 
     def write_json(self, path: Path, value: dict[str, Any]) -> None:
         """Write JSON aside and rename it, so that a reader never sees half of it."""
+        self.write_text(path, json.dumps(value, indent=1))
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write text aside and rename it, so that a reader never sees half of it."""
         aside = path.with_name(f".{path.name}.aside")
         with aside.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)
+
+
+def _occupied(path: Path) -> str:
+    if (path / "recipe.yaml").is_file():
+        return f"run {path} exists; choose another name, or continue it with: millrace resume {path}"
+    return f"{path} exists and is not a run; choose another name, or remove it"

@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace.algorithms.ratios import mismatch
 from millrace.config.settings import RolloutConfig
 from millrace.data.batch import Batch
-from millrace.data.packing import pack, with_gradient
+from millrace.data.packing import pack, with_gradient, without_twins
 from millrace.environments.rollout import rollout
 from millrace.observability.metrics import Spans
 from millrace.orchestration.evaluate import rollout_rows
@@ -70,7 +70,13 @@ def completion_seed(*parts: int) -> int:
 
 
 def sample_and_score(
-    parts: Parts, prompts: Sequence[Prompt], params: SamplingParams, *, num_samples: int, seed: tuple[int, int], spans: Spans
+    parts: Parts,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    num_samples: int,
+    seed: tuple[int, int],
+    spans: Spans,
 ) -> list[Group]:
     """Groups of scored trajectories; `seed` is (run seed, batch number)."""
     with spans("sample"):
@@ -88,7 +94,14 @@ def sample_and_score(
 
 
 def train_on(
-    trainer: PolicyTrainer, parts: Parts, scorer: Scorer | None, groups: Sequence[Group], *, divide_by_std: bool, num_parts: int, step: int
+    trainer: PolicyTrainer,
+    parts: Parts,
+    scorer: Scorer | None,
+    groups: Sequence[Group],
+    *,
+    divide_by_std: bool,
+    num_parts: int,
+    step: int,
 ) -> BatchResult:
     """Advantages over the whole batch, then `num_parts` optimizer steps over equal shares of its groups."""
     trajectories, group_N = usable(groups)
@@ -102,6 +115,7 @@ def train_on(
         whole = pack([trajectories[i] for i in inside], advantage_N[inside], parts.token_weights)
         batch = whole if scorer is not None else with_gradient(whole)
         if batch is not None:
+            batch = without_twins(batch)
             if scorer is not None:
                 batch.reference_logprob_T = scorer.logprobs(batch)
             logprob_N = trainer.forward_backward(batch)
@@ -138,12 +152,13 @@ def _describe(
         "group/equal_share": 1 - len(moving) / len(groups),
         "length/mean": sum(lengths) / len(lengths),
         "length/max": max(lengths),
-        "length/truncated_share": sum(t.turns[-1].completion.finish_reason == "length" for t in every) / len(every),
+        "length/truncated_share": sum(t.turns[-1].completion.finish_reason == "length" for t in every)
+        / len(every),
     }
 
 
 def _averaged(reports: Sequence[StepReport]) -> dict[str, float]:
-    """The means over the optimizer steps of a batch that moved, the last learning rate, and how many were skipped."""
+    """Means over the optimizer steps that moved, the last learning rate, and how many were skipped."""
     if not reports:
         return {}
     good = [report for report in reports if not report.skipped]

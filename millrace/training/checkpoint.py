@@ -45,7 +45,10 @@ def write_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
         aside.mkdir()
         fill(aside)
         files = sorted(path for path in aside.rglob("*") if path.is_file())
-        entries = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+        entries = {
+            str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for path in files
+        }
         (aside / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
         for path in (*files, aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside):
             _flush(path)
@@ -60,7 +63,9 @@ def write_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         reason = error.strerror or str(error)
-        raise CheckpointError(f"checkpoint {folder} cannot be written: {reason}; what was saved before is intact") from error
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be written: {reason}; what was saved before is intact"
+        ) from error
 
 
 def verify_checkpoint(folder: Path) -> None:
@@ -75,7 +80,9 @@ def verify_checkpoint(folder: Path) -> None:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}") from None
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
     for name in sorted(there ^ set(entries)):
-        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is {'extra' if name in there else 'missing'}")
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: {name} is {'extra' if name in there else 'missing'}"
+        )
     for name, entry in entries.items():
         path = folder / name
         if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
@@ -106,7 +113,9 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
 def write_state(folder: Path, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """`state.json` and `optimizer.safetensors` into a checkpoint being filled."""
     (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "optimizer.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "optimizer.safetensors"
+    )
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -19,11 +19,15 @@ def usable(groups: Sequence[Group]) -> tuple[list[Trajectory], Tensor]:
         for trajectory in group.trajectories
         if trajectory.outcome is not None and trajectory.outcome.kind != "failed"
     ]
-    return [trajectory for trajectory, _ in kept], torch.tensor([index for _, index in kept], dtype=torch.long)
+    return [trajectory for trajectory, _ in kept], torch.tensor(
+        [index for _, index in kept], dtype=torch.long
+    )
 
 
 def group_advantages(trajectories: Sequence[Trajectory], group_N: Tensor, *, divide_by_std: bool) -> Tensor:
-    """Group-relative advantages of scored trajectories, float64 [N]: rewards such as 0.1 stay equal when equal."""
-    reward_N = torch.tensor([t.outcome.value for t in trajectories if t.outcome is not None], dtype=torch.float64)
+    """Group-relative advantages of scored trajectories, [N], in float64 so that 0.1 is 0.1 in every group."""
+    reward_N = torch.tensor(
+        [t.outcome.value for t in trajectories if t.outcome is not None], dtype=torch.float64
+    )
     estimator = group_normalised if divide_by_std else group_centred
     return estimator(reward_N, group_N, int(group_N.max()) + 1 if len(group_N) else 0)

@@ -29,7 +29,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]
+) -> None:
     """Put back what `optimizer_tensors` gave.
 
     Raises:
@@ -44,7 +46,8 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         if missing or left[keys[0]].shape != parameter.shape:
             raise ValueError(f"the optimizer state of weight {name} does not fit the model")
         optimizer.state[parameter] = {
-            moment: left.pop(key).to(parameter.device).clone() for moment, key in zip(_MOMENTS, keys, strict=True)
+            moment: left.pop(key).to(parameter.device).clone()
+            for moment, key in zip(_MOMENTS, keys, strict=True)
         }
     if left:
         raise ValueError(f"the optimizer state names {min(left)}, which the model does not have")

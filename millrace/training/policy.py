@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from millrace.models.load import Model
 
 from millrace.algorithms import kl
 from millrace.algorithms.losses import clipped, ppo_clip
 from millrace.data.batch import Batch
+from millrace.models.load import Model
 from millrace.models.logprobs import chosen_logprobs
 from millrace.protocols import StepReport
 
@@ -28,7 +28,9 @@ def imitation(logprob_N: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor
     return -logprob_N, {}
 
 
-def clipped_surrogate(*, low: float, high: float, dual: float | None, kl_loss: Objective | None = None) -> Objective:
+def clipped_surrogate(
+    *, low: float, high: float, dual: float | None, kl_loss: Objective | None = None
+) -> Objective:
     """PPO's clipped objective, with a penalty on the distance from the reference where `kl_loss` is given."""
 
     def objective(logprob_N: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -46,7 +48,7 @@ def clipped_surrogate(*, low: float, high: float, dual: float | None, kl_loss: O
 
 
 def kl_penalty(*, coefficient: float, estimator: str) -> Objective:
-    """`coefficient` times an estimate of KL(policy || reference); the batch must hold reference log-probabilities."""
+    """`coefficient` times an estimate of KL(policy || reference); the batch must have been scored."""
     estimate = KL_ESTIMATORS[estimator]
 
     def penalty(logprob_N: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -106,7 +108,7 @@ class PolicyTrainer:
             loss_N, report = self._objective(logprob_N, micro)
             weight_N = micro.weight_T[micro.action_mask_T]
             loss = (loss_N * weight_N).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             logprobs.append(logprob_N.detach())
             self._add("loss", loss.detach())
             for name, value_N in (report | {"entropy": entropy_N}).items():
@@ -144,4 +146,3 @@ class PolicyTrainer:
 
     def _add(self, name: str, value: Tensor) -> None:
         self._totals[name] = self._totals.get(name, torch.zeros(())) + value.detach().float().cpu()
-

@@ -10,11 +10,16 @@ FLOOR = 0.1
 
 
 def learning_rate(
-    step: int, *, peak: float, shape: Literal["constant", "linear", "cosine"], ramp_steps: int, total_steps: int
+    step: int,
+    *,
+    peak: float,
+    shape: Literal["constant", "linear", "cosine"],
+    ramp_steps: int,
+    total_steps: int,
 ) -> float:
     """Learning rate of optimizer step `step` (counted from 0).
 
-    It rises linearly to `peak` over `ramp_steps`, then stays, or falls to a tenth of the peak at `total_steps`.
+    It rises linearly to `peak` over `ramp_steps`, then stays, or falls to a tenth of it at `total_steps`.
     """
     if step < ramp_steps:
         return peak * (step + 1) / ramp_steps

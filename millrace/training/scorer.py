@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from millrace.models.load import Model
 
 from millrace.data.batch import Batch
+from millrace.models.load import Model
 from millrace.models.logprobs import packed_logprobs
 
 
@@ -27,5 +27,7 @@ class ReferenceScorer:
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of each chosen token, [T]; 0 elsewhere."""
         here = batch.to(next(self._model.parameters()).device)
-        logprob_T = packed_logprobs(self._model, here, temperature=self._temperature, max_tokens=self._max_tokens)
+        logprob_T = packed_logprobs(
+            self._model, here, temperature=self._temperature, max_tokens=self._max_tokens
+        )
         return logprob_T.to(batch.token_T.device)

@@ -17,5 +17,5 @@ def fingerprint(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 def _digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{flat.dtype} {tuple(flat.shape)} ".encode())
-    digest.update(flat.reshape(-1).view(torch.uint8).numpy())
+    digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

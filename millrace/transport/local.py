@@ -41,6 +41,6 @@ class LocalTransport:
         wrong = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         if wrong:
             raise WeightSyncError(
-                f"after version {version} was sent, {len(wrong)} of {len(ours)} weights differ between trainer and "
-                f"sampler, the first being {wrong[0]}"
+                f"after version {version} was sent, {len(wrong)} of {len(ours)} weights differ between "
+                f"trainer and sampler, the first being {wrong[0]}"
             )

@@ -1,0 +1,162 @@
+"""`millrace doctor`: can this machine train, and with what."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import typer
+
+GIB = 1024**3
+LEAST_DISK_BYTES = LEAST_MEMORY_BYTES = GIB
+OUTPUT = "runs"
+
+# The quickstart recipe in small: one step of the warm-up, which always has a gradient, and one batch.
+SELF_CHECK: dict[str, Any] = {
+    "steps": 1,
+    "trackers": [],
+    "data.task_size": 64,
+    "data.eval_size": 4,
+    "model.shape.hidden_size": 16,
+    "model.shape.intermediate_size": 32,
+    "model.shape.head_dim": 8,
+    "warmup.steps": 1,
+    "warmup.gate": None,
+    "warmup.sequences_per_step": 4,
+    "rollout.prompts_per_step": 2,
+    "rollout.samples_per_prompt": 2,
+    "policy.optimizer.ramp_steps": 0,
+}
+
+
+def doctor() -> None:
+    """Look at versions, processor, memory, GPU and disk, train a tiny model, and say what is wrong."""
+    problems: list[str] = []
+    _heading("versions")
+    for name, value in versions(problems):
+        _fact(name, value)
+    _heading("machine")
+    for name, value in machine(problems):
+        _fact(name, value)
+    _heading("self-check: a tiny model is sampled, trained, saved and loaded")
+    _fact("result", self_check(problems))
+    _heading("problems")
+    for problem in problems or ["none"]:
+        typer.echo(f"  {problem}")
+    if problems:
+        raise typer.Exit(1)
+
+
+def versions(problems: list[str]) -> Iterator[tuple[str, str]]:
+    """Name and version of everything millrace needs; versions outside their range become problems."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    python = platform.python_version()
+    yield "python", python
+    try:
+        about = metadata.metadata("millrace")
+    except metadata.PackageNotFoundError:
+        problems.append("millrace is not installed, so runs cannot say their version; run: pip install -e .")
+        return
+    if python not in SpecifierSet(about["Requires-Python"]):
+        problems.append(f"python is {python}, but millrace needs {about['Requires-Python']}; install another")
+    yield "millrace", about["Version"]
+    for requirement in map(Requirement, metadata.requires("millrace") or []):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        wanted = f'pip install "{requirement}"'
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            problems.append(f"{requirement.name} is not installed; run: {wanted}")
+            yield requirement.name, "missing"
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            problems.append(
+                f"{requirement.name} is {version}, but millrace needs {requirement.specifier}; run: {wanted}"
+            )
+        yield requirement.name, f"{version:14} needs {requirement.specifier}"
+
+
+def machine(problems: list[str]) -> Iterator[tuple[str, str]]:
+    """What this process may use; too little of it becomes a problem."""
+    cores = len(os.sched_getaffinity(0))
+    yield "CPU cores", f"{cores} of {os.cpu_count()} may be used"
+    yield "threads", f"{cores}, unless the recipe sets threads"
+    free, total = memory_bytes()
+    yield "memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if free < LEAST_MEMORY_BYTES:
+        problems.append(f"only {free / GIB:.1f} GiB of memory are free; end other programs")
+    yield "GPU", gpu()
+    place = next(path for path in (Path(OUTPUT).absolute(), *Path(OUTPUT).absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    yield "disk", f"{free / GIB:.1f} GiB free for {OUTPUT} (in {place})"
+    if free < LEAST_DISK_BYTES:
+        problems.append(f"only {free / GIB:.1f} GiB of disk are free in {place}; make room, or set output")
+    if not os.access(place, os.W_OK):
+        problems.append(f"{place} cannot be written; start elsewhere, or set output")
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Free and total memory of this machine, or of the control group this process is limited to."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()) != "max":
+        total = min(total, int(text))
+        free = min(free, total - int(used.read_text(encoding="ascii")))
+    return free, total
+
+
+def gpu() -> str:
+    """The GPU that `device: auto` takes, or why it takes none."""
+    import torch
+
+    if torch.cuda.is_available():
+        count, memory = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
+        more = f"; the first of {count} is used" if count > 1 else ""
+        return f"{torch.cuda.get_device_name(0)}, {memory / GIB:.0f} GiB{more}"
+    driver = Path("/proc/driver/nvidia/version").is_file()
+    if torch.version.cuda is None:
+        there = "there is an NVIDIA driver, but " if driver else ""
+        return f"none: {there}this torch is built without CUDA; the CPU is used"
+    why = "the driver finds no device" if driver else "there is no NVIDIA driver"
+    return f"none: this torch is built for CUDA {torch.version.cuda}, but {why}; the CPU is used"
+
+
+def self_check(problems: list[str]) -> str:
+    """Train a tiny model in a temporary folder and load what was saved; what happened, in a sentence."""
+    start_s = time.monotonic()
+    try:
+        from millrace.config.recipe import load_recipe
+        from millrace.orchestration.checkpoints import answer
+        from millrace.orchestration.launch import train
+
+        with tempfile.TemporaryDirectory(prefix="millrace-doctor-") as folder:
+            report = train(load_recipe("quickstart", SELF_CHECK | {"output": folder}), quiet=True)
+            ((completion,),) = answer(report.run, ["Calculate 12 + 34."], checkpoint="last")
+    except Exception as error:  # whatever it is, it is what the user came to learn
+        problems.append(f"the self-check failed: {type(error).__name__}: {error}")
+        return "failed"
+    if report.skipped_steps or not (report.tokens_trained and report.tokens_sampled and completion.token_ids):
+        problems.append("the self-check trained nothing: no finite gradient or no tokens; report this as a bug")
+        return "failed"
+    return f"passed in {time.monotonic() - start_s:.1f} s on {report.device}"
+
+
+def _heading(text: str) -> None:
+    typer.secho(text, bold=True)
+
+
+def _fact(name: str, value: str) -> None:
+    typer.echo(f"  {name:14} {value}")

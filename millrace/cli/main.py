@@ -1,0 +1,114 @@
+"""The command line: its commands, and the one place where an error becomes a sentence and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from millrace import __version__
+from millrace.cli.config import config
+from millrace.cli.doctor import doctor
+from millrace.cli.evaluate import evaluate
+from millrace.cli.generate import generate
+from millrace.cli.recipes import recipes
+from millrace.cli.resume import resume
+from millrace.cli.train import train
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+# What a user can mend, and the exit code. By full name, since to import the classes is to wait for torch; a bare
+# ValueError or RuntimeError is nobody's message to a user and keeps its traceback.
+KNOWN = {
+    "millrace.config.recipe.ConfigError": MISUSED,
+    "millrace.orchestration.build.SetupError": MISUSED,
+    "millrace.data.rows.DataError": FAILED,
+    "millrace.models.load.ModelError": FAILED,
+    "millrace.rewards.errors.RewardError": FAILED,
+    "millrace.orchestration.run_folder.RunFolderError": FAILED,
+    "millrace.training.checkpoint.CheckpointError": FAILED,
+    "millrace.transport.local.WeightSyncError": FAILED,
+    "millrace.orchestration.alarms.RunStopped": FAILED,
+    "builtins.OSError": FAILED,
+}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train language models with reinforcement learning.",
+    epilog="Start with: millrace train quickstart",
+)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The exit code of an error that has a sentence for the user; None for any other."""
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+    return next((KNOWN[name] for name in names if name in KNOWN), None)
+
+
+def sentence(error: BaseException) -> str:
+    """What to tell the user of a known error."""
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return f"{place}{error.strerror}"
+    return str(error)
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with known errors told in a sentence and everything else left as it is."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except BrokenPipeError:
+            raise  # whoever read our output has gone (`| head`); typer leaves quietly
+        except KeyboardInterrupt as error:
+            typer.echo(str(error) or "interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            code = exit_code(error)
+            if code is None:
+                raise
+            for line in sentence(error).splitlines():
+                typer.echo(f"error: {line}", err=True)
+            raise typer.Exit(code) from None
+
+    return run
+
+
+for _command in (train, resume, evaluate, generate, recipes, config, doctor):
+    app.command()(guarded(_command))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"millrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of millrace itself; `--version` acts in its callback."""
+
+
+def main() -> None:
+    """What `millrace` runs."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character must not end a run.
+            stream.reconfigure(errors="replace")
+    app(prog_name="millrace")
+
+
+if __name__ == "__main__":
+    main()

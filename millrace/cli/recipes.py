@@ -1,0 +1,34 @@
+"""`millrace recipes`: what comes with millrace."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from typing import Annotated
+
+import typer
+
+from millrace.cli.config import width
+
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe: its YAML.")]
+
+
+def recipes(name: Name = None) -> None:
+    """List the recipes, or print one.
+
+    To make a recipe your own: millrace recipes quickstart > my.yaml
+    """
+    from millrace.config.recipe import recipe_names, recipe_text
+
+    if name is not None:
+        typer.echo(recipe_text(name), nl=False)
+        return
+    for known in recipe_names():
+        typer.echo(known)
+        typer.echo(textwrap.indent(textwrap.fill(purpose(recipe_text(known)), width() - 4), "    "))
+
+
+def purpose(text: str) -> str:
+    """The comment that a recipe opens with, in one line."""
+    opening = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.strip("# ") for line in opening)

@@ -1,0 +1,21 @@
+"""`millrace resume`: take a run up again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from millrace.cli.train import Quiet, show_result
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, such as runs/quickstart-1.")]
+
+
+def resume(run: Run, quiet: Quiet = False) -> None:
+    """Continue an interrupted or failed run at its newest whole checkpoint.
+
+    It ends bit for bit as it would have without the interruption. Exit codes are those of train.
+    """
+    from millrace.orchestration.launch import resume as continue_run
+
+    show_result(continue_run(run, quiet=quiet))

@@ -1,0 +1,74 @@
+"""`millrace train`: a recipe, from start to end."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from millrace.orchestration.progress import RunReport
+
+INTERRUPTED = 130
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a file of your own (my.yaml).")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change, such as steps=50.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print the result alone.")]
+
+
+def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> None:
+    """Train a policy in a new run folder.
+
+    Ctrl-C finishes the step, saves and leaves; a second one leaves at once.
+
+    Exit code: 0 finished, 130 interrupted, 1 failed, 2 a mistake in the recipe.
+    """
+    from millrace.config.recipe import load_recipe, parse_overrides
+
+    # A mistake in the recipe shows before the seconds it takes to load torch.
+    config = load_recipe(recipe, parse_overrides(overrides or []))
+    from millrace.orchestration.launch import train as start
+
+    show_result(start(config, recipe=Path(recipe).stem, quiet=quiet))
+
+
+def show_result(report: RunReport) -> None:
+    """Say what a run came to and what to do next.
+
+    Raises:
+        typer.Exit: with code 130, the run was interrupted.
+    """
+    for line in result_lines(report):
+        typer.echo(line)
+    if report.status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def result_lines(report: RunReport) -> list[str]:
+    """The result of a run in a few lines."""
+    from millrace.observability.console import clock_text
+
+    run = shlex.quote(report.run)
+    spent = clock_text(report.wall_s)
+    done = f"batch {report.steps}" if report.steps else f"step {report.warmup_steps} of the warm-up"
+    if report.status == "interrupted":
+        return [
+            f"interrupted after {done} at {spent}; everything is saved",
+            f"continue: millrace resume {run}",
+        ]
+    before, after, best = (
+        "unknown" if accuracy is None else f"{accuracy:.3f}"
+        for accuracy in (report.eval_before, report.eval_after, report.eval_best)
+    )
+    lines = [
+        f"accuracy {before} -> {after} on {report.eval_size} held-out prompts, after {done} at {spent}",
+        f"report: {report.run}/report.html  best checkpoint: {report.best_checkpoint} (accuracy {best})",
+        f'next: millrace evaluate {run}, or: millrace generate {run} "PROMPT"',
+    ]
+    if report.warnings:
+        lines.insert(1, f"warnings: {len(report.warnings)}, the last: {report.warnings[-1]}")
+    return lines

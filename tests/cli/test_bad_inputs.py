@@ -1,0 +1,253 @@
+"""Every row of docs/errors.md: the mistake is made, and what is printed is what the page says."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.cli.lab import Lab, Result
+from tests.house.source import ROOT
+
+ROW = re.compile(r"^\| (?P<wrong>.+?) \| `(?P<seen>[^`]+)` \| (?P<code>\d+) \|$", re.M)
+PAGE = {
+    row["wrong"]: (row["seen"], int(row["code"]))
+    for row in ROW.finditer((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
+}
+DEADLINE_S = 60
+LONG = json.dumps({"question": "1+" * 40 + "1", "answer": "41"})
+
+
+def overridden(*words: str) -> Callable[[Lab], Result]:
+    return lambda lab: lab.train(*words)
+
+
+def with_rows(change: Callable[[list[str]], list[str]], *words: str) -> Callable[[Lab], Result]:
+    def run(lab: Lab) -> Result:
+        lab.write("sums.jsonl", change(lab.lines))
+        return lab.train(*words)
+
+    return run
+
+
+def judged_by(name: str, *words: str) -> Callable[[Lab], Result]:
+    reward = f"rewards=[{{kind: function, function: 'judges:{name}', timeout_s: 0.2}}]"
+    return overridden(reward, "data.answer_column=null", "data.eval_size=1", *words)
+
+
+def model_folder(*missing: str, own_tokenizer: bool = False) -> Callable[[Lab], Result]:
+    def run(lab: Lab) -> Result:
+        lab.train("steps=1")
+        shutil.copytree("runs/tiny-1/checkpoints/step-000000/model", "mine")
+        for name in missing:
+            Path("mine", name).unlink()
+        tokenizer = "tokenizer={}"
+        if own_tokenizer:
+            from millrace.data.tokenizers import train_tokenizer
+
+            texts = ["a larger vocabulary than that of the model"] * 9
+            train_tokenizer(texts, vocab_size=277, across_words=True).save_pretrained("other")
+            tokenizer = "tokenizer={path: other}"
+        return lab.train("model={path: mine}", tokenizer)
+
+    return run
+
+
+def after_a_run(*words: str, damaged: bool = False) -> Callable[[Lab], Result]:
+    def run(lab: Lab) -> Result:
+        lab.train()
+        if damaged:
+            damage(Path("runs/tiny-1/checkpoints/step-000002/model/model.safetensors"))
+        return lab(*words)
+
+    return run
+
+
+def damage(file: Path) -> None:
+    """One bit of the last byte, as a bad disk flips it."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def taken_name(lab: Lab) -> Result:
+    lab.train("name=mine", "steps=1")
+    return lab.train("name=mine")
+
+
+def resumed_after_a_crash(lab: Lab) -> Result:
+    lab.train()
+    Path("runs/tiny-1/summary.json").unlink()  # a process that was killed writes none
+    damage(Path("runs/tiny-1/checkpoints/step-000002/model/model.safetensors"))
+    return lab("resume", "runs/tiny-1")
+
+
+def two_processes(lab: Lab) -> Result:
+    lab.train()
+    with open("runs/tiny-1/.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return lab("resume", "runs/tiny-1")
+
+
+def one_bad_gradient(lab: Lab) -> Result:
+    """The second batch of two breaks the gradient: one reward function scores it beyond what float32 holds."""
+    return judged_by("varied", "policy.optimizer.learning_rate=1e30")(lab)
+
+
+def no_cuda(lab: Lab) -> Result:
+    lab.patch.setattr("torch.cuda.is_available", lambda: False)
+    return lab.train("device=cuda")
+
+
+def interrupted(lab: Lab, *, twice: bool) -> Result:
+    words = ["steps=200", "data.answer_column=null", "data.eval_size=1", "rollout.prompts_per_step=1"]
+    reward = "rewards=[{kind: function, function: 'judges:slow', timeout_s: 60}]"
+    process = lab.start("train", "tiny.yaml", reward, *words)
+    assert process.stdout is not None
+    out = ""
+    for line in process.stdout:
+        out += line
+        if line.startswith("reinforcement: 200 steps") or (twice and line.startswith("finishing this step")):
+            process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    return Result(process.returncode, out, err)
+
+
+def limited_file_size(lab: Lab) -> Result:
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    process = lab.start("train", "tiny.yaml", preexec_fn=limit)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return Result(process.returncode, out, err)
+
+
+def refused(number: int, path: object) -> OSError:
+    return OSError(number, os.strerror(number), str(path))
+
+
+def full_disk(lab: Lab) -> Result:
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        if "/checkpoints/" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise refused(errno.ENOSPC, "")
+        real(handle)
+
+    lab.patch.setattr(os, "fsync", fsync)
+    return lab.train()
+
+
+def read_only(lab: Lab) -> Result:
+    real = os.mkdir
+
+    def mkdir(path, *rest, **options) -> None:
+        if str(path) == "runs":
+            raise refused(errno.EROFS, path)
+        real(path, *rest, **options)
+
+    lab.patch.setattr(os, "mkdir", mkdir)
+    return lab.train()
+
+
+CASES: dict[str, Callable[[Lab], Result]] = {
+    "a row is not JSON": with_rows(lambda rows: [*rows[:2], '{"question": "1+1=", answer: "2"}', *rows[2:]]),
+    "a row is not an object": with_rows(lambda rows: [*rows[:2], "[1, 2]", *rows[2:]]),
+    "a column is missing": overridden("data.answer_column=result"),
+    "the data set is empty": with_rows(lambda rows: []),
+    "the data file is not there": overridden("data.train=gone.jsonl"),
+    "a prompt is too long, `data.too_long` is filter": with_rows(lambda rows: [*rows, LONG]),
+    "a prompt is too long, `data.too_long` is refuse": with_rows(
+        lambda rows: [*rows, LONG], "data.too_long=refuse"
+    ),
+    "every prompt is too long": overridden("data.max_prompt_tokens=2"),
+    "there is no such recipe": lambda lab: lab("train", "quickstrat"),
+    "a key is unknown": overridden("policy.optimizer.learning_rat=1e-3"),
+    "a value has the wrong type": overridden("steps=many"),
+    "a setting can have no effect": overridden("data.task_size=5"),
+    "CUDA is asked for and not there": no_cuda,
+    "a prompt of `millrace generate` is too long": after_a_run("generate", "runs/tiny-1", "1+" * 40),
+    "the model folder lacks its config": model_folder("config.json"),
+    "the model folder lacks its weights": model_folder("model.safetensors"),
+    "the tokenizer does not fit the model": model_folder(own_tokenizer=True),
+    "a reward function raises": judged_by("raises"),
+    "a reward function hangs": judged_by("hangs", "rollout.prompts_per_step=1"),
+    "a reward function returns NaN": judged_by("nan"),
+    "there is no such reward function": judged_by("gone"),
+    "a gradient is not finite, once": one_bad_gradient,
+    "a gradient is not finite, time and again": judged_by(
+        "varied", "policy.optimizer.learning_rate=1e30", "steps=8"
+    ),
+    "Ctrl-C once": partial(interrupted, twice=False),
+    "Ctrl-C twice": partial(interrupted, twice=True),
+    "the name of the run is taken": taken_name,
+    "it is not a run folder": after_a_run("resume", "runs"),
+    "the run is finished": after_a_run("resume", "runs/tiny-1"),
+    "another process trains the run": two_processes,
+    "the checkpoint is damaged": after_a_run(
+        "evaluate", "runs/tiny-1", "--checkpoint", "step-000002", damaged=True
+    ),
+    "the newest checkpoint is damaged, on resume": resumed_after_a_crash,
+    "there is no such checkpoint": after_a_run("evaluate", "runs/tiny-1", "--checkpoint", "step-9"),
+    "the disk is full": full_disk,
+    "a file may not grow that large": limited_file_size,
+    "the folder is read-only": read_only,
+}
+
+
+def test_the_page_and_the_cases_name_the_same_mistakes():
+    assert list(PAGE) == list(CASES)
+
+
+@pytest.mark.parametrize("wrong", CASES)
+def test_what_the_page_says_is_printed(wrong, lab):
+    seen, code = PAGE[wrong]
+    result = CASES[wrong](lab)
+    assert seen in f"{result.out}{result.err}".splitlines() or seen in result.out, result
+    assert result.code == code
+    assert "Traceback" not in result.err
+
+
+def test_an_error_is_one_line_on_standard_error_and_nothing_else(lab):
+    result = lab.train("data.answer_column=result", "--quiet")
+    assert result.out == ""
+    assert result.err.count("\n") == 1
+
+
+def test_two_mistakes_are_two_sentences(lab):
+    result = lab.train("steps=many", "sed=1")
+    assert [line.split(":")[0] for line in result.err.splitlines()] == ["error", "error"]
+    assert result.code == 2
+
+
+def test_a_warm_up_without_finite_gradients_stops_too(lab):
+    result = lab.train("warmup={steps: 8, learning_rate: 1e30}")
+    seen, code = PAGE["a gradient is not finite, time and again"]
+    assert result.err == f"{seen}\n"
+    assert result.code == code
+
+
+def test_what_was_saved_before_a_full_disk_can_be_resumed(lab):
+    full_disk(lab)
+    lab.patch.undo()
+    lab.patch.chdir(lab.folder)
+    assert lab("resume", "runs/tiny-1", "--quiet").code == 0
+
+
+def test_an_interrupted_run_is_continued(lab):
+    assert interrupted(lab, twice=False).code == 130
+    summary = json.loads(Path("runs/tiny-1/summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    recipe = Path("runs/tiny-1/recipe.yaml")
+    recipe.write_text(recipe.read_text().replace("steps: 200", f"steps: {summary['steps'] + 1}"))
+    result = lab("resume", "runs/tiny-1")
+    assert result.code == 0
+    assert f"reinforcement {summary['steps'] + 1}/{summary['steps'] + 1}" in result.out

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.weights import sequence_mean, token_mean
+from millrace.data.batch import Batch
+from millrace.data.packing import pack, pack_demonstrations, with_gradient
+from millrace.types import Completion, Outcome, Trajectory, Turn
+from tests.close import close_fp32, close_fp64
+
+
+def completion(tokens: Sequence[int], version: int) -> Completion:
+    logprobs = np.array([-token / 8 for token in tokens], dtype=np.float32)
+    return Completion(tuple(tokens), logprobs, np.full(len(tokens), version, np.int32), "stop", "")
+
+
+def trajectory(*turns: tuple[Sequence[int], Sequence[int], int], reward: float | None = 0.0) -> Trajectory:
+    """Turns as (observation, drawn tokens, version)."""
+    outcome = None if reward is None else Outcome("score", reward)
+    made = tuple(Turn(tuple(given), completion(drawn, version)) for given, drawn, version in turns)
+    return Trajectory(made, outcome)
+
+
+def test_turns_are_laid_end_to_end_with_what_the_engine_said() -> None:
+    two_turns = trajectory(([1, 2], [3], 4), ([5], [6, 7], 9), reward=0.5)
+    batch = pack([two_turns, trajectory(([8], [10], 2), reward=-1.0)], torch.tensor([2.0, -3.0]), token_mean)
+    assert batch.token_T.tolist() == [1, 2, 3, 5, 6, 7, 8, 10]
+    assert batch.position_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert batch.segment_T.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert batch.action_mask_T.tolist() == [False, False, True, False, True, True, False, True]
+    assert batch.sampler_logprob_T.tolist() == [0, 0, -0.375, 0, -0.75, -0.875, 0, -1.25]
+    assert batch.version_T.tolist() == [-1, -1, 4, -1, 9, 9, -1, 2]
+    assert batch.reward_T.tolist() == [0, 0, 0, 0, 0, 0.5, 0, -1.0]
+    assert batch.advantage_T.tolist() == [0, 0, 2, 0, 2, 2, 0, -3]
+    assert batch.weight_T.tolist() == [0, 0, 0.25, 0, 0.25, 0.25, 0, 0.25]
+
+
+def test_a_batch_has_the_types_the_container_promises() -> None:
+    batch = pack([trajectory(([1], [2], 0))], torch.tensor([1.0], dtype=torch.float64), token_mean)
+    assert {batch.token_T.dtype, batch.position_T.dtype, batch.segment_T.dtype, batch.version_T.dtype} == {
+        torch.int64
+    }
+    floats = (batch.sampler_logprob_T, batch.reward_T, batch.advantage_T, batch.weight_T)
+    assert {column_T.dtype for column_T in floats} == {torch.float32}
+    assert batch.action_mask_T.dtype == torch.bool
+    assert batch.reference_logprob_T is None and batch.proximal_logprob_T is None
+
+
+def test_the_shares_are_those_of_the_given_function() -> None:
+    scored = [trajectory(([1], [2, 3, 4], 0)), trajectory(([1], [2], 0))]
+    batch = pack(scored, torch.ones(2), sequence_mean)
+    close_fp32(batch.weight_T, [0, 1 / 6, 1 / 6, 1 / 6, 0, 1 / 2])
+
+
+def failed() -> Trajectory:
+    return trajectory(([1], [2], 0)).scored(Outcome.failure("the judge hung"))
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "message"),
+    [
+        ([], "there are no trajectories to pack"),
+        ([trajectory(([1], [2], 0), reward=None)], "a trajectory without a score cannot be trained on"),
+        ([trajectory(([1], [2], 0)), failed()], "a trajectory without a score cannot be trained on"),
+        (
+            [trajectory(([], [2], 0))],
+            "a trajectory begins with a token of the policy; its first observation is empty",
+        ),
+    ],
+)
+def test_what_cannot_be_packed_is_an_error(trajectories: list[Trajectory], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        pack(trajectories, torch.zeros(len(trajectories)), token_mean)
+    assert str(error.value) == message
+
+
+def test_an_answer_that_could_not_be_read_is_packed() -> None:
+    invalid = trajectory(([1], [2], 0)).scored(Outcome("invalid", -0.5, "no number"))
+    assert pack([invalid], torch.ones(1), token_mean).reward_T.tolist() == [0, -0.5]
+
+
+def test_demonstrations_are_packed_with_every_completion_token_chosen() -> None:
+    batch = pack_demonstrations([([1, 2], [3, 4]), ([5], [6])], token_mean)
+    assert batch.token_T.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.position_T.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.segment_T.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.action_mask_T.tolist() == [False, False, True, True, False, True]
+    close_fp32(batch.weight_T, [0, 0, 1 / 3, 1 / 3, 0, 1 / 3])
+    assert batch.version_T.tolist() == [-1] * 6
+    for column_T in (batch.sampler_logprob_T, batch.reward_T, batch.advantage_T):
+        assert column_T.tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("pairs", [[], [([], [1])], [([1], [2]), ([3], [])]])
+def test_an_empty_demonstration_is_an_error(pairs: list[tuple[list[int], list[int]]]) -> None:
+    with pytest.raises(ValueError) as error:
+        pack_demonstrations(pairs, token_mean)
+    assert str(error.value) == (
+        "supervised training needs pairs of a prompt and a completion, neither of them empty"
+    )
+
+
+def gradient(batch: Batch) -> Tensor:
+    logit_V = torch.linspace(-1, 1, 20, dtype=torch.float64).requires_grad_()
+    logprob_T = logit_V.log_softmax(-1)[batch.token_T]
+    loss_T = ppo_clip(logprob_T, batch.sampler_logprob_T, batch.advantage_T, low=0.9, high=9.0)
+    (loss_T * batch.weight_T).sum().backward()
+    assert logit_V.grad is not None
+    return logit_V.grad
+
+
+@pytest.mark.parametrize("token_weights", [token_mean, sequence_mean])
+def test_segments_without_advantage_add_nothing(token_weights: partial[Tensor]) -> None:
+    scored = [trajectory((range(1, n + 2), range(n, 2 * n + 1), 0)) for n in (1, 5, 2, 7, 3)]
+    batch = pack(scored, torch.tensor([0.0, 1.5, 0.0, -0.5, 0.0]), token_weights)
+    moving = with_gradient(batch)
+    assert moving is not None and moving.num_segments == 2
+    assert moving.token_T.tolist() == batch.select([1, 3]).token_T.tolist()
+    assert gradient(moving).abs().max() > 0.002
+    close_fp64(gradient(moving), gradient(batch))
+
+
+def test_a_batch_that_moves_everywhere_stays_as_it_is_and_one_that_moves_nowhere_is_none() -> None:
+    scored = [trajectory(([1], [2], 0)), trajectory(([1], [3], 0))]
+    whole = pack(scored, torch.tensor([1.0, -1.0]), token_mean)
+    assert with_gradient(whole) is whole
+    assert with_gradient(pack(scored, torch.zeros(2), token_mean)) is None

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.kernels.packed_attention import (
+    Segments,
+    cached_attention,
+    packed_attention,
+    packed_attention_loop,
+)
+from tests.close import close_fp32, close_fp64
+
+HEADS = [(4, 2), (2, 2), (3, 1), (4, 1), (2, 1)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 1},
+    {"window": 7},
+    {"softcap": 2.0},
+    {"window": 5, "softcap": 1.0},
+]
+
+
+def random_row(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and lengths of a few segments, one of them long in every fourth seed."""
+    generator = torch.Generator().manual_seed(seed)
+    length_B = torch.randint(1, 40, (5,), generator=generator)
+    if seed % 4 == 0:
+        length_B[seed % 5] = 300 if seed == 0 else 129 + seed
+    heads, key_heads = HEADS[seed % len(HEADS)]
+    num_tokens = int(length_B.sum())
+
+    def normal(num_heads: int) -> Tensor:
+        return torch.randn(num_tokens, num_heads, 4, generator=generator, dtype=dtype, requires_grad=True)
+
+    return normal(heads), normal(key_heads), normal(key_heads), length_B
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_attention_equals_the_loop_in_values_and_gradients(seed: int) -> None:
+    *inputs, length_B = random_row(seed)
+    options = {"scale": 0.7, **OPTIONS[(seed // 5 + seed) % len(OPTIONS)]}
+    actual = packed_attention(*inputs, Segments.of(length_B), **options)
+    expected = packed_attention_loop(*inputs, length_B, **options)
+    close_fp64(actual, expected)
+    slope = torch.randn(actual.shape, generator=torch.Generator().manual_seed(seed), dtype=actual.dtype)
+    pairs = zip(
+        torch.autograd.grad(actual, inputs, slope), torch.autograd.grad(expected, inputs, slope), strict=True
+    )
+    for ours, theirs in pairs:
+        close_fp64(ours, theirs)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_packed_attention_in_float32_equals_the_loop_in_float64(options: dict[str, Any]) -> None:
+    *inputs, length_B = random_row(1)
+    expected = packed_attention_loop(*inputs, length_B, scale=0.5, **options)
+    actual = packed_attention(*(x.float() for x in inputs), Segments.of(length_B), scale=0.5, **options)
+    assert actual.dtype == torch.float32
+    close_fp32(actual, expected)
+
+
+def test_two_tokens_by_hand() -> None:
+    key_TJK, value_TJK = torch.tensor([[[0.0]], [[1.0]]]), torch.tensor([[[2.0]], [[10.0]]])
+    query_THK = torch.full((2, 1, 1), float(torch.tensor(3.0).log()))
+    whole = packed_attention(query_THK, key_TJK, value_TJK, Segments.of(torch.tensor([2])), scale=1.0)
+    close_fp32(whole.flatten(), [2.0, (1 * 2.0 + 3 * 10.0) / 4])
+    apart = packed_attention(query_THK, key_TJK, value_TJK, Segments.of(torch.tensor([1, 1])), scale=1.0)
+    close_fp32(apart.flatten(), [2.0, 10.0])
+    scaled = packed_attention(query_THK, key_TJK, value_TJK, Segments.of(torch.tensor([2])), scale=2.0)
+    close_fp32(scaled.flatten(), [2.0, (1 * 2.0 + 9 * 10.0) / 10])
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5])
+def test_a_window_counts_the_token_itself(window: int) -> None:
+    query_THK, value_TJK = torch.zeros(4, 1, 1), torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
+    segments = Segments.of(torch.tensor([4]))
+    out = packed_attention(query_THK, query_THK, value_TJK, segments, scale=1.0, window=window)
+    seen = [value_TJK.flatten()[max(0, t - window + 1) : t + 1] for t in range(4)]
+    close_fp32(out.flatten(), [float(values.mean()) for values in seen])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_changing_one_segment_changes_no_other_bit(options: dict[str, Any]) -> None:
+    length_B = torch.tensor([30, 25, 170, 3, 28])
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(256, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    slope = torch.randn(256, 4, 8, generator=generator)
+    for changed in range(5):
+        start = int(length_B[:changed].sum())
+        inside_T = torch.zeros(256, dtype=torch.bool)
+        inside_T[start : start + int(length_B[changed])] = True
+        others = [torch.where(inside_T[:, None, None], x * -3 + 100, x) for x in inputs]
+        found = []
+        for row in (inputs, [x.detach().requires_grad_() for x in others]):
+            out = packed_attention(*row, Segments.of(length_B), scale=0.5, **options)
+            found.append([out, *torch.autograd.grad(out, row, slope)])
+        for before, after in zip(*found, strict=True):
+            assert torch.equal(before[~inside_T], after[~inside_T])
+        assert not torch.equal(found[0][0][inside_T], found[1][0][inside_T])
+
+
+def rectangles(length: list[int]) -> list[tuple[int, int]]:
+    return [bucket.shape for bucket in Segments.of(torch.tensor(length)).buckets]
+
+
+def test_segments_of_similar_length_share_a_rectangle() -> None:
+    assert rectangles([100, 200, 50, 99, 70]) == [(2, 200), (3, 99)]
+    assert rectangles([200, 100]) == [(2, 200)]  # half as long still joins
+    assert rectangles([65, 1]) == [(1, 65), (1, 1)]
+    assert rectangles([64, 1]) == [(2, 64)]  # short ones join whatever they waste
+    assert rectangles([3]) == [(1, 3)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_stands_in_one_place_and_padding_wastes_at_most_half(seed: int) -> None:
+    length_B = torch.randint(65, 400, (12,), generator=torch.Generator().manual_seed(seed))
+    segments = Segments.of(length_B)
+    assert segments.num_tokens == int(length_B.sum())
+    tokens = torch.cat([bucket.token_N for bucket in segments.buckets])
+    assert sorted(tokens.tolist()) == list(range(segments.num_tokens))
+    assert sum(b.shape[0] * b.shape[1] for b in segments.buckets) <= 2 * segments.num_tokens
+    for bucket in segments.buckets:
+        assert torch.equal(bucket.slot_BL[bucket.place_N], bucket.token_N)
+
+
+@pytest.mark.parametrize("length", [[3, 0, 2], []])
+def test_an_empty_segment_is_an_error(length: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"^segment lengths \[.*\] must all be at least 1$"):
+        Segments.of(torch.tensor(length, dtype=torch.long))
+
+
+def test_segments_move_to_another_device_whole() -> None:
+    moved = Segments.of(torch.tensor([2, 200])).to(torch.device("meta"))
+    assert moved.num_tokens == 202 and [bucket.shape for bucket in moved.buckets] == [(1, 200), (1, 2)]
+    assert all(
+        t.is_meta for bucket in moved.buckets for t in (bucket.slot_BL, bucket.token_N, bucket.place_N)
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_cached_attention_equals_the_loop(heads: tuple[int, int], options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    position_B = torch.tensor([0, 11, 4, 8])
+    # What lies beyond a row's position is huge, so that reading it would show.
+    caches = [torch.full((4, heads[1], 12, 4), 1e3, dtype=torch.float64) for _ in range(2)]
+    query_BHK = torch.randn(4, heads[0], 4, generator=generator, dtype=torch.float64)
+    expected = []
+    for b, position in enumerate(position_B.tolist()):
+        rows = [
+            torch.randn(position + 1, heads[1], 4, generator=generator, dtype=torch.float64) for _ in range(2)
+        ]
+        for cache, row in zip(caches, rows, strict=True):
+            cache[b, :, : position + 1] = row.transpose(0, 1)
+        query_THK = torch.zeros(position + 1, heads[0], 4, dtype=torch.float64)
+        query_THK[-1] = query_BHK[b]
+        length_B = torch.tensor([position + 1])
+        expected.append(packed_attention_loop(query_THK, *rows, length_B, scale=0.6, **options)[-1])
+    actual = cached_attention(query_BHK, *caches, position_B, scale=0.6, **options)
+    close_fp64(actual, torch.stack(expected))

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from millrace.kernels.packed_attention import Segments, packed_attention
+from millrace.models.attention import Decode, DenseCache, Packed, attention
+from millrace.models.logprobs import hidden_states
+from tests.close import close_fp32
+from tests.models.tiny import SHAPES, tiny_model
+
+
+class Layer(nn.Module):
+    layer_idx = 0
+
+
+def one_token(**kwargs: Any) -> Any:
+    x = torch.ones(1, 1, 1, 4)
+    return attention(Layer(), x, x, x, kwargs.pop("attention_mask", None), **kwargs)
+
+
+def test_a_forward_without_a_context_says_how_to_call_the_model() -> None:
+    with pytest.raises(ValueError) as error:
+        tiny_model("llama")(torch.tensor([[1, 2]]), use_cache=False)
+    assert str(error.value) == (
+        "a model loaded by millrace must be called with context=Packed(...) or Decode(...)"
+    )
+
+
+@pytest.mark.parametrize(
+    "extra", [{"attention_mask": torch.zeros(1)}, {"s_aux": torch.zeros(1)}, {"dropout": 0.1}]
+)
+def test_what_would_change_the_result_is_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as error:
+        one_token(context=Packed(Segments.of(torch.tensor([1]))), **extra)
+    assert str(error.value) == ("Layer asks for a mask, attention sinks or dropout, which are not supported")
+
+
+@pytest.mark.parametrize(("scaling", "scale"), [(None, 0.5), (0.3, 0.3)])
+def test_scores_are_scaled_by_the_head_width_unless_the_layer_says_otherwise(
+    scaling: float | None, scale: float
+) -> None:
+    query, key, value = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    segments = Segments.of(torch.tensor([5]))
+    out, weights = attention(Layer(), query, key, value, None, context=Packed(segments), scaling=scaling)
+    expected = packed_attention(*(x[0].transpose(0, 1) for x in (query, key, value)), segments, scale=scale)
+    assert weights is None and out.shape == (1, 5, 2, 4)
+    assert torch.equal(out[0], expected)
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_prefill_then_decode_equals_one_packed_forward(architecture: str) -> None:
+    """Three rows of different lengths, each continued by four tokens that are fed one at a time."""
+    model = tiny_model(architecture)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [9, 2, 5]
+    rows = [torch.randint(0, 40, (n + 4,), generator=generator) for n in lengths]
+    with torch.no_grad():
+        whole = []
+        for row in rows:
+            context = Packed(Segments.of(torch.tensor([len(row)])))
+            whole.append(hidden_states(model, row, torch.arange(len(row)), context))
+        like = next(model.parameters())
+        cache = DenseCache(model.config, num_rows=3, num_slots=9, like=like)
+        slot_T = torch.cat([torch.arange(n) for n in lengths])
+        row_T = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+        prompt_T = torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)])
+        context = Packed(Segments.of(torch.tensor(lengths)), cache, row_T, slot_T)
+        prefilled = hidden_states(model, prompt_T, slot_T, context).split(lengths)
+        for part, row, n in zip(prefilled, whole, lengths, strict=True):
+            close_fp32(part, row[:n], atol=1e-5)
+        order = torch.tensor([2, 0, 1])  # rows may be taken in any order
+        cache.take(order, 13)
+        for step in range(4):
+            position_B = torch.tensor(lengths)[order] + step
+            token_B = torch.stack([rows[b][lengths[b] + step] for b in order.tolist()])
+            hidden_BD = hidden_states(model, token_B, position_B, Decode(cache, position_B))
+            expected = torch.stack([whole[b][lengths[b] + step] for b in order.tolist()])
+            close_fp32(hidden_BD, expected, atol=1e-5)
+
+
+def test_a_cache_takes_rows_twice_and_grows_and_shrinks() -> None:
+    model = tiny_model("llama")
+    cache = DenseCache(model.config, num_rows=2, num_slots=3, like=torch.zeros(1, dtype=torch.float64))
+    assert len(cache.keys) == 2 and cache.keys[0].shape == (2, 2, 3, 8)
+    assert cache.keys[0].dtype == torch.float64
+    key_NJK = torch.arange(32.0, dtype=torch.float64).view(2, 2, 8)
+    cache.write(1, torch.tensor([1, 0]), torch.tensor([2, 0]), key_NJK, -key_NJK)
+    assert torch.equal(cache.keys[1][1, :, 2], key_NJK[0]) and torch.equal(cache.keys[1][0, :, 0], key_NJK[1])
+    assert torch.equal(cache.values[1], -cache.keys[1]) and cache.keys[0].eq(0).all()
+    before = cache.keys[1]
+    cache.take(torch.tensor([1, 1, 0]), 5)
+    assert torch.equal(cache.keys[1][:, :, :3], before[[1, 1, 0]]) and cache.keys[1][:, :, 3:].eq(0).all()
+    cache.take(torch.tensor([2]), 1)
+    assert torch.equal(cache.keys[1], before[[0], :, :1])

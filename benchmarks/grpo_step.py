@@ -3,8 +3,8 @@
     python benchmarks/grpo_step.py                              # millrace alone
     python benchmarks/grpo_step.py --rival path/to/python       # a Python that has TRL installed, too
 
-Both train the same shape (Qwen3, 0.80 M parameters, 16 prompts `a+b=` x 8 samples, at most 8 tokens, float32, one
-thread, completions of full length) from random weights. The step is sampling, scoring, loss and update.
+Both train the same shape (Qwen3, 0.80 M parameters, 16 prompts `a+b=` x 8 samples, at most 8 tokens, float32,
+one thread, completions of full length) from random weights. The step is sampling, scoring, loss and update.
 """
 
 from __future__ import annotations
@@ -93,8 +93,16 @@ def measure_trl(threads: int) -> list[float]:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(threads)
-    letters = ["<eos>", "<pad>", *"0123456789+=", *(chr(97 + i) for i in range(26)), *(chr(65 + i) for i in range(16))]
-    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<pad>"))
+    letters = [
+        "<eos>",
+        "<pad>",
+        *"0123456789+=",
+        *(chr(97 + i) for i in range(26)),
+        *(chr(65 + i) for i in range(16)),
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(letters), **SHAPE))

@@ -61,7 +61,7 @@ def show_setting(setting: Setting) -> None:
 
 
 def written(value: Any) -> str:
-    """A value as an override would spell it (JSON, which is YAML), text without quotes where it needs none."""
+    """A value as an override spells it: JSON, which is YAML, and no quotes around a plain word."""
     plain = isinstance(value, str) and value.replace("_", "").replace("-", "").isalnum()
     return value if plain else json.dumps(value, ensure_ascii=False, default=list)
 

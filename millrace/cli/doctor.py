@@ -96,7 +96,9 @@ def machine(problems: list[str]) -> Iterator[tuple[str, str]]:
     if free < LEAST_MEMORY_BYTES:
         problems.append(f"only {free / GIB:.1f} GiB of memory are free; end other programs")
     yield "GPU", gpu()
-    place = next(path for path in (Path(OUTPUT).absolute(), *Path(OUTPUT).absolute().parents) if path.is_dir())
+    place = next(
+        path for path in (Path(OUTPUT).absolute(), *Path(OUTPUT).absolute().parents) if path.is_dir()
+    )
     free = shutil.disk_usage(place).free
     yield "disk", f"{free / GIB:.1f} GiB free for {OUTPUT} (in {place})"
     if free < LEAST_DISK_BYTES:
@@ -149,7 +151,9 @@ def self_check(problems: list[str]) -> str:
         problems.append(f"the self-check failed: {type(error).__name__}: {error}")
         return "failed"
     if report.skipped_steps or not (report.tokens_trained and report.tokens_sampled and completion.token_ids):
-        problems.append("the self-check trained nothing: no finite gradient or no tokens; report this as a bug")
+        problems.append(
+            "the self-check trained nothing: no finite gradient or no tokens; report this as a bug"
+        )
         return "failed"
     return f"passed in {time.monotonic() - start_s:.1f} s on {report.device}"
 

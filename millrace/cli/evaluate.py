@@ -50,12 +50,15 @@ def as_lines(checkpoint: str, result: Evaluation) -> list[str]:
     """An evaluation for people."""
     right = sum(row["right"] for row in result.rows)
     lines = [
-        f"accuracy     {result.accuracy:.3f}  ({right} of {len(result.rows)} held-out prompts, checkpoint {checkpoint})",
+        f"accuracy     {result.accuracy:.3f}, {right} of {len(result.rows)} held-out prompts, "
+        f"checkpoint {checkpoint}",
         f"mean reward  {result.reward:.3f}",
         f"mean length  {result.length:.1f} tokens, {result.truncated:.0%} ran out of tokens",
     ]
     if result.failed:
-        lines.append(f"failed       {result.failed:.0%} of the rewards failed; accuracy and reward leave them out")
+        lines.append(
+            f"failed       {result.failed:.0%} of the rewards failed; accuracy and reward leave them out"
+        )
     examples = _wrong(result)
     if examples:
         lines.append("wrong answers, for example:")

@@ -10,9 +10,13 @@ import typer
 from millrace.cli.evaluate import AsJson, Checkpoint
 from millrace.cli.resume import Run
 
-Prompts = Annotated[list[str], typer.Argument(metavar="PROMPT", help="What to answer, each prompt in quotes.")]
+Prompts = Annotated[
+    list[str], typer.Argument(metavar="PROMPT", help="What to answer, each prompt in quotes.")
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely tokens.")]
-Samples = Annotated[int, typer.Option(min=1, help="Answers to each prompt; several need a temperature above 0.")]
+Samples = Annotated[
+    int, typer.Option(min=1, help="Answers to each prompt; several need a temperature above 0.")
+]
 Seed = Annotated[int | None, typer.Option(min=0, help="Of the first answer drawn at a temperature above 0.")]
 
 
@@ -59,4 +63,6 @@ def generate(
 
 def visible(text: str) -> str:
     """The text with control characters written out, since they could take over a terminal."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text
+    )

@@ -21,8 +21,8 @@ from millrace.cli.train import train
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
-# What a user can mend, and the exit code. By full name, since to import the classes is to wait for torch; a bare
-# ValueError or RuntimeError is nobody's message to a user and keeps its traceback.
+# What a user can mend, and the exit code. By full name, since to import the classes is to wait for torch.
+# A bare ValueError or RuntimeError is a bug, not a message to a user, and keeps its traceback.
 KNOWN = {
     "millrace.config.recipe.ConfigError": MISUSED,
     "millrace.orchestration.build.SetupError": MISUSED,

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a file of your own (my.yaml).")]
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a file of your own (my.yaml).")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change, such as steps=50.")
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -18,6 +19,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from millrace.config.settings import RunConfig
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 3e-4 as text; here it is the number everybody means."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would read as a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("+-.0123456789")
+    )
 
 
 class ConfigError(ValueError):
@@ -52,7 +67,10 @@ def recipe_text(name: str | Path) -> str:
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise ConfigError(f"recipe file {path} does not exist")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ConfigError(f"recipe file {path} is not UTF-8 text") from None
     if str(name) not in recipe_names():
         near = difflib.get_close_matches(str(name), recipe_names(), n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(recipe_names())}"
@@ -83,13 +101,16 @@ def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tup
     overridden = set(overrides or {})
 
     def source(key: str) -> str:
-        parts = key.split(".")
-        above = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
-        if above & overridden:
+        if any(_touches(given, key) for given in overridden):
             return "override"
-        return "recipe" if above & in_recipe else "default"
+        return "recipe" if any(_touches(given, key) for given in in_recipe) else "default"
 
     return config, [Setting(key, value, meaning, source(key)) for key, value, meaning in settings(config)]
+
+
+def _touches(given: str, key: str) -> bool:
+    """Whether what was given is this setting, a part of it, or the section it lies in."""
+    return f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
 
 
 def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
@@ -118,7 +139,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise ConfigError(f"{word!r} is not of the form key=value, such as steps=50")
-        found[key.strip()] = _number(_yaml_value(text, word))
+        found[key.strip()] = _yaml_value(text, word)
     return found
 
 
@@ -163,67 +184,41 @@ def json_schema() -> str:
 
 def to_yaml(config: RunConfig) -> str:
     """Every setting of a run as a recipe that repeats it."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    tree = config.model_dump(mode="json")
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str, name: str) -> RunConfig:
-    """A RunConfig from what `to_yaml` wrote; defaults count as not given.
+    """A RunConfig from what `to_yaml` wrote.
 
     Raises:
         ConfigError: as `load_recipe`.
     """
-    return validate(_without_defaults(_parse(text, name), RunConfig), name)
+    return validate(_parse(text, name), name)
 
 
-def _without_defaults(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Drop what equals its default, so that settings without effect stay legal in a resolved file."""
-    kept: dict[str, Any] = {}
-    for key, value in tree.items():
-        info = model.model_fields.get(key)
-        section = _section(info) if info else None
-        if section and isinstance(value, dict):
-            value = _without_defaults(value, section)
-        if info and not info.is_required():
-            default = info.get_default(call_default_factory=True)
-            if isinstance(default, BaseModel):
-                default = {}
-            if value == (list(default) if isinstance(default, tuple) else default):
-                continue
-        kept[key] = value
-    return kept
+def _read(text: str) -> Any:
+    """YAML without code: the loader only knows plain values."""
+    return yaml.load(text, Loader=_Loader)  # noqa: S506, a SafeLoader
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text)
+        tree = _read(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"recipe {name}{where}: {getattr(error, 'problem', error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {name} is not a mapping of settings")
-    return _number(tree)
+    return tree
 
 
 def _yaml_value(text: str, word: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return _read(text)
     except yaml.YAMLError:
         raise ConfigError(f"the value of {word!r} is not YAML; quote it") from None
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 3e-4 as text; read it as the number everybody means."""
-    if isinstance(value, dict):
-        return {key: _number(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_number(item) for item in value]
-    if isinstance(value, str) and value[:1] in "+-.0123456789":
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -233,6 +228,8 @@ def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
     for part in path:
         if isinstance(node, list):
             node = _item(node, part, key)
+            if not isinstance(node, dict | list):
+                raise ConfigError(f"{key}: entry {part} is {node!r} and has no settings of its own")
             continue
         if not isinstance(node.get(part), dict | list):
             node[part] = {}
@@ -252,6 +249,8 @@ def _item(node: list[Any], part: str, key: str) -> Any:
 
 def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
     for key, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{above}{key}.")
         else:

@@ -49,6 +49,11 @@ class TokenizerConfig(Section):
         None, description="tokenizer folder; null takes the model's, or trains one on the data"
     )
     vocab_size: PositiveInt = Field(1024, description="most entries of a trained tokenizer")
+    alphabet: Literal["bytes", "seen"] = Field(
+        "bytes",
+        description="what a trained tokenizer spells with: every byte, or only those of the data (a tiny "
+        "model learns faster; other text is refused)",
+    )
     across_words: bool = Field(
         False,
         description="let one entry of a trained tokenizer span words (short prompts for templated tasks)",
@@ -351,7 +356,7 @@ class RunConfig(Section):
 
 def ineffective_settings(config: RunConfig) -> list[str]:
     """One sentence for each setting that was given and can have no effect in this recipe."""
-    given = {name: getattr(config, name).model_fields_set for name in ("model", "tokenizer", "data")}
+    given = {name: _given(getattr(config, name)) for name in ("model", "tokenizer", "data")}
     is_task = config.data.train.startswith(TASK_PREFIX)
     found = []
 
@@ -365,6 +370,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     refuse("model.shape", has_folder, "because model.path names a folder that fixes it")
     trained = config.tokenizer.path is None and not has_folder
     refuse("tokenizer.vocab_size", not trained, "because the tokenizer comes from a folder")
+    refuse("tokenizer.alphabet", not trained, "because the tokenizer comes from a folder")
     refuse("tokenizer.across_words", not trained, "because the tokenizer comes from a folder")
     refuse("data.task", not is_task, f"because data.train is not a {TASK_PREFIX} task")
     refuse("data.task_size", not is_task, f"because data.train is not a {TASK_PREFIX} task")
@@ -380,10 +386,9 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     if config.steps == 0:
         why = "because steps is 0 (supervised training alone)"
         idle = [f"policy.{name}" for name in ("loss", "kl", "token_weights", "optimizer_steps_per_batch")]
-        idle = [key for key in idle if key.partition(".")[2] in config.policy.model_fields_set]
-        if "learning_rate" in config.policy.optimizer.model_fields_set:
-            idle.append("policy.optimizer.learning_rate")
-        idle += ["advantage"] * ("advantage" in config.model_fields_set)
+        idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
+        idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
+        idle += ["advantage"] * ("advantage" in _given(config))
         found += [f"{key} has no effect {why}; remove it" for key in idle]
     batch, parts = config.rollout.prompts_per_step, config.policy.optimizer_steps_per_batch
     if batch % parts:
@@ -391,6 +396,16 @@ def ineffective_settings(config: RunConfig) -> list[str]:
             f"policy.optimizer_steps_per_batch {parts} does not divide rollout.prompts_per_step {batch}"
         )
     return found
+
+
+def _given(section: Section) -> set[str]:
+    """Fields that say something: set, and to another value than their default."""
+    kept = set()
+    for name in section.model_fields_set:
+        info = type(section).model_fields[name]
+        if info.is_required() or getattr(section, name) != info.get_default(call_default_factory=True):
+            kept.add(name)
+    return kept
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

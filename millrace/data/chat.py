@@ -27,8 +27,8 @@ def render(
         where: the row's place, for messages.
 
     Raises:
-        DataError: the prompt is not text or a list of messages, is empty, or the tokenizer has no chat
-            template.
+        DataError: the prompt is not text or a list of messages, is empty, holds a character that the
+            tokenizer cannot spell, or the tokenizer has no chat template.
     """
     if template == CHAT:
         text = _chat_text(tokenizer, prompt, where)
@@ -38,6 +38,11 @@ def render(
         token_ids = _without_end(tokenizer, text, tokenizer(text, verbose=False)["input_ids"])
     if not token_ids:
         raise DataError(f"{where}: the prompt is empty")
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in token_ids:
+        raise DataError(
+            f"{where}: the tokenizer has no token for some character of {text!r}; keep to the characters of "
+            "its training data, or train it with tokenizer.alphabet: bytes"
+        )
     return text, tuple(token_ids)
 
 

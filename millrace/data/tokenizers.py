@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.data.rows import DataError
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     Tokenizer = PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "<|unknown|>"
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -56,30 +57,35 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, across_words: bool) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, across_words: bool, alphabet: Literal["bytes", "seen"] = "bytes"
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer: any text comes back unchanged, and every digit is a token of its own.
 
     Args:
         texts: what it is trained on; the same texts give the same tokenizer.
         vocab_size: most entries; fewer where the texts have fewer pairs that occur twice.
         across_words: let an entry span white space (never a digit), so that templated prompts become short.
+        alphabet: `bytes` spells any text; `seen` only what occurs in the texts, and has `<|unknown|>` for the
+            rest. Each entry that never occurs costs a tiny model: its row must be learned away.
 
     Returns:
         A tokenizer whose `<|endoftext|>` is both its end-of-text and its padding token.
 
     Raises:
-        DataError: `vocab_size` has no room for every byte and the end of text.
+        DataError: `vocab_size` has no room for the alphabet and the end of text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < SMALLEST_VOCABULARY:
+    if alphabet == "bytes" and vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
             f"tokenizer.vocab_size is {vocab_size}; the 256 bytes and {END_OF_TEXT} need at least "
-            f"{SMALLEST_VOCABULARY}"
+            f"{SMALLEST_VOCABULARY}; raise it, or set tokenizer.alphabet: seen"
         )
+    unknown = UNKNOWN if alphabet == "seen" else None
     # The stubs of this library leave its constructors untyped.
-    backend: Any = Tokenizer(models.BPE())
+    backend: Any = Tokenizer(models.BPE(unk_token=unknown))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -90,15 +96,21 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, across_words: bool
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[END_OF_TEXT, *([unknown] if unknown else [])],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet == "bytes" else [],
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    if backend.get_vocab_size() > vocab_size:
+        raise DataError(
+            f"tokenizer.vocab_size is {vocab_size}; the characters of the data alone need "
+            f"{backend.get_vocab_size()}"
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
+        unk_token=unknown,
         clean_up_tokenization_spaces=False,
     )
 

@@ -94,9 +94,9 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, index_N: Tensor, inverse_T: Tensor) -> Tensor:
+    def forward(ctx: Any, x_THK: Tensor, index_N: Tensor, inverse_T: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_T)
-        return _rows(x_TD, index_N)
+        return _rows(x_THK, index_N)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -104,9 +104,9 @@ class _Gather(torch.autograd.Function):
         return _rows(gradients[0], inverse_T), None, None
 
 
-def _rows(x_TD: Tensor, index_N: Tensor) -> Tensor:
+def _rows(x_THK: Tensor, index_N: Tensor) -> Tensor:
     """x[index], where index T (one past the end) reads a row of zeros."""
-    return torch.cat([x_TD, x_TD.new_zeros(1, *x_TD.shape[1:])]).index_select(0, index_N)
+    return torch.cat([x_THK, x_THK.new_zeros(1, *x_THK.shape[1:])]).index_select(0, index_N)
 
 
 def packed_attention(
@@ -139,7 +139,7 @@ def packed_attention(
         inverse_T[bucket.token_N] = bucket.place_N
 
         def rectangle(x_THK: Tensor, bucket: Bucket = bucket, inverse_T: Tensor = inverse_T) -> Tensor:
-            rows = _Gather.apply(x_THK.flatten(1), bucket.slot_BL, inverse_T)
+            rows = _Gather.apply(x_THK, bucket.slot_BL, inverse_T)
             return rows.view(*bucket.shape, *x_THK.shape[1:]).transpose(1, 2)
 
         out_BHLK = _causal(
@@ -151,9 +151,9 @@ def packed_attention(
             softcap=softcap,
         )
         # Gathering back is the same tables the other way round; other buckets' tokens read the zero row.
-        flat = out_BHLK.transpose(1, 2).flatten(0, 1).flatten(1)
-        parts.append(_Gather.apply(flat, inverse_T, bucket.slot_BL))
-    return sum(parts[1:], start=parts[0]).view(query_THK.shape)
+        place_NHK = out_BHLK.transpose(1, 2).flatten(0, 1)
+        parts.append(_Gather.apply(place_NHK, inverse_T, bucket.slot_BL))
+    return sum(parts[1:], start=parts[0])
 
 
 def _causal(

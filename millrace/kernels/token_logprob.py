@@ -67,8 +67,8 @@ def token_logprob_whole(
     hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """The plain twin of `token_logprob`: one log_softmax over all logits at once."""
-    logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(-1)
-    entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
+    logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(1)
+    entropy_N = -(logprob_NV.exp() * logprob_NV).sum(1)
     return logprob_NV.gather(1, target_N[:, None])[:, 0], entropy_N.detach()
 
 
@@ -87,10 +87,10 @@ class _TokenLogprob(torch.autograd.Function):
         logprobs, entropies = [], []
         for hidden, target in zip(hidden_ND.split(chunk), target_N.split(chunk), strict=True):
             logit = head.logits(hidden).div_(temperature)
-            norm = logit.logsumexp(-1)
+            norm = logit.logsumexp(1)
             logprobs.append(logit.gather(1, target[:, None])[:, 0] - norm)
             share = (logit - norm[:, None]).exp_()
-            entropies.append(norm - (share.mul_(logit)).sum(-1))
+            entropies.append(norm - share.mul_(logit).sum(1))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N)
         ctx.head, ctx.temperature, ctx.chunk = head, temperature, chunk
         logprob_N, entropy_N = torch.cat(logprobs), torch.cat(entropies)
@@ -112,7 +112,7 @@ class _TokenLogprob(torch.autograd.Function):
         ):
             logit = head.logits(hidden)
             # d logprob / d (logit / temperature) = onehot(target) - softmax
-            slope = (logit / temperature).softmax(-1).mul_(-gradient[:, None])
+            slope = (logit / temperature).softmax(1).mul_(-gradient[:, None])
             slope.scatter_add_(1, target[:, None], gradient[:, None].to(slope.dtype))
             slope.mul_(head.scale / temperature)
             if head.softcap is not None:

@@ -48,7 +48,8 @@ def fresh_config(
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ModelError(f"model.shape.{key} is not a field of {architecture}{hint}")
-    tokens = {"eos_token_id": eos_token_id, "bos_token_id": None, "pad_token_id": eos_token_id}
+    # No padding token: transformers would freeze the embedding of whichever token it names.
+    tokens = {"eos_token_id": eos_token_id, "bos_token_id": None, "pad_token_id": None}
     try:
         return AutoConfig.for_model(architecture, **shape, vocab_size=vocab_size, **tokens)
     except Exception as error:  # transformers validates with several exception types of its own
@@ -76,14 +77,12 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
     return _checked(model.to(dtype))
 
 
-def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Weights from a Hugging Face folder (safetensors).
+def check_folder(folder: str | Path) -> Path:
+    """The folder, if it holds what a model needs.
 
     Raises:
-        ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot
-            run packed.
+        ModelError: it is missing, or a file in it is.
     """
-    attention.register()
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(f"model folder {path} does not exist")
@@ -93,6 +92,18 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
         raise ModelError(
             f"model folder {path} has no .safetensors file; convert its weights (pickles are not read)"
         )
+    return path
+
+
+def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Weights from a Hugging Face folder (safetensors).
+
+    Raises:
+        ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot
+            run packed.
+    """
+    attention.register()
+    path = check_folder(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path,

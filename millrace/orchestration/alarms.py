@@ -92,7 +92,7 @@ def _keep_evidence(path: Path, report: StepReport, batches: list[Batch]) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     for batch in batches[-1:]:
         tensors = {
-            name: tensor.contiguous()
+            name: tensor.clone()
             for name in (
                 "token_T",
                 "segment_T",

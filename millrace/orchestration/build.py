@@ -17,7 +17,15 @@ from millrace.data.packing import TokenWeights
 from millrace.data.prompts import corpus, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.inference.reference import ReferenceEngine
-from millrace.models.load import Model, fresh_config, fresh_model, load_model, num_parameters, save_model
+from millrace.models.load import (
+    Model,
+    check_folder,
+    fresh_config,
+    fresh_model,
+    load_model,
+    num_parameters,
+    save_model,
+)
 from millrace.orchestration.parts import Parts
 from millrace.protocols import Reward
 from millrace.rewards.combine import CombinedReward
@@ -46,6 +54,8 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
     """
     device = choose_device(config.device)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    if checkpoint is None and config.model.path is not None:
+        check_folder(config.model.path)
     split = read_split(config.data, seed=config.seed)
     saved = None if checkpoint is None else checkpoint / "model"
     tokenizer_folder = config.tokenizer.path or config.model.path
@@ -53,8 +63,12 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
         tokenizer = load_tokenizer(saved or tokenizer_folder or "")
     else:
         options = config.tokenizer
-        texts = corpus(split, config.data)
-        tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, across_words=options.across_words)
+        tokenizer = train_tokenizer(
+            corpus(split, config.data),
+            vocab_size=options.vocab_size,
+            across_words=options.across_words,
+            alphabet=options.alphabet,
+        )
     model = build_model(config, tokenizer, saved).to(device)
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
     limit = _longest_prompt(config, model)

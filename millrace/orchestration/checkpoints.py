@@ -36,8 +36,10 @@ def find_checkpoint(folder: RunFolder, name: str) -> Path:
     """
     if name == "last":
         newest, refused = newest_checkpoint(folder.checkpoints)
+        if refused:
+            raise CheckpointError(f"{refused[-1]}; name another one with --checkpoint")
         if newest is None:
-            raise CheckpointError(refused[0] if refused else f"run {folder.path} has no checkpoint yet")
+            raise CheckpointError(f"run {folder.path} has no checkpoint yet")
         return newest
     if name == "best":
         if not folder.best.is_file():

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -60,9 +61,10 @@ def write_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
         _flush(folder.parent)
         for leftover in folder.parent.glob(f"{_ASIDE}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        # safetensors reports a full disk as an error of its own.
         shutil.rmtree(aside, ignore_errors=True)
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(
             f"checkpoint {folder} cannot be written: {reason}; what was saved before is intact"
         ) from error

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_the_loss_equals_the_loop(seed: int, dual: float | None) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"seed {case['seed']}")
 def test_loss_and_gradient_equal_those_of_verl_in_every_aggregation(case: dict[str, Any]) -> None:
     mask_T, segment_T = torch.tensor(case["mask"]).bool(), torch.tensor(case["segment"])
-    weights = {
+    weights: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "token-mean": token_mean,
         "seq-mean-token-mean": sequence_mean,
         "seq-mean-token-sum": sequence_sum,

@@ -39,7 +39,7 @@ def nan(prompt, completion, answer, row):
     return float("nan")
 
 def slow(prompt, completion, answer, row):
-    time.sleep(1)
+    time.sleep(0.3)
     return 1.0
 
 def varied(prompt, completion, answer, row):

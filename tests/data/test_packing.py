@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.algorithms.losses import ppo_clip
 from millrace.algorithms.weights import sequence_mean, token_mean
 from millrace.data.batch import Batch
-from millrace.data.packing import pack, pack_demonstrations, with_gradient
+from millrace.data.packing import pack, pack_demonstrations, with_gradient, without_twins
 from millrace.types import Completion, Outcome, Trajectory, Turn
 from tests.close import close_fp32, close_fp64
 
@@ -132,3 +132,54 @@ def test_a_batch_that_moves_everywhere_stays_as_it_is_and_one_that_moves_nowhere
     whole = pack(scored, torch.tensor([1.0, -1.0]), token_mean)
     assert with_gradient(whole) is whole
     assert with_gradient(pack(scored, torch.zeros(2), token_mean)) is None
+
+
+def twins(*, versions: tuple[int, int] = (0, 0), rewards: tuple[float, float] = (1.0, 1.0)) -> Batch:
+    """Segments a b a c a, where the middle a and the last can be told to differ from the first."""
+    a, b, c = ([1, 2], [3, 4], 0), ([1], [5, 6, 7], 0), ([1, 2], [4, 3], 0)
+    scored = [
+        trajectory(a, reward=1.0),
+        trajectory(b, reward=1.0),
+        trajectory((a[0], a[1], versions[0]), reward=rewards[0]),
+        trajectory(c, reward=1.0),
+        trajectory((a[0], a[1], versions[1]), reward=rewards[1]),
+    ]
+    batch = pack(scored, torch.tensor([1.0, 2.0, 1.0, -1.0, 1.0]), token_mean)
+    batch.weight_T = batch.action_mask_T * torch.arange(1.0, batch.num_tokens + 1) / 100
+    return batch
+
+
+def test_twins_become_one_segment_with_the_sum_of_their_weights() -> None:
+    batch = twins()
+    found = without_twins(batch)
+    assert found.token_T.tolist() == [1, 2, 3, 4, 1, 5, 6, 7, 1, 2, 4, 3]
+    assert found.segment_T.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    # Tokens 2 and 3 of the first segment stand at 2, 10, 18 and at 3, 11, 19 of the whole row.
+    close_fp32(found.weight_T, [0, 0, 0.33, 0.36, 0, 0.06, 0.07, 0.08, 0, 0, 0.15, 0.16])
+    close_fp64(gradient(found), gradient(batch), rtol=1e-6)
+    close_fp32(batch.weight_T[:4], [0, 0, 0.03, 0.04])  # what was given is left as it was
+
+
+def test_segments_that_differ_in_anything_are_no_twins() -> None:
+    assert without_twins(twins(versions=(3, 0))).num_segments == 4
+    assert without_twins(twins(versions=(3, 3))).num_segments == 4
+    assert without_twins(twins(rewards=(0.5, 1.0))).num_segments == 4
+    alone = twins(versions=(1, 2))
+    assert without_twins(alone) is alone
+    for name in ("advantage_T", "sampler_logprob_T", "token_T", "action_mask_T"):
+        batch = twins()
+        column_T = getattr(batch, name)
+        column_T[10] = ~column_T[10] if column_T.dtype == torch.bool else column_T[10] + 1
+        assert without_twins(batch).num_segments == 4, name
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_twins_change_neither_loss_nor_gradient(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(0, 4, (20,), generator=generator).tolist()
+    scored = [trajectory(([1] * (kind + 1), range(2, 4 + 2 * kind), 0)) for kind in kinds]
+    batch = pack(scored, torch.tensor([kind - 1.5 for kind in kinds]), sequence_mean)
+    found = without_twins(batch)
+    assert found.num_segments == len(set(kinds))
+    close_fp64(float(found.weight_T.sum()), 1.0, rtol=1e-6)
+    close_fp64(gradient(found), gradient(batch), rtol=1e-5)

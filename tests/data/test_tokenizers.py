@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from millrace.data.chat import render
 from millrace.data.rows import DataError
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 
@@ -62,7 +63,8 @@ def test_a_vocabulary_below_the_bytes_is_refused() -> None:
     with pytest.raises(DataError) as caught:
         train_tokenizer(["a"], vocab_size=256, across_words=False)
     assert str(caught.value) == (
-        "tokenizer.vocab_size is 256; the 256 bytes and <|endoftext|> need at least 257"
+        "tokenizer.vocab_size is 256; the 256 bytes and <|endoftext|> need at least 257; "
+        "raise it, or set tokenizer.alphabet: seen"
     )
 
 
@@ -145,3 +147,16 @@ def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
         f"the tokenizer has ids up to {len(WORDS) - 1}, but the model's vocabulary holds {len(WORDS) - 1}; "
         "set tokenizer.path to the tokenizer the model was made with (null takes the one in model.path)"
     )
+
+
+def test_a_seen_alphabet_has_no_unused_bytes_and_names_what_it_cannot_spell() -> None:
+    seen = train_tokenizer(QUESTIONS, vocab_size=300, across_words=True, alphabet="seen")
+    assert len(seen) < len(ACROSS) - 200
+    assert seen.decode(seen("What is 27 + 45?")["input_ids"]) == "What is 27 + 45?"
+    with pytest.raises(DataError, match="prompt 1: the tokenizer has no token for some character of 'é'"):
+        render(seen, "{prompt}", "é", "prompt 1")
+
+
+def test_a_seen_alphabet_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(DataError, match="tokenizer.vocab_size is 2; the characters of the data alone need 5"):
+        train_tokenizer(["abc"], vocab_size=2, across_words=True, alphabet="seen")

@@ -29,23 +29,22 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(num_kills, tmp_path)
     rng = random.Random(17)
     moments_s = [duration_s * (part + rng.random()) / num_kills for part in range(num_kills)]
     rng.shuffle(moments_s)
-    killed, number, disturbed = 0, 0, 0
+    killed, number = 0, 0
     while moments_s:
         number += 1
-        before = killed
         killed += kill_until_finished(recipe, runs / f"killed-{number}", moments_s)
-        disturbed += killed > before
         check_equal(runs / f"killed-{number}", undisturbed)
-    assert disturbed >= 1
-    assert killed >= num_kills // 2
+    assert killed == num_kills
 
 
 def kill_until_finished(recipe: Path, folder: Path, moments_s: list[float]) -> int:
-    """Start and take up a run until it is finished, using up moments; how many of them killed it."""
+    """Start and take up a run until it is finished, using up moments; how many times it was killed."""
     killed = 0
     while not finished(folder):
-        if end(start(recipe, folder), moments_s.pop() if moments_s else LIMIT_S):
-            assert finished(folder)
-        else:
+        moment_s = moments_s.pop() if moments_s else LIMIT_S
+        if not end(start(recipe, folder), moment_s):
             killed += 1
+        elif moment_s < LIMIT_S:
+            # It was done before its moment came; the next run gets an earlier one.
+            moments_s.insert(0, 0.8 * moment_s)
     return killed

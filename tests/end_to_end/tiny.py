@@ -1,4 +1,4 @@
-"""The smallest recipe that does everything a run does: sums of digits, and a Qwen3 of a few thousand weights."""
+"""The smallest recipe that does all a run does: sums of digits, and a Qwen3 of a few thousand weights."""
 
 from __future__ import annotations
 

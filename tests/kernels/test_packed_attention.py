@@ -24,7 +24,10 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def random_row(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+Row = tuple[Tensor, Tensor, Tensor]
+
+
+def random_row(seed: int) -> tuple[Row, Tensor]:
     """Queries, keys, values and lengths of a few segments, one of them long in every fourth seed."""
     generator = torch.Generator().manual_seed(seed)
     length_B = torch.randint(1, 40, (5,), generator=generator)
@@ -34,17 +37,19 @@ def random_row(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
     num_tokens = int(length_B.sum())
 
     def normal(num_heads: int) -> Tensor:
-        return torch.randn(num_tokens, num_heads, 4, generator=generator, dtype=dtype, requires_grad=True)
+        return torch.randn(
+            num_tokens, num_heads, 4, generator=generator, dtype=torch.float64, requires_grad=True
+        )
 
-    return normal(heads), normal(key_heads), normal(key_heads), length_B
+    return (normal(heads), normal(key_heads), normal(key_heads)), length_B
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_packed_attention_equals_the_loop_in_values_and_gradients(seed: int) -> None:
-    *inputs, length_B = random_row(seed)
-    options = {"scale": 0.7, **OPTIONS[(seed // 5 + seed) % len(OPTIONS)]}
-    actual = packed_attention(*inputs, Segments.of(length_B), **options)
-    expected = packed_attention_loop(*inputs, length_B, **options)
+    inputs, length_B = random_row(seed)
+    options = OPTIONS[(seed // 5 + seed) % len(OPTIONS)]
+    actual = packed_attention(*inputs, Segments.of(length_B), scale=0.7, **options)
+    expected = packed_attention_loop(*inputs, length_B, scale=0.7, **options)
     close_fp64(actual, expected)
     slope = torch.randn(actual.shape, generator=torch.Generator().manual_seed(seed), dtype=actual.dtype)
     pairs = zip(
@@ -56,9 +61,10 @@ def test_packed_attention_equals_the_loop_in_values_and_gradients(seed: int) -> 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_packed_attention_in_float32_equals_the_loop_in_float64(options: dict[str, Any]) -> None:
-    *inputs, length_B = random_row(1)
+    inputs, length_B = random_row(1)
+    query_THK, key_TJK, value_TJK = (x.float() for x in inputs)
     expected = packed_attention_loop(*inputs, length_B, scale=0.5, **options)
-    actual = packed_attention(*(x.float() for x in inputs), Segments.of(length_B), scale=0.5, **options)
+    actual = packed_attention(query_THK, key_TJK, value_TJK, Segments.of(length_B), scale=0.5, **options)
     assert actual.dtype == torch.float32
     close_fp32(actual, expected)
 
@@ -87,7 +93,7 @@ def test_a_window_counts_the_token_itself(window: int) -> None:
 def test_changing_one_segment_changes_no_other_bit(options: dict[str, Any]) -> None:
     length_B = torch.tensor([30, 25, 170, 3, 28])
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(256, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    inputs = [torch.randn(256, heads, 8, generator=generator) for heads in (4, 2, 2)]
     slope = torch.randn(256, 4, 8, generator=generator)
     for changed in range(5):
         start = int(length_B[:changed].sum())
@@ -95,9 +101,10 @@ def test_changing_one_segment_changes_no_other_bit(options: dict[str, Any]) -> N
         inside_T[start : start + int(length_B[changed])] = True
         others = [torch.where(inside_T[:, None, None], x * -3 + 100, x) for x in inputs]
         found = []
-        for row in (inputs, [x.detach().requires_grad_() for x in others]):
-            out = packed_attention(*row, Segments.of(length_B), scale=0.5, **options)
-            found.append([out, *torch.autograd.grad(out, row, slope)])
+        for row in (inputs, others):
+            query_THK, key_TJK, value_TJK = (x.clone().requires_grad_() for x in row)
+            out = packed_attention(query_THK, key_TJK, value_TJK, Segments.of(length_B), scale=0.5, **options)
+            found.append([out, *torch.autograd.grad(out, [query_THK, key_TJK, value_TJK], slope)])
         for before, after in zip(*found, strict=True):
             assert torch.equal(before[~inside_T], after[~inside_T])
         assert not torch.equal(found[0][0][inside_T], found[1][0][inside_T])
@@ -147,18 +154,18 @@ def test_cached_attention_equals_the_loop(heads: tuple[int, int], options: dict[
     generator = torch.Generator().manual_seed(0)
     position_B = torch.tensor([0, 11, 4, 8])
     # What lies beyond a row's position is huge, so that reading it would show.
-    caches = [torch.full((4, heads[1], 12, 4), 1e3, dtype=torch.float64) for _ in range(2)]
+    key_BJCK, value_BJCK = torch.full((2, 4, heads[1], 12, 4), 1e3, dtype=torch.float64)
     query_BHK = torch.randn(4, heads[0], 4, generator=generator, dtype=torch.float64)
     expected = []
     for b, position in enumerate(position_B.tolist()):
-        rows = [
-            torch.randn(position + 1, heads[1], 4, generator=generator, dtype=torch.float64) for _ in range(2)
-        ]
-        for cache, row in zip(caches, rows, strict=True):
-            cache[b, :, : position + 1] = row.transpose(0, 1)
+        shape = (2, position + 1, heads[1], 4)
+        key_TJK, value_TJK = torch.randn(shape, generator=generator, dtype=torch.float64)
+        key_BJCK[b, :, : position + 1] = key_TJK.transpose(0, 1)
+        value_BJCK[b, :, : position + 1] = value_TJK.transpose(0, 1)
         query_THK = torch.zeros(position + 1, heads[0], 4, dtype=torch.float64)
         query_THK[-1] = query_BHK[b]
         length_B = torch.tensor([position + 1])
-        expected.append(packed_attention_loop(query_THK, *rows, length_B, scale=0.6, **options)[-1])
-    actual = cached_attention(query_BHK, *caches, position_B, scale=0.6, **options)
+        whole = packed_attention_loop(query_THK, key_TJK, value_TJK, length_B, scale=0.6, **options)
+        expected.append(whole[-1])
+    actual = cached_attention(query_BHK, key_BJCK, value_BJCK, position_B, scale=0.6, **options)
     close_fp64(actual, torch.stack(expected))

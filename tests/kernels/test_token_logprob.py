@@ -17,6 +17,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": True},
     "scale": {"scale": 0.25},
+    "double": {"scale": 2.0},
     "softcap": {"softcap": 1.5},
     "temperature": {"temperature": 0.7},
     "all": {"bias": True, "scale": 3.0, "softcap": 2.0, "temperature": 1.3},

@@ -45,9 +45,10 @@ def test_scores_are_scaled_by_the_head_width_unless_the_layer_says_otherwise(
 ) -> None:
     query, key, value = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     segments = Segments.of(torch.tensor([5]))
-    out, weights = attention(Layer(), query, key, value, None, context=Packed(segments), scaling=scaling)
-    expected = packed_attention(*(x[0].transpose(0, 1) for x in (query, key, value)), segments, scale=scale)
-    assert weights is None and out.shape == (1, 5, 2, 4)
+    out, _ = attention(Layer(), query, key, value, None, context=Packed(segments), scaling=scaling)
+    query_THK, key_TJK, value_TJK = (x[0].transpose(0, 1) for x in (query, key, value))
+    expected = packed_attention(query_THK, key_TJK, value_TJK, segments, scale=scale)
+    assert out.shape == (1, 5, 2, 4)
     assert torch.equal(out[0], expected)
 
 

@@ -87,7 +87,7 @@ def test_a_fresh_config_takes_its_tokens_from_the_tokenizer() -> None:
 def test_tied_weights_are_counted_once() -> None:
     llama, gemma = tiny_model("llama"), tiny_model("gemma2")
     embedding = VOCABULARY * 32
-    # Llama: two embeddings; each layer has q and o (32 32), k and v (16 32), three of the MLP, two norms; a last norm.
+    # Llama: two embeddings, a last norm; each layer: q and o [32, 32], k and v [16, 32], the MLP, two norms.
     layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32
     assert num_parameters(llama) == 2 * embedding + 2 * layer + 32
     # Gemma 2: one embedding, two norms more in each layer.
@@ -149,8 +149,8 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     ),
     (
         with_config("{"),
-        "model folder FOLDER cannot be loaded: It looks like the config file at 'FOLDER/config.json' is not a "
-        "valid JSON file.",
+        "model folder FOLDER cannot be loaded: It looks like the config file at 'FOLDER/config.json' is not "
+        "a valid JSON file.",
     ),
     (
         with_config(json.dumps({"model_type": "nope"})),

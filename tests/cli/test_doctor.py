@@ -1,0 +1,121 @@
+"""The doctor finds nothing where all is well, and says what is wrong where it is not."""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from importlib import metadata
+
+import pytest
+
+from millrace.cli import doctor
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_healthy_machine_passes(lab):
+    result = lab("doctor")
+    problems = result.out.partition("\nproblems\n")[2]
+    assert (problems, result.code) == ("  none\n", 0), result.out
+    assert re.search(r"^  result +passed in \d+\.\d s on c\w+ \(", result.out, re.M)
+    assert re.search(rf"^  torch +{re.escape(metadata.version('torch'))} +needs ", result.out, re.M)
+    assert list(lab.folder.glob("runs")) == []
+
+
+def test_a_version_outside_its_range_is_a_problem(monkeypatch):
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0" if name == "torch" else real(name))
+    problems: list[str] = []
+    assert dict(doctor.versions(problems))["torch"].startswith("1.0 ")
+    (wanted,) = [need for need in metadata.requires("millrace") or [] if need.startswith("torch")]
+    needed = wanted.removeprefix("torch")
+    assert problems == [f'torch is 1.0, but millrace needs {needed}; run: pip install "{wanted}"']
+
+
+def test_a_missing_package_is_a_problem(monkeypatch):
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "rich":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    problems: list[str] = []
+    assert dict(doctor.versions(problems))["rich"] == "missing"
+    assert problems == ['rich is not installed; run: pip install "rich>=13"']
+
+
+def test_extras_are_not_asked_for():
+    assert {"wandb", "mlflow", "pytest"}.isdisjoint(dict(doctor.versions([])))
+
+
+def test_too_little_disk_and_memory_are_problems(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**12, 10**12, 2**29))
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: (2**28, 2**34))
+    problems: list[str] = []
+    facts = dict(doctor.machine(problems))
+    assert facts["memory"] == "0.2 of 16.0 GiB free"
+    assert facts["disk"] == f"0.5 GiB free for runs (in {tmp_path})"
+    assert problems == [
+        "only 0.2 GiB of memory are free; end other programs",
+        f"only 0.5 GiB of disk are free in {tmp_path}; make room, or set output",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "why"),
+    [
+        (None, False, "none: this torch is built without CUDA; the CPU is used"),
+        (
+            None,
+            True,
+            "none: there is an NVIDIA driver, but this torch is built without CUDA; the CPU is used",
+        ),
+        (
+            "12.8",
+            False,
+            "none: this torch is built for CUDA 12.8, but there is no NVIDIA driver; the CPU is used",
+        ),
+        (
+            "12.8",
+            True,
+            "none: this torch is built for CUDA 12.8, but the driver finds no device; the CPU is used",
+        ),
+    ],
+)
+def test_why_there_is_no_gpu(monkeypatch, cuda, driver, why):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr("pathlib.Path.is_file", lambda path: driver)
+    assert doctor.gpu() == why
+
+
+def test_a_self_check_that_fails_is_a_problem_and_leaves_with_1(lab):
+    def train(*words: object, **options: object) -> None:
+        raise OSError("no room")
+
+    lab.patch.setattr("millrace.orchestration.launch.train", train)
+    result = lab("doctor")
+    assert result.code == 1
+    assert result.out.endswith("problems\n  the self-check failed: OSError: no room\n")
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("max\n", (3 * 2**30, 8 * 2**30)),
+        (f"{2**32}\n", (2**31, 2**32)),
+        (f"{2**40}\n", (3 * 2**30, 8 * 2**30)),
+    ],
+)
+def test_memory_is_that_of_the_control_group_where_it_is_less(monkeypatch, limit, expected):
+    texts = {
+        "meminfo": f"MemTotal: {8 * 2**20} kB\nMemAvailable: {3 * 2**20} kB\n",
+        "memory.max": limit,
+        "memory.current": f"{2**31}\n",
+    }
+    monkeypatch.setattr("pathlib.Path.is_file", lambda path: path.name in texts)
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path, **options: texts[path.name])
+    assert doctor.memory_bytes() == expected

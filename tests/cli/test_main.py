@@ -1,0 +1,102 @@
+"""One place where errors become sentences and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from millrace import __version__
+from millrace.cli.main import KNOWN, exit_code
+from tests.house.source import ROOT
+
+
+@pytest.fixture
+def failing(lab):
+    """`millrace train tiny.yaml`, where training raises what it is given."""
+
+    def run(error: BaseException):
+        def train(*words: object, **options: object) -> None:
+            raise error
+
+        lab.patch.setattr("millrace.orchestration.launch.train", train)
+        return lab.train()
+
+    return run
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_known_error_exists_and_is_recognised(name):
+    module, _, kind = name.rpartition(".")
+    error = getattr(import_module(module), kind)("sentence")
+    assert exit_code(error) == KNOWN[name]
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), RuntimeError("bug"), KeyError("bug"), AssertionError()])
+def test_an_error_of_the_program_keeps_its_traceback(failing, error):
+    assert exit_code(error) is None
+    with pytest.raises(type(error)) as raised:
+        failing(error)
+    assert raised.value is error
+
+
+def test_a_traceback_leaves_with_1(lab):
+    code = (
+        "import sys; sys.argv = ['millrace', 'recipes']\n"
+        "import millrace.config.recipe as r\n"
+        "def broken(): raise ValueError('a bug')\n"
+        "r.recipe_names = broken\n"
+        "from millrace.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last)")
+    assert done.stderr.endswith("ValueError: a bug\n")
+
+
+def test_an_error_of_the_system_names_its_file(failing):
+    result = failing(OSError(28, "No space left on device", "runs/a/recipe.yaml"))
+    assert (result.code, result.err) == (1, "error: runs/a/recipe.yaml: No space left on device\n")
+
+
+def test_an_error_of_the_system_without_a_number_says_what_it_says(failing):
+    assert failing(OSError("the cable is out")).err == "error: the cable is out\n"
+
+
+def test_ctrl_c_before_a_run_began_is_one_line(failing):
+    result = failing(KeyboardInterrupt())
+    assert (result.code, result.out, result.err) == (130, "", "interrupted\n")
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(lab):
+    process = lab.start("config", "--schema")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    shown = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), shown) == (1, "")
+
+
+def test_an_unknown_command_names_the_nearest(lab):
+    result = lab("trian")
+    assert result.code == 2
+    assert "Did you mean 'train'?" in result.err
+
+
+def test_the_version_is_printed(lab):
+    assert lab("--version").out == f"millrace {__version__}\n"
+
+
+def test_a_character_the_terminal_lacks_does_not_end_the_program(lab):
+    lab.write("arrow.yaml", ["# a → b"])
+    lab.patch.setenv("PYTHONIOENCODING", "latin-1")
+    process = lab.start("recipes", "arrow.yaml")
+    assert process.communicate(timeout=60) == ("# a ? b\n", "")
+
+
+def test_no_words_at_all_show_the_commands(lab):
+    result = lab()
+    for command in ("train", "resume", "evaluate", "generate", "recipes", "config", "doctor"):
+        assert command in result.out + result.err

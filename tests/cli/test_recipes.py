@@ -1,0 +1,33 @@
+"""What comes with millrace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from millrace.cli.recipes import purpose
+from millrace.config.recipe import recipe_names, recipe_text
+
+
+def test_every_recipe_is_listed_with_what_it_does(lab):
+    lines = lab("recipes").out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == recipe_names()
+    assert max(map(len, lines)) <= 80
+    for name in recipe_names():
+        shown = " ".join(line.strip() for line in lines)
+        assert purpose(recipe_text(name)) in shown
+
+
+def test_a_recipe_is_printed_so_that_it_can_be_kept(lab):
+    Path("mine.yaml").write_text(lab("recipes", "quickstart").out)
+    assert Path("mine.yaml").read_text() == recipe_text("quickstart")
+    assert lab("config", "mine.yaml").code == 0
+
+
+def test_a_purpose_is_the_opening_comment_alone():
+    assert purpose("# One\n# two.\nsteps: 1\n# three\n") == "One two."
+    assert purpose("steps: 1\n") == ""
+
+
+def test_a_wrong_name_names_the_nearest(lab):
+    result = lab("recipes", "quickstrat")
+    assert (result.code, "did you mean quickstart?" in result.err) == (2, True)

@@ -1,0 +1,74 @@
+"""What a run says when it is over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from millrace.cli.train import result_lines, show_result
+from millrace.orchestration.progress import RunReport
+
+
+def report(**changes) -> RunReport:
+    fields = {
+        "run": "runs/quickstart-1",
+        "name": "quickstart-1",
+        "recipe": "quickstart",
+        "status": "finished",
+        "eval_before": 0.486,
+        "eval_after": 0.9824,
+        "eval_best": 0.99,
+        "best_checkpoint": "step-000140",
+        "steps": 150,
+        "warmup_steps": 80,
+        "wall_s": 192.0,
+        "eval_size": 512,
+        "warnings": [],
+    }
+    rest = {name: 0 for name in RunReport.__annotations__ if name not in fields}
+    return RunReport(**{**rest, **fields, **changes})
+
+
+def test_the_result_says_accuracy_time_files_and_what_to_do_next():
+    assert result_lines(report()) == [
+        "accuracy 0.486 -> 0.982 on 512 held-out prompts, after batch 150 at 3:12",
+        "report: runs/quickstart-1/report.html  best checkpoint: step-000140 (accuracy 0.990)",
+        'next: millrace evaluate runs/quickstart-1, or: millrace generate runs/quickstart-1 "PROMPT"',
+    ]
+
+
+def test_warnings_are_counted_and_the_last_is_told():
+    assert result_lines(report(warnings=["one", "two"]))[1] == "warnings: 2, the last: two"
+
+
+def test_supervised_training_counts_its_own_steps():
+    assert "after step 80 of the warm-up at 3:12" in result_lines(report(steps=0))[0]
+
+
+def test_an_interrupted_run_leaves_with_130_and_how_to_continue(capsys):
+    with pytest.raises(typer.Exit) as left:
+        show_result(report(status="interrupted", steps=12, run="runs/my run-1"))
+    assert left.value.exit_code == 130
+    assert capsys.readouterr().out.splitlines() == [
+        "interrupted after batch 12 at 3:12; everything is saved",
+        "continue: millrace resume 'runs/my run-1'",
+    ]
+
+
+def test_a_run_is_named_by_its_recipe_and_quiet_shows_the_result_alone(lab):
+    result = lab.train("--quiet")
+    assert result.code == 0
+    assert len(result.out.splitlines()) == 3
+    summary = json.loads(Path("runs/tiny-1/summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["recipe"]) == ("finished", 2, "tiny")
+    assert Path("runs/tiny-1/checkpoints", summary["best_checkpoint"], "model", "config.json").is_file()
+
+
+def test_the_run_is_shown_while_it_goes(lab):
+    lines = lab.train("steps=1").out.splitlines()
+    assert lines[0] == "tiny-1"
+    assert "reinforcement: 1 steps" in lines
+    assert lines[-1].startswith("next: millrace evaluate runs/tiny-1")

@@ -1,0 +1,159 @@
+"""Every way of leaving a run and taking it up again ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from millrace import resume, train
+from millrace.config.recipe import load_recipe
+from millrace.orchestration.controller import Controller
+from millrace.orchestration.run_folder import RunFolderError
+from tests.end_to_end.runs import OVERRIDES, check_equal, contents
+from tests.end_to_end.tiny import metrics_of, tiny_recipe, write_sums
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with the run `undisturbed`."""
+    folder = tmp_path_factory.mktemp("resume")
+    tiny_recipe(folder)
+    run(folder, "undisturbed")
+    return folder / "runs"
+
+
+def run(folder: Path, name: str, **more):
+    overrides = {"name": name, "output": str(folder / "runs"), **OVERRIDES, **more}
+    return train(load_recipe(folder / "tiny.yaml", overrides), recipe="tiny", quiet=True)
+
+
+def interrupt_at(monkeypatch, stage: str, step: int) -> None:
+    """Press Ctrl-C when this step is recorded."""
+    record = Controller.record
+
+    def pressing(self, *arguments):
+        record(self, *arguments)
+        if (arguments[0], self.progress.step) == (stage, step):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Controller, "record", pressing)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "saved"),
+    [
+        ("warmup", 3, "warmup-000003"),
+        ("warmup", 9, "warmup-000009"),
+        ("reinforcement", 3, "step-000003"),
+        ("reinforcement", 7, "step-000007"),
+    ],
+)
+def test_ctrl_c_saves_and_a_resumed_run_has_the_same_bits(stage, step, saved, runs, monkeypatch):
+    name = f"left-{saved}"
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, stage, step)
+        report = run(runs.parent, name)
+    assert report.status == "interrupted"
+    assert json.loads((runs / name / "summary.json").read_text())["status"] == "interrupted"
+    assert (runs / name / "checkpoints" / saved).is_dir()
+    assert metrics_of(report.run)[-1]["step"] == step
+
+    assert resume(runs / name, quiet=True).status == "finished"
+    # Ctrl-C saves where no checkpoint was due, so how many were saved in all, and which are left, differs.
+    ours, theirs = contents(runs / name), contents(runs / "undisturbed")
+    for found in (ours, theirs):
+        del found["checkpoints"], found["state"]["order"]
+    assert [key for key in theirs if ours[key] != theirs[key]] == []
+
+
+def test_a_run_left_twice_in_a_row_and_taken_up_has_the_same_bits(runs, monkeypatch):
+    for number, step in enumerate((2, 4)):
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, "reinforcement", step)
+            report = resume(runs / "twice", quiet=True) if number else run(runs.parent, "twice")
+        assert report.status == "interrupted"
+    resume(runs / "twice", quiet=True)
+    check_equal(runs / "twice", runs / "undisturbed")
+
+
+def test_a_finished_run_is_not_resumed_and_not_touched(runs):
+    before = contents(runs / "undisturbed")
+    for _ in range(2):
+        with pytest.raises(RunFolderError) as caught:
+            resume(runs / "undisturbed", quiet=True)
+        report = runs / "undisturbed" / "report.html"
+        assert str(caught.value) == f"run {runs / 'undisturbed'} is finished; look at {report}"
+    assert contents(runs / "undisturbed") == before
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_bits_are_the_same(runs, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, "reinforcement", 6)
+        run(runs.parent, "damaged")
+    weights = runs / "damaged" / "checkpoints" / "step-000006" / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+
+    report = resume(runs / "damaged", quiet=True)
+    sentence = f"checkpoint {weights.parents[1]} is damaged: model/model.safetensors is not what was saved"
+    assert report.warnings == [f"{sentence}; it is passed over"]
+    check_equal(runs / "damaged", runs / "undisturbed", but=("summary", "state"))
+
+
+def test_without_a_whole_checkpoint_the_run_starts_over(runs, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, "warmup", 5)
+        run(runs.parent, "lost")
+    for checkpoint in (runs / "lost" / "checkpoints").iterdir():
+        (checkpoint / "state.json").unlink()
+    report = resume(runs / "lost", quiet=True)
+    assert [sentence.partition(" is damaged: ")[2] for sentence in report.warnings] == [
+        "state.json is missing; it is passed over"
+    ] * len(report.warnings)
+    assert len(report.warnings) == 2
+    check_equal(runs / "lost", runs / "undisturbed", but=("summary", "state"))
+
+
+def test_a_damaged_reference_policy_stops_the_run_by_name(runs, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, "reinforcement", 4)
+        run(runs.parent, "reference")
+    start = runs / "reference" / "checkpoints" / "step-000000"
+    (start / "model" / "config.json").unlink()
+    with pytest.raises(RuntimeError) as caught:
+        resume(runs / "reference", quiet=True)
+    assert str(caught.value) == f"checkpoint {start} is damaged: model/config.json is missing"
+
+
+def test_other_data_than_the_checkpoint_was_made_with_is_refused(runs, tmp_path, monkeypatch):
+    tiny_recipe(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, "reinforcement", 3)
+        run(tmp_path, "moved")
+    write_sums(tmp_path, num_rows=30)
+    with pytest.raises(ValueError, match="the checkpoint was made with 32 prompts and the data now has 22;"):
+        resume(tmp_path / "runs" / "moved", quiet=True)
+
+
+def test_killed_between_a_checkpoint_and_its_bookkeeping_the_best_is_still_named(runs, tmp_path):
+    shutil.copytree(runs / "undisturbed", tmp_path / "undisturbed")
+    folder = tmp_path / "undisturbed"
+    (folder / "summary.json").unlink()
+    (folder / "best.json").unlink()
+    shutil.copytree(folder / "checkpoints" / "step-000007", folder / "checkpoints" / "step-000001")
+    resume(folder, quiet=True)
+    check_equal(folder, runs / "undisturbed")
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(runs):
+    run(runs.parent, "same")
+    check_equal(runs / "same", runs / "undisturbed")
+    run(runs.parent, "other", seed=1)
+    ours, theirs = contents(runs / "other"), contents(runs / "undisturbed")
+    assert ours["weights"] != theirs["weights"]
+    assert ours["prompts"] != theirs["prompts"]

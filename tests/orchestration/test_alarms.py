@@ -1,0 +1,96 @@
+"""What a run says, or stops for, when it goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from millrace.orchestration.alarms import (
+    EQUAL_BATCHES,
+    RunStopped,
+    check_accuracy,
+    check_rewards,
+    check_steps,
+)
+from millrace.orchestration.progress import Progress
+from millrace.protocols import StepReport
+from tests.training.pieces import random_batch
+
+GOOD = StepReport(False, 1.0, 0.1, {"loss": 1.0})
+BAD = StepReport(True, math.nan, 0.1, {"loss": math.inf})
+
+
+def rewards(progress: Progress, *, std: float = 0.0, failed: float = 0.0, limit: float = 0.2) -> str | None:
+    record = {"reward/mean": 0.25, "reward/std": std, "reward/failed_share": failed}
+    return check_rewards(progress, record, limit=limit, reason="the judge hung")
+
+
+def test_failed_rewards_above_the_limit_stop_the_run_with_one_reason():
+    assert rewards(Progress(), failed=0.2) is None
+    with pytest.raises(RunStopped) as caught:
+        rewards(Progress(), failed=0.25)
+    assert str(caught.value) == (
+        "25% of the rewards of this batch failed, more than limits.failed_rewards = 20%; "
+        "the first: the judge hung"
+    )
+
+
+def test_equal_rewards_are_said_once_after_twenty_batches_in_a_row():
+    progress = Progress()
+    said = [rewards(progress) for _ in range(EQUAL_BATCHES + 5)]
+    assert EQUAL_BATCHES == 20
+    assert [number for number, text in enumerate(said, start=1) if text] == [20]
+    assert said[19] == (
+        "all rewards have been 0.25 for 20 batches, so nothing is learned; look at the rollouts, and at the reward"
+    )
+    # One batch that differs starts the count again.
+    assert rewards(progress, std=0.1) is None
+    assert [bool(rewards(progress)) for _ in range(20)] == [False] * 19 + [True]
+
+
+def steps(progress: Progress, folder, *reports: StepReport, limit: int = 3) -> str | None:
+    batches = [random_batch(0) for report in reports if report.skipped]
+    return check_steps(progress, list(reports), batches, limit=limit, folder=folder)
+
+
+def test_a_skipped_step_is_said_and_its_batch_is_kept(tmp_path):
+    progress = Progress(stage="reinforcement", step=4, attempts=7)
+    assert steps(progress, tmp_path, GOOD) is None
+    path = tmp_path / "step-000004-attempt-000007"
+    assert steps(progress, tmp_path, BAD) == (
+        f"the gradient was not finite, so an optimizer step was skipped; its batch is in {path}.safetensors"
+    )
+    assert (progress.skipped_steps, progress.nonfinite_in_row) == (1, 1)
+    kept, batch = load_file(path.with_suffix(".safetensors")), random_batch(0)
+    for name in ("token_T", "segment_T", "action_mask_T", "sampler_logprob_T", "advantage_T", "weight_T"):
+        assert torch.equal(kept[name], getattr(batch, name))
+    assert json.loads(path.with_suffix(".json").read_text()) == {"gradient_norm": "nan", "loss": "inf"}
+
+
+def test_only_skipped_steps_in_a_row_stop_the_run(tmp_path):
+    progress = Progress(stage="reinforcement")
+    steps(progress, tmp_path, BAD, BAD, GOOD, BAD, BAD)
+    assert (progress.nonfinite_in_row, progress.skipped_steps) == (2, 4)
+    with pytest.raises(RunStopped) as caught:
+        steps(progress, tmp_path, BAD)
+    assert str(caught.value) == (
+        "3 optimizer steps in a row had no finite gradient (limits.nonfinite_steps); the batches are in "
+        f"{tmp_path}. Lower policy.optimizer.learning_rate or warmup.learning_rate, or look for rewards that "
+        "are not finite"
+    )
+
+
+def test_a_policy_below_half_of_its_best_has_collapsed():
+    progress = Progress(eval_best=0.8, best_checkpoint="step-000010")
+    assert check_accuracy(progress, 0.4) is None
+    assert check_accuracy(progress, 0.399) == (
+        "the policy has collapsed: accuracy is 0.399, its best was 0.800 (step-000010); "
+        "lower policy.optimizer.learning_rate or sample more per batch"
+    )
+    # A policy that never could do anything has nothing to lose.
+    assert check_accuracy(Progress(eval_best=0.09), 0.0) is None
+    assert check_accuracy(Progress(), 0.0) is None

@@ -1,0 +1,99 @@
+"""Held-out accuracy, and the rows of tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from millrace.orchestration.evaluate import evaluate, is_right, rollout_rows, summarise
+from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
+from tests.close import close_fp64
+from tests.training.pieces import completion, prompt, trajectory
+
+
+def summary(*outcomes: Outcome, full_marks: float = 1.0):
+    count = len(outcomes)
+    drawn = [completion(*range(1, 2 + i)) for i in range(count)]
+    return summarise([prompt()] * count, drawn, outcomes, full_marks=full_marks)
+
+
+def score(value: float) -> Outcome:
+    return Outcome("score", value)
+
+
+def test_a_failed_reward_is_not_a_zero():
+    found = summary(score(1.0), Outcome.failure("it hung"), score(0.0), score(1.0))
+    close_fp64([found.accuracy, found.reward, found.failed], [2 / 3, 2 / 3, 1 / 4])
+    # Length is of every answer: 1, 2, 3 and 4 tokens.
+    assert found.length == 2.5
+
+
+def test_right_is_full_marks_and_nothing_less():
+    found = summary(score(1.2), score(1.0), score(1.1), full_marks=1.2)
+    close_fp64([found.accuracy, found.reward], [1 / 3, 3.3 / 3])
+    assert is_right(score(0.1 + 0.2), 0.3)
+    assert is_right(score(0.3), 0.1 + 0.2)
+    assert not is_right(score(0.29999), 0.3)
+    assert not is_right(Outcome("invalid", 1.0), 1.0)
+    assert not is_right(Outcome.failure("it hung"), 0.0)
+
+
+def test_rows_say_what_was_asked_and_answered():
+    (row,) = summary(score(1.0)).rows
+    assert row == {
+        "prompt_id": "train:0",
+        "prompt": "the prompt",
+        "completion": "text",
+        "answer": "",
+        "reward": 1.0,
+        "outcome": "score",
+        "right": True,
+        "num_tokens": 1,
+        "finish_reason": "stop",
+    }
+
+
+def test_without_prompts_there_is_nothing_to_evaluate():
+    with pytest.raises(ValueError, match="there are no prompts to evaluate on"):
+        summary()
+
+
+def test_every_prompt_is_answered_with_the_same_parameters_and_its_text_is_scored():
+    class Engine:
+        version = 0
+
+        def generate(self, prompts, params):
+            self.asked = (prompts, params)
+            lengths = [len(tokens) for tokens in prompts]
+            return [Completion((7,) * n, [0.0] * n, [0] * n, "length", f"text {n}") for n in lengths]
+
+    class Reward:
+        def score(self, prompts, completions):
+            self.seen = list(zip([p.id for p in prompts], completions, strict=True))
+            return [score(1.0), score(0.0)]
+
+    engine, reward = Engine(), Reward()
+    prompts = [Prompt("eval:0", (1, 2), ""), Prompt("eval:1", (3,), "")]
+    params = SamplingParams(temperature=0.0)
+    found = evaluate(engine, reward, prompts, params, full_marks=1.0)
+    assert engine.asked == ([(1, 2), (3,)], [params, params])
+    assert reward.seen == [("eval:0", "text 2"), ("eval:1", "text 1")]
+    assert (found.accuracy, found.truncated, found.length) == (0.5, 1.0, 1.5)
+
+
+def test_rollout_rows_give_each_trajectory_its_own_advantage_and_none_to_a_failure():
+    outcomes = [score(1.0), Outcome.failure("it hung"), score(0.0)]
+    made = [trajectory((1,), (2, 3), logprobs=[-0.5, -0.25], version=6).scored(o) for o in outcomes]
+    rows = rollout_rows(9, [Group(prompt(), tuple(made))], [0.5, -0.5])
+    assert [row["sample"] for row in rows] == [0, 1, 2]
+    assert (rows[0]["advantage"], rows[2]["advantage"]) == (0.5, -0.5)
+    assert math.isnan(rows[1]["advantage"]) and math.isnan(rows[1]["reward"])
+    assert (rows[1]["outcome"], rows[1]["reason"]) == ("failed", "it hung")
+    assert [rows[0][key] for key in ("step", "version", "token_ids", "logprobs", "num_tokens")] == [
+        9,
+        6,
+        [2, 3],
+        [-0.5, -0.25],
+        2,
+    ]

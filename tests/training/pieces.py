@@ -1,0 +1,68 @@
+"""Small models, trajectories and batches that tests of training share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from millrace.algorithms.weights import token_mean
+from millrace.data.batch import Batch
+from millrace.data.packing import TokenWeights, pack
+from millrace.models.load import Model, fresh_config, fresh_model
+from millrace.types import Completion, Outcome, Prompt, Trajectory, Turn
+
+VOCAB_SIZE = 23
+SHAPE = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, tied: bool = False) -> Model:
+    config = fresh_config(
+        "qwen3", SHAPE | {"tie_word_embeddings": tied}, vocab_size=VOCAB_SIZE, eos_token_id=0
+    )
+    return fresh_model(config, seed=seed, dtype=dtype)
+
+
+def prompt(*token_ids: int) -> Prompt:
+    return Prompt("train:0", token_ids or (1, 2), "the prompt")
+
+
+def completion(*token_ids: int, logprobs: list[float] | None = None, version: int = 0) -> Completion:
+    drawn = np.array([-1.0] * len(token_ids) if logprobs is None else logprobs, dtype=np.float32)
+    return Completion(token_ids, drawn, np.full(len(token_ids), version, dtype=np.int32), "stop", "text")
+
+
+def trajectory(observation: tuple[int, ...], answer: tuple[int, ...], **more) -> Trajectory:
+    return Trajectory((Turn(observation, completion(*answer, **more)),))
+
+
+def random_batch(
+    seed: int,
+    num_segments: int = 7,
+    *,
+    token_weights: TokenWeights = token_mean,
+    order: list[int] | None = None,
+) -> Batch:
+    """Trajectories of random lengths, log-probabilities and advantages; `order` shuffles them."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(num_segments):
+        given, drawn = rng.integers(1, 6), rng.integers(1, 8)
+        made.append(
+            trajectory(
+                tuple(rng.integers(1, VOCAB_SIZE, given).tolist()),
+                tuple(rng.integers(1, VOCAB_SIZE, drawn).tolist()),
+                logprobs=(-3.0 + 0.5 * rng.standard_normal(drawn)).tolist(),
+            ).scored(Outcome("score", 1.0))
+        )
+    advantage_N = torch.from_numpy(rng.standard_normal(num_segments))
+    chosen = list(range(num_segments)) if order is None else order
+    return pack([made[i] for i in chosen], advantage_N[chosen], token_weights)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.transport.fingerprint import fingerprint
+from millrace.transport.local import LocalTransport, WeightSyncError
+
+
+class Receiver:
+    """A sampler's side of the transport; the subclasses below each do one thing wrong."""
+
+    def __init__(self) -> None:
+        self.weights = {name: torch.zeros(3) for name in ("a", "b", "c")}
+        self.version = 0
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for name, tensor in named_tensors:
+            self.put(name, tensor)
+        self.version = version
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        self.weights[name] = tensor.clone()
+
+    def fingerprint(self) -> dict[str, str]:
+        return fingerprint(self.weights.items())
+
+
+class KeepsTheOld(Receiver):
+    def put(self, name: str, tensor: Tensor) -> None:
+        if name != "b":
+            super().put(name, tensor)
+
+
+class RoundsOne(Receiver):
+    def put(self, name: str, tensor: Tensor) -> None:
+        super().put(name, tensor.bfloat16().float() if name == "c" else tensor)
+
+
+class DropsOne(Receiver):
+    def put(self, name: str, tensor: Tensor) -> None:
+        super().put(name, tensor)
+        self.weights.pop("a", None)
+
+
+class HoldsOneMore(Receiver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights["extra"] = torch.zeros(1)
+
+
+class Forgets(Receiver):
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.version = version
+
+
+class Refuses(Receiver):
+    def put(self, name: str, tensor: Tensor) -> None:
+        raise ValueError(f"weight {name} is not one of the engine's")
+
+
+def send_to(receiver: Receiver) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sent = ((name, torch.randn(3, generator=generator)) for name in ("a", "b", "c"))
+    LocalTransport(receiver.load_weights, receiver.fingerprint).send(sent, 4)
+
+
+def test_an_honest_receiver_holds_what_was_sent() -> None:
+    receiver = Receiver()
+    send_to(receiver)
+    assert receiver.version == 4
+    expected = torch.randn(3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(receiver.weights["a"], expected)
+
+
+@pytest.mark.parametrize(
+    ("receiver", "num", "first"),
+    [
+        (KeepsTheOld, 1, "b"),
+        (RoundsOne, 1, "c"),
+        (DropsOne, 1, "a"),
+        (HoldsOneMore, 1, "extra"),
+        (Forgets, 3, "a"),
+    ],
+)
+def test_a_receiver_that_holds_something_else_is_caught_by_name(
+    receiver: type[Receiver], num: int, first: str
+) -> None:
+    with pytest.raises(WeightSyncError) as error:
+        send_to(receiver())
+    assert str(error.value) == (
+        f"after version 4 was sent, {num} of 3 weights differ between trainer and sampler, "
+        f"the first being {first}"
+    )
+
+
+def test_a_refusal_is_passed_on() -> None:
+    with pytest.raises(WeightSyncError) as error:
+        send_to(Refuses())
+    assert str(error.value) == "the sampler refused version 4: weight a is not one of the engine's"
+    assert isinstance(error.value.__cause__, ValueError)

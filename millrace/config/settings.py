@@ -7,11 +7,9 @@ become a RunConfig stands in `recipe.py`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -21,13 +19,10 @@ from pydantic import (
     model_validator,
 )
 
+from millrace.config.rewards import RewardConfig
+from millrace.config.section import Section, compiled
+
 TASK_PREFIX = "reasoning-gym:"
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelConfig(Section):
@@ -99,7 +94,7 @@ class DataConfig(Section):
     @field_validator("answer_pattern")
     @classmethod
     def _one_group(cls, pattern: str | None) -> str | None:
-        if pattern is not None and _compiled(pattern).groups < 1:
+        if pattern is not None and compiled(pattern).groups < 1:
             raise ValueError(f"{pattern!r} has no group; put the answer in parentheses")
         return pattern
 
@@ -143,82 +138,6 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = Field(
         (), description="texts that end a completion, besides the end-of-text token"
     )
-
-
-class ExactReward(Section):
-    """1 where the completion is the answer, white space at the ends aside."""
-
-    kind: Literal["exact"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
-
-
-class Gsm8kReward(Section):
-    """1 where the number after the last `####` is the answer's."""
-
-    kind: Literal["gsm8k"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
-
-
-class NumberReward(Section):
-    """1 where math-verify finds the completion's final expression equal to the answer."""
-
-    kind: Literal["number"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
-    timeout_s: PositiveFloat = Field(
-        10.0, description="one answer may take so long before its judge is killed"
-    )
-
-
-class TaskReward(Section):
-    """The score of the reasoning-gym task the prompts come from."""
-
-    kind: Literal["task"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
-    timeout_s: PositiveFloat = Field(
-        10.0, description="one answer may take so long before its judge is killed"
-    )
-
-
-class FormatReward(Section):
-    """1 where a regular expression matches the whole completion."""
-
-    kind: Literal["format"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
-    pattern: str = Field(description="regular expression for the whole completion")
-    timeout_s: PositiveFloat = Field(
-        10.0, description="one answer may take so long before its judge is killed"
-    )
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        return _compiled(pattern).pattern
-
-
-class FunctionReward(Section):
-    """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer."""
-
-    kind: Literal["function"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
-    function: str = Field(
-        description="module:function; the module is looked up from the folder you start in too"
-    )
-    timeout_s: PositiveFloat = Field(
-        10.0, description="one answer may take so long before its judge is killed"
-    )
-
-    @field_validator("function")
-    @classmethod
-    def _form(cls, function: str) -> str:
-        if not re.fullmatch(r"[\w.]+:\w+", function):
-            raise ValueError(f"{function!r} is not of the form module:function")
-        return function
-
-
-RewardConfig = Annotated[
-    ExactReward | Gsm8kReward | NumberReward | TaskReward | FormatReward | FunctionReward,
-    Field(discriminator="kind"),
-]
 
 
 class AdvantageConfig(Section):
@@ -406,10 +325,3 @@ def _given(section: Section) -> set[str]:
         if info.is_required() or getattr(section, name) != info.get_default(call_default_factory=True):
             kept.add(name)
     return kept
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None

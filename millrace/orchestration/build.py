@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from millrace.algorithms import weights
-from millrace.config.settings import TASK_PREFIX, RewardConfig, RunConfig
+from millrace.config.rewards import RewardConfig
+from millrace.config.settings import TASK_PREFIX, RunConfig
 from millrace.data.packing import TokenWeights
 from millrace.data.prompts import corpus, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer

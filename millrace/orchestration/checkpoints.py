@@ -106,9 +106,11 @@ def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation
     policy = open_policy(run, checkpoint)
     config, tokenizer = policy.config, policy.tokenizer
     split = read_split(config.data, seed=config.seed)
-    prompts, _ = make_prompts(
-        split.eval, config.data, tokenizer, prefix="eval", max_prompt_tokens=config.data.max_prompt_tokens
-    )
+    # As the run itself did: what leaves no room for an answer is left out.
+    limit = config.data.max_prompt_tokens
+    if policy.max_length is not None:
+        limit = min(limit, policy.max_length - config.rollout.max_tokens)
+    prompts, _ = make_prompts(split.eval, config.data, tokenizer, prefix="eval", max_prompt_tokens=limit)
     reward = build_reward(config)
     try:
         full_marks = sum(max(0.0, entry.weight) for entry in config.rewards)

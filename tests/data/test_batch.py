@@ -64,7 +64,7 @@ def test_select_takes_whole_segments_in_the_order_given() -> None:
     assert chosen.position_T.tolist() == [0, 1, 2, 3, 0, 1, 2]
 
 
-@pytest.mark.parametrize("segments", [[], [5], [-1], [0, 7]])
+@pytest.mark.parametrize("segments", [[], [5], [-1], [-1, 2], [0, 7]])
 def test_select_of_what_is_not_there_is_an_error(segments: list[int]) -> None:
     with pytest.raises(ValueError) as error:
         batch_of(LENGTHS).select(segments)

@@ -32,6 +32,8 @@ OVERRIDES: dict[str, Any] = {
     "rewards": [{"kind": "exact"}, {"kind": "format", "pattern": "[0-9]", "weight": 0.5}],
     "policy.optimizer_steps_per_batch": 2,
     "policy.kl.coefficient": 0.01,
+    "policy.optimizer.schedule": "linear",
+    "policy.optimizer.ramp_steps": 3,
 }
 
 

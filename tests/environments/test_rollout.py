@@ -24,11 +24,13 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
         self.asked.append([(tuple(p), w.seed) for p, w in zip(prompts, params, strict=True)])
-        return [completion(1000 + wanted.seed, len(given)) for given, wanted in zip(prompts, params)]
+        return [
+            completion(1000 + wanted.seed, len(given)) for given, wanted in zip(prompts, params, strict=True)
+        ]
 
 
 class Rounds:
-    """As many turns as the prompt's first token says; each answer is answered with what was drawn plus one."""
+    """As many turns as the prompt's first token says; what is drawn is answered with itself plus 5000."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt

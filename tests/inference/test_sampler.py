@@ -73,6 +73,7 @@ def test_top_p_is_taken_of_what_top_k_left() -> None:
 def test_of_equals_top_k_takes_lower_ids() -> None:
     assert support([0.25] * 4, top_k=2) == {0, 1}
     assert support([0.25] * 4, top_k=9) == {0, 1, 2, 3}
+    assert support([0.2, 0.5, 0.3], top_k=1) == {1}
 
 
 def test_a_token_without_mass_is_never_drawn() -> None:

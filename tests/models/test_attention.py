@@ -95,5 +95,7 @@ def test_a_cache_takes_rows_twice_and_grows_and_shrinks() -> None:
     before = cache.keys[1]
     cache.take(torch.tensor([1, 1, 0]), 5)
     assert torch.equal(cache.keys[1][:, :, :3], before[[1, 1, 0]]) and cache.keys[1][:, :, 3:].eq(0).all()
+    cache.take(torch.tensor([0, 1, 2]), 6)
+    assert cache.keys[1].shape[2] == cache.values[0].shape[2] == 6
     cache.take(torch.tensor([2]), 1)
     assert torch.equal(cache.keys[1], before[[0], :, :1])

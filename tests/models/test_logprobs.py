@@ -64,6 +64,7 @@ def test_a_segment_has_the_same_logprobs_alone(architecture: str) -> None:
     close_fp32(torch.cat(alone), whole_T)
     assert not whole_T.requires_grad
     assert torch.equal(whole_T != 0, batch.action_mask_T)
+    close_fp32(whole_T[batch.action_mask_T], chosen_logprobs(model, batch, temperature=1.0)[0])
 
 
 def test_a_segment_longer_than_a_micro_batch_is_an_error() -> None:

@@ -45,7 +45,8 @@ def test_equal_rewards_are_said_once_after_twenty_batches_in_a_row():
     assert EQUAL_BATCHES == 20
     assert [number for number, text in enumerate(said, start=1) if text] == [20]
     assert said[19] == (
-        "all rewards have been 0.25 for 20 batches, so nothing is learned; look at the rollouts, and at the reward"
+        "all rewards have been 0.25 for 20 batches, so nothing is learned; "
+        "look at the rollouts, and at the reward"
     )
     # One batch that differs starts the count again.
     assert rewards(progress, std=0.1) is None

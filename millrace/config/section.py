@@ -1,0 +1,21 @@
+"""What every section of the configuration is."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A regular expression, or a ValueError that says what is wrong with it."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None

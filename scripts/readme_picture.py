@@ -1,0 +1,32 @@
+"""Draws the README's picture from a finished run: python scripts/readme_picture.py runs/quickstart-1"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from millrace.observability.charts import Series, Shade, curve_svg
+from millrace.observability.sinks import read_metrics
+
+
+def main(run: Path) -> None:
+    """Held-out accuracy over time, the warm-up shaded, to docs/pictures/quickstart.svg."""
+    records = read_metrics(run / "metrics.jsonl")
+    points = [(one["time/wall_s"], one["accuracy"]) for one in records if one["stage"] == "evaluation"]
+    warm_s = max(one["time/wall_s"] for one in records if one["stage"] == "warmup")
+    picture = curve_svg(
+        [Series("held-out accuracy", points)],
+        title="Quickstart: accuracy on held-out sums",
+        x_label="seconds",
+        y_label="share of right answers",
+        y_range=(0.0, 1.0),
+        shade=Shade(0.0, warm_s, "supervised warm-up"),
+        standalone=True,
+    )
+    target = Path(__file__).parent.parent / "docs" / "pictures" / "quickstart.svg"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(picture, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,123 @@
+"""What is kept of a run: checkpoints, the best one, warnings, and the summary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from millrace import resume, train
+from millrace.orchestration import controller
+from millrace.orchestration.controller import Controller, versions
+from tests.end_to_end.tiny import tiny_recipe
+
+
+def run(folder: Path, **overrides):
+    return train(tiny_recipe(folder, overrides), quiet=True)
+
+
+def pretend(monkeypatch, *accuracies: float) -> None:
+    """Let evaluations give these accuracies, in order."""
+    left, real = list(accuracies), controller.evaluate
+
+    def evaluate(*arguments, **named):
+        found = real(*arguments, **named)
+        object.__setattr__(found, "accuracy", left.pop(0))
+        return found
+
+    monkeypatch.setattr(controller, "evaluate", evaluate)
+
+
+def saved(report) -> list[str]:
+    return sorted(path.name for path in (Path(report.run) / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("keep", "accuracies", "left"),
+    [
+        # Before reinforcement, then after batches 2, 4, 6 and 8.
+        (1, (0.5, 0.1, 0.9, 0.8, 0.7), ["step-000004", "step-000008"]),
+        (2, (0.5, 0.1, 0.9, 0.8, 0.7), ["step-000004", "step-000006", "step-000008"]),
+        (1, (0.5, 0.1, 0.2, 0.3, 0.9), ["step-000008"]),
+        (1, (0.9, 0.8, 0.7, 0.6, 0.5), ["step-000000", "step-000008"]),
+        (9, (0.9, 0.8, 0.7, 0.6, 0.5), [f"step-00000{n}" for n in (0, 2, 4, 6, 8)]),
+    ],
+)
+def test_the_newest_checkpoints_and_the_best_are_kept(keep, accuracies, left, tmp_path, monkeypatch):
+    pretend(monkeypatch, *accuracies)
+    report = run(tmp_path, **{"warmup": None, "steps": 8, "checkpoint.keep": keep})
+    assert saved(report) == left
+    best = f"step-{2 * accuracies.index(max(accuracies)):06d}"
+    assert (report.best_checkpoint, report.eval_best) == (best, max(accuracies))
+    assert (report.eval_before, report.eval_after) == (accuracies[0], accuracies[-1])
+    assert json.loads((Path(report.run) / "best.json").read_text()) == {
+        "checkpoint": best,
+        "accuracy": max(accuracies),
+    }
+
+
+def test_an_improvement_is_saved_also_when_no_checkpoint_is_due(tmp_path, monkeypatch):
+    pretend(monkeypatch, 0.1, 0.2, 0.4, 0.3)
+    report = run(tmp_path, **{"warmup": None, "steps": 5, "checkpoint.every": 100, "checkpoint.keep": 5})
+    assert saved(report) == ["step-000000", "step-000002", "step-000004", "step-000005"]
+
+
+def test_warm_up_checkpoints_make_room_for_those_of_reinforcement(tmp_path):
+    report = run(tmp_path, **{"warmup.steps": 6, "checkpoint.keep": 3, "steps": 2})
+    assert saved(report) == ["step-000000", "step-000002", "warmup-000006"]
+
+
+def test_a_damaged_checkpoint_ahead_never_pushes_out_a_whole_one(tmp_path, monkeypatch):
+    """With keep 1 the run falls back to the best and is left at step 3, which must still be there."""
+    calls = []
+    real = Controller.leave_if_asked
+
+    def leave(self):
+        self._interrupts.asked |= (self.progress.step, len(calls)) in ((4, 0), (3, 1))
+        real(self)
+
+    monkeypatch.setattr(Controller, "leave_if_asked", leave)
+    pretend(monkeypatch, 0.9, *[0.1] * 8)
+    report = run(tmp_path, **{"warmup": None, "steps": 6, "checkpoint.keep": 1})
+    folder = Path(report.run)
+    assert saved(report) == ["step-000000", "step-000004"]
+    (folder / "checkpoints" / "step-000004" / "state.json").unlink()
+    calls.append("resumed")
+    report = resume(folder, quiet=True)
+    assert report.status == "interrupted"
+    assert saved(report) == ["step-000000", "step-000003", "step-000004"]
+    calls.append("again")
+    report = resume(folder, quiet=True)
+    assert (report.status, saved(report)) == ("finished", ["step-000000", "step-000006"])
+
+
+def test_a_warning_is_kept_once_however_often_the_run_is_resumed(tmp_path):
+    report = run(tmp_path, rewards=[{"kind": "exact", "weight": 2}, {"kind": "format", "pattern": "x"}])
+    (warning,) = report.warnings
+    (Path(report.run) / "summary.json").unlink()
+    assert resume(report.run, quiet=True).warnings == [warning]
+
+
+def test_the_summary_is_the_report(tmp_path):
+    report = run(tmp_path)
+    assert json.loads((Path(report.run) / "summary.json").read_text()) == asdict(report)
+    assert report.versions == versions()
+    assert sorted(report.versions) == ["millrace", "python", "torch", "transformers"]
+    assert report.device == "cpu (1 threads)"
+    assert 5_000 < report.num_parameters < 20_000
+
+
+def test_the_time_of_a_run_goes_on_where_the_last_process_left_it(tmp_path):
+    report = run(tmp_path)
+    state = Path(report.run) / "checkpoints" / "step-000004" / "state.json"
+    assert 0 < json.loads(state.read_text())["wall_s"] <= report.wall_s + 0.01
+    (Path(report.run) / "summary.json").unlink()
+    for name in ("step-000004", "step-000002"):
+        shutil.rmtree(Path(report.run) / "checkpoints" / name)
+    again = resume(report.run, quiet=True)
+    first = json.loads((Path(report.run) / "checkpoints" / "step-000000" / "state.json").read_text())
+    assert again.wall_s > first["wall_s"]
+    assert again.steps == 4

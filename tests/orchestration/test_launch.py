@@ -1,0 +1,155 @@
+"""Starting and resuming: what is refused, what is left behind, what is held."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace import resume, train
+from millrace.orchestration import launch
+from millrace.orchestration.alarms import RunStopped
+from millrace.orchestration.controller import Controller
+from millrace.orchestration.run_folder import RunFolder, RunFolderError
+from tests.end_to_end.tiny import metrics_of, tiny_recipe
+
+
+def free(path: Path) -> bool:
+    """Whether nobody holds the lock of a run."""
+    with RunFolder(path) as folder:
+        folder.lock()
+        return True
+
+
+def test_a_recipe_that_cannot_run_leaves_no_folder(tmp_path):
+    config = tiny_recipe(tmp_path, {"rollout.max_tokens": 48})
+    with pytest.raises(ValueError) as caught:
+        train(config, quiet=True)
+    assert str(caught.value) == (
+        "rollout.max_tokens is 48 but the model allows 48 tokens in all, prompt included; "
+        "lower rollout.max_tokens"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_occupied_name_is_refused_and_the_run_there_is_untouched(tmp_path):
+    train(tiny_recipe(tmp_path), quiet=True)
+    folder = tmp_path / "runs" / "run"
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunFolderError, match=f"run {folder} exists; choose another name, or continue it"):
+        train(tiny_recipe(tmp_path), quiet=True)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_is_no_run_folder_is_not_resumed(tmp_path):
+    with pytest.raises(RunFolderError) as caught:
+        resume(tmp_path, quiet=True)
+    assert str(caught.value) == f"{tmp_path} is not a run folder (it has no recipe.yaml)"
+
+
+def test_a_run_at_work_elsewhere_is_not_resumed(tmp_path):
+    train(tiny_recipe(tmp_path), quiet=True)
+    folder = tmp_path / "runs" / "run"
+    with RunFolder(folder) as other:
+        other.lock()
+        with pytest.raises(RunFolderError) as caught:
+            resume(folder, quiet=True)
+        assert str(caught.value) == f"run {folder} is being trained by another process"
+    assert free(folder)
+
+
+def test_a_finished_run_is_refused_and_given_back(tmp_path):
+    train(tiny_recipe(tmp_path), quiet=True)
+    folder = tmp_path / "runs" / "run"
+    with pytest.raises(RunFolderError, match="is finished; look at .*report.html$") as caught:
+        resume(folder, quiet=True)
+    assert caught.value.__traceback__ is not None
+    assert free(folder)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
+    config = tiny_recipe(tmp_path)
+    whole = train(config, quiet=True)
+    folder = tmp_path / "runs" / "run"
+    records = metrics_of(whole.run)
+    (folder / "summary.json").unlink()
+    for checkpoint in (folder / "checkpoints").iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    again = resume(folder, quiet=True)
+    assert (again.status, len(metrics_of(folder))) == ("finished", len(records))
+
+
+def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_can_be_resumed(tmp_path, monkeypatch):
+    config = tiny_recipe(tmp_path)
+    folder = tmp_path / "runs" / "run"
+    real = Controller.record
+
+    def full(self, stage, numbers):
+        if (stage, self.progress.step) == ("reinforcement", 3):
+            raise OSError(28, "No space left on device")
+        real(self, stage, numbers)
+
+    with monkeypatch.context() as patch, pytest.raises(RunStopped) as caught:
+        patch.setattr(Controller, "record", full)
+        train(config, quiet=True)
+    assert str(caught.value) == (
+        f"run folder {folder} cannot be written: No space left on device; what was saved before is intact, "
+        f"so make room and continue with: millrace resume {folder}"
+    )
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert free(folder)
+    assert resume(folder, quiet=True).status == "finished"
+
+
+def test_the_reason_of_a_failure_is_not_hidden_by_a_summary_that_cannot_be_written(tmp_path, monkeypatch):
+    def broken(self, stage, numbers):
+        raise RunStopped("the true reason")
+
+    def unwritable(self, path, value):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Controller, "record", broken)
+    monkeypatch.setattr(RunFolder, "write_json", unwritable)
+    with pytest.raises(RunStopped, match="^the true reason$"):
+        train(tiny_recipe(tmp_path), quiet=True)
+
+
+def test_workers_and_the_lock_are_given_back_also_when_a_tracker_cannot_start(tmp_path, monkeypatch):
+    closed = []
+    real = launch.build
+
+    def build(config, checkpoint):
+        parts = real(config, checkpoint)
+        parts.reward.close = lambda: closed.append(True)
+        return parts
+
+    def tracker(start, folder):
+        raise ValueError("no tracker here")
+
+    monkeypatch.setattr(launch, "build", build)
+    monkeypatch.setattr(launch, "_trackers", tracker)
+    with pytest.raises(ValueError, match="^no tracker here$"):
+        train(tiny_recipe(tmp_path), quiet=True)
+    assert closed == [True]
+    assert free(tmp_path / "runs" / "run")
+
+
+def test_the_run_keeps_its_resolved_recipe_and_where_it_came_from(tmp_path):
+    report = train(tiny_recipe(tmp_path, {"seed": 5}), recipe="mine", quiet=True)
+    folder = Path(report.run)
+    assert report.recipe == (folder / "origin.txt").read_text() == "mine"
+    assert "seed: 5" in (folder / "recipe.yaml").read_text().splitlines()
+
+
+def test_tensorboard_gets_the_numbers_of_a_run_and_of_its_resumption(tmp_path):
+    config = tiny_recipe(tmp_path, {"trackers": ["tensorboard"]})
+    report = train(config, quiet=True)
+    files = list((Path(report.run) / "tensorboard").rglob("events.*"))
+    assert {path.parent.name for path in files} == {"warmup", "reinforcement"}
+
+
+def test_a_run_that_is_not_quiet_shows_its_result(tmp_path, capsys):
+    train(tiny_recipe(tmp_path), recipe="tiny", quiet=False)
+    shown = capsys.readouterr().out + capsys.readouterr().err
+    assert "rewards tried on 8 held-out reference answers: all earn full marks" in shown

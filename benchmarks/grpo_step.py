@@ -4,8 +4,8 @@
     python benchmarks/grpo_step.py --rival path/to/python       # a Python that has TRL installed, too
 
 Both train the same shape (Qwen3, 0.80 M parameters, 16 prompts `a+b=` x 8 samples, 8 tokens each, float32)
-from random weights. A step is sampling, scoring, loss and update. TRL runs without gradient checkpointing, its
-faster setting here.
+from random weights. A step is sampling, scoring, loss and update. TRL runs without gradient checkpointing,
+its faster setting here.
 """
 
 from __future__ import annotations

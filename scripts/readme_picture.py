@@ -1,4 +1,7 @@
-"""Draws the README's picture from a finished run: python scripts/readme_picture.py runs/quickstart-1"""
+"""Draws the picture of the README from a finished run.
+
+python scripts/readme_picture.py runs/quickstart-1
+"""
 
 from __future__ import annotations
 

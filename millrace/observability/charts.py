@@ -13,7 +13,7 @@ from html import escape
 Point = tuple[float, float | None]
 MOST_POINTS = 400
 MOST_TOOLTIPS = 60
-TOP, RIGHT, BOTTOM, LEFT = 30, 14, 38, 44
+TOP, RIGHT, BOTTOM, LEFT = 30, 14, 38, 54
 
 LIGHT = (
     "--paper:#f4f7f8;--card:#ffffff;--ink:#14232b;--muted:#566871;--line:#dde5e9;--shade:#eaf0f2;"

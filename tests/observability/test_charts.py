@@ -34,7 +34,7 @@ def places(path: str) -> list[tuple[float, float]]:
 
 def test_a_curve_runs_from_the_left_edge_to_the_right_and_higher_values_stand_higher():
     path = places(path_of([(0, 0.0), (1, 1.0), (2, 0.5)], width=420, height=250, y_range=(0, 1)))
-    assert [x for x, _ in path] == [44.0, 225.0, 406.0]
+    assert [x for x, _ in path] == [54.0, 230.0, 406.0]
     low, high, middle = (y for _, y in path)
     assert (low, high, middle) == (212.0, 66.0, 139.0)
 

@@ -285,7 +285,7 @@ def test_the_warmup_is_shaded_up_to_its_last_step(tmp_path: Path):
     run = run_folder(tmp_path / "run", records(20, 30), SUMMARY)
     html = write_report(run).read_text(encoding="utf-8")
     widths = [float(width) for width in re.findall(r'class="shade"[^>]* width="([\d.]+)"', html)]
-    inner = 440 - 44 - 14
+    inner = 440 - 54 - 14
     assert widths == [round(inner * 10 / 100, 1), round(inner * 20 / 50, 1)]
 
 

@@ -146,7 +146,7 @@ def self_check(problems: list[str]) -> str:
 
         with tempfile.TemporaryDirectory(prefix="millrace-doctor-") as folder:
             report = train(load_recipe("quickstart", SELF_CHECK | {"output": folder}), quiet=True)
-            ((completion,),) = answer(report.run, ["Calculate 12 + 34."], checkpoint="last")
+            ((completion,),) = answer(report.run, ["What is 12 + 34?"], checkpoint="last")
     except Exception as error:  # whatever it is, it is what the user came to learn
         problems.append(f"the self-check failed: {type(error).__name__}: {error}")
         return "failed"

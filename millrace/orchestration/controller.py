@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import time
 from dataclasses import asdict
 from importlib import metadata
@@ -28,7 +27,7 @@ from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.step import greedy
-from millrace.training.checkpoint import write_checkpoint, write_state
+from millrace.training.checkpoint import remove_checkpoint, write_checkpoint, write_state
 from millrace.training.optimizer import load_optimizer_tensors, optimizer_tensors
 from millrace.training.policy import PolicyTrainer
 
@@ -273,7 +272,7 @@ class Controller:
             kept.add("step-000000")
         for name in names:
             if name not in kept:
-                shutil.rmtree(self.folder.checkpoints / name)
+                remove_checkpoint(self.folder.checkpoints / name)
 
 
 def versions() -> dict[str, str]:

@@ -70,6 +70,14 @@ def write_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
         ) from error
 
 
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint. A crash at any moment leaves it whole or gone, never half and then called damaged."""
+    aside = folder.parent / f"{_ASIDE}removed-{folder.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
 def verify_checkpoint(folder: Path) -> None:
     """Read every byte and compare it with the manifest.
 

@@ -15,6 +15,7 @@ from millrace.training.checkpoint import (
     newest_checkpoint,
     read_state,
     read_tensors,
+    remove_checkpoint,
     verify_checkpoint,
     write_checkpoint,
     write_state,
@@ -98,6 +99,26 @@ def test_after_a_crash_while_a_damaged_one_is_redone_the_one_before_is_whole(own
         newest, _ = newest_checkpoint(folder)
         assert newest in (before, folder / "step-000002")
         assert newest_checkpoint(save(folder, 2).parent) == (folder / "step-000002", [])
+
+
+@pytest.mark.parametrize("name", ["rename", "unlink", "rmdir"])
+def test_after_a_crash_at_any_moment_a_removed_checkpoint_is_whole_or_gone(name, tmp_path):
+    owner = Path if name == "rename" else os
+    counted = save(tmp_path / "counted", 1)
+    moments = num_calls(owner, name, lambda: remove_checkpoint(counted))
+    assert moments >= 1
+    for at in range(1, moments + 1):
+        folder = tmp_path / f"run-{at}"
+        old, new = save(folder, 1), save(folder, 2)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+            crash_at(patch, owner, name, at)
+            remove_checkpoint(old)
+        assert newest_checkpoint(folder) == (new, [])
+        if old.exists():
+            verify_checkpoint(old)
+            remove_checkpoint(old)
+        save(folder, 3)
+        assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000003"]
 
 
 def test_the_redo_of_a_damaged_one_replaces_every_file_of_it(tmp_path):

@@ -71,14 +71,14 @@ class Batch:
         if not segments or min(segments) < 0 or max(segments) >= self.num_segments:
             raise ValueError(f"segments {segments} were asked of a batch of {self.num_segments}")
         length_B = self.length_B
-        start_B = length_B.cumsum(0) - length_B
-        index_T = torch.cat([torch.arange(int(start_B[b]), int(start_B[b] + length_B[b])) for b in segments])
-        index_T = index_T.to(self.token_T.device)
+        chosen_B = torch.tensor(segments, device=length_B.device)
+        old_B, length_B = (length_B.cumsum(0) - length_B)[chosen_B], length_B[chosen_B]
+        new_B = length_B.cumsum(0) - length_B
+        segment_T = torch.repeat_interleave(torch.arange(len(segments), device=length_B.device), length_B)
+        # Each token moves as far as its segment does.
+        index_T = torch.arange(len(segment_T), device=length_B.device) + (old_B - new_B)[segment_T]
         batch = self._each(lambda tensor_T: tensor_T[index_T])
-        chosen_B = length_B[torch.tensor(segments, device=length_B.device)]
-        batch.segment_T = torch.repeat_interleave(
-            torch.arange(len(segments), device=chosen_B.device), chosen_B
-        )
+        batch.segment_T = segment_T
         return batch
 
     def split(self, max_tokens: int) -> Iterator[Batch]:

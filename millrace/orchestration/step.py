@@ -88,9 +88,14 @@ def sample_and_score(
             num_samples=num_samples,
         )
     with spans("score"):
-        flat = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        outcomes = iter(parts.reward.score([prompt for prompt, _ in flat], [t.text for _, t in flat]))
-        return [Group(g.prompt, tuple(t.scored(next(outcomes)) for t in g.trajectories)) for g in groups]
+        # Samples of one prompt often say the same; what is said twice is judged once.
+        said = list(dict.fromkeys((p, t.text) for p, g in enumerate(groups) for t in g.trajectories))
+        outcomes = parts.reward.score([groups[p].prompt for p, _ in said], [text for _, text in said])
+        judged = dict(zip(said, outcomes, strict=True))
+        return [
+            Group(g.prompt, tuple(t.scored(judged[p, t.text]) for t in g.trajectories))
+            for p, g in enumerate(groups)
+        ]
 
 
 def train_on(

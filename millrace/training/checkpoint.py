@@ -71,7 +71,7 @@ def write_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. A crash at any moment leaves it whole or gone, never half and then called damaged."""
+    """Remove a checkpoint; a crash at any moment leaves it whole or gone, so that none is called damaged."""
     aside = folder.parent / f"{_ASIDE}removed-{folder.name}"
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)

@@ -87,6 +87,25 @@ PINNED = {
         close(self) -> None
         score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]
     """,
+    "millrace.orchestration.controller:Controller": """
+        __init__(self, config: RunConfig, parts: Parts, folder: RunFolder, *, recipe: str, console:
+          Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink], progress:
+          Progress, started_s: float) -> None
+        adopt(self, trainer: PolicyTrainer, tensors: dict[str, Any] | None) -> PolicyTrainer
+        checkpoint(self) -> None
+        evaluate(self) -> Evaluation
+        finish(self, status: str) -> RunReport
+        keep_answers(self, name: str, result: Evaluation) -> None
+        leave_if_asked(self) -> None
+        note_best(self, accuracy: float) -> bool
+        publish(self) -> None
+        record(self, stage: str, numbers: dict[str, Any]) -> None
+        stream(self) -> PromptStream
+        tidy(self) -> None
+        try_demonstrations(self) -> None
+        wall_s (property) -> float
+        warn(self, text: str | None) -> None
+    """,
     "millrace.protocols:WeightTransport": """
         send(self, named_tensors: NamedTensors, version: int) -> None
     """,

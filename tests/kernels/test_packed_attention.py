@@ -127,11 +127,13 @@ def test_every_token_stands_in_one_place_and_padding_wastes_at_most_half(seed: i
     length_B = torch.randint(65, 400, (12,), generator=torch.Generator().manual_seed(seed))
     segments = Segments.of(length_B)
     assert segments.num_tokens == int(length_B.sum())
-    tokens = torch.cat([bucket.token_N for bucket in segments.buckets])
+    tokens = torch.cat([bucket.slot_BL[bucket.slot_BL < segments.num_tokens] for bucket in segments.buckets])
     assert sorted(tokens.tolist()) == list(range(segments.num_tokens))
     assert sum(b.shape[0] * b.shape[1] for b in segments.buckets) <= 2 * segments.num_tokens
     for bucket in segments.buckets:
-        assert torch.equal(bucket.slot_BL[bucket.place_N], bucket.token_N)
+        inside = (bucket.place_T < bucket.slot_BL.numel()).nonzero()[:, 0]
+        assert torch.equal(bucket.slot_BL[bucket.place_T[inside]], inside)
+        assert int((bucket.slot_BL < segments.num_tokens).sum()) == len(inside)
 
 
 @pytest.mark.parametrize("length", [[3, 0, 2], []])
@@ -143,18 +145,19 @@ def test_an_empty_segment_is_an_error(length: list[int]) -> None:
 def test_segments_move_to_another_device_whole() -> None:
     moved = Segments.of(torch.tensor([2, 200])).to(torch.device("meta"))
     assert moved.num_tokens == 202 and [bucket.shape for bucket in moved.buckets] == [(1, 200), (1, 2)]
-    assert all(
-        t.is_meta for bucket in moved.buckets for t in (bucket.slot_BL, bucket.token_N, bucket.place_N)
-    )
+    assert all(t.is_meta for bucket in moved.buckets for t in (bucket.slot_BL, bucket.place_T))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_cached_attention_equals_the_loop(heads: tuple[int, int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("slots", [12, 40])  # below and above SHORT_LENGTH
+def test_cached_attention_equals_the_loop(
+    slots: int, heads: tuple[int, int], options: dict[str, Any]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     position_B = torch.tensor([0, 11, 4, 8])
     # What lies beyond a row's position is huge, so that reading it would show.
-    key_BJCK, value_BJCK = torch.full((2, 4, heads[1], 12, 4), 1e3, dtype=torch.float64)
+    key_BJCK, value_BJCK = torch.full((2, 4, heads[1], slots, 4), 1e3, dtype=torch.float64)
     query_BHK = torch.randn(4, heads[0], 4, generator=generator, dtype=torch.float64)
     expected = []
     for b, position in enumerate(position_B.tolist()):

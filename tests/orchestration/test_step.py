@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -194,7 +194,7 @@ def test_every_completion_has_a_seed_of_its_own_place():
 
         def generate(self, prompts, params):
             self.seeds = [wanted.seed for wanted in params]
-            return [completion(*tokens) for tokens in prompts]
+            return [replace(completion(7), text=f"answer {number}") for number in range(len(prompts))]
 
     class Reward:
         def score(self, prompts, completions):
@@ -220,6 +220,35 @@ def test_every_completion_has_a_seed_of_its_own_place():
     assert first == [completion_seed(7, 0, p, s, 0) for p in (0, 1) for s in (0, 1)]
     assert seeds((7, 0)) == first
     assert len({*first, *seeds((7, 1)), *seeds((8, 0)), *seeds((0, 7))}) == 16
+
+
+def test_what_is_said_twice_to_one_prompt_is_judged_once():
+    said = ["a", "a", "b", "a", "c", "c"]
+
+    class Engine:
+        version = 0
+
+        def generate(self, prompts, params):
+            return [replace(completion(7), text=text) for text in said]
+
+    class Reward:
+        def score(self, prompts, completions):
+            self.asked = [(prompt.id, text) for prompt, text in zip(prompts, completions, strict=True)]
+            return [Outcome("score", float(number)) for number in range(len(prompts))]
+
+    reward = Reward()
+    prompts = [Prompt("train:3", (1,), ""), Prompt("train:9", (2,), "")]
+    groups = sample_and_score(
+        parts(engine=Engine(), reward=reward),
+        prompts,
+        SamplingParams(max_tokens=5),
+        num_samples=3,
+        seed=(0, 0),
+        spans=Spans(),
+    )
+    # The same text to another prompt is another answer.
+    assert reward.asked == [("train:3", "a"), ("train:3", "b"), ("train:9", "a"), ("train:9", "c")]
+    assert [[t.outcome.value for t in group.trajectories] for group in groups] == [[0, 0, 1], [2, 3, 3]]
 
 
 def test_a_seed_is_64_bits_of_all_its_parts():

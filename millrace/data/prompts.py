@@ -144,6 +144,47 @@ def make_prompts(
     return prompts, len(rows) - len(prompts)
 
 
+def make_demonstrations(
+    prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
+) -> dict[str, tuple[int, ...]]:
+    """The tokens of each prompt's demonstration, its end of text included, by prompt id.
+
+    Args:
+        prompts: to be imitated.
+        config: `too_long` says what happens to a demonstration that does not fit.
+        tokenizer: of the policy.
+        max_tokens: prompt and demonstration together.
+
+    Returns:
+        Demonstrations that fit; the others are left out.
+
+    Raises:
+        DataError: a prompt has no demonstration, one is too long and may not be left out, or none fits.
+    """
+    made = {}
+    for prompt in prompts:
+        if not prompt.demonstration:
+            raise DataError(
+                f"prompt {prompt.id} has no demonstration to imitate in the warm-up; "
+                "set data.demonstration_column"
+            )
+        token_ids = tokenizer(prompt.demonstration, add_special_tokens=False, verbose=False)["input_ids"]
+        length = len(prompt.token_ids) + len(token_ids) + 1
+        if length <= max_tokens:
+            made[prompt.id] = (*token_ids, tokenizer.eos_token_id)
+        elif config.too_long == "refuse":
+            raise DataError(
+                f"prompt {prompt.id} and its demonstration have {length} tokens and at most {max_tokens} are "
+                "allowed; shorten it, or set data.too_long to filter"
+            )
+    if not made:
+        raise DataError(
+            f"no demonstration fits into {max_tokens} tokens together with its prompt; choose a model with "
+            "more positions, or raise policy.tokens_per_micro_batch"
+        )
+    return made
+
+
 class PromptStream:
     """Deals prompts without end: every epoch deals each prompt once, in an order of its own.
 

@@ -15,7 +15,7 @@ from millrace.algorithms import weights
 from millrace.config.rewards import RewardConfig
 from millrace.config.settings import TASK_PREFIX, RunConfig
 from millrace.data.packing import TokenWeights
-from millrace.data.prompts import corpus, make_prompts, read_split
+from millrace.data.prompts import corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import (
@@ -37,7 +37,6 @@ from millrace.training.policy import Objective, PolicyTrainer, clipped_surrogate
 from millrace.training.schedule import learning_rate
 from millrace.training.scorer import ReferenceScorer
 from millrace.transport.local import LocalTransport
-from millrace.types import Prompt
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -72,11 +71,14 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
         )
     model = build_model(config, tokenizer, saved).to(device)
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
-    limit = _longest_prompt(config, model)
+    max_tokens = _longest_sequence(config, model)
+    limit = min(config.data.max_prompt_tokens, max_tokens - config.rollout.max_tokens)
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
     train_prompts, num_dropped = prompts(split.train, prefix="train")
     eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
-    eos = tokenizer.eos_token_id
+    demonstrations = {}
+    if config.warmup:
+        demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=max_tokens)
     engine = build_engine(model, tokenizer)
     token_weights = build_token_weights(config)
     return Parts(
@@ -92,7 +94,7 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
         reinforcer=partial(_reinforcer, config, model),
         reference=partial(_reference, config, model) if config.policy.kl else None,
         token_weights=token_weights,
-        demonstration_ids=partial(_demonstration_ids, tokenizer, eos),
+        demonstrations=demonstrations,
         save_model=partial(_save, model, tokenizer),
         num_parameters=num_parameters(model),
         device=_device_name(device),
@@ -187,18 +189,26 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _longest_prompt(config: RunConfig, model: Model) -> int:
-    """The recipe's limit, or what the model leaves beside a completion."""
-    allowed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if allowed is None:
-        return config.data.max_prompt_tokens
-    room = int(allowed) - config.rollout.max_tokens
-    if room < 1:
+def _longest_sequence(config: RunConfig, model: Model) -> int:
+    """Tokens of the longest sequence that the model and a micro-batch hold.
+
+    Raises:
+        SetupError: a completion of `rollout.max_tokens` leaves no room for a prompt.
+    """
+    micro = config.policy.tokens_per_micro_batch
+    allowed = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or micro)
+    asked = config.rollout.max_tokens
+    if asked >= allowed:
         raise SetupError(
-            f"rollout.max_tokens is {config.rollout.max_tokens} but the model allows {allowed} tokens in all"
-            ", prompt included; lower rollout.max_tokens"
+            f"rollout.max_tokens is {asked} but the model allows {allowed} tokens in all, prompt included; "
+            "lower rollout.max_tokens"
         )
-    return min(config.data.max_prompt_tokens, room)
+    if asked >= micro:
+        raise SetupError(
+            f"rollout.max_tokens is {asked} but a micro-batch holds {micro} tokens, prompt included; raise "
+            "policy.tokens_per_micro_batch"
+        )
+    return min(allowed, micro)
 
 
 def _trainer(
@@ -256,15 +266,6 @@ def _reference(config: RunConfig, model: Model, folder: Path) -> ReferenceScorer
     return ReferenceScorer(
         frozen, temperature=config.rollout.temperature, max_tokens=policy.tokens_per_micro_batch
     )
-
-
-def _demonstration_ids(tokenizer: Tokenizer, eos: int, prompt: Prompt) -> tuple[int, ...]:
-    if not prompt.demonstration:
-        raise SetupError(
-            f"prompt {prompt.id} has no demonstration to imitate in the warm-up; "
-            "set data.demonstration_column"
-        )
-    return (*tokenizer(prompt.demonstration, add_special_tokens=False)["input_ids"], eos)
 
 
 def _save(model: Model, tokenizer: Tokenizer, folder: Path) -> None:

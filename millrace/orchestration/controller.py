@@ -92,7 +92,10 @@ class Controller:
         warming = self.progress.stage == "warmup"
         # The warm-up has an order of its own, so that its length does not change what reinforcement sees.
         seed = 2 * self.config.seed + (1 if warming else 0)
-        stream = PromptStream(self.parts.train_prompts, seed=seed, shuffle=self.config.data.shuffle)
+        prompts = self.parts.train_prompts
+        if warming:
+            prompts = [prompt for prompt in prompts if prompt.id in self.parts.demonstrations]
+        stream = PromptStream(prompts, seed=seed, shuffle=self.config.data.shuffle)
         if self.progress.stream:
             stream.load_state(self.progress.stream)
         return stream
@@ -249,6 +252,7 @@ class Controller:
             num_train_prompts=len(self.parts.train_prompts),
             eval_size=len(self.parts.eval_prompts),
             filtered_prompts=self.parts.num_filtered,
+            filtered_demonstrations=self.parts.num_long_demonstrations,
             scored_demonstrations=self._scored_demonstrations[0],
             right_demonstrations=self._scored_demonstrations[1],
             device=self.parts.device,

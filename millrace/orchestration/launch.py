@@ -166,6 +166,8 @@ def _trackers(start: _Start, folder: RunFolder) -> list[Sink]:
 
 def _facts(start: _Start, parts: Parts) -> list[tuple[str, str]]:
     filtered = f" ({parts.num_filtered} too long)" if parts.num_filtered else ""
+    if parts.num_long_demonstrations:
+        filtered += f", {parts.num_long_demonstrations} demonstrations too long to imitate"
     return [
         ("recipe", start.recipe),
         ("policy", f"{parts.num_parameters / 1e6:.2f} M parameters"),

@@ -61,7 +61,7 @@ def warm_up(controller: Controller, tensors: dict[str, Any] | None) -> None:
     while progress.step < warmup.steps and not progress.gate_open:
         with controller.spans("train"):
             prompts = stream.next(warmup.sequences_per_step)
-            pairs = [(prompt.token_ids, parts.demonstration_ids(prompt)) for prompt in prompts]
+            pairs = [(prompt.token_ids, parts.demonstrations[prompt.id]) for prompt in prompts]
             batch = pack_demonstrations(pairs, parts.token_weights)
             trainer.forward_backward(batch)
             report = trainer.optim_step()

@@ -30,7 +30,8 @@ class Parts:
         reinforcer: the policy's trainer, given the version it starts at.
         reference: the reference policy from a model folder, or None without a KL penalty.
         token_weights: how tokens share a loss.
-        demonstration_ids: the tokens of a demonstration, its end included.
+        demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; empty
+            without a warm-up.
         save_model: writes the policy as a Hugging Face folder, tokenizer included.
         num_parameters: weights of the policy.
         device: where the policy is.
@@ -49,8 +50,13 @@ class Parts:
     reinforcer: Callable[[int], PolicyTrainer]
     reference: Callable[[Path], Scorer] | None
     token_weights: TokenWeights
-    demonstration_ids: Callable[[Prompt], tuple[int, ...]]
+    demonstrations: dict[str, tuple[int, ...]]
     save_model: Callable[[Path], None]
     num_parameters: int
     device: str
     environment: Callable[[Prompt], Environment] = SingleTurn
+
+    @property
+    def num_long_demonstrations(self) -> int:
+        """Training problems whose demonstration is too long to imitate."""
+        return len(self.train_prompts) - len(self.demonstrations) if self.demonstrations else 0

@@ -95,6 +95,7 @@ class RunReport:
         num_train_prompts: problems trained on.
         eval_size: problems held out.
         filtered_prompts: prompts left out because they are too long.
+        filtered_demonstrations: demonstrations left out of the warm-up because they are too long.
         scored_demonstrations: held-out reference answers that the rewards were tried on before training.
         right_demonstrations: those of them that earned full marks.
         device: where it ran.
@@ -120,6 +121,7 @@ class RunReport:
     num_train_prompts: int
     eval_size: int
     filtered_prompts: int
+    filtered_demonstrations: int
     scored_demonstrations: int
     right_demonstrations: int
     device: str

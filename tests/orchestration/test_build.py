@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from millrace.algorithms import weights
+from millrace.data.rows import DataError
 from millrace.orchestration.build import SetupError, build, build_token_weights, choose_device
 from millrace.rewards.errors import RewardError
 from tests.close import close_fp32
@@ -65,9 +67,36 @@ def test_token_weights_are_those_of_the_recipe(kind, tmp_path):
 def test_a_demonstration_ends_with_the_end_of_text(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
     prompt = parts.train_prompts[0]
-    token_ids = parts.demonstration_ids(prompt)
+    token_ids = parts.demonstrations[prompt.id]
     assert len(token_ids) == 2
     assert token_ids[-1] == parts.stop_token_ids[0]
+
+
+def test_a_demonstration_that_does_not_fit_is_left_out_with_a_count_or_refused(tmp_path):
+    rows = [{"question": "1", "answer": "2"}] * 3 + [{"question": "1", "answer": "3" * 80}]
+    rows = [{**row, "question": str(number)} for number, row in enumerate(rows)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data.train": str(tmp_path / "long.jsonl"), "data.eval": str(tmp_path / "long.jsonl")}
+    (tmp_path / "other.jsonl").write_text('{"question": "9", "answer": "9"}\n')
+    changes["data.eval"] = str(tmp_path / "other.jsonl")
+    parts = build(tiny_recipe(tmp_path, changes), None)
+    assert sorted(parts.demonstrations) == ["train:0", "train:1", "train:2"]
+    assert (len(parts.train_prompts), parts.num_long_demonstrations) == (4, 1)
+    with pytest.raises(DataError) as caught:
+        build(tiny_recipe(tmp_path, {**changes, "data.too_long": "refuse"}), None)
+    assert str(caught.value) == (
+        "prompt train:3 and its demonstration have 82 tokens and at most 48 are allowed; "
+        "shorten it, or set data.too_long to filter"
+    )
+
+
+def test_a_completion_longer_than_a_micro_batch_is_refused(tmp_path):
+    with pytest.raises(SetupError) as caught:
+        build(tiny_recipe(tmp_path, {"policy.tokens_per_micro_batch": 3}), None)
+    assert str(caught.value) == (
+        "rollout.max_tokens is 3 but a micro-batch holds 3 tokens, prompt included; "
+        "raise policy.tokens_per_micro_batch"
+    )
 
 
 def test_a_prompt_without_a_demonstration_is_named(tmp_path):
@@ -75,9 +104,8 @@ def test_a_prompt_without_a_demonstration_is_named(tmp_path):
         '{"question": "a", "answer": ""}\n{"question": "b", "answer": ""}\n'
     )
     config = tiny_recipe(tmp_path, {"data.train": str(tmp_path / "empty.jsonl"), "data.eval_size": 1})
-    parts = build(config, None)
-    with pytest.raises(SetupError) as caught:
-        parts.demonstration_ids(parts.train_prompts[0])
+    with pytest.raises(DataError) as caught:
+        build(config, None)
     assert str(caught.value) == (
         "prompt train:0 has no demonstration to imitate in the warm-up; set data.demonstration_column"
     )

@@ -16,10 +16,10 @@ train: setup ## train the quickstart recipe (more words: make train ARGS="steps=
 	@.venv/bin/millrace train quickstart $(ARGS)
 
 test: setup ## run the tests: CPU only, no network, a few minutes
-	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 slow: setup ## run the tests marked slow
-	@$(PYTEST) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow
+	@$(PYTEST) -m "slow" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

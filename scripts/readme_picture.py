@@ -23,7 +23,9 @@ def main(run: Path) -> None:
         x_label="seconds",
         y_label="share of right answers",
         y_range=(0.0, 1.0),
-        shade=Shade(0.0, warm_s, "supervised warm-up"),
+        shade=Shade(0.0, warm_s, "warm-up"),
+        width=720,
+        height=300,
         standalone=True,
     )
     target = Path(__file__).parent.parent / "docs" / "pictures" / "quickstart.svg"

@@ -21,6 +21,25 @@ class RunStopped(RuntimeError):
     """The run cannot usefully go on; the message says why and what to change."""
 
 
+def check_failures(share: float, *, limit: float, reason: str, of: str) -> None:
+    """Stop where so many rewards failed that the others tell too little.
+
+    Args:
+        share: of the rewards that failed.
+        limit: the share that may fail; all of them never may.
+        reason: of one of the failures, if any.
+        of: whose rewards they are.
+
+    Raises:
+        RunStopped: more than `limit` failed, or all.
+    """
+    if share > limit or share == 1:
+        raise RunStopped(
+            f"{share:.0%} of the rewards of {of} failed, more than limits.failed_rewards = {limit:.0%}; "
+            f"the first: {reason}"
+        )
+
+
 def check_rewards(progress: Progress, record: dict[str, float], *, limit: float, reason: str) -> str | None:
     """A warning if rewards have been equal for long.
 
@@ -33,12 +52,7 @@ def check_rewards(progress: Progress, record: dict[str, float], *, limit: float,
     Raises:
         RunStopped: more than `limit` of the batch's rewards failed.
     """
-    failed = record["reward/failed_share"]
-    if failed > limit:
-        raise RunStopped(
-            f"{failed:.0%} of the rewards of this batch failed, more than limits.failed_rewards = {limit:.0%}"
-            f"; the first: {reason}"
-        )
+    check_failures(record["reward/failed_share"], limit=limit, reason=reason, of="this batch")
     progress.equal_in_row = progress.equal_in_row + 1 if record["reward/std"] == 0 else 0
     if progress.equal_in_row == EQUAL_BATCHES:
         return (
@@ -53,17 +67,26 @@ def check_steps(
 ) -> str | None:
     """A warning if an optimizer step was skipped; its batch is kept under `folder` as evidence.
 
+    Args:
+        progress: counts skipped steps.
+        reports: of the optimizer steps just made.
+        batches: of those that were skipped, in order.
+        limit: steps in a row without a finite gradient before the run stops.
+        folder: for evidence.
+
     Raises:
         RunStopped: `limit` steps in a row had no finite gradient.
     """
     told = None
-    for report in reports:
+    left = iter(batches)
+    for number, report in enumerate(reports, start=1):
         progress.nonfinite_in_row = progress.nonfinite_in_row + 1 if report.skipped else 0
         progress.skipped_steps += report.skipped
         if not report.skipped:
             continue
-        path = folder / f"{progress.checkpoint_name}-attempt-{progress.attempts:06d}"
-        _keep_evidence(path, report, batches)
+        attempt = progress.attempts - len(reports) + number
+        path = folder / f"{progress.checkpoint_name}-attempt-{attempt:06d}"
+        _keep_evidence(path, report, next(left))
         told = (
             "the gradient was not finite, so an optimizer step was skipped; its batch is in "
             f"{path}.safetensors"
@@ -88,22 +111,11 @@ def check_accuracy(progress: Progress, accuracy: float) -> str | None:
     )
 
 
-def _keep_evidence(path: Path, report: StepReport, batches: list[Batch]) -> None:
+def _keep_evidence(path: Path, report: StepReport, batch: Batch) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    for batch in batches[-1:]:
-        tensors = {
-            name: tensor.clone()
-            for name in (
-                "token_T",
-                "segment_T",
-                "action_mask_T",
-                "sampler_logprob_T",
-                "advantage_T",
-                "weight_T",
-            )
-            if (tensor := getattr(batch, name)) is not None
-        }
-        save_file(tensors, path.with_suffix(".safetensors"))
+    names = ("token_T", "segment_T", "action_mask_T", "sampler_logprob_T", "advantage_T", "weight_T")
+    # Copies, because a file of tensors may not hold one twice.
+    save_file({name: getattr(batch, name).clone() for name in names}, path.with_suffix(".safetensors"))
     numbers = {
         "gradient_norm": str(report.gradient_norm),
         **{key: str(value) for key, value in report.metrics.items()},

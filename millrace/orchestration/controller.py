@@ -20,7 +20,7 @@ from millrace.observability.metrics import Spans
 from millrace.observability.report import write_report
 from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
-from millrace.orchestration.alarms import check_accuracy
+from millrace.orchestration.alarms import check_accuracy, check_failures
 from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.parts import Parts
@@ -148,6 +148,9 @@ class Controller:
             },
         )
         if result.failed:
+            limit = self.config.limits.failed_rewards
+            reason = next(row["reason"] for row in result.rows if row["outcome"] == "failed")
+            check_failures(result.failed, limit=limit, reason=reason, of="the held-out answers")
             self.warn(
                 f"the rewards of {result.failed:.1%} of the held-out answers failed, so the accuracy is "
                 "that of the others; look at the reward"

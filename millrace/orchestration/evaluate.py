@@ -75,6 +75,7 @@ def summarise(
                 "answer": prompt.answer,
                 "reward": outcome.value,
                 "outcome": outcome.kind,
+                "reason": outcome.reason,
                 "right": is_right(outcome, full_marks),
                 "num_tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,

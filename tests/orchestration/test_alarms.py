@@ -13,6 +13,7 @@ from millrace.orchestration.alarms import (
     EQUAL_BATCHES,
     RunStopped,
     check_accuracy,
+    check_failures,
     check_rewards,
     check_steps,
 )
@@ -53,6 +54,17 @@ def test_equal_rewards_are_said_once_after_twenty_batches_in_a_row():
     assert [bool(rewards(progress)) for _ in range(20)] == [False] * 19 + [True]
 
 
+def test_rewards_may_fail_up_to_their_limit_but_never_all():
+    check_failures(0.2, limit=0.2, reason="", of="this batch")
+    check_failures(0.99, limit=1.0, reason="", of="this batch")
+    with pytest.raises(RunStopped) as caught:
+        check_failures(1.0, limit=1.0, reason="the judge hung", of="the held-out answers")
+    assert str(caught.value) == (
+        "100% of the rewards of the held-out answers failed, more than limits.failed_rewards = 100%; "
+        "the first: the judge hung"
+    )
+
+
 def steps(progress: Progress, folder, *reports: StepReport, limit: int = 3) -> str | None:
     batches = [random_batch(0) for report in reports if report.skipped]
     return check_steps(progress, list(reports), batches, limit=limit, folder=folder)
@@ -70,6 +82,14 @@ def test_a_skipped_step_is_said_and_its_batch_is_kept(tmp_path):
     for name in ("token_T", "segment_T", "action_mask_T", "sampler_logprob_T", "advantage_T", "weight_T"):
         assert torch.equal(kept[name], getattr(batch, name))
     assert json.loads(path.with_suffix(".json").read_text()) == {"gradient_norm": "nan", "loss": "inf"}
+
+
+def test_each_skipped_step_of_a_batch_keeps_its_own_evidence(tmp_path):
+    steps(Progress(stage="reinforcement", step=4, attempts=7), tmp_path, BAD, GOOD, BAD, limit=9)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        "step-000004-attempt-000005.safetensors",
+        "step-000004-attempt-000007.safetensors",
+    ]
 
 
 def test_only_skipped_steps_in_a_row_stop_the_run(tmp_path):

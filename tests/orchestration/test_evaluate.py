@@ -48,6 +48,7 @@ def test_rows_say_what_was_asked_and_answered():
         "answer": "",
         "reward": 1.0,
         "outcome": "score",
+        "reason": "",
         "right": True,
         "num_tokens": 1,
         "finish_reason": "stop",

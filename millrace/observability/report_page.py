@@ -157,10 +157,10 @@ def large(count: float) -> str:
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """`right` (a reward of 1 or more), `wrong`, or the outcome where it is no score: `invalid`, `failed`."""
+    """`right` (full marks), `wrong`, or the outcome where it is no score: `invalid`, `failed`."""
     if row["outcome"] != "score":
         return str(row["outcome"])
-    return "right" if row["reward"] >= 1 - 1e-6 else "wrong"
+    return "right" if row["right"] else "wrong"
 
 
 def _examples(title: str, num_problems: int, table: str, cards: Sequence[str]) -> str:

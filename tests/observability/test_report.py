@@ -110,6 +110,7 @@ def answer(number: int, *, is_right: bool, completion: str = "#### 4") -> dict[s
         "answer": "4",
         "reward": float(is_right),
         "outcome": "score",
+        "right": is_right,
         "num_tokens": 7,
         "finish_reason": "stop",
     }
@@ -315,7 +316,7 @@ def test_text_is_cut_and_control_characters_are_made_visible():
 def test_a_verdict_needs_a_score_and_a_full_reward():
     row = answer(0, is_right=True)
     assert verdict(row) == "right"
-    assert verdict({**row, "reward": 0.5}) == "wrong"
+    assert verdict({**row, "right": False}) == "wrong"
     assert verdict({**row, "outcome": "invalid"}) == "invalid"
     assert verdict({**row, "outcome": "failed", "reward": float("nan")}) == "failed"
 

@@ -88,20 +88,23 @@ class ReferenceEngine:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every weight in place; see `protocols.Engine`."""
         parameters = dict(self._model.named_parameters())
-        missing = set(parameters)
+        sent: dict[str, Tensor] = {}
+        # Everything is checked before anything is written, so that a refused hand-over changes no weight.
         for name, tensor in named_tensors:
             held = parameters.get(name)
             if held is None:
                 raise ValueError(f"weight {name} is not one of the engine's")
-            if name not in missing:
+            if name in sent:
                 raise ValueError(f"weight {name} was sent twice")
             if held.shape != tensor.shape or held.dtype != tensor.dtype:
                 theirs, ours = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(held.shape)} {held.dtype}"
                 raise ValueError(f"weight {name} was sent as {theirs}; the engine holds {ours}")
-            held.copy_(tensor)
-            missing.remove(name)
+            sent[name] = tensor
+        missing = parameters.keys() - sent.keys()
         if missing:
             raise ValueError(f"{len(missing)} weights were not sent, the first being {min(missing)}")
+        for name, tensor in sent.items():
+            parameters[name].copy_(tensor)
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:

@@ -5,7 +5,6 @@ The order of things stands in `loops.py`; this file holds the verbs.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.step import greedy
-from millrace.training.checkpoint import remove_checkpoint, write_checkpoint, write_state
+from millrace.training.checkpoint import flush, remove_checkpoint, write_checkpoint, write_state
 from millrace.training.optimizer import load_optimizer_tensors, optimizer_tensors
 from millrace.training.policy import PolicyTrainer
 
@@ -178,7 +177,7 @@ class Controller:
         progress.version, progress.attempts = trainer.version, trainer.num_attempts
         progress.wall_s = self.wall_s
         progress.metrics_bytes = self._metrics.position
-        _flush(self.folder.metrics)
+        flush(self.folder.metrics)
 
         def fill(folder: Path) -> None:
             self.parts.save_model(folder / "model")
@@ -286,11 +285,3 @@ def versions() -> dict[str, str]:
     """Versions of what decides a run's numbers."""
     packages = {name: metadata.version(name) for name in ("millrace", "torch", "transformers")}
     return {"python": platform.python_version(), **packages}
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -52,13 +52,13 @@ def write_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
         }
         (aside / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
         for path in (*files, aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside):
-            _flush(path)
+            flush(path)
         if folder.exists():
             replaced = folder.parent / f"{_ASIDE}replaced-{folder.name}"
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
         aside.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
         for leftover in folder.parent.glob(f"{_ASIDE}*"):
             shutil.rmtree(leftover, ignore_errors=True)
     except (OSError, SafetensorError) as error:
@@ -152,7 +152,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or folder on disk before going on."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -281,3 +281,13 @@ def test_a_prompt_may_fill_the_model_to_the_last_position(engine: ReferenceEngin
     (answer,) = engine.generate([(2,) * 119], [SamplingParams(max_tokens=9)])
     assert len(answer.token_ids) == 9
     assert engine.generate([], []) == []
+
+
+def test_a_refused_hand_over_changes_no_weight() -> None:
+    model = tiny_model("qwen3")
+    engine = ReferenceEngine(model, lambda tokens: "")
+    before = engine.fingerprint()
+    named = [(name, parameter.detach() + 1) for name, parameter in model.named_parameters()]
+    with pytest.raises(ValueError, match="^1 weights were not sent, the first being "):
+        engine.load_weights(named[:-1], 7)
+    assert (engine.fingerprint(), engine.version) == (before, 0)

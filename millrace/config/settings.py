@@ -309,6 +309,13 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
         idle += ["advantage"] * ("advantage" in _given(config))
         found += [f"{key} has no effect {why}; remove it" for key in idle]
+    if config.steps and config.policy.optimizer_steps_per_batch == 1:
+        # The first optimizer step after sampling has a ratio of 1, which no bound touches.
+        found += [
+            f"policy.loss.{name} has no effect with one optimizer step per batch, where nothing is clipped; "
+            "remove it, or raise policy.optimizer_steps_per_batch"
+            for name in sorted(_given(config.policy.loss))
+        ]
     batch, parts = config.rollout.prompts_per_step, config.policy.optimizer_steps_per_batch
     if batch % parts:
         found.append(

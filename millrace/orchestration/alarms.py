@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from millrace.data.batch import Batch
+from millrace.orchestration.evaluate import Evaluation
 from millrace.orchestration.progress import Progress
 from millrace.protocols import StepReport
 
@@ -38,6 +39,16 @@ def check_failures(share: float, *, limit: float, reason: str, of: str) -> None:
             f"{share:.0%} of the rewards of {of} failed, more than limits.failed_rewards = {limit:.0%}; "
             f"the first: {reason}"
         )
+
+
+def check_evaluation(result: Evaluation, *, limit: float) -> None:
+    """Stop where too many held-out answers have no score for the accuracy to mean anything.
+
+    Raises:
+        RunStopped: more than `limit` of their rewards failed, or all.
+    """
+    reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
+    check_failures(result.failed, limit=limit, reason=reason, of="the held-out answers")
 
 
 def check_rewards(progress: Progress, record: dict[str, float], *, limit: float, reason: str) -> str | None:

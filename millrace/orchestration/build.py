@@ -17,6 +17,7 @@ from millrace.config.settings import TASK_PREFIX, RunConfig
 from millrace.data.packing import TokenWeights
 from millrace.data.prompts import corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
+from millrace.environments.single_turn import SingleTurn
 from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import (
     Model,
@@ -71,21 +72,21 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
         )
     model = build_model(config, tokenizer, saved).to(device)
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
-    max_tokens = _longest_sequence(config, model)
-    limit = min(config.data.max_prompt_tokens, max_tokens - config.rollout.max_tokens)
+    limit = longest_prompt(config, model)
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
     train_prompts, num_dropped = prompts(split.train, prefix="train")
     eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
     demonstrations = {}
     if config.warmup:
-        demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=max_tokens)
+        longest = _longest_sequence(config, model)
+        demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
     engine = build_engine(model, tokenizer)
     token_weights = build_token_weights(config)
     return Parts(
         engine=engine,
         transport=build_transport(engine),
         reward=build_reward(config),
-        full_marks=sum(max(0.0, reward.weight) for reward in config.rewards),
+        full_marks=full_marks(config),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         num_filtered=num_dropped + num_dropped_eval,
@@ -98,6 +99,7 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
         save_model=partial(_save, model, tokenizer),
         num_parameters=num_parameters(model),
         device=_device_name(device),
+        environment=SingleTurn,
     )
 
 
@@ -187,6 +189,20 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise SetupError("device is cuda but torch sees no CUDA device; set device: auto or cpu")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def full_marks(config: RunConfig) -> float:
+    """The reward of a right answer: the sum of the positive weights."""
+    return sum(max(0.0, reward.weight) for reward in config.rewards)
+
+
+def longest_prompt(config: RunConfig, model: Model) -> int:
+    """The recipe's limit, or what the model and a micro-batch leave beside a completion.
+
+    Raises:
+        SetupError: nothing is left.
+    """
+    return min(config.data.max_prompt_tokens, _longest_sequence(config, model) - config.rollout.max_tokens)
 
 
 def _longest_sequence(config: RunConfig, model: Model) -> int:

@@ -16,7 +16,15 @@ from millrace.data.chat import render
 from millrace.data.prompts import make_prompts, read_split
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
 from millrace.models.load import load_model
-from millrace.orchestration.build import SetupError, build_engine, build_reward, choose_device
+from millrace.orchestration.alarms import check_evaluation
+from millrace.orchestration.build import (
+    SetupError,
+    build_engine,
+    build_reward,
+    choose_device,
+    full_marks,
+    longest_prompt,
+)
 from millrace.orchestration.evaluate import Evaluation, evaluate
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.step import greedy
@@ -66,6 +74,7 @@ class Policy:
         tokenizer: of the checkpoint.
         engine: holds its weights.
         greedy: the run's sampling parameters at temperature 0.
+        longest_prompt: tokens of the longest prompt that the run itself would take.
         max_length: tokens the model allows, prompt and answer together; None where it sets no limit.
     """
 
@@ -73,6 +82,7 @@ class Policy:
     tokenizer: Tokenizer
     engine: Engine
     greedy: SamplingParams
+    longest_prompt: int
     max_length: int | None
 
 
@@ -90,7 +100,8 @@ def open_policy(run: str | Path, checkpoint: str) -> Policy:
     stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
     max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = build_engine(model, tokenizer)
-    return Policy(config, tokenizer, engine, greedy(config.rollout, stops), max_length)
+    params = greedy(config.rollout, stops)
+    return Policy(config, tokenizer, engine, params, longest_prompt(config, model), max_length)
 
 
 def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation:
@@ -106,17 +117,16 @@ def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation
     policy = open_policy(run, checkpoint)
     config, tokenizer = policy.config, policy.tokenizer
     split = read_split(config.data, seed=config.seed)
-    # As the run itself did: what leaves no room for an answer is left out.
-    limit = config.data.max_prompt_tokens
-    if policy.max_length is not None:
-        limit = min(limit, policy.max_length - config.rollout.max_tokens)
-    prompts, _ = make_prompts(split.eval, config.data, tokenizer, prefix="eval", max_prompt_tokens=limit)
+    prompts, _ = make_prompts(
+        split.eval, config.data, tokenizer, prefix="eval", max_prompt_tokens=policy.longest_prompt
+    )
     reward = build_reward(config)
     try:
-        full_marks = sum(max(0.0, entry.weight) for entry in config.rewards)
-        return evaluate(policy.engine, reward, prompts, policy.greedy, full_marks=full_marks)
+        result = evaluate(policy.engine, reward, prompts, policy.greedy, full_marks=full_marks(config))
     finally:
         reward.close()
+    check_evaluation(result, limit=config.limits.failed_rewards)
+    return result
 
 
 def answer(

@@ -19,7 +19,7 @@ from millrace.observability.metrics import Spans
 from millrace.observability.report import write_report
 from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
-from millrace.orchestration.alarms import check_accuracy, check_failures
+from millrace.orchestration.alarms import check_accuracy, check_evaluation
 from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.parts import Parts
@@ -134,6 +134,8 @@ class Controller:
             result = evaluate(
                 parts.engine, parts.reward, parts.eval_prompts, params, full_marks=parts.full_marks
             )
+        # Before it is recorded: an accuracy of answers without a score must not look like one of 0.
+        check_evaluation(result, limit=self.config.limits.failed_rewards)
         during = "warmup" if self.progress.stage == "warmup" else "reinforcement"
         self.record(
             "evaluation",
@@ -147,9 +149,6 @@ class Controller:
             },
         )
         if result.failed:
-            limit = self.config.limits.failed_rewards
-            reason = next(row["reason"] for row in result.rows if row["outcome"] == "failed")
-            check_failures(result.failed, limit=limit, reason=reason, of="the held-out answers")
             self.warn(
                 f"the rewards of {result.failed:.1%} of the held-out answers failed, so the accuracy is "
                 "that of the others; look at the reward"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.data.packing import TokenWeights
-from millrace.environments.single_turn import SingleTurn
 from millrace.protocols import Engine, Environment, Reward, Scorer, WeightTransport
 from millrace.training.policy import PolicyTrainer
 from millrace.types import Prompt
@@ -54,7 +53,7 @@ class Parts:
     save_model: Callable[[Path], None]
     num_parameters: int
     device: str
-    environment: Callable[[Prompt], Environment] = SingleTurn
+    environment: Callable[[Prompt], Environment]
 
     @property
     def num_long_demonstrations(self) -> int:

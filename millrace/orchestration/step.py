@@ -145,7 +145,8 @@ def _describe(
     every = [trajectory for group in groups for trajectory in group.trajectories]
     kinds = [trajectory.outcome.kind for trajectory in every if trajectory.outcome]
     rewards = [trajectory.outcome.value for trajectory in scored if trajectory.outcome]
-    count = max(1, len(rewards))
+    # Where every reward failed there is no mean, and none is made up.
+    count = len(rewards) or float("nan")
     mean = sum(rewards) / count
     moving = set(group_N[advantage_N != 0].tolist())
     lengths = [trajectory.num_actions for trajectory in every]

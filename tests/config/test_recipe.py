@@ -237,7 +237,15 @@ RUNS: list[dict[str, Any]] = [
     {**BASE, "warmup": {"steps": 5, "gate": [0.4, 0.6]}, "policy": {"kl": {"coefficient": 3e-4}}},
     {**BASE, "data": {"train": "reasoning-gym:chain_sum", "task": {"min": 2}}, "rewards": REWARDS},
     {**BASE, "model": {"path": "folder"}, "name": "2024", "rollout": {"stop": ["1", "1e5", "null", "é\n"]}},
-    {**BASE, "policy": {"loss": {"dual": 3.0}, "optimizer": {"learning_rate": 1e-30}}, "trackers": []},
+    {
+        **BASE,
+        "policy": {
+            "loss": {"dual": 3.0},
+            "optimizer_steps_per_batch": 2,
+            "optimizer": {"learning_rate": 1e-30},
+        },
+        "trackers": [],
+    },
 ]
 
 

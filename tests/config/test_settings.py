@@ -74,6 +74,11 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"steps": 0}, "steps is 0 and there is no warmup, so nothing would be trained; set one of them"),
     ({"steps": 0, "warmup": {"steps": 1}, "policy": {"loss": {"low": 0.1}}}, f"policy.loss {IDLE}"),
+    (
+        {"policy": {"loss": {"high": 0.28}}},
+        "policy.loss.high has no effect with one optimizer step per batch, where nothing is clipped; "
+        "remove it, or raise policy.optimizer_steps_per_batch",
+    ),
     ({"steps": 0, "warmup": {"steps": 1}, "policy": {"kl": {"coefficient": 1}}}, f"policy.kl {IDLE}"),
     (
         {"steps": 0, "warmup": {"steps": 1}, "policy": {"token_weights": "sequence_sum"}},

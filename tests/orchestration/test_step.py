@@ -153,6 +153,7 @@ def test_a_batch_whose_rewards_all_failed_moves_nothing():
     assert (result.reports, one.version, result.tokens_trained) == ([], 0, 0)
     assert torch.equal(before, weight_bits(one))
     assert result.record["reward/failed_share"] == 1.0
+    assert str(result.record["reward/mean"]) == str(result.record["reward/std"]) == "nan"
 
 
 def test_a_skipped_step_gives_its_batch_as_evidence():

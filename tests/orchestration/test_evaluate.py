@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from millrace.orchestration.alarms import RunStopped, check_evaluation
-from millrace.orchestration.evaluate import is_right, summarise
-from millrace.types import Completion, Outcome
+from millrace.orchestration.evaluate import evaluate, is_right, rollout_rows, summarise
+from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
 from tests.close import close_fp64
-from tests.training.pieces import completion, prompt
+from tests.training.pieces import completion, prompt, trajectory
 
 
 def summary(*outcomes: Outcome, full_marks: float = 1.0):
@@ -74,6 +76,34 @@ def test_every_prompt_is_answered_with_the_same_parameters_and_its_text_is_score
             return [score(1.0), score(0.0)]
 
     engine, reward = Engine(), Reward()
+    prompts = [Prompt("eval:0", (1, 2), ""), Prompt("eval:1", (3,), "")]
+    params = SamplingParams(temperature=0.0)
+    found = evaluate(engine, reward, prompts, params, full_marks=1.0)
+    assert engine.asked == ([(1, 2), (3,)], [params, params])
+    assert reward.seen == [("eval:0", "text 2"), ("eval:1", "text 1")]
+    assert (found.accuracy, found.truncated, found.length) == (0.5, 1.0, 1.5)
+
+
+def test_rollout_rows_give_each_trajectory_its_own_advantage_and_none_to_a_failure():
+    outcomes = [score(1.0), Outcome.failure("it hung"), score(0.0)]
+    made = [trajectory((1,), (2, 3), logprobs=[-0.5, -0.25], version=6).scored(o) for o in outcomes]
+    rows = rollout_rows(9, [Group(prompt(), tuple(made))], [0.5, -0.5])
+    assert [row["sample"] for row in rows] == [0, 1, 2]
+    assert (rows[0]["advantage"], rows[2]["advantage"]) == (0.5, -0.5)
+    assert math.isnan(rows[1]["advantage"]) and math.isnan(rows[1]["reward"])
+    assert (rows[1]["outcome"], rows[1]["reason"]) == ("failed", "it hung")
+    assert [rows[0][key] for key in ("step", "version", "token_ids", "logprobs", "num_tokens")] == [
+        9,
+        6,
+        [2, 3],
+        [-0.5, -0.25],
+        2,
+    ]
+
+
+def test_an_evaluation_without_a_score_stops_instead_of_reading_as_zero():
     result = summary(Outcome.failure("it hung"))
-    with pytest.raises(RunStopped, match="^100% of the rewards of the held-out answers failed, .*: it hung$"):
+    with pytest.raises(RunStopped) as caught:
         check_evaluation(result, limit=1.0)
+    assert str(caught.value).startswith("100% of the rewards of the held-out answers failed, ")
+    assert str(caught.value).endswith("; the first: it hung")

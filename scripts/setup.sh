@@ -64,8 +64,10 @@ if ! torch="$(has_torch)"; then
     torch="$TORCH"
 fi
 
-# A torch in range that is already there stays, so it takes the place of the pinned one.
-sed "s/^torch==.*/torch==$torch/" constraints.txt >.venv/constraints.txt
+# A torch in range that is already there stays, and the triton that came with it, so they take the place of the
+# pinned ones.
+triton="$("$PYTHON" -c 'from importlib.metadata import version; print(version("triton"))' 2>/dev/null || true)"
+sed "s/^torch==.*/torch==$torch/${triton:+; s/^triton==.*/triton==$triton/}" constraints.txt >.venv/constraints.txt
 echo "make setup: installing millrace and its dependencies"
 "$PYTHON" -m pip install -qq -e ".[dev]" -c .venv/constraints.txt ||
     fail "the dependencies could not be installed; $network"

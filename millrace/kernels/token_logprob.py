@@ -1,20 +1,25 @@
-"""Log-probability and entropy of chosen tokens from hidden states, never holding a whole [N, V].
+"""What the losses need of each token's distribution, from hidden states, never holding a whole [N, V].
+
+Log-probability and entropy, the sum of squared probabilities, the divergence from a reference.
 
 N = tokens, D = model width, V = vocabulary. The logits of a chunk of tokens are made, reduced, and dropped;
-the backward makes them again.
+the backward makes them again. Below, z = logits / temperature and p = softmax(z). A token whose logits are
+not finite gets NaN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# float32 elements of one chunk of logits (64 MiB).
-CHUNK_ELEMENTS = 1 << 24
+# float32 elements of one chunk of logits (28 MiB). From 32 MiB on, the C library gives memory back at once,
+# and touching it anew for each chunk costs more than the arithmetic; smaller chunks read the head too often.
+CHUNK_ELEMENTS = 7 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +30,24 @@ class Head:
         weight_VD: the output embedding.
         bias_V: its bias, if any.
         scale: factor of the logits (Cohere, Granite).
-        softcap: bound of the logits (Gemma 2); None leaves them.
+        softcap: bound of the logits (Gemma 2), above 0; None leaves them.
+
+    Raises:
+        ValueError: the softcap is not above 0, or the bias is not one number for each row of the weight.
     """
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}; it must be above 0, or None for no bound")
+        if self.bias_V is not None and self.bias_V.shape != self.weight_VD.shape[:1]:
+            raise ValueError(
+                f"bias_V has shape {tuple(self.bias_V.shape)}, the weight {tuple(self.weight_VD.shape)}"
+            )
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits in float32 (float64 stays float64), [N, V]."""
@@ -44,22 +60,37 @@ class Head:
         return logit_NV
 
 
+def rows_per_chunk(weight_VD: Tensor) -> int:
+    """Tokens whose logits are made at once: CHUNK_ELEMENTS of them, or an eighth of the head's own size."""
+    # With fewer rows, reading the head and adding to its gradient for each chunk outweighs the products.
+    return max(1, CHUNK_ELEMENTS // weight_VD.shape[0], weight_VD.shape[1] // 8)
+
+
 def token_logprob(
     hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log softmax(logits / temperature)[target] and the entropy of that distribution, both [N].
+    """Log-probability of the target, log p_target, and entropy -sum_v p_v log p_v, both [N], in nats.
 
-    Extra memory is one chunk of logits, whatever N and V. The entropy is a measurement: no gradient flows
-    through it.
+    Both are differentiable; where no gradient of the entropy arrives, the backward does no work for it. Extra
+    memory is about two chunks of logits (`rows_per_chunk`), whatever N; an entropy in the loss and a cap on
+    the logits take one more each. No token gives empty results and a gradient of 0.
 
     Args:
         hidden_ND: final hidden states, one per token to be judged.
         head: the output head; gradients flow to its weight and bias.
         target_N: the tokens, integers in [0, V).
         temperature: above 0.
+
+    Raises:
+        ValueError: shapes do not fit, or the temperature is not above 0.
     """
-    bias_V = head.bias_V
-    logprob_N, entropy_N = _TokenLogprob.apply(hidden_ND, head.weight_VD, bias_V, target_N, head, temperature)
+    _check(hidden_ND, head, temperature)
+    if target_N.shape != hidden_ND.shape[:1]:
+        raise ValueError(
+            f"target_N has shape {tuple(target_N.shape)}; hidden_ND holds {len(hidden_ND)} tokens"
+        )
+    measure = _Logprob(head, temperature)
+    logprob_N, entropy_N = _Chunked.apply(hidden_ND, head.weight_VD, head.bias_V, target_N, measure)
     return logprob_N, entropy_N
 
 
@@ -69,60 +100,254 @@ def token_logprob_whole(
     """The plain twin of `token_logprob`: one log_softmax over all logits at once."""
     logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(1)
     entropy_N = -(logprob_NV.exp() * logprob_NV).sum(1)
-    return logprob_NV.gather(1, target_N[:, None])[:, 0], entropy_N.detach()
+    return logprob_NV.gather(1, target_N[:, None])[:, 0], entropy_N
 
 
-class _TokenLogprob(torch.autograd.Function):
+@torch.no_grad()
+def token_squares(hidden_ND: Tensor, head: Head, *, temperature: float) -> Tensor:
+    """sum_v p_v^2, [N], without gradient: the chance that two draws agree, as the optimal baseline needs it.
+
+    Args:
+        hidden_ND: final hidden states, one per token to be judged.
+        head: the output head.
+        temperature: above 0.
+
+    Raises:
+        ValueError: shapes do not fit, or the temperature is not above 0.
+    """
+    _check(hidden_ND, head, temperature)
+    square_N = _empty_numbers(hidden_ND)
+    for rows in _chunks(hidden_ND, head.weight_VD):
+        square_N[rows] = _z(head, hidden_ND[rows], temperature).softmax(1).square_().sum(1)
+    return square_N
+
+
+def token_squares_whole(hidden_ND: Tensor, head: Head, *, temperature: float) -> Tensor:
+    """The plain twin of `token_squares`."""
+    return (head.logits(hidden_ND) / temperature).softmax(1).square().sum(1).detach()
+
+
+def token_divergence(
+    hidden_ND: Tensor,
+    head: Head,
+    reference_hidden_ND: Tensor,
+    reference_head: Head,
+    *,
+    temperature: float,
+) -> Tensor:
+    """KL(p || q) = sum_v p_v (log p_v - log q_v) over the whole vocabulary, [N], in nats; q is the reference.
+
+    Differentiable in the policy's hidden states and head; the reference gets no gradient. Extra memory is
+    about three chunks of logits. Rounding may leave a divergence of 0 slightly negative.
+
+    Args:
+        hidden_ND: the policy's final hidden states, one per token.
+        head: the policy's output head; gradients flow to its weight and bias.
+        reference_hidden_ND: the reference's, for the same tokens; its width may differ.
+        reference_head: the reference's output head, over the same vocabulary.
+        temperature: above 0; divides the logits of both.
+
+    Raises:
+        ValueError: shapes do not fit, or the temperature is not above 0.
+    """
+    _check(hidden_ND, head, temperature)
+    _check(reference_hidden_ND, reference_head, temperature, name="reference_hidden_ND")
+    if len(reference_hidden_ND) != len(hidden_ND):
+        raise ValueError(
+            f"reference_hidden_ND holds {len(reference_hidden_ND)} tokens, hidden_ND {len(hidden_ND)}"
+        )
+    if len(reference_head.weight_VD) != len(head.weight_VD):
+        raise ValueError(
+            f"reference_head has a vocabulary of {len(reference_head.weight_VD)} tokens, "
+            f"head one of {len(head.weight_VD)}"
+        )
+    measure = _Divergence(head, temperature, reference_head)
+    (divergence_N,) = _Chunked.apply(hidden_ND, head.weight_VD, head.bias_V, reference_hidden_ND, measure)
+    return divergence_N
+
+
+def token_divergence_whole(
+    hidden_ND: Tensor,
+    head: Head,
+    reference_hidden_ND: Tensor,
+    reference_head: Head,
+    *,
+    temperature: float,
+) -> Tensor:
+    """The plain twin of `token_divergence`."""
+    logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(1)
+    reference_NV = (reference_head.logits(reference_hidden_ND) / temperature).log_softmax(1)
+    return (logprob_NV.exp() * (logprob_NV - reference_NV.detach())).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprob:
+    """Log-probability and entropy of a chunk from its z, and d loss / d z from the gradients of those.
+
+    As in `_Divergence`, `numbers` may shift the z of a token, which leaves p as it is; `slope` is linear in
+    the gradients, does not feel such a shift, and may write over z.
+    """
+
+    head: Head
+    temperature: float
+    num_numbers: ClassVar[int] = 2
+
+    def numbers(self, z_NV: Tensor, target_N: Tensor) -> tuple[Tensor, ...]:
+        z_NV.sub_(z_NV.amax(1, keepdim=True))
+        chosen_N = z_NV.gather(1, target_N[:, None])[:, 0]
+        mass_NV = z_NV.exp()
+        total_N = mass_NV.sum(1)
+        log_total_N = total_N.log()
+        return chosen_N - log_total_N, log_total_N - mass_NV.mul_(z_NV).sum(1) / total_N
+
+    def slope(
+        self,
+        z_NV: Tensor,
+        target_N: Tensor,
+        logprob_gradient_N: Tensor | None,
+        entropy_gradient_N: Tensor | None,
+    ) -> Tensor:
+        # d logprob / d z = onehot(target) - p; d entropy / d z = -p (log p + entropy) = -p (z - E_p[z])
+        share_NV = z_NV.softmax(1)
+        tilt_NV = None
+        if entropy_gradient_N is not None:
+            tilt_NV = _tilt(share_NV, z_NV).mul_(entropy_gradient_N[:, None])
+        if logprob_gradient_N is None:
+            logprob_gradient_N = z_NV.new_zeros(len(z_NV))
+        slope_NV = share_NV.mul_(-logprob_gradient_N[:, None])
+        slope_NV.scatter_add_(1, target_N[:, None], logprob_gradient_N[:, None])
+        return slope_NV if tilt_NV is None else slope_NV.sub_(tilt_NV)
+
+
+@dataclass(frozen=True, slots=True)
+class _Divergence:
+    """Likewise the divergence from the reference; see `_Logprob`."""
+
+    head: Head
+    temperature: float
+    reference_head: Head
+    num_numbers: ClassVar[int] = 1
+
+    def numbers(self, z_NV: Tensor, reference_hidden_ND: Tensor) -> tuple[Tensor, ...]:
+        gap_NV = _z(self.reference_head, reference_hidden_ND, self.temperature).log_softmax(1)
+        gap_NV.neg_().add_(z_NV.log_softmax(1))
+        return (z_NV.softmax(1).mul_(gap_NV).sum(1),)
+
+    def slope(self, z_NV: Tensor, reference_hidden_ND: Tensor, gradient_N: Tensor) -> Tensor:
+        # d KL / d z = p (log p - log q - KL) = p (x - E_p[x]) with x = z - the reference's z
+        share_NV = z_NV.softmax(1)
+        gap_NV = z_NV.sub_(_z(self.reference_head, reference_hidden_ND, self.temperature))
+        return _tilt(share_NV, gap_NV).mul_(gradient_N[:, None])
+
+
+class _Chunked(torch.autograd.Function):
+    """Numbers per token, chunk by chunk; the backward makes the logits again, unless one chunk held all."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        target_N: Tensor,
-        head: Head,
-        temperature: float,
-    ) -> tuple[Tensor, Tensor]:
-        chunk = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
-        logprobs, entropies = [], []
-        for hidden, target in zip(hidden_ND.split(chunk), target_N.split(chunk), strict=True):
-            logit = head.logits(hidden).div_(temperature)
-            norm = logit.logsumexp(1)
-            logprobs.append(logit.gather(1, target[:, None])[:, 0] - norm)
-            share = (logit - norm[:, None]).exp_()
-            entropies.append(norm - share.mul_(logit).sum(1))
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N)
-        ctx.head, ctx.temperature, ctx.chunk = head, temperature, chunk
-        logprob_N, entropy_N = torch.cat(logprobs), torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy_N)
-        return logprob_N, entropy_N
+        known_N: Tensor,
+        measure: _Logprob | _Divergence,
+    ) -> tuple[Tensor, ...]:
+        numbers = tuple(_empty_numbers(hidden_ND) for _ in range(measure.num_numbers))
+        ctx.kept_NV = None
+        for rows in _chunks(hidden_ND, weight_VD):
+            z_NV = _z(measure.head, hidden_ND[rows], measure.temperature)
+            for number_N, chunk_N in zip(numbers, measure.numbers(z_NV, known_N[rows]), strict=True):
+                number_N[rows] = chunk_N
+            if len(z_NV) == len(hidden_ND) and measure.head.softcap is None:
+                ctx.kept_NV = z_NV
+            del z_NV  # or it would stand beside the next chunk's
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, known_N)
+        ctx.measure = measure
+        # A number the loss does not use then comes back as None, and costs nothing.
+        ctx.set_materialize_grads(False)
+        return numbers
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
-        hidden_ND, weight_VD, bias_V, target_N = ctx.saved_tensors
-        head, temperature, chunk = ctx.head, ctx.temperature, ctx.chunk
-        hidden_gradient = torch.empty_like(hidden_ND)
-        weight_gradient = torch.zeros_like(
-            weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, known_N = ctx.saved_tensors
+        # Taken, since it is written over; a second backward through a retained graph makes the logits again.
+        kept_NV, ctx.kept_NV = ctx.kept_NV, None
+        factor = ctx.measure.head.scale / ctx.measure.temperature
+        hidden_gradient_ND = torch.empty_like(hidden_ND)
+        # A frozen head needs neither the memory nor a third of the work.
+        weight_gradient_VD = _zeros(weight_VD) if ctx.needs_input_grad[1] else None
+        bias_gradient_V = None if bias_V is None else _zeros(bias_V)
+        for rows in _chunks(hidden_ND, weight_VD):
+            chunks = [None if gradient_N is None else gradient_N[rows] * factor for gradient_N in gradients]
+            slope_NV = _slope(ctx.measure, hidden_ND[rows], known_N[rows], chunks, kept_NV)
+            torch.mm(slope_NV, weight_VD, out=hidden_gradient_ND[rows])
+            if weight_gradient_VD is not None:
+                _add_product(weight_gradient_VD, slope_NV.T, hidden_ND[rows])
+            if bias_gradient_V is not None:
+                bias_gradient_V += slope_NV.sum(0, dtype=bias_gradient_V.dtype)
+            del slope_NV
+        totals = (weight_gradient_VD, bias_gradient_V)
+        of_head = [None if total is None else total.to(weight_VD.dtype) for total in totals]
+        return hidden_gradient_ND, *of_head, None, None
+
+
+def _slope(
+    measure: _Logprob | _Divergence,
+    hidden_ND: Tensor,
+    known_N: Tensor,
+    gradients: list[Any],
+    z_NV: Tensor | None,
+) -> Tensor:
+    """What the numbers of a chunk ask of W h + b, [n, V]; their gradients come times scale / temperature."""
+    bend_NV = None
+    if z_NV is None:
+        logit_NV, softcap = measure.head.logits(hidden_ND), measure.head.softcap
+        if softcap is not None:
+            bend_NV = 1 - (logit_NV / softcap).square_()
+        z_NV = logit_NV.div_(measure.temperature)
+    slope_NV = measure.slope(z_NV, known_N, *gradients)
+    return (slope_NV if bend_NV is None else slope_NV.mul_(bend_NV)).to(hidden_ND.dtype)
+
+
+def _z(head: Head, hidden_ND: Tensor, temperature: float) -> Tensor:
+    return head.logits(hidden_ND).div_(temperature)
+
+
+def _tilt(share_NV: Tensor, x_NV: Tensor) -> Tensor:
+    """The product p (x - E_p[x]), written over x."""
+    return x_NV.sub_((share_NV * x_NV).sum(1, keepdim=True)).mul_(share_NV)
+
+
+def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
+    num_rows = rows_per_chunk(weight_VD)
+    for start in range(0, len(hidden_ND), num_rows):
+        yield slice(start, start + num_rows)
+
+
+def _empty_numbers(hidden_ND: Tensor) -> Tensor:
+    return hidden_ND.new_empty(len(hidden_ND), dtype=_at_least_float32(hidden_ND))
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=_at_least_float32(like))
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _add_product(total_VD: Tensor, left_VN: Tensor, right_ND: Tensor) -> None:
+    if total_VD.dtype == right_ND.dtype:
+        total_VD.addmm_(left_VN, right_ND)  # spares a second [V, D] for each chunk
+    else:
+        total_VD += left_VN @ right_ND
+
+
+def _check(hidden_ND: Tensor, head: Head, temperature: float, name: str = "hidden_ND") -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0")
+    if hidden_ND.shape[1:] != head.weight_VD.shape[1:]:
+        raise ValueError(
+            f"{name} has shape {tuple(hidden_ND.shape)}, but its head is {tuple(head.weight_VD.shape)}; "
+            f"[N, {head.weight_VD.shape[1]}] is needed"
         )
-        bias_gradient = None if bias_V is None else torch.zeros_like(bias_V, dtype=weight_gradient.dtype)
-        start = 0
-        for hidden, target, gradient in zip(
-            hidden_ND.split(chunk), target_N.split(chunk), gradients[0].split(chunk), strict=True
-        ):
-            logit = head.logits(hidden)
-            # d logprob / d (logit / temperature) = onehot(target) - softmax
-            slope = (logit / temperature).softmax(1).mul_(-gradient[:, None])
-            slope.scatter_add_(1, target[:, None], gradient[:, None].to(slope.dtype))
-            slope.mul_(head.scale / temperature)
-            if head.softcap is not None:
-                slope.mul_(1 - (logit / head.softcap).square())
-            slope = slope.to(hidden.dtype)
-            stop = start + hidden.shape[0]
-            torch.mm(slope, weight_VD, out=hidden_gradient[start:stop])
-            weight_gradient += slope.T @ hidden
-            if bias_gradient is not None:
-                bias_gradient += slope.sum(0)
-            start = stop
-        bias_gradient = None if bias_V is None or bias_gradient is None else bias_gradient.to(bias_V.dtype)
-        return hidden_gradient, weight_gradient.to(weight_VD.dtype), bias_gradient, None, None, None

@@ -131,6 +131,25 @@ def test_a_survivor_fails_the_hunt_and_a_listed_one_does_not(toy):
     assert done.returncode == 1
 
 
+def test_compiled_kernels_are_broken_too_and_run_as_python(toy):
+    files = {
+        "millrace/kernels/__init__.py": "",
+        "millrace/kernels/on_cpu.py": "from numba import njit\n"
+        "@njit(cache=True)\ndef double(x):\n    return 2 * x\n",
+        "tests/kernels/test_on_cpu.py": "from millrace.kernels.on_cpu import double\n"
+        "def test_double():\n    assert double(3) == 6\n    assert not hasattr(double, 'signatures')\n",
+        "millrace/kernels/on_gpu.py": "import triton\nimport triton.language as tl\n"
+        "@triton.jit\ndef double(x):\n    tl.store(x, 2 * tl.load(x))\n",
+        "tests/kernels/test_on_gpu.py": "import torch\nfrom millrace.kernels.on_gpu import double\n"
+        "def test_double():\n    x = torch.tensor([3.0])\n    double[(1,)](x)\n    assert x.item() == 6\n",
+    }
+    done = hunt(write(toy, files), "kernels")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "millrace/kernels/on_cpu.py: 1 mutants" in done.stdout
+    assert "millrace/kernels/on_gpu.py: 1 mutants" in done.stdout
+    assert "2 mutants: 2 caught, 0 survived" in done.stdout
+
+
 def test_a_mutant_that_never_ends_is_caught(toy):
     loop = "def clip(x, low, high):\n    while x < low:\n        x += 1\n    return min(x, high)\n"
     (toy / "millrace/algorithms/toy.py").write_text(loop)

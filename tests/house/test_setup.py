@@ -16,6 +16,7 @@ case "$*" in
     *"sys.version_info"*) exit {too_old} ;;
     *"ensurepip"*) exit {no_venv} ;;
     *'version("torch")'*) [ -f torch ] || exit 1; cat torch; exit 0 ;;
+    *'version("triton")'*) [ -f triton ] || exit 1; cat triton; exit 0 ;;
     "-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
     *"--version") echo pretended ;;
     *) echo "$*" >> calls ;;
@@ -48,6 +49,12 @@ class House:
             text=True,
             timeout=60,
         )
+
+    def requirements(self):
+        return (self.root / "constraints.txt").read_text().splitlines()
+
+    def constraints(self):
+        return (self.root / ".venv" / "constraints.txt").read_text().splitlines()
 
     def calls(self):
         log = self.root / "calls"
@@ -119,7 +126,18 @@ def test_a_torch_that_fits_stays(house):
     assert house.setup().returncode == 0
     (only,) = house.calls()
     assert "-e .[dev]" in only
-    assert "torch==2.12.1\n" in (house.root / ".venv" / "constraints.txt").read_text()
+    assert "torch==2.12.1" in house.constraints()
+
+
+def test_the_triton_that_came_with_a_torch_stays_with_it(house):
+    house.has("python3.11")
+    (pinned,) = (line for line in house.requirements() if line.startswith("triton=="))
+    house.setup()
+    assert pinned in house.constraints()
+    (house.root / ".venv").rename(house.root / "old")
+    (house.root / "triton").write_text("3.7.1\n")
+    house.setup()
+    assert "triton==3.7.1" in house.constraints() and pinned not in house.constraints()
 
 
 def test_make_lists_every_target():

@@ -1,0 +1,213 @@
+"""Which scan runs: the only place that looks at the device, and the door where inputs are checked.
+
+T = packed tokens, B = segments.
+
+| scan | what it is | runs on |
+|---|---|---|
+| loop | one token after the other in float64; the reference | everything |
+| chunked | matrix products of 64 tokens, carried in the dtype of the row, at least float32 | everything |
+| numba | compiled, on several threads, carried in float64 | CPU |
+| triton | one pass over the data, carried in float32 (float64 for float64) | CUDA |
+
+`auto` is triton on CUDA and numba on the CPU; the loop on other devices, and for short rows on the CPU: both
+are exact to the rounding of the result, so which of the two ran hardly ever shows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from millrace.kernels import linear_scan as plain
+
+Scan = Literal["auto", "loop", "chunked", "numba", "triton"]
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+# The loop takes about a millisecond for so many tokens; starting numba takes a second.
+LOOP_TOKENS = 10_000
+
+
+def linear_scan(
+    x_T: Tensor, w_T: Tensor, *, reverse: bool = True, scan: Scan = "auto", out_T: Tensor | None = None
+) -> Tensor:
+    """A_t = x_t + w_t A_{t+1}, or x_t + w_t A_{t-1} forward, over a packed row of segments of any lengths.
+
+    w_t = 0 where a segment ends (begins, forward): there A_t = x_t, whatever stands beyond, be it NaN.
+
+    Args:
+        x_T: what each token adds; bfloat16, float32 or float64, without gradient.
+        w_T: the share of the neighbour that it keeps; same dtype.
+        reverse: whether the neighbour is the next token, or the one before.
+        scan: which implementation, see above.
+        out_T: where the result goes; a new tensor without it.
+
+    Returns:
+        A [T], in the dtype of x_T.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, a row requires a gradient, out_T shares memory with
+            an input, or the scan does not exist or does not run on this device.
+    """
+    rows = {"x_T": x_T, "w_T": w_T}
+    _check_rows(rows)
+    out_T = _buffer("out_T", out_T, rows)
+    scan_into, _ = _implementation(scan, x_T)
+    scan_into(x_T.contiguous(), w_T.contiguous(), out_T, reverse=reverse)
+    return out_T
+
+
+def gae(
+    reward_T: Tensor,
+    value_T: Tensor,
+    length_B: Tensor,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+    bootstrap_B: Tensor | None = None,
+    scan: Scan = "auto",
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over packed segments, in one pass.
+
+        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  return_t = A_t + V_t
+
+    Beyond the last token of segment b A is 0 and V is bootstrap_b. A NaN or an infinity reaches only tokens
+    before it in its own segment.
+
+    Args:
+        reward_T: rewards; bfloat16, float32 or float64, without gradient.
+        value_T: values of the states that the tokens were chosen in; same dtype.
+        length_B: tokens of each segment, integers that add up to T; 0 is allowed.
+        gamma: discount, in [0, 1].
+        lam: lambda, in [0, 1]: one number, or one for each segment [B].
+        bootstrap_B: value of the state after each segment, where it was cut short; 0 without it.
+        scan: which implementation, see above.
+        out: where advantage and return go; new tensors without it.
+
+    Returns:
+        advantage and return (advantage + value), both [T], in the dtype of the values.
+
+    Raises:
+        ValueError: gamma or lambda leaves [0, 1], the lengths do not add up or one is negative, or anything
+            that `linear_scan` refuses.
+
+    Source: Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
+    estimation".
+    """
+    rows = {"reward_T": reward_T, "value_T": value_T}
+    _check_rows(rows)
+    _check_lengths(length_B, len(reward_T))
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma is {gamma}; it lies in [0, 1]")
+    lam_B = _lambdas(lam, len(length_B))
+    if bootstrap_B is None:
+        bootstrap_B = value_T.new_zeros(len(length_B))
+    _check_like("bootstrap_B", bootstrap_B, "value_T", value_T, len(length_B))
+    advantage_T = _buffer("out[0]", out[0] if out else None, rows)
+    return_T = _buffer("out[1]", out[1] if out else None, rows | {"out[0]": advantage_T})
+    _, gae_into = _implementation(scan, value_T)
+    gae_into(
+        reward_T.contiguous(),
+        value_T.contiguous(),
+        length_B.to(value_T.device, torch.int64),
+        (advantage_T, return_T),
+        gamma=gamma,
+        decay_B=gamma * lam_B,
+        bootstrap_B=bootstrap_B,
+    )
+    return advantage_T, return_T
+
+
+def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What fills given buffers with a scan, and with GAE, for rows like this one."""
+    device = like_T.device.type
+    if scan not in get_args(Scan):
+        raise ValueError(f"scan is {scan!r}; there are {', '.join(get_args(Scan))}")
+    if scan == "auto":
+        on_cpu: Scan = "loop" if len(like_T) < LOOP_TOKENS else "numba"
+        scan = {"cuda": "triton", "cpu": on_cpu}.get(device, "loop")
+    if scan == "triton":
+        if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"scan is 'triton', which runs on CUDA, and the row is on {device}")
+        from millrace.kernels import linear_scan_triton
+
+        return linear_scan_triton.linear_scan, linear_scan_triton.gae
+    if scan == "numba":
+        if device != "cpu":
+            raise ValueError(f"scan is 'numba', which runs on the CPU, and the row is on {device}")
+        from millrace.kernels import linear_scan_cpu
+
+        return linear_scan_cpu.linear_scan, linear_scan_cpu.gae
+    chosen = plain.loop if scan == "loop" else plain.chunked
+    return partial(plain.linear_scan, scan=chosen), partial(plain.gae, scan=chosen)
+
+
+def _check_rows(rows: dict[str, Tensor]) -> None:
+    first, first_T = next(iter(rows.items()))
+    if first_T.dim() != 1:
+        raise ValueError(f"{first} has shape {tuple(first_T.shape)}; a packed row has one dimension")
+    if first_T.dtype not in DTYPES:
+        raise ValueError(f"{first} is {first_T.dtype}; a scan takes {', '.join(map(str, DTYPES))}")
+    for name, row_T in rows.items():
+        _check_like(name, row_T, first, first_T, len(first_T))
+
+
+def _check_like(name: str, tensor: Tensor, other: str, like_T: Tensor, length: int) -> None:
+    if tensor.shape != (length,):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({length},)")
+    for what in ("dtype", "device"):
+        if getattr(tensor, what) != getattr(like_T, what):
+            raise ValueError(f"{name} is {getattr(tensor, what)}, but {other} is {getattr(like_T, what)}")
+    if tensor.requires_grad:
+        raise ValueError(f"{name} requires a gradient, which a scan would drop; detach it")
+
+
+def _check_lengths(length_B: Tensor, num_tokens: int) -> None:
+    if length_B.dim() != 1 or length_B.dtype not in INTEGERS:
+        raise ValueError(
+            f"length_B is {length_B.dtype} of shape {tuple(length_B.shape)}; expected integers of shape (B,)"
+        )
+    if (length_B < 0).any():
+        raise ValueError(f"length_B holds {int(length_B.min())}; a segment has 0 tokens or more")
+    if length_B.sum() != num_tokens:
+        raise ValueError(f"length_B adds up to {int(length_B.sum())}, but the row has {num_tokens} tokens")
+
+
+def _lambdas(lam: float | Tensor, num_segments: int) -> Tensor:
+    """Lambda of each segment, float64, on the CPU."""
+    lam_B = torch.as_tensor(lam, dtype=torch.float64, device="cpu")
+    if lam_B.shape not in ((), (num_segments,)):
+        raise ValueError(f"lam has shape {tuple(lam_B.shape)}; expected one number, or ({num_segments},)")
+    outside = ~((lam_B >= 0) & (lam_B <= 1))
+    if outside.any():
+        raise ValueError(f"lam is {float(lam_B[outside].flatten()[0])}; it lies in [0, 1]")
+    return lam_B.expand(num_segments)
+
+
+def _buffer(name: str, out_T: Tensor | None, rows: dict[str, Tensor]) -> Tensor:
+    """`out_T` if a result like the rows can go there, or a new tensor."""
+    other, like_T = next(iter(rows.items()))
+    if out_T is None:
+        return like_T.new_empty(len(like_T))
+    _check_like(name, out_T, other, like_T, len(like_T))
+    if not out_T.is_contiguous():
+        raise ValueError(f"{name} has stride {out_T.stride(0)}; a result goes to a contiguous tensor")
+    ours = _memory(out_T)
+    for other, row_T in rows.items():
+        theirs = _memory(row_T)
+        if max(ours.start, theirs.start) < min(ours.stop, theirs.stop):
+            raise ValueError(f"{name} shares memory with {other}; a result goes to memory of its own")
+    return out_T
+
+
+def _memory(row_T: Tensor) -> range:
+    """The addresses from the first byte of a row to its last."""
+    size = row_T.element_size()
+    start = row_T.data_ptr()
+    return range(start, start + (len(row_T) - 1) * row_T.stride(0) * size + size)

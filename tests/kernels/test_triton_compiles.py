@@ -1,0 +1,52 @@
+"""What only Triton's compiler refuses: the interpreter takes any Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+
+# In a process of its own: here, the kernels were made for the interpreter.
+CODE = """
+import warnings
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from millrace.kernels import linear_scan_triton as gpu
+
+warnings.simplefilter("ignore")
+
+
+def made(kernel, element, wide, word, **constants):
+    # How often the kernel tells the other tiles something.
+    constants |= {"CARRY": getattr(tl, wide.replace("fp", "float")), "BLOCK": 256, "WINDOW": 32}
+    signature = {"rows": ("*" + element,) * 3, "state": "*" + word, "num_tokens": "i64", "num_tiles": "i32"}
+    if kernel is gpu._gae:
+        signature["rows"] = ("*" + element,) * 4
+        signature["segments"] = ("*i32", "*i64", "*" + wide, "*" + element, "*" + wide)
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    return compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"].count("atom.global.gpu.relaxed.exch")
+
+
+print(
+    made(gpu._gae, "bf16", "fp32", "i32"),
+    made(gpu._linear_scan, "fp32", "fp32", "i32", REVERSE=True),
+    made(gpu._linear_scan, "fp64", "fp64", "i64", REVERSE=False),
+)
+"""
+
+
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.9."), reason="the compiler's interface changes by version"
+)
+def test_the_scans_compile_for_an_h200() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    # Each tile tells three words: share, value, and its last A.
+    assert done.stdout == "3 3 3\n"

@@ -1,25 +1,33 @@
-"""Estimators of KL(policy || reference) per token, from the tokens the policy drew.
+"""Estimators of KL(policy || reference) per token, from the tokens the policy drew, and its coefficient.
 
-With d = log pi - log ref. In the mean over the policy's own tokens k1 and k3 are unbiased; as a loss they
-differ: the gradient of k1 has mean zero, that of k2 is the gradient of the divergence.
+T = packed tokens. With d = log pi - log ref. In the mean over the policy's own tokens k1 and k3 are unbiased;
+as a loss they differ: the gradient of k1 has mean zero, that of k2 is the gradient of the divergence. The
+divergence over the whole vocabulary needs the logits: `kernels`.
 Source: Schulman 2020, "Approximating KL divergence".
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from torch import Tensor
 
+from millrace.algorithms.checks import check_shapes, require
 from millrace.algorithms.losses import log_ratio
+
+Estimator = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
     """d: unbiased, high variance, may be negative."""
+    check_shapes(policy_logprob_T=policy_logprob_T, reference_logprob_T=reference_logprob_T)
     return policy_logprob_T - reference_logprob_T
 
 
 def k2(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
     """d^2 / 2: biased, low variance; its gradient is that of the divergence."""
-    return 0.5 * (policy_logprob_T - reference_logprob_T).square()
+    return 0.5 * k1(policy_logprob_T, reference_logprob_T).square()
 
 
 def k3(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
@@ -30,3 +38,43 @@ def k3(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
     """
     inverse_T = log_ratio(reference_logprob_T, policy_logprob_T)
     return (inverse_T.exp() - inverse_T - 1).clamp(max=10)
+
+
+def absolute(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
+    """|d|: a distance rather than an estimate of the divergence; verl's `abs`."""
+    return k1(policy_logprob_T, reference_logprob_T).abs()
+
+
+def straight_through(estimator: Estimator) -> Estimator:
+    """The estimator's value with the gradient of k2, which is that of the divergence; verl's `k1+`, `k3+`."""
+
+    def value_of_one_gradient_of_the_other(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
+        square_T = k2(policy_logprob_T, reference_logprob_T)
+        return square_T - square_T.detach() + estimator(policy_logprob_T, reference_logprob_T).detach()
+
+    return value_of_one_gradient_of_the_other
+
+
+def adaptive_coefficient(
+    coefficient: float, divergence: float, *, target: float, horizon: float, num_sequences: int
+) -> float:
+    """The coefficient of the next step: beta (1 + clip(KL / target - 1, -0.2, 0.2) num_sequences / horizon).
+
+    Args:
+        coefficient: beta of this step.
+        divergence: measured in this step.
+        target: the divergence to be held.
+        horizon: sequences after which a full error (0.2) would have changed beta by a fifth.
+        num_sequences: of this step.
+
+    Raises:
+        ValueError: target is not above 0, the divergence is not finite, or the horizon is shorter than the
+            step, which could turn the coefficient negative.
+
+    Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences"; as in verl.
+    """
+    require(target > 0, "target", target, "above 0")
+    require(horizon >= num_sequences, "horizon", horizon, f"at least the {num_sequences} sequences of a step")
+    require(math.isfinite(divergence), "divergence", divergence, "finite")
+    error = min(max(divergence / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * num_sequences / horizon)

@@ -1,6 +1,14 @@
-"""Policy losses, per token. What a token weighs is decided elsewhere (`weights`).
+"""Policy and value losses, per token, to be minimised. What a token weighs is decided elsewhere (`weights`).
 
-T = packed tokens. Log-probabilities are natural.
+T = packed tokens, here only those the policy chose. What most functions take:
+policy_logprob_T of the token under the weights being trained, sampler_logprob_T under those that drew it,
+advantage_T how much better than expected it was. Logarithms are natural. In the decoupled form the proximal
+log-probabilities take the sampler's place, and the loss is multiplied by the weight of proximal against
+sampler (`ratios`).
+
+Losses that need whole segments stand in `sequence_losses`. Every function refuses tensors of different shapes
+with a ValueError. A NaN in an input stays NaN in the loss of its token and touches no other, so the trainer
+sees it and skips the step; a log-probability of minus infinity counts as a ratio of e^-20.
 """
 
 from __future__ import annotations
@@ -8,13 +16,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millrace.algorithms.checks import check_shapes, require
+
 # Beyond e^20 a ratio says nothing but "far off"; without a bound one token overflows the whole loss.
 MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(policy_logprob_T: Tensor, sampler_logprob_T: Tensor) -> Tensor:
     """log(pi / mu) per token, clamped to +-20."""
+    check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T)
     return (policy_logprob_T - sampler_logprob_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def reinforce(policy_logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
+    """L_t = -A log pi: the plain policy gradient, for tokens drawn from the policy itself.
+
+    GPG has the same loss; its advantage differs (`advantages.gpg`).
+
+    Source: Williams 1992; GPG: Chu et al. 2025.
+    """
+    check_shapes(policy_logprob_T=policy_logprob_T, advantage_T=advantage_T)
+    return -advantage_T * policy_logprob_T
 
 
 def ppo_clip(
@@ -26,7 +48,7 @@ def ppo_clip(
     high: float,
     dual: float | None = None,
 ) -> Tensor:
-    """L_t = max(-A r, -A clip(r, 1 - low, 1 + high)) with r = pi / mu; for A < 0 at most -A dual.
+    """L_t = max(-A r, -A clip(r, 1 - low, 1 + high)) with r = pi / mu; at most |A| dual.
 
     Args:
         policy_logprob_T: under the weights being trained.
@@ -34,23 +56,331 @@ def ppo_clip(
         advantage_T: advantages.
         low: the ratio is clipped at 1 - low.
         high: the ratio is clipped at 1 + high.
-        dual: bound on the ratio for negative advantages, above 1; None is off.
+        dual: bound on the ratio for negative advantages, above 1; None is off. (For positive advantages the
+            loss is negative, so the bound never acts.)
 
     Returns:
         loss [T], to be minimised.
 
+    Raises:
+        ValueError: low is not in [0, 1), high is not above 0, or dual is not above 1.
+
     Source: Schulman et al. 2017; separate bounds: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020.
     """
-    ratio_T = log_ratio(policy_logprob_T, sampler_logprob_T).exp()
+    ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
+    _check_clip(low, high)
     loss_T = torch.maximum(-advantage_T * ratio_T, -advantage_T * ratio_T.clamp(1 - low, 1 + high))
     if dual is not None:
-        loss_T = torch.where(advantage_T < 0, torch.minimum(loss_T, -advantage_T * dual), loss_T)
+        require(dual > 1, "dual", dual, "above 1")
+        loss_T = torch.minimum(loss_T, advantage_T.abs() * dual)
     return loss_T
 
 
 def clipped(
     policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Which tokens `ppo_clip` gives no gradient because their ratio left the band, bool [T]."""
-    ratio_T = log_ratio(policy_logprob_T, sampler_logprob_T).exp()
+    """Which tokens `ppo_clip` gives no gradient because their ratio left the band, bool [T].
+
+    Raises:
+        ValueError: low is not in [0, 1), or high is not above 0.
+    """
+    ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
+    _check_clip(low, high)
     return ((advantage_T > 0) & (ratio_T > 1 + high)) | ((advantage_T < 0) & (ratio_T < 1 - low))
+
+
+def cispo(
+    policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
+) -> Tensor:
+    """L_t = -sg(clip(r, 1 - low, 1 + high)) A log pi: the ratio is clipped, the gradient never stops.
+
+    low = 1 sets no lower bound, as in the paper.
+
+    Raises:
+        ValueError: low is not in [0, 1], or high is not above 0.
+
+    Source: MiniMax 2025, "MiniMax-M1" (CISPO).
+    """
+    ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
+    require(0 <= low <= 1, "low", low, "between 0 and 1")
+    require(high > 0, "high", high, "above 0")
+    return ratio_T.detach().clamp(1 - low, 1 + high) * reinforce(policy_logprob_T, advantage_T)
+
+
+def sapo(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    positive: float,
+    negative: float,
+) -> Tensor:
+    """L_t = -A (4 / tau) sigmoid(tau (r - 1)), a gate that closes softly; tau by the advantage's sign.
+
+    At r = 1 its gradient is that of REINFORCE, whatever tau: `positive` where A > 0 (verl's default is 1.0),
+    `negative` elsewhere (1.05).
+
+    Raises:
+        ValueError: a temperature is not above 0.
+
+    Source: Gao et al. 2025, "Soft adaptive policy optimization".
+    """
+    require(positive > 0, "positive", positive, "above 0")
+    require(negative > 0, "negative", negative, "above 0")
+    ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
+    tau_T = _by_sign(advantage_T, positive, negative)
+    return -advantage_T * torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
+
+
+def dppo_tv(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    low: float,
+    high: float,
+    cap: float,
+) -> Tensor:
+    """L_t = -sg(min(r, cap)) A log pi where |pi - mu| is inside the bound or shrinks, else 0.
+
+    The bound is on the change of the token's probability (its share of the total variation), not on the
+    ratio, which is noisy for rare tokens: high where A > 0, low where A < 0. The paper recommends cap = 20;
+    verl's default is in effect 3.
+
+    Raises:
+        ValueError: low is below 0, or high or cap is not above 0.
+
+    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (DPPO).
+    """
+    clipped_T = dppo_tv_clipped(policy_logprob_T, sampler_logprob_T, advantage_T, low=low, high=high)
+    return _dppo(policy_logprob_T, sampler_logprob_T, advantage_T, clipped_T, cap)
+
+
+def dppo_kl(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    low: float,
+    high: float,
+    cap: float,
+) -> Tensor:
+    """As `dppo_tv`, with the divergence mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
+
+    That is KL(mu || pi) of "this token or any other".
+    """
+    clipped_T = dppo_kl_clipped(policy_logprob_T, sampler_logprob_T, advantage_T, low=low, high=high)
+    return _dppo(policy_logprob_T, sampler_logprob_T, advantage_T, clipped_T, cap)
+
+
+def dppo_tv_clipped(
+    policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
+) -> Tensor:
+    """Which tokens `dppo_tv` gives no gradient because they left the bound and move on, bool [T]."""
+    check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T)
+    divergence_T = (policy_logprob_T.detach().exp() - sampler_logprob_T.exp()).abs()
+    return _moves_out(policy_logprob_T, sampler_logprob_T, advantage_T, divergence_T, low=low, high=high)
+
+
+def dppo_kl_clipped(
+    policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
+) -> Tensor:
+    """Which tokens `dppo_kl` gives no gradient because they left the bound and move on, bool [T]."""
+    check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T)
+    policy_T, sampler_T = policy_logprob_T.detach().exp(), sampler_logprob_T.exp()
+    # verl's 1e-8: a certain token leaves nothing for the others.
+    other_T = ((1 - sampler_T + 1e-8) / (1 - policy_T + 1e-8)).log()
+    divergence_T = sampler_T * (sampler_logprob_T - policy_logprob_T.detach()) + (1 - sampler_T) * other_T
+    return _moves_out(policy_logprob_T, sampler_logprob_T, advantage_T, divergence_T, low=low, high=high)
+
+
+def dro(policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, beta: float) -> Tensor:
+    """L_t = -A log pi + beta / 2 (log pi - log mu)^2.
+
+    Raises:
+        ValueError: beta is not above 0.
+
+    Source: Richemond et al. 2024, "Offline regularised reinforcement learning" (DRO).
+    """
+    require(beta > 0, "beta", beta, "above 0")
+    check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T)
+    square_T = (policy_logprob_T - sampler_logprob_T).square()
+    return reinforce(policy_logprob_T, advantage_T) + 0.5 * beta * square_T
+
+
+def covariance(policy_logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
+    """(A - mean A) (log pi - mean log pi) per token, without gradient.
+
+    The means are over what is given: give the whole optimizer step, never one micro-batch, or the selections
+    below depend on the split.
+
+    Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models".
+    """
+    check_shapes(policy_logprob_T=policy_logprob_T, advantage_T=advantage_T)
+    logprob_T = policy_logprob_T.detach()
+    return (advantage_T - advantage_T.mean()) * (logprob_T - logprob_T.mean())
+
+
+def clip_cov_selection(
+    covariance_T: Tensor,
+    clipped_T: Tensor,
+    *,
+    share: float,
+    low: float,
+    high: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """Clip-Cov: the tokens to leave out of `ppo_clip` so that the entropy stays, bool [T].
+
+    max(1, int(share T)) tokens, or all there are, drawn at random from those whose covariance lies strictly
+    between low and high and which the clip leaves a gradient.
+
+    Args:
+        covariance_T: from `covariance`, over the whole optimizer step.
+        clipped_T: from `clipped`.
+        share: of all tokens; verl's default is 2e-4.
+        low: lower bound of the covariance; verl's default is 1.
+        high: upper bound of the covariance; verl's default is 5.
+        generator: of the draw. (verl draws from torch's global generator.)
+
+    Raises:
+        ValueError: share is not in (0, 1], or low is not below high.
+    """
+    check_shapes(covariance_T=covariance_T, clipped_T=clipped_T)
+    require(low < high, "low", low, f"below high, which is {high}")
+    inside_T = (covariance_T > low) & (covariance_T < high) & ~clipped_T
+    candidate_N = inside_T.nonzero()[:, 0]
+    order_N = torch.randperm(len(candidate_N), generator=generator, device=generator.device)
+    return _marked(inside_T, candidate_N[order_N.to(candidate_N.device)], share)
+
+
+def kl_cov_selection(covariance_T: Tensor, *, share: float) -> Tensor:
+    """KL-Cov: the max(1, int(share T)) tokens of largest covariance, bool [T]; of equal ones the first.
+
+    Args:
+        covariance_T: from `covariance`, over the whole optimizer step.
+        share: of all tokens; verl's default is 2e-4.
+
+    Raises:
+        ValueError: share is not in (0, 1].
+    """
+    return _marked(covariance_T, covariance_T.argsort(descending=True, stable=True), share)
+
+
+def kl_cov(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    selected_T: Tensor,
+    *,
+    coefficient: float,
+) -> Tensor:
+    """L_t = -A r, plus coefficient |log r| for the selected tokens.
+
+    The selection is that of `kl_cov_selection`; verl's default coefficient is 0.1.
+
+    Raises:
+        ValueError: coefficient is below 0.
+
+    Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models".
+    """
+    require(coefficient >= 0, "coefficient", coefficient, "at least 0")
+    check_shapes(policy_logprob_T=policy_logprob_T, selected_T=selected_T)
+    ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
+    distance_T = (policy_logprob_T - sampler_logprob_T).abs()
+    return -advantage_T * ratio_T + coefficient * distance_T * selected_T
+
+
+def value_loss(
+    value_T: Tensor,
+    old_value_T: Tensor,
+    return_T: Tensor,
+    *,
+    clip: float | None,
+    coefficient: float = 0.5,
+) -> Tensor:
+    """L_t = coefficient max((v - R)^2, (clip(v, V - c, V + c) - R)^2); the first alone without a clip.
+
+    Args:
+        value_T: v, of the critic being trained.
+        old_value_T: V, when the advantages were estimated.
+        return_T: R.
+        clip: c; None is off. verl's default is 0.5.
+        coefficient: 0.5 as in verl; slime has 1.
+
+    Raises:
+        ValueError: clip or coefficient is not above 0.
+
+    Source: Schulman et al. 2017, in the form of their code.
+    """
+    require(coefficient > 0, "coefficient", coefficient, "above 0")
+    check_shapes(value_T=value_T, old_value_T=old_value_T, return_T=return_T)
+    square_T = (value_T - return_T).square()
+    if clip is not None:
+        square_T = torch.maximum(square_T, _clipped_square(value_T, old_value_T, return_T, clip))
+    return coefficient * square_T
+
+
+def value_clipped(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip: float) -> Tensor:
+    """Which tokens `value_loss` gives no gradient because their value left the band, bool [T].
+
+    Raises:
+        ValueError: clip is not above 0.
+    """
+    check_shapes(value_T=value_T, old_value_T=old_value_T, return_T=return_T)
+    return _clipped_square(value_T, old_value_T, return_T, clip) > (value_T - return_T).square()
+
+
+def _clipped_square(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, clip: float) -> Tensor:
+    require(clip > 0, "clip", clip, "above 0")
+    return (value_T.clamp(old_value_T - clip, old_value_T + clip) - return_T).square()
+
+
+def _ratio(policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
+    check_shapes(policy_logprob_T=policy_logprob_T, advantage_T=advantage_T)
+    return log_ratio(policy_logprob_T, sampler_logprob_T).exp()
+
+
+def _check_clip(low: float, high: float) -> None:
+    require(0 <= low < 1, "low", low, "at least 0 and below 1")
+    require(high > 0, "high", high, "above 0")
+
+
+def _by_sign(advantage_T: Tensor, positive: float, negative: float) -> Tensor:
+    return torch.full_like(advantage_T, negative).masked_fill(advantage_T > 0, positive)
+
+
+def _dppo(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    clipped_T: Tensor,
+    cap: float,
+) -> Tensor:
+    require(cap > 0, "cap", cap, "above 0")
+    ratio_T = log_ratio(policy_logprob_T.detach(), sampler_logprob_T).exp()
+    return ratio_T.clamp(max=cap) * ~clipped_T * reinforce(policy_logprob_T, advantage_T)
+
+
+def _moves_out(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    divergence_T: Tensor,
+    *,
+    low: float,
+    high: float,
+) -> Tensor:
+    require(low >= 0, "low", low, "at least 0")
+    require(high > 0, "high", high, "above 0")
+    check_shapes(policy_logprob_T=policy_logprob_T, advantage_T=advantage_T)
+    back_T = advantage_T * (policy_logprob_T.detach() - sampler_logprob_T) <= 0
+    # Not `>`: rounding can leave a probability above 1, whose divergence is NaN; verl clips it, too.
+    return ~(back_T | (divergence_T <= _by_sign(advantage_T, high, low)))
+
+
+def _marked(like_T: Tensor, order_N: Tensor, share: float) -> Tensor:
+    """True at the first max(1, int(share T)) of some positions, or at all where there are fewer."""
+    require(0 < share <= 1, "share", share, "above 0 and at most 1")
+    count = max(int(share * len(like_T)), 1)
+    return torch.zeros_like(like_T, dtype=torch.bool).index_fill(0, order_N[:count], True)

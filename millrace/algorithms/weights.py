@@ -1,13 +1,15 @@
 """Token shares: how the tokens of one optimizer step divide its loss.
 
 The loss is `(loss_T * weight_T).sum()` whatever the micro-batches, so these are computed once, over the whole
-optimizer step. T = packed tokens, B = segments.
+optimizer step. T = packed tokens, B = segments with at least one chosen token, N = chosen tokens.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from millrace.algorithms.checks import check_shapes, require
 
 
 def token_mean(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
@@ -16,7 +18,17 @@ def token_mean(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
     Raises:
         ValueError: no token was chosen.
     """
-    return action_mask_T.float() / _at_least_one(action_mask_T)
+    return action_mask_T.float() / len(_segments(action_mask_T, segment_T))
+
+
+def token_sum(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
+    """Every chosen token weighs 1: the gradient grows with the batch.
+
+    Raises:
+        ValueError: no token was chosen.
+    """
+    _segments(action_mask_T, segment_T)
+    return action_mask_T.float()
 
 
 def sequence_mean(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
@@ -25,9 +37,10 @@ def sequence_mean(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
     Raises:
         ValueError: no token was chosen.
     """
-    _at_least_one(action_mask_T)
-    count_B = _actions_per_segment(action_mask_T, segment_T)
-    return action_mask_T.float() / (count_B.clamp(min=1)[segment_T] * (count_B > 0).sum())
+    segment_N = _segments(action_mask_T, segment_T)
+    count_N = torch.bincount(segment_N)[segment_N]
+    share_N = 1 / (count_N * len(segment_N.unique()))
+    return share_N.new_zeros(len(segment_T)).masked_scatter(action_mask_T, share_N)
 
 
 def sequence_sum(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
@@ -36,27 +49,23 @@ def sequence_sum(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
     Raises:
         ValueError: no token was chosen.
     """
-    _at_least_one(action_mask_T)
-    return action_mask_T.float() / (_actions_per_segment(action_mask_T, segment_T) > 0).sum()
+    return action_mask_T.float() / len(_segments(action_mask_T, segment_T).unique())
 
 
 def fixed_length(action_mask_T: Tensor, segment_T: Tensor, *, length: int) -> Tensor:
     """Tokens of a segment add up and are divided by one constant: 1 / (B length). Dr. GRPO.
 
     Raises:
-        ValueError: no token was chosen.
+        ValueError: no token was chosen, or length is not above 0.
     """
+    require(length > 0, "length", length, "above 0")
     return sequence_sum(action_mask_T, segment_T) / length
 
 
-def _actions_per_segment(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
-    return torch.zeros(int(segment_T.max()) + 1, device=segment_T.device).index_add(
-        0, segment_T, action_mask_T.float()
-    )
-
-
-def _at_least_one(action_mask_T: Tensor) -> Tensor:
-    count = action_mask_T.sum()
-    if count == 0:
+def _segments(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
+    """The segment of each chosen token [N]."""
+    check_shapes(action_mask_T=action_mask_T, segment_T=segment_T)
+    segment_N = segment_T[action_mask_T]
+    if len(segment_N) == 0:
         raise ValueError("no token in the batch was chosen by the policy, so there is nothing to weigh")
-    return count
+    return segment_N

@@ -2,19 +2,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from millrace.algorithms.losses import ppo_clip
-from millrace.algorithms.weights import fixed_length, sequence_mean, sequence_sum, token_mean
+from millrace.algorithms.weights import fixed_length, sequence_mean, sequence_sum, token_mean, token_sum
 from millrace.data.batch import Batch
+from tests.algorithms.shares import shares
 from tests.close import close_fp32, close_fp64
+from tests.golden.verl import CASES, rows
 
 Weights = Callable[[Tensor, Tensor], Tensor]
 EVERY: dict[str, Weights] = {
     "token_mean": token_mean,
+    "token_sum": token_sum,
     "sequence_mean": sequence_mean,
     "sequence_sum": sequence_sum,
     "fixed_length": partial(fixed_length, length=7),
@@ -26,6 +30,7 @@ def weights_loop(name: str, mask: list[bool], segment: list[int]) -> list[float]
     num_segments = sum(1 for n in chosen if n)
     share = {
         "token_mean": lambda b: 1 / sum(chosen),
+        "token_sum": lambda b: 1.0,
         "sequence_mean": lambda b: 1 / (num_segments * chosen[b]),
         "sequence_sum": lambda b: 1 / num_segments,
         "fixed_length": lambda b: 1 / (num_segments * 7),
@@ -50,11 +55,12 @@ def test_weights_equal_the_loop(seed: int, name: str) -> None:
     close_fp32(EVERY[name](mask_T, segment_T), weights_loop(name, mask_T.tolist(), segment_T.tolist()))
 
 
-def test_the_four_ways_by_hand() -> None:
+def test_the_ways_by_hand() -> None:
     segment_T = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])  # 3 actions, 1 action, none
     mask_T = torch.tensor([False, True, True, True, False, True, False, False])
     third, sixth, half = 1 / 3, 1 / 6, 1 / 2
     close_fp32(token_mean(mask_T, segment_T), [0, 0.25, 0.25, 0.25, 0, 0.25, 0, 0])
+    close_fp32(token_sum(mask_T, segment_T), [0, 1, 1, 1, 0, 1, 0, 0])
     close_fp32(sequence_mean(mask_T, segment_T), [0, sixth, sixth, sixth, 0, half, 0, 0])
     close_fp32(sequence_sum(mask_T, segment_T), [0, half, half, half, 0, half, 0, 0])
     close_fp32(fixed_length(mask_T, segment_T, length=3) * 2, [0, third, third, third, 0, third, 0, 0])
@@ -71,6 +77,28 @@ def test_no_chosen_token_is_an_error(name: str) -> None:
 @pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "sequence_sum"])
 def test_one_chosen_token_takes_it_all(name: str) -> None:
     assert EVERY[name](torch.tensor([False, True]), torch.zeros(2, dtype=torch.long)).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_segment_for_each_token_is_demanded(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^segment_T has shape \(2,\), but action_mask_T \(3,\)$"):
+        EVERY[name](torch.ones(3, dtype=torch.bool), torch.zeros(2, dtype=torch.long))
+
+
+def test_a_fixed_length_of_0_is_refused_and_of_1_is_taken() -> None:
+    mask_T, segment_T = torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="^length is 0; it must be above 0$"):
+        fixed_length(mask_T, segment_T, length=0)
+    assert fixed_length(mask_T, segment_T, length=1).tolist() == [0.5, 0.5]
+
+
+GOLDEN = [(case, key) for case in CASES for key in case["agg"]]
+
+
+@pytest.mark.parametrize(("case", "key"), GOLDEN, ids=[f"seed {case['seed']} {key}" for case, key in GOLDEN])
+def test_the_weighted_sum_is_the_aggregation_of_verl(case: dict[str, Any], key: str) -> None:
+    row = rows(case)
+    close_fp64((row.input("advantages") * shares(row, key)).sum(), case["agg"][key], rtol=1e-6, atol=1e-6)
 
 
 def as_batch(mask_T: Tensor, segment_T: Tensor, weight_T: Tensor, seed: int) -> Batch:

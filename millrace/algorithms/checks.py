@@ -1,0 +1,91 @@
+"""What the functions of this package demand of their arguments, in one sentence that names the argument."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def require(holds: bool, name: str, value: object, demand: str) -> None:
+    """Refuse a setting.
+
+    Raises:
+        ValueError: `holds` is false: "low is 1.2; it must be at least 0 and below 1".
+    """
+    if not holds:
+        raise ValueError(f"{name} is {value}; it must be {demand}")
+
+
+def check_shapes(**tensors: Tensor) -> None:
+    """Refuse tensors whose shape is not that of the first: they would broadcast, or fail without a name.
+
+    Raises:
+        ValueError: naming both and their shapes.
+    """
+    (name, first), *others = tensors.items()
+    for other, tensor in others:
+        if tensor.shape != first.shape:
+            raise ValueError(f"{other} has shape {tuple(tensor.shape)}, but {name} {tuple(first.shape)}")
+
+
+def check_positive(**numbers: float) -> None:
+    """Refuse settings that are not above 0.
+
+    Raises:
+        ValueError: naming the setting and its value.
+    """
+    for name, number in numbers.items():
+        require(number > 0, name, number, "above 0")
+
+
+def check_finite(**tensors: Tensor | None) -> None:
+    """Refuse NaN and infinity; None is not looked at. Reads each tensor once and waits for the device.
+
+    Raises:
+        ValueError: naming the tensor, the first such place and what stands there.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            refuse(~tensor.isfinite(), tensor, name, "it must be finite")
+
+
+def check_ids(count: int, **tensors: Tensor) -> None:
+    """Refuse numbers outside [0, count).
+
+    Raises:
+        ValueError: naming the tensor, the first such place and what stands there.
+    """
+    for name, tensor in tensors.items():
+        refuse((tensor < 0) | (tensor >= count), tensor, name, f"it must lie in [0, {count})")
+
+
+def check_segments(num_segments: int, **tensors: Tensor) -> None:
+    """Refuse segments outside [0, num_segments) or out of order.
+
+    Raises:
+        ValueError: naming the tensor, the first such place and what stands there.
+    """
+    check_ids(num_segments, **tensors)
+    for name, tensor in tensors.items():
+        falls = tensor.diff(prepend=tensor[:1]) < 0
+        refuse(falls, tensor, name, "it must not be below the segment before it")
+
+
+def check_lengths(**tensors: Tensor) -> None:
+    """Refuse negative lengths.
+
+    Raises:
+        ValueError: naming the tensor, the first such place and what stands there.
+    """
+    for name, tensor in tensors.items():
+        refuse(tensor < 0, tensor, name, "it must be at least 0")
+
+
+def refuse(bad: Tensor, tensor: Tensor, name: str, rule: str) -> None:
+    """Raise where `bad`, of the tensor's shape, holds anywhere.
+
+    Raises:
+        ValueError: `NAME[PLACE] is VALUE; RULE`, of the first such place.
+    """
+    if bad.any():
+        place = bad.nonzero()[0].tolist()
+        raise ValueError(f"{name}{place} is {tensor[tuple(place)].item()}; {rule}")

@@ -25,10 +25,11 @@ def recipes(name: Name = None) -> None:
         return
     for known in recipe_names():
         typer.echo(known)
-        typer.echo(textwrap.indent(textwrap.fill(purpose(recipe_text(known)), width() - 4), "    "))
+        folded = textwrap.fill(purpose(recipe_text(known)), width() - 4, break_on_hyphens=False)
+        typer.echo(textwrap.indent(folded, "    "))
 
 
 def purpose(text: str) -> str:
-    """The comment that a recipe opens with, in one line."""
-    opening = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    """The first paragraph of the comment that a recipe opens with, in one line."""
+    opening = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
     return " ".join(line.strip("# ") for line in opening)

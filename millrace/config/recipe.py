@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
+from millrace.config.explain import explain, is_echo
+from millrace.config.methods import DEFAULT_KIND
 from millrace.config.settings import RunConfig
 
 
@@ -93,10 +95,11 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[Setting]]:
     """As `load_recipe`, and every setting with its meaning and source."""
-    tree = _parse(recipe_text(name), str(name))
+    tree = _with_base(name)
+    # Sections before what lies in them, and a kind before its settings: each replaces what was there.
+    for key in sorted(overrides or {}, key=lambda key: (key.count("."), not key.endswith(".kind"))):
+        _assign(tree, key, (overrides or {})[key])
     in_recipe = set(_leaves(tree))
-    for key, value in (overrides or {}).items():
-        _assign(tree, key, value)
     config = validate(tree, str(name))
     overridden = set(overrides or {})
 
@@ -106,6 +109,47 @@ def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tup
         return "recipe" if any(_touches(given, key) for given in in_recipe) else "default"
 
     return config, [Setting(key, value, meaning, source(key)) for key, value, meaning in settings(config)]
+
+
+def _with_base(name: str | Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A recipe's tree, laid over that of its `base`.
+
+    Raises:
+        ConfigError: a recipe or its base cannot be read, or a recipe is its own base.
+    """
+    if str(name) in above:
+        raise ConfigError(f"recipe {name} is its own base: {' -> '.join((*above, str(name)))}")
+    tree = _parse(recipe_text(name), str(name))
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"recipe {name}: base is {base!r}; it names a recipe, such as quickstart")
+    below: str | Path = base
+    if base.endswith((".yaml", ".yml")):
+        below = Path(os.path.normpath(Path(name).parent / base))  # beside the recipe that names it
+    return _overlay(_with_base(below, (*above, str(name))), tree)
+
+
+def _overlay(below: dict[str, Any], above: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Sections are laid over one another key by key; an empty one, or one of another kind, replaces."""
+    merged = dict(below)
+    for key, value in above.items():
+        under, place = merged.get(key), f"{path}{key}"
+        if isinstance(under, dict) and isinstance(value, Mapping) and value:
+            kept = {} if _changes_kind(under, value.get("kind"), place) else under
+            value = _overlay(kept, value, f"{place}.")
+        merged[key] = value
+    return merged
+
+
+def _changes_kind(section: Any, kind: Any, place: str) -> bool:
+    """Whether a section, found at a dotted place, is of another kind than the one that is asked for."""
+    return (
+        kind is not None
+        and isinstance(section, Mapping)
+        and section.get("kind", DEFAULT_KIND.get(place)) != kind
+    )
 
 
 def _touches(given: str, key: str) -> bool:
@@ -124,7 +168,7 @@ def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
     except ValidationError as error:
         found = [dict(item) for item in error.errors()]
         raise ConfigError(
-            "\n".join(_explain(item, name) for item in found if not _echo(item, found))
+            "\n".join(explain(item, name) for item in found if not is_echo(item, found))
         ) from None
 
 
@@ -178,8 +222,12 @@ def derivation(config: RunConfig) -> list[str]:
 
 
 def json_schema() -> str:
-    """The JSON schema of a recipe, for editors."""
-    return json.dumps(RunConfig.model_json_schema(), indent=2)
+    """The JSON schema of a recipe, for editors; with a base nothing is required."""
+    schema = RunConfig.model_json_schema()
+    meaning = "recipe this one is laid over: a name, or a file beside this one"
+    schema["properties"] = {"base": {"description": meaning, "type": "string"}} | schema["properties"]
+    schema["anyOf"] = [{"required": ["base"]}, {"required": schema.pop("required")}]
+    return json.dumps(schema, indent=2)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -241,8 +289,10 @@ def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
     if isinstance(node, list):
         _item(node, last, key)
         node[int(last)] = value
-    else:
-        node[last] = value
+        return
+    if last == "kind" and _changes_kind(node, value, ".".join(path)):
+        node.clear()
+    node[last] = value
 
 
 def _item(node: list[Any], part: str, key: str) -> Any:
@@ -271,104 +321,3 @@ def _walk(value: Any, above: str) -> Iterator[tuple[str, Any, str]]:
                 yield from _walk(entry, f"{key}.{index}.")
         else:
             yield key, item, info.description or ("which of its kinds" if name == "kind" else "")
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections an annotation names, seen through `| None`, lists and unions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _sections(inner)
-
-
-def _section(info: FieldInfo) -> type[BaseModel] | None:
-    """The section a field holds, None for a value or a choice of kinds."""
-    sections = list(_sections(info.annotation))
-    return sections[0] if len(sections) == 1 else None
-
-
-def known_keys(model: type[BaseModel] = RunConfig, above: str = "") -> list[str]:
-    """Every dotted key of a section and the sections below it."""
-    keys = []
-    for name, info in model.model_fields.items():
-        keys.append(f"{above}{name}")
-        section = _section(info)
-        if section:
-            keys += known_keys(section, f"{above}{name}.")
-    return keys
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a validation error lies: its dotted key, the section that should know it, and its field."""
-
-    key: str
-    section: type[BaseModel] | None
-    info: FieldInfo | None
-    in_list: bool
-
-
-def _place(location: tuple[int | str, ...]) -> _Place:
-    """From pydantic's location, which names an entry's kind after its index, to the key a person wrote."""
-    parts: list[str] = []
-    kinds: dict[str, type[BaseModel]] = {}
-    section: type[BaseModel] | None = None
-    below: type[BaseModel] | None = RunConfig
-    info: FieldInfo | None = None
-    for part in location:
-        if part in kinds:
-            below, kinds = kinds[str(part)], {}
-            continue
-        parts.append(str(part))
-        if isinstance(part, int):
-            kinds = {_kind(entry): entry for entry in _sections(info.annotation)} if info else {}
-            continue
-        section = below
-        info = section.model_fields.get(part) if section else None
-        below = _section(info) if info else None
-    return _Place(".".join(parts), section, info, any(isinstance(part, int) for part in location))
-
-
-def _kind(section: type[BaseModel]) -> str:
-    return str(get_args(section.model_fields["kind"].annotation)[0])
-
-
-def _echo(item: dict[str, Any], found: list[dict[str, Any]]) -> bool:
-    """Whether a list counts as too short only because pydantic left out its wrong entries."""
-    size = len(item["loc"])
-    return item["type"] == "too_short" and any(
-        len(other["loc"]) > size and other["loc"][:size] == item["loc"] for other in found
-    )
-
-
-def _explain(item: dict[str, Any], name: str) -> str:
-    """One validation error as one sentence."""
-    place = _place(item["loc"])
-    key = place.key
-    if item["type"] == "extra_forbidden":
-        return f"recipe {name}: unknown key {key}{_hint(place)}"
-    if item["type"] == "missing":
-        description = place.info.description if place.info else None
-        return f"recipe {name}: {key} is missing; {f'it says: {description}' if description else 'add it'}"
-    if item["type"] in ("union_tag_invalid", "union_tag_not_found") and place.info:
-        kinds = ", ".join(_kind(entry) for entry in _sections(place.info.annotation))
-        given = f"is {item['ctx']['tag']!r}" if "tag" in item["ctx"] else "is missing"
-        return f"recipe {name}: {key}.kind {given}; there are: {kinds}"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return f"recipe {name}: {key + ': ' if key else ''}{message}"
-    return f"recipe {name}: {key} is {item['input']!r}: {message[0].lower() + message[1:]}"
-
-
-def _hint(place: _Place) -> str:
-    """The known key that resembles an unknown one most: within its section, then anywhere."""
-    above, dot, last = place.key.rpartition(".")
-    siblings = list(place.section.model_fields) if place.section else []
-    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {above}{dot}{near[0]}?"
-    if place.in_list:
-        return f"; beside it are known: {', '.join(siblings)}" if siblings else ""
-    by_last = {known.rpartition(".")[2]: known for known in known_keys()}
-    near = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)
-    return f"; did you mean {by_last[near[0]]}?" if near else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field, FiniteFloat, PositiveFloat, field_validator
 
 from millrace.config.section import Section, compiled
 
@@ -14,21 +14,21 @@ class ExactReward(Section):
     """1 where the completion is the answer, white space at the ends aside."""
 
     kind: Literal["exact"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
+    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
 
 
 class Gsm8kReward(Section):
     """1 where the number after the last `####` is the answer's."""
 
     kind: Literal["gsm8k"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
+    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
 
 
 class NumberReward(Section):
     """1 where math-verify finds the completion's final expression equal to the answer."""
 
     kind: Literal["number"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
+    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
     timeout_s: PositiveFloat = Field(
         10.0, description="one answer may take so long before its judge is killed"
     )
@@ -38,7 +38,7 @@ class TaskReward(Section):
     """The score of the reasoning-gym task the prompts come from."""
 
     kind: Literal["task"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
+    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
     timeout_s: PositiveFloat = Field(
         10.0, description="one answer may take so long before its judge is killed"
     )
@@ -48,7 +48,7 @@ class FormatReward(Section):
     """1 where a regular expression matches the whole completion."""
 
     kind: Literal["format"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
+    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
     pattern: str = Field(description="regular expression for the whole completion")
     timeout_s: PositiveFloat = Field(
         10.0, description="one answer may take so long before its judge is killed"
@@ -64,7 +64,7 @@ class FunctionReward(Section):
     """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer."""
 
     kind: Literal["function"]
-    weight: float = Field(1.0, description="factor in the sum of rewards")
+    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
     function: str = Field(
         description="module:function; the module is looked up from the folder you start in too"
     )
@@ -80,7 +80,15 @@ class FunctionReward(Section):
         return function
 
 
+class ModelReward(Section):
+    """The score of a reward model, such as `millrace reward-model` trains."""
+
+    kind: Literal["model"]
+    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
+    path: str = Field(description="sequence-classification folder with one label, and its tokenizer")
+
+
 RewardConfig = Annotated[
-    ExactReward | Gsm8kReward | NumberReward | TaskReward | FormatReward | FunctionReward,
+    ExactReward | Gsm8kReward | NumberReward | TaskReward | FormatReward | FunctionReward | ModelReward,
     Field(discriminator="kind"),
 ]

@@ -7,10 +7,12 @@ become a RunConfig stands in `recipe.py`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import (
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -19,91 +21,24 @@ from pydantic import (
     model_validator,
 )
 
+from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig
+from millrace.config.methods import (
+    ACTING,
+    COMPARING,
+    SCANNED,
+    VALUED,
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    GaeAdvantage,
+    GroupAdvantage,
+    KlConfig,
+    LossConfig,
+    PpoClipLoss,
+    with_default_kind,
+)
 from millrace.config.rewards import RewardConfig
-from millrace.config.section import Section, compiled
-
-TASK_PREFIX = "reasoning-gym:"
-
-
-class ModelConfig(Section):
-    """Which weights the policy starts from."""
-
-    path: str | None = Field(
-        None, description="Hugging Face model folder (safetensors); null makes a fresh model"
-    )
-    architecture: str = Field("qwen3", description="transformers model type of a fresh model")
-    shape: dict[str, Any] = Field(
-        default_factory=dict, description="transformers config fields of a fresh model, such as hidden_size"
-    )
-
-
-class TokenizerConfig(Section):
-    """Which tokenizer; by default the model folder's, or for a fresh model one trained on the data."""
-
-    path: str | None = Field(
-        None, description="tokenizer folder; null takes the model's, or trains one on the data"
-    )
-    vocab_size: PositiveInt = Field(1024, description="most entries of a trained tokenizer")
-    alphabet: Literal["bytes", "seen"] = Field(
-        "bytes",
-        description="what a trained tokenizer spells with: every byte, or only those of the data (a tiny "
-        "model learns faster; other text is refused)",
-    )
-    across_words: bool = Field(
-        False,
-        description="let one entry of a trained tokenizer span words (short prompts for templated tasks)",
-    )
-
-
-class DataConfig(Section):
-    """Prompts, their answers, and how they are split."""
-
-    train: str = Field(
-        description=f"JSONL or Parquet file, Hugging Face dataset folder, or {TASK_PREFIX}NAME"
-    )
-    eval: str | None = Field(
-        None, description="held-out file or folder; null splits off eval_size rows of train"
-    )
-    task: dict[str, Any] = Field(default_factory=dict, description="options of a reasoning-gym task")
-    task_size: PositiveInt = Field(
-        10_000, description="problems drawn from a reasoning-gym task before removing twins"
-    )
-    eval_size: PositiveInt = Field(256, description="most rows that are held out for evaluation")
-    prompt_column: str = Field("question", description="column that holds the prompt (text or chat messages)")
-    answer_column: str | None = Field(
-        "answer", description="column that holds the reference answer; null has none"
-    )
-    answer_pattern: str | None = Field(
-        None, description="regular expression whose first group is the answer within its column"
-    )
-    demonstration_column: str | None = Field(
-        None, description="column that holds a completion to imitate in the warm-up; null uses the answer"
-    )
-    identity_column: str | None = Field(
-        None, description="column that tells problems apart, dotted into objects; null is the prompt"
-    )
-    template: str = Field(
-        "{prompt}", description="text around {prompt}, or `chat` for the tokenizer's own chat template"
-    )
-    max_prompt_tokens: PositiveInt = Field(512, description="longest prompt")
-    too_long: Literal["filter", "refuse"] = Field(
-        "filter", description="drop longer prompts with a count, or stop"
-    )
-    shuffle: bool = Field(True, description="a new order each epoch, by seed")
-
-    @field_validator("answer_pattern")
-    @classmethod
-    def _one_group(cls, pattern: str | None) -> str | None:
-        if pattern is not None and compiled(pattern).groups < 1:
-            raise ValueError(f"{pattern!r} has no group; put the answer in parentheses")
-        return pattern
-
-    @field_validator("template")
-    @classmethod
-    def _names_prompt(cls, template: str) -> str:
-        if template != "chat" and "{prompt}" not in template:
-            raise ValueError(f"{template!r} does not contain {{prompt}}")
-        return template
+from millrace.config.section import Section
 
 
 class WarmupConfig(Section):
@@ -130,7 +65,7 @@ class RolloutConfig(Section):
     """How the policy is sampled while it trains."""
 
     prompts_per_step: PositiveInt = Field(32, description="prompts in a batch; each becomes a group")
-    samples_per_prompt: int = Field(8, ge=2, description="completions drawn for each prompt")
+    samples_per_prompt: PositiveInt = Field(8, description="completions drawn for each prompt")
     max_tokens: PositiveInt = Field(128, description="longest completion")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
     top_k: NonNegativeInt = Field(0, description="draw among the k most likely tokens; 0 is off")
@@ -138,32 +73,13 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = Field(
         (), description="texts that end a completion, besides the end-of-text token"
     )
-
-
-class AdvantageConfig(Section):
-    """Group-relative advantages: reward minus the mean of the prompt's group."""
-
-    divide_by_std: bool = Field(
-        True, description="divide by the group's standard deviation (GRPO); false is Dr. GRPO"
+    refill_rounds: NonNegativeInt = Field(
+        0,
+        description="times new prompts replace groups whose rewards are all equal (DAPO's dynamic sampling)",
     )
-
-
-class PpoClipConfig(Section):
-    """The clipped surrogate objective of PPO."""
-
-    kind: Literal["ppo_clip"] = "ppo_clip"
-    low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped at 1 - low")
-    high: PositiveFloat = Field(0.2, description="the ratio is clipped at 1 + high")
-    dual: float | None = Field(
-        None, gt=1, description="bound of the loss for negative advantages; null is off"
+    overlong_tokens: NonNegativeInt = Field(
+        0, description="over the last so many tokens of max_tokens the reward sinks by up to 1 (DAPO)"
     )
-
-
-class KlConfig(Section):
-    """A penalty on the distance from the reference policy (the weights reinforcement starts from)."""
-
-    coefficient: PositiveFloat = Field(description="factor of the penalty in the loss")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the divergence, per token")
 
 
 class OptimizerConfig(Section):
@@ -186,16 +102,38 @@ class OptimizerConfig(Section):
 class PolicyConfig(Section):
     """How a batch of scored groups becomes new weights."""
 
-    loss: PpoClipConfig = Field(default_factory=PpoClipConfig, description="policy loss per token")
+    loss: LossConfig = Field(default_factory=PpoClipLoss, description="policy loss per token")
+    proximal: Literal["sampler", "recompute", "interpolate"] = Field(
+        "sampler",
+        description="what the ratio is taken to: the sampler's own log-probabilities, the trainer's before "
+        "the batch (decoupled PPO), or a mean of sampler and policy by version",
+    )
+    correction: CorrectionConfig | None = Field(
+        None, description="importance weight of proximal over sampler, after the clip; null is none"
+    )
     kl: KlConfig | None = Field(None, description="penalty on the distance from the reference; null is none")
-    token_weights: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = Field(
-        "token_mean", description="how tokens share the loss of an optimizer step"
+    entropy_coefficient: FiniteFloat = Field(0.0, description="factor of an entropy bonus")
+    token_weights: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum", "fixed_length"] = (
+        Field("token_mean", description="how tokens share the loss of an optimizer step")
     )
     optimizer_steps_per_batch: PositiveInt = Field(
         1, description="optimizer steps a batch of groups is divided into"
     )
     tokens_per_micro_batch: PositiveInt = Field(16_384, description="tokens in one forward and backward")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _default_loss(cls, value: Any) -> Any:
+        return with_default_kind(value, "policy.loss")
+
+
+class KernelConfig(Section):
+    """Which implementation computes what has several; all give the same numbers."""
+
+    scan: Literal["auto", "loop", "chunked", "numba", "triton"] = Field(
+        "auto", description="of returns and advantages per token; auto is the fastest for the device"
+    )
 
 
 class EvaluationConfig(Section):
@@ -252,12 +190,21 @@ class RunConfig(Section):
         description="what an answer is worth: the sum of these", min_length=1
     )
     advantage: AdvantageConfig = Field(
-        default_factory=AdvantageConfig, description="what is better than expected"
+        default_factory=GroupAdvantage, description="what is better than expected"
     )
+    critic: CriticConfig | None = Field(None, description="the value of each state; null is none")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="how a batch becomes new weights")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out accuracy")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="what is kept")
+    kernels: KernelConfig = Field(
+        default_factory=KernelConfig, description="implementations of the arithmetic"
+    )
     limits: LimitConfig = Field(default_factory=LimitConfig, description="when a run that goes wrong stops")
+
+    @field_validator("advantage", mode="before")
+    @classmethod
+    def _default_advantage(cls, value: Any) -> Any:
+        return with_default_kind(value, "advantage")
 
     @field_validator("name")
     @classmethod
@@ -275,53 +222,153 @@ class RunConfig(Section):
 
 def ineffective_settings(config: RunConfig) -> list[str]:
     """One sentence for each setting that was given and can have no effect in this recipe."""
+    found = [*_idle_inputs(config)]
+    if config.steps == 0:
+        return [*found, *_idle_without_reinforcement(config)]
+    return [*found, *_idle_sampling(config), *_idle_advantage(config), *_idle_policy(config)]
+
+
+def _idle_inputs(config: RunConfig) -> Iterator[str]:
     given = {name: _given(getattr(config, name)) for name in ("model", "tokenizer", "data")}
     is_task = config.data.train.startswith(TASK_PREFIX)
-    found = []
-
-    def refuse(key: str, condition: bool, why: str) -> None:
-        section, _, name = key.partition(".")
-        if condition and name in given[section]:
-            found.append(f"{key} has no effect {why}; remove it")
-
     has_folder = config.model.path is not None
-    refuse("model.architecture", has_folder, "because model.path names a folder that fixes it")
-    refuse("model.shape", has_folder, "because model.path names a folder that fixes it")
-    trained = config.tokenizer.path is None and not has_folder
-    refuse("tokenizer.vocab_size", not trained, "because the tokenizer comes from a folder")
-    refuse("tokenizer.alphabet", not trained, "because the tokenizer comes from a folder")
-    refuse("tokenizer.across_words", not trained, "because the tokenizer comes from a folder")
-    refuse("data.task", not is_task, f"because data.train is not a {TASK_PREFIX} task")
-    refuse("data.task_size", not is_task, f"because data.train is not a {TASK_PREFIX} task")
-    refuse("data.answer_pattern", config.data.answer_column is None, "without data.answer_column")
-    refuse("data.demonstration_column", config.warmup is None and config.steps > 0, "without a warmup")
-    refuse("data.eval", is_task, "because a task's held-out problems are drawn from the task itself")
+    untrained = config.tokenizer.path is not None or has_folder
+    idle = {
+        "because model.path names a folder that fixes it": (
+            has_folder,
+            ("model.architecture", "model.shape"),
+        ),
+        "because the tokenizer comes from a folder": (
+            untrained,
+            ("tokenizer.vocab_size", "tokenizer.alphabet", "tokenizer.across_words"),
+        ),
+        f"because data.train is not a {TASK_PREFIX} task": (not is_task, ("data.task", "data.task_size")),
+        "without data.answer_column": (config.data.answer_column is None, ("data.answer_pattern",)),
+        "without a warmup": (
+            config.warmup is None and config.steps > 0,
+            ("data.demonstration_column",),
+        ),
+        "because a task's held-out problems are drawn from the task itself": (is_task, ("data.eval",)),
+    }
+    for why, (holds, keys) in idle.items():
+        for key in keys:
+            section, _, name = key.partition(".")
+            if holds and name in given[section]:
+                yield f"{key} has no effect {why}; remove it"
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
-        found.append(
-            f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
+        yield f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
+
+
+def _idle_without_reinforcement(config: RunConfig) -> Iterator[str]:
+    if config.warmup is None:
+        yield "steps is 0 and there is no warmup, so nothing would be trained; set one of them"
+    supervised = {"tokens_per_micro_batch", "optimizer"}
+    idle = [f"policy.{name}" for name in PolicyConfig.model_fields if name not in supervised]
+    idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
+    idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
+    idle += [name for name in ("advantage", "critic", "kernels") if name in _given(config)]
+    for key in idle:
+        yield f"{key} has no effect because steps is 0 (supervised training alone); remove it"
+
+
+def _idle_sampling(config: RunConfig) -> Iterator[str]:
+    rollout, kind = config.rollout, config.advantage.kind
+    if rollout.samples_per_prompt == 1 and kind in COMPARING:
+        yield (
+            f"rollout.samples_per_prompt is 1, but advantage kind {kind} compares the samples of a prompt; "
+            "raise it to 2 or more, or choose another kind"
         )
-    if config.steps == 0 and config.warmup is None:
-        found.append("steps is 0 and there is no warmup, so nothing would be trained; set one of them")
-    if config.steps == 0:
-        why = "because steps is 0 (supervised training alone)"
-        idle = [f"policy.{name}" for name in ("loss", "kl", "token_weights", "optimizer_steps_per_batch")]
-        idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
-        idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
-        idle += ["advantage"] * ("advantage" in _given(config))
-        found += [f"{key} has no effect {why}; remove it" for key in idle]
-    if config.steps and config.policy.optimizer_steps_per_batch == 1:
-        # The first optimizer step after sampling has a ratio of 1, which no bound touches.
-        found += [
-            f"policy.loss.{name} has no effect with one optimizer step per batch, where nothing is clipped; "
-            "remove it, or raise policy.optimizer_steps_per_batch"
-            for name in sorted(_given(config.policy.loss))
-        ]
-    batch, parts = config.rollout.prompts_per_step, config.policy.optimizer_steps_per_batch
+    if rollout.samples_per_prompt == 1 and rollout.refill_rounds:
+        yield (
+            "rollout.refill_rounds replaces groups whose rewards are all equal, which is every group of one "
+            "sample; remove it, or raise rollout.samples_per_prompt"
+        )
+    if rollout.overlong_tokens > rollout.max_tokens:
+        yield (
+            f"rollout.overlong_tokens {rollout.overlong_tokens} is more than rollout.max_tokens "
+            f"{rollout.max_tokens}; lower it"
+        )
+    batch, parts = rollout.prompts_per_step, config.policy.optimizer_steps_per_batch
     if batch % parts:
-        found.append(
-            f"policy.optimizer_steps_per_batch {parts} does not divide rollout.prompts_per_step {batch}"
+        yield f"policy.optimizer_steps_per_batch {parts} does not divide rollout.prompts_per_step {batch}"
+
+
+def _idle_advantage(config: RunConfig) -> Iterator[str]:
+    advantage = config.advantage
+    if advantage.kind in VALUED and config.critic is None:
+        yield f"advantage kind {advantage.kind} needs a critic; add `critic: {{}}`"
+    if advantage.kind not in VALUED and config.critic is not None:
+        yield f"critic has no effect with advantage kind {advantage.kind}, which asks for no value; remove it"
+    if isinstance(advantage, GroupAdvantage):
+        if not advantage.divide_by_std and "epsilon" in _given(advantage):
+            yield "advantage.epsilon has no effect with divide_by_std false; remove it"
+        if advantage.lone_reward and (advantage.baseline == "others" or not advantage.divide_by_std):
+            yield "advantage.lone_reward needs baseline mean and divide_by_std; remove it"
+    if isinstance(advantage, GaeAdvantage) and advantage.length_adaptive and "lam" in _given(advantage):
+        yield "advantage.lam has no effect with advantage.length_adaptive; remove one of them"
+    if advantage.kind == "group_decoupled" and len(config.rewards) == 1:
+        yield "advantage kind group_decoupled needs two rewards or more; with one, use kind group"
+    if advantage.kind in ("group_decoupled", "teacher"):
+        in_reward = config.policy.kl is not None and config.policy.kl.place == "reward"
+        idle = {
+            "rollout.overlong_tokens": config.rollout.overlong_tokens,
+            "policy.kl.place reward": in_reward,
+        }
+        for key, given in idle.items():
+            if given:
+                yield f"{key} has no effect with advantage kind {advantage.kind}, which does not look at it"
+    if advantage.kind == "v_trace" and config.policy.proximal != "recompute":
+        yield (
+            "advantage kind v_trace weighs the trainer's log-probabilities against the sampler's; set "
+            "policy.proximal: recompute"
         )
-    return found
+    if "scan" in _given(config.kernels) and advantage.kind not in SCANNED:
+        yield f"kernels.scan has no effect with advantage kind {advantage.kind}, which has no scan; remove it"
+
+
+def _idle_policy(config: RunConfig) -> Iterator[str]:
+    policy = config.policy
+    if policy.optimizer_steps_per_batch == 1:
+        # The first optimizer step after sampling has a ratio of 1, which no bound touches.
+        for name in sorted(_given(policy.loss) - {"kind", *ACTING.get(policy.loss.kind, ())}):
+            yield (
+                f"policy.loss.{name} has no effect with one optimizer step per batch, where nothing is "
+                "clipped; remove it, or raise policy.optimizer_steps_per_batch"
+            )
+        if config.critic is not None and "clip" in _given(config.critic):
+            yield (
+                "critic.clip has no effect with one optimizer step per batch, where no value has moved; "
+                "remove it, or raise policy.optimizer_steps_per_batch"
+            )
+    if policy.proximal == "interpolate" and policy.optimizer_steps_per_batch < 3:
+        yield (
+            "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, whose "
+            "tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch"
+        )
+    if policy.proximal == "sampler" and policy.correction is not None:
+        yield (
+            "policy.correction weighs the proximal weights against the sampler's, which are the same with "
+            "policy.proximal sampler; set policy.proximal: recompute"
+        )
+    if policy.proximal == "interpolate" and policy.correction is not None and policy.correction.normalise:
+        yield (
+            "policy.correction.normalise needs the weights of the whole optimizer step beforehand; set "
+            "policy.proximal: recompute"
+        )
+    kl = policy.kl
+    if kl is not None and kl.place == "reward" and kl.estimator in ("full", "k1+", "k3+"):
+        yield (
+            f"policy.kl.estimator {kl.estimator} is made for its gradient, and a reward has none; set k1, "
+            "k2, k3 or abs"
+        )
+    sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if kl is not None and kl.target is not None and kl.horizon < sequences:
+        yield f"policy.kl.horizon {kl.horizon} is less than the {sequences} sequences of a batch; raise it"
+    if kl is not None and kl.target is None and "horizon" in _given(kl):
+        yield "policy.kl.horizon has no effect without policy.kl.target; remove it"
+    sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if kl is not None and kl.target is not None and kl.horizon < sequences:
+        yield f"policy.kl.horizon {kl.horizon} is less than the {sequences} sequences of a batch; raise it"
 
 
 def _given(section: Section) -> set[str]:

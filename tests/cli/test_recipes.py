@@ -23,8 +23,9 @@ def test_a_recipe_is_printed_so_that_it_can_be_kept(lab):
     assert lab("config", "mine.yaml").code == 0
 
 
-def test_a_purpose_is_the_opening_comment_alone():
+def test_a_purpose_is_the_first_paragraph_of_the_opening_comment():
     assert purpose("# One\n# two.\nsteps: 1\n# three\n") == "One two."
+    assert purpose("# One\n# two.\n#\n# Three.\nsteps: 1\n") == "One two."
     assert purpose("steps: 1\n") == ""
 
 

@@ -1,29 +1,22 @@
+"""A setting that was given and can have no effect is refused: each sentence provoked, and not provoked."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 
-from millrace.config.recipe import ConfigError, validate
-from millrace.config.settings import RunConfig, ineffective_settings
+from millrace.config.recipe import validate
+from millrace.config.settings import ineffective_settings
+from tests.config.trees import BASE, data, kl, message_of, task
 
-BASE: dict[str, Any] = {"steps": 3, "data": {"train": "sums.jsonl"}, "rewards": [{"kind": "exact"}]}
-TASK: dict[str, Any] = {"data": {"train": "reasoning-gym:chain_sum"}}
+TEACHER: dict[str, Any] = {"kind": "teacher", "path": "runs/one"}
+TWO: list[dict[str, Any]] = [{"kind": "exact"}, {"kind": "gsm8k"}]
+UNCLIPPED = (
+    "has no effect with one optimizer step per batch, where nothing is clipped; remove it, or raise "
+    "policy.optimizer_steps_per_batch"
+)
 IDLE = "has no effect because steps is 0 (supervised training alone); remove it"
-
-
-def message_of(tree: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as error:
-        validate({**BASE, **tree}, "mine")
-    return str(error.value)
-
-
-def data(**more: Any) -> dict[str, Any]:
-    return {"data": {"train": "sums.jsonl", **more}}
-
-
-def task(**more: Any) -> dict[str, Any]:
-    return {"data": {"train": "reasoning-gym:chain_sum", **more}}
 
 
 INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
@@ -74,11 +67,6 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"steps": 0}, "steps is 0 and there is no warmup, so nothing would be trained; set one of them"),
     ({"steps": 0, "warmup": {"steps": 1}, "policy": {"loss": {"low": 0.1}}}, f"policy.loss {IDLE}"),
-    (
-        {"policy": {"loss": {"high": 0.28}}},
-        "policy.loss.high has no effect with one optimizer step per batch, where nothing is clipped; "
-        "remove it, or raise policy.optimizer_steps_per_batch",
-    ),
     ({"steps": 0, "warmup": {"steps": 1}, "policy": {"kl": {"coefficient": 1}}}, f"policy.kl {IDLE}"),
     (
         {"steps": 0, "warmup": {"steps": 1}, "policy": {"token_weights": "sequence_sum"}},
@@ -93,9 +81,116 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         f"policy.optimizer.learning_rate {IDLE}",
     ),
     ({"steps": 0, "warmup": {"steps": 1}, "advantage": {"divide_by_std": False}}, f"advantage {IDLE}"),
+    ({"steps": 0, "warmup": {"steps": 1}, "advantage": {"kind": "gae"}, "critic": {}}, f"advantage {IDLE}"),
+    ({"steps": 0, "warmup": {"steps": 1}, "critic": {}}, f"critic {IDLE}"),
+    ({"steps": 0, "warmup": {"steps": 1}, "kernels": {"scan": "loop"}}, f"kernels {IDLE}"),
+    (
+        {"rollout": {"samples_per_prompt": 1}},
+        "rollout.samples_per_prompt is 1, but advantage kind group compares the samples of a prompt; raise "
+        "it to 2 or more, or choose another kind",
+    ),
+    (
+        {
+            "rollout": {"samples_per_prompt": 1, "refill_rounds": 1},
+            "advantage": {"kind": "returns"},
+        },
+        "rollout.refill_rounds replaces groups whose rewards are all equal, which is every group of one "
+        "sample; remove it, or raise rollout.samples_per_prompt",
+    ),
+    (
+        {"rollout": {"max_tokens": 8, "overlong_tokens": 9}},
+        "rollout.overlong_tokens 9 is more than rollout.max_tokens 8; lower it",
+    ),
     (
         {"rollout": {"prompts_per_step": 32}, "policy": {"optimizer_steps_per_batch": 3}},
         "policy.optimizer_steps_per_batch 3 does not divide rollout.prompts_per_step 32",
+    ),
+    ({"advantage": {"kind": "gae"}}, "advantage kind gae needs a critic; add `critic: {}`"),
+    (
+        {"critic": {}},
+        "critic has no effect with advantage kind group, which asks for no value; remove it",
+    ),
+    (
+        {"advantage": {"divide_by_std": False, "epsilon": 1e-4}},
+        "advantage.epsilon has no effect with divide_by_std false; remove it",
+    ),
+    (
+        {"advantage": {"lone_reward": True, "divide_by_std": False}},
+        "advantage.lone_reward needs baseline mean and divide_by_std; remove it",
+    ),
+    (
+        {"advantage": {"lone_reward": True, "baseline": "others"}},
+        "advantage.lone_reward needs baseline mean and divide_by_std; remove it",
+    ),
+    (
+        {"advantage": {"kind": "gae", "lam": 0.9, "length_adaptive": 0.05}, "critic": {}},
+        "advantage.lam has no effect with advantage.length_adaptive; remove one of them",
+    ),
+    (
+        {"advantage": {"kind": "group_decoupled"}},
+        "advantage kind group_decoupled needs two rewards or more; with one, use kind group",
+    ),
+    (
+        {"advantage": TEACHER, "rollout": {"overlong_tokens": 1}},
+        "rollout.overlong_tokens has no effect with advantage kind teacher, which does not look at it",
+    ),
+    (
+        {"advantage": {"kind": "group_decoupled"}, "rewards": TWO, "policy": kl(place="reward")},
+        "policy.kl.place reward has no effect with advantage kind group_decoupled, which does not look at it",
+    ),
+    (
+        {"advantage": {"kind": "v_trace"}, "critic": {}},
+        "advantage kind v_trace weighs the trainer's log-probabilities against the sampler's; set "
+        "policy.proximal: recompute",
+    ),
+    (
+        {"advantage": {"kind": "gpg"}, "kernels": {"scan": "loop"}},
+        "kernels.scan has no effect with advantage kind gpg, which has no scan; remove it",
+    ),
+    ({"policy": {"loss": {"high": 0.28}}}, f"policy.loss.high {UNCLIPPED}"),
+    ({"policy": {"loss": {"kind": "kl_cov", "share": 0.5}}}, f"policy.loss.share {UNCLIPPED}"),
+    ({"policy": {"loss": {"kind": "clip_cov", "low": 0.1, "share": 0.5}}}, f"policy.loss.low {UNCLIPPED}"),
+    (
+        {"advantage": {"kind": "gae"}, "critic": {"clip": 0.2}},
+        "critic.clip has no effect with one optimizer step per batch, where no value has moved; remove it, "
+        "or raise policy.optimizer_steps_per_batch",
+    ),
+    (
+        {"policy": {"proximal": "interpolate", "optimizer_steps_per_batch": 2}},
+        "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, whose "
+        "tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch",
+    ),
+    (
+        {"policy": {"correction": {}}},
+        "policy.correction weighs the proximal weights against the sampler's, which are the same with "
+        "policy.proximal sampler; set policy.proximal: recompute",
+    ),
+    (
+        {
+            "policy": {
+                "optimizer_steps_per_batch": 4,
+                "proximal": "interpolate",
+                "correction": {"normalise": True},
+            }
+        },
+        "policy.correction.normalise needs the weights of the whole optimizer step beforehand; set "
+        "policy.proximal: recompute",
+    ),
+    *(
+        (
+            {"policy": kl(place="reward", estimator=estimator)},
+            f"policy.kl.estimator {estimator} is made for its gradient, and a reward has none; set k1, k2, "
+            "k3 or abs",
+        )
+        for estimator in ("full", "k1+", "k3+")
+    ),
+    (
+        {"policy": kl(horizon=5000)},
+        "policy.kl.horizon has no effect without policy.kl.target; remove it",
+    ),
+    (
+        {"policy": kl(target=0.1, horizon=255)},
+        "policy.kl.horizon 255 is less than the 256 sequences of a batch; raise it",
     ),
 ]
 
@@ -120,73 +215,28 @@ def test_a_setting_that_can_have_no_effect_is_refused(tree: dict[str, Any], sent
         {"steps": 0, "warmup": {"steps": 1}, "policy": {"optimizer": {"betas": [0.9, 0.95]}}},
         {"rollout": {"prompts_per_step": 32}, "policy": {"optimizer_steps_per_batch": 4}},
         {"rewards": [{"kind": kind} for kind in ("exact", "gsm8k", "number")]},
+        {"rollout": {"samples_per_prompt": 1}, "advantage": {"kind": "returns"}, "kernels": {"scan": "loop"}},
+        {"rollout": {"refill_rounds": 1, "max_tokens": 8, "overlong_tokens": 8}},
+        {"advantage": {"kind": "gae"}, "critic": {}},
+        {"advantage": {"kind": "gae", "length_adaptive": 0.05}, "critic": {}},
+        {"advantage": {"kind": "v_trace"}, "critic": {}, "policy": {"proximal": "recompute"}},
+        {"advantage": {"epsilon": 1e-4, "lone_reward": True, "whiten": True}},
+        {"advantage": {"baseline": "others", "epsilon": 1e-4}},
+        {"advantage": {"kind": "group_decoupled"}, "rewards": TWO, "policy": kl()},
+        {"advantage": TEACHER, "policy": kl(target=0.1, horizon=256)},
+        {"policy": kl(place="reward", estimator="abs")},
+        {"policy": kl(estimator="full")},
+        {"policy": {"loss": {"kind": "clip_cov", "share": 0.5, "covariance_low": 0.5}}},
+        {"policy": {"loss": {"kind": "gspo", "gradient": "token"}}},
+        {"policy": {"loss": {"kind": "cispo", "low": 1.0}, "optimizer_steps_per_batch": 2}},
+        {"policy": {"proximal": "recompute", "correction": {"normalise": True}}},
+        {
+            "advantage": {"kind": "gae"},
+            "critic": {"clip": None},
+            "policy": {"optimizer_steps_per_batch": 4, "proximal": "interpolate", "correction": {}},
+        },
     ],
     ids=str,
 )
 def test_settings_with_an_effect_are_accepted(tree: dict[str, Any]) -> None:
     assert ineffective_settings(validate({**BASE, **tree}, "mine")) == []
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"steps": -1}, "steps is -1: input should be greater than or equal to 0"),
-    (
-        {"steps": "many"},
-        "steps is 'many': input should be a valid integer, unable to parse string as an integer",
-    ),
-    ({"name": "a/b"}, "name: 'a/b' is not a plain folder name (letters, digits, dot, dash, underscore)"),
-    ({"name": ".."}, "name: '..' is not a plain folder name (letters, digits, dot, dash, underscore)"),
-    (
-        data(answer_pattern="[0-9]+"),
-        "data.answer_pattern: '[0-9]+' has no group; put the answer in parentheses",
-    ),
-    (
-        data(answer_pattern="("),
-        "data.answer_pattern: '(' is not a regular expression: missing ), unterminated subpattern at "
-        "position 0",
-    ),
-    (data(template="Say it."), "data.template: 'Say it.' does not contain {prompt}"),
-    (
-        {"warmup": {"steps": 1, "gate": [0.6, 0.4]}},
-        "warmup: gate [0.6, 0.4] is not a band of accuracies [low, high] within 0 and 1",
-    ),
-    (
-        {"warmup": {"steps": 1, "gate": [0.6, 1.4]}},
-        "warmup: gate [0.6, 1.4] is not a band of accuracies [low, high] within 0 and 1",
-    ),
-    (
-        {"rewards": [{"kind": "format", "pattern": "("}]},
-        "rewards.0.pattern: '(' is not a regular expression: missing ), unterminated subpattern at "
-        "position 0",
-    ),
-    (
-        {"rewards": [{"kind": "function", "function": "score"}]},
-        "rewards.0.function: 'score' is not of the form module:function",
-    ),
-    (
-        {"rollout": {"samples_per_prompt": 1}},
-        "rollout.samples_per_prompt is 1: input should be greater than or equal to 2",
-    ),
-    (
-        {"policy": {"loss": {"dual": 1.0}}},
-        "policy.loss.dual is 1.0: input should be greater than 1",
-    ),
-    (
-        {"device": "tpu"},
-        "device is 'tpu': input should be 'auto', 'cpu' or 'cuda'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("tree", "sentence"), WRONG, ids=[sentence[:60] for _, sentence in WRONG])
-def test_a_wrong_value_says_what_it_should_be(tree: dict[str, Any], sentence: str) -> None:
-    assert message_of(tree) == f"recipe mine: {sentence}"
-
-
-def test_chat_is_a_template_without_a_place_for_the_prompt() -> None:
-    assert validate({**BASE, **data(template="chat")}, "mine").data.template == "chat"
-
-
-def test_a_config_cannot_be_changed() -> None:
-    config = RunConfig.model_validate(BASE)
-    with pytest.raises(ValueError, match="frozen"):
-        config.steps = 5  # type: ignore[misc]

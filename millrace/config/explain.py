@@ -1,0 +1,121 @@
+"""From pydantic's errors to sentences that name the setting and what to change."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from millrace.config.settings import RunConfig
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections an annotation names, seen through `| None`, lists and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
+
+
+def _section(info: FieldInfo) -> type[BaseModel] | None:
+    """The section a field holds, None for a value or a choice of kinds."""
+    sections = list(_sections(info.annotation))
+    return sections[0] if len(sections) == 1 else None
+
+
+def _kinds(info: FieldInfo | None) -> dict[str, type[BaseModel]]:
+    """The sections a field, or each entry of it, may be, by kind."""
+    sections = list(_sections(info.annotation)) if info else []
+    return {_kind(section): section for section in sections if "kind" in section.model_fields}
+
+
+def known_keys(model: type[BaseModel] = RunConfig, above: str = "") -> list[str]:
+    """Every dotted key of a section and the sections below it, of each kind where there is a choice."""
+    keys: dict[str, None] = {}
+    for name, info in model.model_fields.items():
+        keys[f"{above}{name}"] = None
+        if get_origin(info.annotation) is not tuple:
+            for section in _sections(info.annotation):
+                keys |= dict.fromkeys(known_keys(section, f"{above}{name}."))
+    return list(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a validation error lies: its dotted key, the section that should know it, and its field."""
+
+    key: str
+    section: type[BaseModel] | None
+    info: FieldInfo | None
+
+
+def _place(location: tuple[int | str, ...]) -> _Place:
+    """From pydantic's location, which names the kind where there is a choice, to the key a person wrote."""
+    parts: list[str] = []
+    kinds: dict[str, type[BaseModel]] = {}
+    section: type[BaseModel] | None = None
+    below: type[BaseModel] | None = RunConfig
+    info: FieldInfo | None = None
+    for part in location:
+        if part in kinds:
+            below, kinds = kinds[str(part)], {}
+            continue
+        parts.append(str(part))
+        if isinstance(part, int):
+            kinds = _kinds(info)
+            continue
+        section = below
+        info = section.model_fields.get(part) if section else None
+        below = _section(info) if info else None
+        kinds = {} if below else _kinds(info)
+    return _Place(".".join(parts), section, info)
+
+
+def _kind(section: type[BaseModel]) -> str:
+    return str(get_args(section.model_fields["kind"].annotation)[0])
+
+
+def is_echo(item: dict[str, Any], found: list[dict[str, Any]]) -> bool:
+    """Whether a list counts as too short only because pydantic left out its wrong entries."""
+    size = len(item["loc"])
+    return item["type"] == "too_short" and any(
+        len(other["loc"]) > size and other["loc"][:size] == item["loc"] for other in found
+    )
+
+
+def explain(item: dict[str, Any], name: str) -> str:
+    """One validation error of the recipe called `name` as one sentence that says what to change."""
+    place = _place(item["loc"])
+    key = place.key
+    if item["type"] == "extra_forbidden":
+        return f"recipe {name}: unknown key {key}{_hint(place)}"
+    if item["type"] == "missing":
+        description = place.info.description if place.info else None
+        return f"recipe {name}: {key} is missing; {f'it says: {description}' if description else 'add it'}"
+    if item["type"] in ("union_tag_invalid", "union_tag_not_found") and place.info:
+        kinds = ", ".join(_kinds(place.info))
+        given = f"is {item['ctx']['tag']!r}" if "tag" in item["ctx"] else "is missing"
+        return f"recipe {name}: {key}.kind {given}; there are: {kinds}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"recipe {name}: {key + ': ' if key else ''}{message}"
+    return f"recipe {name}: {key} is {item['input']!r}: {message[0].lower() + message[1:]}"
+
+
+def _hint(place: _Place) -> str:
+    """The known key that resembles an unknown one most: within its section, then anywhere."""
+    above, dot, last = place.key.rpartition(".")
+    siblings = list(place.section.model_fields) if place.section else []
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {above}{dot}{near[0]}?"
+    if place.section and "kind" in siblings:
+        own = ", ".join(name for name in siblings if name != "kind")
+        return f"; kind {_kind(place.section)} {f'has: {own}' if own else 'has no settings'}"
+    by_last = {known.rpartition(".")[2]: known for known in known_keys()}
+    near = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)
+    return f"; did you mean {by_last[near[0]]}?" if near else ""

@@ -1,0 +1,92 @@
+"""Settings of what goes in: weights, tokens and prompts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, field_validator
+
+from millrace.config.section import Section, compiled
+
+TASK_PREFIX = "reasoning-gym:"
+
+
+class ModelConfig(Section):
+    """Which weights the policy starts from."""
+
+    path: str | None = Field(
+        None, description="Hugging Face model folder (safetensors); null makes a fresh model"
+    )
+    architecture: str = Field("qwen3", description="transformers model type of a fresh model")
+    shape: dict[str, Any] = Field(
+        default_factory=dict, description="transformers config fields of a fresh model, such as hidden_size"
+    )
+
+
+class TokenizerConfig(Section):
+    """Which tokenizer; by default the model folder's, or for a fresh model one trained on the data."""
+
+    path: str | None = Field(
+        None, description="tokenizer folder; null takes the model's, or trains one on the data"
+    )
+    vocab_size: PositiveInt = Field(1024, description="most entries of a trained tokenizer")
+    alphabet: Literal["bytes", "seen"] = Field(
+        "bytes",
+        description="what a trained tokenizer spells with: every byte, or only those of the data (a tiny "
+        "model learns faster; other text is refused)",
+    )
+    across_words: bool = Field(
+        False,
+        description="let one entry of a trained tokenizer span words (short prompts for templated tasks)",
+    )
+
+
+class DataConfig(Section):
+    """Prompts, their answers, and how they are split."""
+
+    train: str = Field(
+        description=f"JSONL or Parquet file, Hugging Face dataset folder, or {TASK_PREFIX}NAME"
+    )
+    eval: str | None = Field(
+        None, description="held-out file or folder; null splits off eval_size rows of train"
+    )
+    task: dict[str, Any] = Field(default_factory=dict, description="options of a reasoning-gym task")
+    task_size: PositiveInt = Field(
+        10_000, description="problems drawn from a reasoning-gym task before removing twins"
+    )
+    eval_size: PositiveInt = Field(256, description="most rows that are held out for evaluation")
+    prompt_column: str = Field("question", description="column that holds the prompt (text or chat messages)")
+    answer_column: str | None = Field(
+        "answer", description="column that holds the reference answer; null has none"
+    )
+    answer_pattern: str | None = Field(
+        None, description="regular expression whose first group is the answer within its column"
+    )
+    demonstration_column: str | None = Field(
+        None, description="column that holds a completion to imitate in the warm-up; null uses the answer"
+    )
+    identity_column: str | None = Field(
+        None, description="column that tells problems apart, dotted into objects; null is the prompt"
+    )
+    template: str = Field(
+        "{prompt}", description="text around {prompt}, or `chat` for the tokenizer's own chat template"
+    )
+    max_prompt_tokens: PositiveInt = Field(512, description="longest prompt")
+    too_long: Literal["filter", "refuse"] = Field(
+        "filter", description="drop longer prompts with a count, or stop"
+    )
+    shuffle: bool = Field(True, description="a new order each epoch, by seed")
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _one_group(cls, pattern: str | None) -> str | None:
+        if pattern is not None and compiled(pattern).groups < 1:
+            raise ValueError(f"{pattern!r} has no group; put the answer in parentheses")
+        return pattern
+
+    @field_validator("template")
+    @classmethod
+    def _names_prompt(cls, template: str) -> str:
+        if template != "chat" and "{prompt}" not in template:
+            raise ValueError(f"{template!r} does not contain {{prompt}}")
+        return template

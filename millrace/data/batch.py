@@ -27,6 +27,12 @@ class Batch:
         reward_T: float32, the trajectory's reward on its last chosen token; 0 elsewhere.
         advantage_T: float32; 0 where the action mask is not set.
         weight_T: float32, the token's share of the scalar loss over the whole optimizer step.
+        reference_logprob_T: float32, under the reference policy; 0 where the action mask is not set.
+        proximal_logprob_T: float32, under the weights at the start of the batch; 0 likewise.
+        value_T: float32, the critic's value of the state each token was chosen in; 0 likewise.
+        return_T: float32, what the critic learns; 0 likewise.
+        correction_T: float32, factor of the token's policy loss (importance weight, 0 where rejected).
+        selected_T: bool, tokens the policy loss treats apart (Clip-Cov, KL-Cov).
     """
 
     token_T: Tensor
@@ -42,6 +48,8 @@ class Batch:
     proximal_logprob_T: Tensor | None = None
     value_T: Tensor | None = None
     return_T: Tensor | None = None
+    correction_T: Tensor | None = None
+    selected_T: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

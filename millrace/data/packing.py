@@ -6,7 +6,7 @@ T = packed tokens, N = trajectories.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 
 import torch
@@ -18,13 +18,11 @@ from millrace.types import Trajectory
 TokenWeights = Callable[[Tensor, Tensor], Tensor]
 
 
-def pack(trajectories: Sequence[Trajectory], advantage_N: Tensor, token_weights: TokenWeights) -> Batch:
-    """Scored trajectories of one optimizer step as one packed row.
+def pack(trajectories: Sequence[Trajectory]) -> Batch:
+    """Scored trajectories as one packed row; advantages and shares are 0 until they are estimated.
 
     Args:
         trajectories: each with an outcome that did not fail.
-        advantage_N: one advantage per trajectory, given to every token the policy chose.
-        token_weights: `(action_mask_T, segment_T) -> weight_T`, from `algorithms.weights`.
 
     Raises:
         ValueError: there are none, one was not scored, or one begins with a token of the policy's own.
@@ -65,8 +63,8 @@ def pack(trajectories: Sequence[Trajectory], advantage_N: Tensor, token_weights:
         sampler_logprob_T=torch.tensor(logprobs),
         version_T=torch.tensor(versions),
         reward_T=reward_T,
-        advantage_T=advantage_N.float()[segment_T] * mask_T,
-        weight_T=token_weights(mask_T, segment_T),
+        advantage_T=torch.zeros(len(mask)),
+        weight_T=torch.zeros(len(mask)),
     )
 
 
@@ -104,8 +102,8 @@ def pack_demonstrations(
 def with_gradient(batch: Batch) -> Batch | None:
     """The segments that have an advantage other than 0, or None if none has.
 
-    Without a KL penalty the others add exactly nothing to the gradient, and their shares are already fixed,
-    so leaving them out saves their forward and backward and changes no number.
+    Where the loss is a multiple of the advantage, the others add exactly nothing to the gradient, and their
+    shares are already fixed, so leaving them out saves their forward and backward and changes no number.
     """
     moving_B = torch.zeros(batch.num_segments, dtype=torch.bool).index_put(
         (batch.segment_T[batch.advantage_T != 0],), torch.tensor(True)
@@ -119,33 +117,47 @@ def with_gradient(batch: Batch) -> Batch | None:
 def without_twins(batch: Batch) -> Batch:
     """Each segment once, with the summed weight of all its twins.
 
-    Twins agree in every token, mask, sampler log-probability, version, reward and advantage, as short answers
-    to one prompt often do. Their losses are equal, so one forward and backward with the sum of their shares
-    gives the same loss and gradient.
+    Twins agree in every field but their weight, as short answers to one prompt often do. Their losses are
+    equal, so one forward and backward with the sum of their shares gives the same loss and gradient.
     """
-    length_B = batch.length_B
-    start_B = (length_B.cumsum(0) - length_B).tolist()
-    columns = (
-        batch.token_T,
-        batch.action_mask_T,
-        batch.sampler_logprob_T,
-        batch.version_T,
-        batch.reward_T,
-        batch.advantage_T,
-    )
-    arrays = [column_T.numpy() for column_T in columns]
-    first: dict[tuple[bytes, ...], int] = {}
-    twin_of: list[int] = []
-    for start, length in zip(start_B, length_B.tolist(), strict=True):
-        key = tuple(array[start : start + length].tobytes() for array in arrays)
-        twin_of.append(first.setdefault(key, len(twin_of)))
-    kept = sorted(first.values())
+    apart = ("position_T", "segment_T", "weight_T")
+    names = [field.name for field in fields(Batch) if field.name not in apart]
+    twin_of = _twins(batch, names)
+    kept = sorted(set(twin_of))
     if len(kept) == batch.num_segments:
         return batch
     # Twins are equally long, so token t of a twin adds to token t of the segment that stays.
-    target_T = torch.tensor(start_B)[torch.tensor(twin_of)[batch.segment_T]] + batch.position_T
+    target_T = _starts(batch)[torch.tensor(twin_of)[batch.segment_T]] + batch.position_T
     summed_T = torch.zeros_like(batch.weight_T).index_add(0, target_T, batch.weight_T)
     return replace(batch, weight_T=summed_T).select(kept)
+
+
+def once_each(batch: Batch) -> tuple[Batch, Tensor]:
+    """Each sequence of tokens once, and for every token of `batch` its place among them, [T].
+
+    What a model says of a token depends on the sequence alone, so it is asked once: `scores_T[place_T]`.
+    """
+    twin_of = torch.tensor(_twins(batch, ("token_T", "action_mask_T")))
+    kept_B, rank_B = twin_of.unique(return_inverse=True)
+    small = batch.select(kept_B.tolist())
+    return small, _starts(small)[rank_B[batch.segment_T]] + batch.position_T
+
+
+def _twins(batch: Batch, names: Sequence[str]) -> list[int]:
+    """For each segment the first one that agrees with it in the named fields."""
+    columns = [getattr(batch, name) for name in names]
+    arrays = [column_T.numpy() for column_T in columns if column_T is not None]
+    first: dict[tuple[bytes, ...], int] = {}
+    twin_of: list[int] = []
+    for start, length in zip(_starts(batch).tolist(), batch.length_B.tolist(), strict=True):
+        key = tuple(array[start : start + length].tobytes() for array in arrays)
+        twin_of.append(first.setdefault(key, len(twin_of)))
+    return twin_of
+
+
+def _starts(batch: Batch) -> Tensor:
+    length_B = batch.length_B
+    return length_B.cumsum(0) - length_B
 
 
 def _positions(lengths: Sequence[int]) -> Tensor:

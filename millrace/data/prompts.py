@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millrace.config.settings import TASK_PREFIX, DataConfig
+from millrace.config.inputs import TASK_PREFIX, DataConfig
 from millrace.data.chat import as_text, plain_text, render
 from millrace.data.rows import DataError, Row, column, read_rows
 from millrace.data.tasks import task_rows

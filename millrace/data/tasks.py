@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from millrace.config.settings import TASK_PREFIX
+from millrace.config.inputs import TASK_PREFIX
 from millrace.data.rows import DataError, Row
 
 # These two have a home elsewhere in the recipe.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -102,10 +105,18 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
         ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot
             run packed.
     """
+    return _checked(pretrained(AutoModelForCausalLM, check_folder(folder), dtype=dtype))
+
+
+def pretrained(kind: Any, path: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of an `AutoModel` kind from a folder, with our attention and every weight it needs.
+
+    Raises:
+        ModelError: a file is damaged, or weights do not fit the config.
+    """
     attention.register()
-    path = check_folder(folder)
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+    with sentences(path):
+        model, info = kind.from_pretrained(
             path,
             attn_implementation=attention.NAME,
             dtype=dtype,
@@ -115,8 +126,6 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are listed, and refused below by name
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model folder {path} cannot be loaded: {_first_line(error)}") from None
     if info["mismatched_keys"]:
         name, held, wanted = sorted(info["mismatched_keys"])[0]
         raise ModelError(
@@ -125,7 +134,20 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"model folder {path} lacks {len(missing)} weights, the first being {missing[0]}")
-    return _checked(model)
+    for parameter in model.parameters():
+        # In the mapped file a weight begins anywhere, and products of unaligned memory round differently: a
+        # resumed run would not repeat every bit.
+        parameter.data = parameter.data.clone()
+    return model
+
+
+@contextmanager
+def sentences(path: Path) -> Iterator[None]:
+    """What transformers raises on a bad folder, as one sentence that names it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"model folder {path} cannot be loaded: {_first_line(error)}") from None
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
@@ -139,11 +161,36 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 
 def _checked(model: PreTrainedModel) -> PreTrainedModel:
+    """Refuse a causal language model whose packed logits are not its own plain ones."""
+    return checked(
+        model,
+        "logits",
+        packed=lambda hidden_TD: output_head(model).logits(hidden_TD),
+        plain=lambda token_1T: model(token_1T, use_cache=False).logits,
+    )
+
+
+def checked(
+    model: PreTrainedModel,
+    what: str,
+    *,
+    packed: Callable[[Tensor], Tensor],
+    plain: Callable[[Tensor], Tensor],
+) -> PreTrainedModel:
     """Refuse an architecture whose packed forward is not its own plain forward.
 
-    Two short segments are run packed and, one by one, with transformers' eager attention and its own output
-    head. Whatever the architecture does that we do not know of (another attention, recurrence over the row,
+    Two short segments are run packed and, one by one, with transformers' eager attention and its own modules.
+    Whatever the architecture does that we do not know of (another attention, recurrence over the row,
     unusual logits) shows here and not as a training run that goes nowhere.
+
+    Args:
+        model: to be checked; its dropout is off from now on.
+        what: is compared.
+        packed: makes it of the final hidden states of a packed row, [T, D].
+        plain: makes it of the tokens of one segment, [1, T], by the model's own modules.
+
+    Raises:
+        ModelError: they differ, or one of them cannot be made.
     """
     # Dropout off for good: the sampler and the trainer must be one function.
     model.eval()
@@ -156,20 +203,16 @@ def _checked(model: PreTrainedModel) -> PreTrainedModel:
     try:
         with torch.no_grad():
             segments = Segments.of(torch.tensor(lengths)).to(device)
-            packed_TV = output_head(model).logits(hidden_states(model, token_T, position_T, Packed(segments)))
+            ours_T = packed(hidden_states(model, token_T, position_T, Packed(segments)))
             model.set_attn_implementation("eager")
-            plain_TV = torch.cat(
-                [model(part[None], use_cache=False).logits[0] for part in token_T.split(lengths)]
-            )
+            own_T = torch.cat([plain(part[None])[0] for part in token_T.split(lengths)])
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{problem}: {_first_line(error)}") from None
     finally:
         model.set_attn_implementation(attention.NAME)
-    difference = float(
-        (packed_TV - plain_TV.to(packed_TV.dtype)).abs().max() / plain_TV.abs().max().clamp(min=1.0)
-    )
-    if not difference < (0.05 if plain_TV.dtype == torch.bfloat16 else 1e-3):
-        raise ModelError(f"{problem}: its packed logits differ from its own by {difference:.2g}")
+    difference = float((ours_T - own_T.to(ours_T.dtype)).abs().max() / own_T.abs().max().clamp(min=1.0))
+    if not difference < (0.05 if own_T.dtype == torch.bfloat16 else 1e-3):
+        raise ModelError(f"{problem}: its packed {what} differ from its own by {difference:.2g}")
     return model
 
 

@@ -5,13 +5,15 @@ T = packed tokens, N = chosen tokens, D = model width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
 from millrace.kernels.packed_attention import Segments
-from millrace.kernels.token_logprob import Head, token_logprob
+from millrace.kernels.token_logprob import Head, token_logprob, token_squares
 from millrace.models.attention import Decode, Packed
 
 
@@ -46,31 +48,67 @@ def hidden_states(
     return hidden_TD
 
 
-def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each chosen token and the entropy it was chosen from, in packed order, both [N].
+def chosen_hidden(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The hidden state each chosen token was predicted from, [N, D], and the token, [N], in packed order.
 
     A token is predicted from the hidden state before it, so the first token of a segment cannot be chosen.
+    A batch without chosen tokens gives N = 0, through which a gradient of 0 flows.
     """
     segments = Segments.of(batch.length_B.cpu()).to(batch.token_T.device)
     hidden_TD = hidden_states(model, batch.token_T, batch.position_T, Packed(segments))
     index_N = batch.action_mask_T.nonzero()[:, 0]
-    return token_logprob(
-        hidden_TD[index_N - 1], output_head(model), batch.token_T[index_N], temperature=temperature
-    )
+    return hidden_TD[index_N - 1], batch.token_T[index_N]
 
 
-@torch.no_grad()
+def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each chosen token and the entropy it was chosen from, in packed order, both [N].
+
+    Raises:
+        ValueError: the temperature is not above 0.
+    """
+    hidden_ND, target_N = chosen_hidden(model, batch)
+    return token_logprob(hidden_ND, output_head(model), target_N, temperature=temperature)
+
+
 def packed_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
     """Log-probabilities of the chosen tokens without gradient, [T], 0 elsewhere.
 
     Computed in micro-batches of at most `max_tokens` tokens, whole segments each.
 
     Raises:
-        ValueError: one segment alone is longer than `max_tokens`.
+        ValueError: one segment alone is longer than `max_tokens`, or the temperature is not above 0.
     """
+
+    def logprob(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:
+        return token_logprob(hidden_ND, head, target_N, temperature=temperature)[0]
+
+    return _packed(model, batch, max_tokens, logprob)
+
+
+def packed_squares(model: PreTrainedModel, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
+    """Sum of the squared probabilities over the vocabulary where a token was chosen, [T], 0 elsewhere.
+
+    Without gradient, in micro-batches and with errors as in `packed_logprobs`.
+    """
+
+    def squares(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:
+        return token_squares(hidden_ND, head, temperature=temperature)
+
+    return _packed(model, batch, max_tokens, squares)
+
+
+@torch.no_grad()
+def _packed(
+    model: PreTrainedModel,
+    batch: Batch,
+    max_tokens: int,
+    number: Callable[[Tensor, Head, Tensor], Tensor],
+) -> Tensor:
+    """One number per chosen token from its hidden state and the head, [T], 0 elsewhere."""
     parts = []
     for micro in batch.split(max_tokens):
-        logprob_T = torch.zeros(micro.num_tokens, device=micro.token_T.device)
-        logprob_N = chosen_logprobs(model, micro, temperature=temperature)[0]
-        parts.append(logprob_T.masked_scatter(micro.action_mask_T, logprob_N.float()))
+        hidden_ND, target_N = chosen_hidden(model, micro)
+        number_N = number(hidden_ND, output_head(model), target_N)
+        number_T = torch.zeros(micro.num_tokens, device=micro.token_T.device)
+        parts.append(number_T.masked_scatter(micro.action_mask_T, number_N.float()))
     return torch.cat(parts)

@@ -1,13 +1,21 @@
-"""From scored groups to advantages, one per trajectory."""
+"""From scored groups to advantages: what each token the policy chose is worth.
+
+T = packed tokens, N = trajectories (one segment each), K = rewards that are added up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from millrace.algorithms.advantages import group_centred, group_normalised
+from millrace.algorithms import advantages, returns
+from millrace.algorithms.masked import Chosen, chosen, whiten
+from millrace.data.batch import Batch
+from millrace.kernels.dispatch import Scan
 from millrace.types import Group, Trajectory
 
 
@@ -24,10 +32,224 @@ def usable(groups: Sequence[Group]) -> tuple[list[Trajectory], Tensor]:
     )
 
 
-def group_advantages(trajectories: Sequence[Trajectory], group_N: Tensor, *, divide_by_std: bool) -> Tensor:
-    """Group-relative advantages of scored trajectories, [N], in float64 so that 0.1 is 0.1 in every group."""
-    reward_N = torch.tensor(
-        [t.outcome.value for t in trajectories if t.outcome is not None], dtype=torch.float64
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What an estimator may look at.
+
+    Attributes:
+        batch: the packed trajectories; their `reward_T` holds penalties too, `value_T` the critic's values.
+        reward_N: rewards, penalties included, in float64 so that 0.1 is 0.1 in every group.
+        group_N: the group of each trajectory.
+        num_groups: G.
+        component_KN: the rewards that were added up, float64.
+        baseline_N: reward of the greedy answer to each trajectory's prompt.
+        final_value_N: the critic's value after the last token of a trajectory that ran out of tokens, else 0.
+        square_T: sum over the vocabulary of the squared probabilities a token was chosen from.
+        teacher_logprob_T: the teacher's log-probability of each chosen token.
+    """
+
+    batch: Batch
+    reward_N: Tensor
+    group_N: Tensor
+    num_groups: int
+    component_KN: Tensor | None = None
+    baseline_N: Tensor | None = None
+    final_value_N: Tensor | None = None
+    square_T: Tensor | None = None
+    teacher_logprob_T: Tensor | None = None
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """Where the policy's own tokens are."""
+        return chosen(self.batch.action_mask_T, self.batch.segment_T, self.batch.num_segments)
+
+    @property
+    def rewards(self) -> Tensor:
+        """Rewards of the policy's own tokens."""
+        return self.chosen.take(self.batch.reward_T)
+
+    @property
+    def values(self) -> Tensor:
+        """The critic's values of the policy's own tokens."""
+        return self.chosen.take(_there(self.batch.value_T, "values of a critic"))
+
+
+# -> advantage of each chosen token and, where there is a critic, what it learns.
+Estimate = tuple[Tensor, Tensor | None]
+Estimator = Callable[[Scored], Estimate]
+
+
+def per_trajectory(function: Callable[[Tensor, Tensor, int], Tensor], *, whitened: bool = False) -> Estimator:
+    """Every token of a trajectory gets its advantage, from rewards and groups alone."""
+
+    def estimate(scored: Scored) -> Estimate:
+        advantage_T = _spread(scored, function(scored.reward_N, scored.group_N, scored.num_groups))
+        return whiten(advantage_T) if whitened else advantage_T, None
+
+    return estimate
+
+
+def length_weighted(scored: Scored) -> Estimate:
+    """OPO: the group's mean weighted by length is taken off."""
+    advantage_N = advantages.length_weighted_centred(
+        scored.reward_N, scored.chosen.length_B, scored.group_N, scored.num_groups
     )
-    estimator = group_normalised if divide_by_std else group_centred
-    return estimator(reward_N, group_N, int(group_N.max()) + 1 if len(group_N) else 0)
+    return _spread(scored, advantage_N), None
+
+
+def group_decoupled(scored: Scored, *, weights: Sequence[float]) -> Estimate:
+    """GDPO: each reward normalised in its group, summed by weight and whitened over the tokens."""
+    advantage_N = advantages.group_decoupled(
+        _there(scored.component_KN, "several rewards"),
+        scored.group_N,
+        scored.num_groups,
+        weight_K=torch.tensor(weights, dtype=torch.float64),
+    )
+    return whiten(_spread(scored, advantage_N)), None
+
+
+def reinforce_plus_plus(scored: Scored, *, gamma: float, scan: Scan) -> Estimate:
+    """Discounted returns, whitened over the tokens."""
+    return advantages.reinforce_plus_plus(
+        scored.rewards, scored.chosen.length_B, gamma=gamma, scan=scan
+    ), None
+
+
+def reinforce_plus_plus_baseline(scored: Scored) -> Estimate:
+    """Reward minus the mean of the group, whitened over the tokens."""
+    return advantages.reinforce_plus_plus_baseline(
+        scored.reward_N, scored.group_N, scored.num_groups, scored.chosen.length_B
+    ), None
+
+
+def greedy_baseline(scored: Scored, *, scan: Scan) -> Estimate:
+    """ReMax: the return minus the reward of the greedy answer."""
+    return_T = returns.discounted_returns(scored.rewards, scored.chosen.length_B, gamma=1.0, scan=scan)
+    baseline_N = _there(scored.baseline_N, "rewards of greedy answers")
+    return advantages.baseline_centred(return_T, baseline_N, scored.chosen.segment_N), None
+
+
+def token_baseline(scored: Scored, *, by_action: bool, scan: Scan) -> Estimate:
+    """The return minus the baseline of least variance at each position of the group.
+
+    Args:
+        scored: with `square_T`.
+        by_action: positions count the policy's own tokens; otherwise all tokens since its first.
+        scan: implementation of the scan.
+    """
+    here = scored.chosen
+    position_N = here.position_N
+    if not by_action:
+        place_N = here.take(scored.batch.position_T)
+        position_N = place_N - place_N[position_N == 0].repeat_interleave(here.length_B[here.length_B > 0])
+    return_T = returns.discounted_returns(scored.rewards, here.length_B, gamma=1.0, scan=scan)
+    return advantages.optimal_token_baseline(
+        return_T,
+        here.take(scored.batch.sampler_logprob_T),
+        here.take(_there(scored.square_T, "squared probabilities")),
+        position_N,
+        here.segment_N,
+        scored.group_N,
+    ), None
+
+
+def discounted(scored: Scored, *, gamma: float, scan: Scan) -> Estimate:
+    """The discounted return, without a baseline."""
+    return returns.discounted_returns(scored.rewards, scored.chosen.length_B, gamma=gamma, scan=scan), None
+
+
+def teacher(scored: Scored, *, gamma: float, scan: Scan) -> Estimate:
+    """On-policy distillation: how much likelier the teacher finds a token than the sampler did."""
+    here = scored.chosen
+    teacher_T = here.take(_there(scored.teacher_logprob_T, "log-probabilities of a teacher"))
+    gain_T = teacher_T - here.take(scored.batch.sampler_logprob_T)
+    return returns.discounted_returns(gain_T, here.length_B, gamma=gamma, scan=scan), None
+
+
+def generalised(
+    scored: Scored,
+    *,
+    gamma: float,
+    lam: float,
+    length_adaptive: float | None,
+    critic_lam: float | None,
+    whitened: bool,
+    scan: Scan,
+) -> Estimate:
+    """GAE; the critic's returns may have a lambda of their own (VAPO)."""
+    length_N = scored.chosen.length_B
+    own: float | Tensor = lam
+    if length_adaptive is not None:
+        own = returns.length_adaptive_lambda(length_N, alpha=length_adaptive)
+    advantage_T, return_T = returns.gae(
+        scored.rewards,
+        scored.values,
+        length_N,
+        gamma=gamma,
+        lam=own,
+        bootstrap_B=scored.final_value_N,
+        scan=scan,
+    )
+    if critic_lam is not None:
+        return_T = returns.td_lambda_returns(
+            scored.rewards,
+            scored.values,
+            length_N,
+            gamma=gamma,
+            lam=critic_lam,
+            bootstrap_B=scored.final_value_N,
+            scan=scan,
+        )
+    return whiten(advantage_T) if whitened else advantage_T, return_T
+
+
+def n_step(scored: Scored, *, gamma: float, num_steps: int, whitened: bool, scan: Scan) -> Estimate:
+    """The n-step return minus the value; the critic learns the n-step return."""
+    return_T = returns.n_step_returns(
+        scored.rewards,
+        scored.values,
+        scored.chosen.length_B,
+        gamma=gamma,
+        num_steps=num_steps,
+        bootstrap_B=scored.final_value_N,
+        scan=scan,
+    )
+    advantage_T = return_T - scored.values
+    return whiten(advantage_T) if whitened else advantage_T, return_T
+
+
+def v_trace(
+    scored: Scored, *, gamma: float, lam: float, max_rho: float, max_c: float, whitened: bool, scan: Scan
+) -> Estimate:
+    """V-trace, with the ratio of the trainer's log-probabilities before the batch over the sampler's."""
+    here, batch = scored.chosen, scored.batch
+    start_T = here.take(_there(batch.proximal_logprob_T, "the trainer's own log-probabilities"))
+    advantage_T, return_T = returns.v_trace(
+        scored.rewards,
+        scored.values,
+        start_T - here.take(batch.sampler_logprob_T),
+        here.length_B,
+        gamma=gamma,
+        lam=lam,
+        max_rho=max_rho,
+        max_c=max_c,
+        bootstrap_B=scored.final_value_N,
+        scan=scan,
+    )
+    return whiten(advantage_T) if whitened else advantage_T, return_T
+
+
+def _spread(scored: Scored, advantage_N: Tensor) -> Tensor:
+    """One number per trajectory to its tokens, in float32."""
+    return advantage_N.float()[scored.chosen.segment_N]
+
+
+def _there(column: Tensor | None, what: str) -> Tensor:
+    """A column that this estimator cannot do without.
+
+    Raises:
+        ValueError: it was not computed.
+    """
+    if column is None:
+        raise ValueError(f"this advantage needs {what}, which the batch does not have")
+    return column

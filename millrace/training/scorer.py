@@ -1,33 +1,45 @@
-"""The reference policy: frozen weights that give log-probabilities."""
+"""What a model says of tokens already drawn: a reference, a teacher, the policy before its update."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from millrace.data.batch import Batch
+from millrace.kernels.token_logprob import Head
 from millrace.models.load import Model
-from millrace.models.logprobs import packed_logprobs
+from millrace.models.logprobs import chosen_hidden, output_head, packed_logprobs, packed_squares
 
 
-class ReferenceScorer:
-    """Log-probabilities of chosen tokens under frozen weights."""
+class ModelScorer:
+    """Log-probabilities of chosen tokens under a model's present weights, without gradient."""
 
     def __init__(self, model: Model, *, temperature: float, max_tokens: int) -> None:
-        """A scorer over `model`, which it owns and freezes.
+        """A scorer over `model`.
 
         Args:
-            model: a model from `models.load`.
+            model: a model from `models.load`; freeze it where it is a reference.
             temperature: the sampler's.
             max_tokens: tokens of one forward.
         """
-        self._model = model.requires_grad_(False)
+        self._model = model
         self._temperature = temperature
         self._max_tokens = max_tokens
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of each chosen token, [T]; 0 elsewhere."""
+        return self._packed(packed_logprobs, batch)
+
+    def squares(self, batch: Batch) -> Tensor:
+        """Sum over the vocabulary of pi^2 where each chosen token was drawn, [T]; 0 elsewhere."""
+        return self._packed(packed_squares, batch)
+
+    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
+        """The final hidden states that the chosen tokens are predicted from, [N, D], and the output head."""
+        return chosen_hidden(self._model, batch)[0], output_head(self._model)
+
+    def _packed(self, score: Callable[..., Tensor], batch: Batch) -> Tensor:
         here = batch.to(next(self._model.parameters()).device)
-        logprob_T = packed_logprobs(
-            self._model, here, temperature=self._temperature, max_tokens=self._max_tokens
-        )
-        return logprob_T.to(batch.token_T.device)
+        score_T = score(self._model, here, temperature=self._temperature, max_tokens=self._max_tokens)
+        return score_T.to(batch.token_T.device)

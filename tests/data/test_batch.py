@@ -29,6 +29,8 @@ def batch_of(lengths: list[int]) -> Batch:
         proximal_logprob_T=row_T.float() * 13,
         value_T=None,
         return_T=row_T.float() * 17,
+        correction_T=row_T.float() * 19,
+        selected_T=row_T % 3 == 1,
     )
 
 

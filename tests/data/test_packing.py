@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +11,13 @@ from torch import Tensor
 from millrace.algorithms.losses import ppo_clip
 from millrace.algorithms.weights import sequence_mean, token_mean
 from millrace.data.batch import Batch
-from millrace.data.packing import pack, pack_demonstrations, with_gradient, without_twins
+from millrace.data.packing import once_each, pack, pack_demonstrations, with_gradient, without_twins
 from millrace.types import Completion, Outcome, Trajectory, Turn
 from tests.close import close_fp32, close_fp64
+from tests.data.pieces import weighed
+
+Weights = Callable[[Tensor, Tensor], Tensor]
+OPTIONAL = ("reference_logprob_T", "proximal_logprob_T", "value_T", "return_T", "correction_T", "selected_T")
 
 
 def completion(tokens: Sequence[int], version: int) -> Completion:
@@ -30,7 +34,7 @@ def trajectory(*turns: tuple[Sequence[int], Sequence[int], int], reward: float |
 
 def test_turns_are_laid_end_to_end_with_what_the_engine_said() -> None:
     two_turns = trajectory(([1, 2], [3], 4), ([5], [6, 7], 9), reward=0.5)
-    batch = pack([two_turns, trajectory(([8], [10], 2), reward=-1.0)], torch.tensor([2.0, -3.0]), token_mean)
+    batch = pack([two_turns, trajectory(([8], [10], 2), reward=-1.0)])
     assert batch.token_T.tolist() == [1, 2, 3, 5, 6, 7, 8, 10]
     assert batch.position_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
     assert batch.segment_T.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
@@ -38,25 +42,19 @@ def test_turns_are_laid_end_to_end_with_what_the_engine_said() -> None:
     assert batch.sampler_logprob_T.tolist() == [0, 0, -0.375, 0, -0.75, -0.875, 0, -1.25]
     assert batch.version_T.tolist() == [-1, -1, 4, -1, 9, 9, -1, 2]
     assert batch.reward_T.tolist() == [0, 0, 0, 0, 0, 0.5, 0, -1.0]
-    assert batch.advantage_T.tolist() == [0, 0, 2, 0, 2, 2, 0, -3]
-    assert batch.weight_T.tolist() == [0, 0, 0.25, 0, 0.25, 0.25, 0, 0.25]
+    # Not known before they are estimated.
+    assert batch.advantage_T.tolist() == batch.weight_T.tolist() == [0] * 8
+    assert [getattr(batch, name) for name in OPTIONAL] == [None] * 6
 
 
 def test_a_batch_has_the_types_the_container_promises() -> None:
-    batch = pack([trajectory(([1], [2], 0))], torch.tensor([1.0], dtype=torch.float64), token_mean)
+    batch = pack([trajectory(([1], [2], 0))])
     assert {batch.token_T.dtype, batch.position_T.dtype, batch.segment_T.dtype, batch.version_T.dtype} == {
         torch.int64
     }
     floats = (batch.sampler_logprob_T, batch.reward_T, batch.advantage_T, batch.weight_T)
     assert {column_T.dtype for column_T in floats} == {torch.float32}
     assert batch.action_mask_T.dtype == torch.bool
-    assert batch.reference_logprob_T is None and batch.proximal_logprob_T is None
-
-
-def test_the_shares_are_those_of_the_given_function() -> None:
-    scored = [trajectory(([1], [2, 3, 4], 0)), trajectory(([1], [2], 0))]
-    batch = pack(scored, torch.ones(2), sequence_mean)
-    close_fp32(batch.weight_T, [0, 1 / 6, 1 / 6, 1 / 6, 0, 1 / 2])
 
 
 def failed() -> Trajectory:
@@ -77,13 +75,13 @@ def failed() -> Trajectory:
 )
 def test_what_cannot_be_packed_is_an_error(trajectories: list[Trajectory], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        pack(trajectories, torch.zeros(len(trajectories)), token_mean)
+        pack(trajectories)
     assert str(error.value) == message
 
 
 def test_an_answer_that_could_not_be_read_is_packed() -> None:
     invalid = trajectory(([1], [2], 0)).scored(Outcome("invalid", -0.5, "no number"))
-    assert pack([invalid], torch.ones(1), token_mean).reward_T.tolist() == [0, -0.5]
+    assert pack([invalid]).reward_T.tolist() == [0, -0.5]
 
 
 def test_demonstrations_are_packed_with_every_completion_token_chosen() -> None:
@@ -107,6 +105,11 @@ def test_an_empty_demonstration_is_an_error(pairs: list[tuple[list[int], list[in
     )
 
 
+def test_the_shares_of_demonstrations_are_those_of_the_given_function() -> None:
+    batch = pack_demonstrations([([1], [2, 3, 4]), ([1], [2])], sequence_mean)
+    close_fp32(batch.weight_T, [0, 1 / 6, 1 / 6, 1 / 6, 0, 1 / 2])
+
+
 def gradient(batch: Batch) -> Tensor:
     logit_V = torch.linspace(-1, 1, 20, dtype=torch.float64).requires_grad_()
     logprob_T = logit_V.log_softmax(-1)[batch.token_T]
@@ -117,9 +120,9 @@ def gradient(batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("token_weights", [token_mean, sequence_mean])
-def test_segments_without_advantage_add_nothing(token_weights: partial[Tensor]) -> None:
+def test_segments_without_advantage_add_nothing(token_weights: Weights) -> None:
     scored = [trajectory((range(1, n + 2), range(n, 2 * n + 1), 0)) for n in (1, 5, 2, 7, 3)]
-    batch = pack(scored, torch.tensor([0.0, 1.5, 0.0, -0.5, 0.0]), token_weights)
+    batch = weighed(scored, [0.0, 1.5, 0.0, -0.5, 0.0], token_weights)
     moving = with_gradient(batch)
     assert moving is not None and moving.num_segments == 2
     assert moving.token_T.tolist() == batch.select([1, 3]).token_T.tolist()
@@ -129,9 +132,16 @@ def test_segments_without_advantage_add_nothing(token_weights: partial[Tensor]) 
 
 def test_a_batch_that_moves_everywhere_stays_as_it_is_and_one_that_moves_nowhere_is_none() -> None:
     scored = [trajectory(([1], [2], 0)), trajectory(([1], [3], 0))]
-    whole = pack(scored, torch.tensor([1.0, -1.0]), token_mean)
+    whole = weighed(scored, [1.0, -1.0])
     assert with_gradient(whole) is whole
-    assert with_gradient(pack(scored, torch.zeros(2), token_mean)) is None
+    assert with_gradient(weighed(scored, [0.0, 0.0])) is None
+
+
+def test_one_token_with_an_advantage_keeps_its_segment() -> None:
+    batch = weighed([trajectory(([1], [2, 3], 0))] * 3, [0.0] * 3)
+    batch.advantage_T[4] = -2.0
+    moving = with_gradient(batch)
+    assert moving is not None and moving.advantage_T.tolist() == [0, -2, 0]
 
 
 def twins(*, versions: tuple[int, int] = (0, 0), rewards: tuple[float, float] = (1.0, 1.0)) -> Batch:
@@ -144,7 +154,7 @@ def twins(*, versions: tuple[int, int] = (0, 0), rewards: tuple[float, float] = 
         trajectory(c, reward=1.0),
         trajectory((a[0], a[1], versions[1]), reward=rewards[1]),
     ]
-    batch = pack(scored, torch.tensor([1.0, 2.0, 1.0, -1.0, 1.0]), token_mean)
+    batch = weighed(scored, [1.0, 2.0, 1.0, -1.0, 1.0])
     batch.weight_T = batch.action_mask_T * torch.arange(1.0, batch.num_tokens + 1) / 100
     return batch
 
@@ -178,8 +188,62 @@ def test_many_twins_change_neither_loss_nor_gradient(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(0, 4, (20,), generator=generator).tolist()
     scored = [trajectory(([1] * (kind + 1), range(2, 4 + 2 * kind), 0)) for kind in kinds]
-    batch = pack(scored, torch.tensor([kind - 1.5 for kind in kinds]), sequence_mean)
+    batch = weighed(scored, [kind - 1.5 for kind in kinds], sequence_mean)
     found = without_twins(batch)
     assert found.num_segments == len(set(kinds))
     close_fp64(float(found.weight_T.sum()), 1.0, rtol=1e-6)
     close_fp64(gradient(found), gradient(batch), rtol=1e-5)
+
+
+def of_tokens(batch: Batch, salt: int) -> Tensor:
+    """A number for each token that depends on its segment's tokens and place alone, as a model's would."""
+    seen_T = torch.zeros(batch.num_tokens)
+    for b in range(batch.num_segments):
+        here = batch.segment_T == b
+        digits_S = batch.token_T[here] * (batch.position_T[here] + 1 + salt)
+        seen_T[here] = digits_S.cumsum(0).float() / 7
+    return seen_T
+
+
+def filled(batch: Batch) -> Batch:
+    """With every optional field, equal for twins."""
+    columns = {name: of_tokens(batch, salt) for salt, name in enumerate(OPTIONAL)}
+    columns["selected_T"] = columns["selected_T"] > 3.5
+    return replace(batch, **columns)
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_twins_agree_in_every_optional_field_and_keep_them(name: str) -> None:
+    found = without_twins(filled(twins()))
+    assert found.num_segments == 3
+    assert getattr(found, name).tolist() == getattr(filled(found), name).tolist()
+    batch = filled(twins())
+    column_T = getattr(batch, name)
+    assert column_T.unique().numel() > 1
+    column_T[10] = ~column_T[10] if column_T.dtype == torch.bool else column_T[10] + 1
+    assert without_twins(batch).num_segments == 4
+
+
+def test_each_sequence_is_looked_at_once_whatever_else_differs() -> None:
+    batch = filled(twins(versions=(3, 4), rewards=(0.5, 0.25)))
+    small, place_T = once_each(batch)
+    assert small.token_T.tolist() == [1, 2, 3, 4, 1, 5, 6, 7, 1, 2, 4, 3]
+    assert small.action_mask_T.nonzero()[:, 0].tolist() == [2, 3, 5, 6, 7, 10, 11]
+    assert place_T.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3]
+    assert [getattr(small, name) is None for name in OPTIONAL] == [False] * 6
+
+
+def test_what_is_said_of_each_sequence_once_reaches_every_token() -> None:
+    generator = torch.Generator().manual_seed(3)
+    kinds = torch.randint(0, 5, (30,), generator=generator).tolist()
+    batch = pack([trajectory(([1] * (kind + 1), range(2, 5 + kind), kind)) for kind in kinds])
+    small, place_T = once_each(batch)
+    assert small.num_segments == 5
+    close_fp32(of_tokens(small, 0)[place_T], of_tokens(batch, 0))
+
+
+def test_the_same_tokens_in_other_turns_are_another_sequence() -> None:
+    one, other = trajectory(([1, 2], [3, 4], 0)), trajectory(([1], [2], 0), ([3], [4], 0))
+    small, place_T = once_each(pack([one, other, one]))
+    assert small.num_segments == 2
+    assert place_T.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]

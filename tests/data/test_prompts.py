@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.config.settings import DataConfig
+from millrace.config.inputs import DataConfig
 from millrace.data.prompts import PromptStream, corpus, make_prompts, read_split
 from millrace.data.rows import DataError, Row
 from millrace.data.tokenizers import train_tokenizer

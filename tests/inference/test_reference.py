@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from millrace.algorithms.weights import token_mean
 from millrace.data.packing import pack
 from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import Model, save_model
@@ -70,7 +69,7 @@ def test_logprobs_equal_those_the_trainer_computes(architecture: str) -> None:
     drawn = ReferenceEngine(model, decode).generate(prompts, params)
     pairs = zip(prompts, drawn, strict=True)
     trajectories = [Trajectory((Turn(prompt, answer),), Outcome("score", 1.0)) for prompt, answer in pairs]
-    batch = pack(trajectories, torch.ones(5), token_mean)
+    batch = pack(trajectories)
     with torch.no_grad():
         logprob_N, _ = chosen_logprobs(model, batch, temperature=0.7)
     close_fp32(batch.sampler_logprob_T[batch.action_mask_T], logprob_N, atol=1e-5)

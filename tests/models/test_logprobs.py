@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,26 +10,34 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, CohereConfig
 
 from millrace.data.batch import Batch
+from millrace.kernels.token_logprob import token_divergence, token_logprob
 from millrace.models.load import Model, fresh_model, save_model
-from millrace.models.logprobs import chosen_logprobs, output_head, packed_logprobs
+from millrace.models.logprobs import (
+    chosen_hidden,
+    chosen_logprobs,
+    output_head,
+    packed_logprobs,
+    packed_squares,
+)
 from tests.close import close_fp32
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, random_batch, tiny_model
 
 
-def padded_logprobs(model: Model, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """The same numbers from an ordinary padded forward: no packing, no code of ours."""
+def padded_numbers(model: Model, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, sums of squares from an ordinary padded forward: no code of ours."""
     length_B = batch.length_B.tolist()
     rows = batch.token_T.split(length_B)
     token_BL = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     mask_BL = torch.nn.utils.rnn.pad_sequence([torch.ones(n, dtype=torch.long) for n in length_B], True)
     logit_BLV = model(input_ids=token_BL, attention_mask=mask_BL, use_cache=False).logits
-    logprobs, entropies = [], []
+    logprobs, entropies, squares = [], [], []
     for b, chosen in enumerate(batch.action_mask_T.split(length_B)):
         for t in chosen.nonzero()[:, 0].tolist():
             logprob_V = (logit_BLV[b, t - 1] / temperature).log_softmax(-1)
             logprobs.append(logprob_V[token_BL[b, t]])
             entropies.append(-(logprob_V.exp() * logprob_V).sum())
-    return torch.stack(logprobs), torch.stack(entropies)
+            squares.append((2 * logprob_V).exp().sum())
+    return torch.stack(logprobs), torch.stack(entropies), torch.stack(squares)
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
@@ -38,13 +48,15 @@ def test_packed_equals_padded_in_logprobs_entropies_and_gradients(tmp_path: Path
     for seed in range(3):
         batch = random_batch(seed)
         actual = chosen_logprobs(ours, batch, temperature=0.8)
-        expected = padded_logprobs(theirs, batch, 0.8)
+        expected = padded_numbers(theirs, batch, 0.8)
         close_fp32(actual[0], expected[0], atol=1e-5)
         close_fp32(actual[1], expected[1], atol=1e-5)
+        square_T = packed_squares(ours, batch, temperature=0.8, max_tokens=30)
+        close_fp32(square_T[batch.action_mask_T], expected[2], atol=1e-5)
         slope_N = torch.linspace(-1, 1, len(actual[0])) / len(actual[0])
-        for logprob_N, model in ((actual[0], ours), (expected[0], theirs)):
+        for (logprob_N, entropy_N, *_), model in ((actual, ours), (expected, theirs)):
             model.zero_grad()
-            (logprob_N * slope_N).sum().backward()
+            ((logprob_N + 0.3 * entropy_N) * slope_N).sum().backward()
         pairs = zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
         for (name, one), (other_name, other) in pairs:
             assert name == other_name and one.grad is not None and other.grad is not None
@@ -67,11 +79,60 @@ def test_a_segment_has_the_same_logprobs_alone(architecture: str) -> None:
     close_fp32(whole_T[batch.action_mask_T], chosen_logprobs(model, batch, temperature=1.0)[0])
 
 
-def test_a_segment_longer_than_a_micro_batch_is_an_error() -> None:
+def test_squares_are_0_where_no_token_was_chosen_and_carry_no_gradient() -> None:
+    model, batch = tiny_model("llama"), random_batch(3)
+    square_T = packed_squares(model, batch, temperature=1.3, max_tokens=10_000)
+    assert torch.equal(square_T != 0, batch.action_mask_T)
+    assert not square_T.requires_grad
+    close_fp32(packed_squares(model, batch, temperature=1.3, max_tokens=30), square_T)
+
+
+def test_hidden_states_serve_two_losses_with_one_forward() -> None:
+    model, batch = tiny_model("gemma2"), random_batch(1)
+    hidden_ND, target_N = chosen_hidden(model, batch)
+    assert torch.equal(target_N, batch.token_T[batch.action_mask_T])
+    head = output_head(model)
+    logprob_N, entropy_N = token_logprob(hidden_ND, head, target_N, temperature=0.8)
+    whole = chosen_logprobs(model, batch, temperature=0.8)
+    assert torch.equal(logprob_N, whole[0]) and torch.equal(entropy_N, whole[1])
+    other = tiny_model("llama", seed=1)
+    with torch.no_grad():
+        reference = chosen_hidden(other, batch)[0], output_head(other)
+    divergence_N = token_divergence(hidden_ND, head, *reference, temperature=0.8)
+    (logprob_N.mean() + divergence_N.mean()).backward()
+    together = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    chosen_logprobs(model, batch, temperature=0.8)[0].mean().backward()
+    token_divergence(chosen_hidden(model, batch)[0], head, *reference, temperature=0.8).mean().backward()
+    for one, parameter in zip(together, model.parameters(), strict=True):
+        close_fp32(one, parameter.grad, atol=1e-5)
+
+
+def test_a_batch_without_chosen_tokens_gives_nothing_and_a_gradient_of_0() -> None:
+    model, batch = tiny_model("llama"), random_batch(0)
+    batch = replace(batch, action_mask_T=torch.zeros_like(batch.action_mask_T))
+    logprob_N, entropy_N = chosen_logprobs(model, batch, temperature=1.0)
+    assert logprob_N.shape == entropy_N.shape == (0,)
+    (logprob_N + entropy_N).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None and parameter.grad.eq(0).all()
+    for packed in (packed_logprobs, packed_squares):
+        number_T = packed(model, batch, temperature=1.0, max_tokens=10_000)
+        assert number_T.shape == (batch.num_tokens,) and number_T.eq(0).all()
+
+
+@pytest.mark.parametrize("packed", [packed_logprobs, packed_squares])
+def test_a_segment_longer_than_a_micro_batch_and_a_temperature_of_0_are_errors(
+    packed: Callable[..., Tensor],
+) -> None:
+    model, batch = tiny_model("llama"), random_batch(0)
     with pytest.raises(
         ValueError, match="tokens but a micro-batch holds 3; raise policy.tokens_per_micro_batch"
     ):
-        packed_logprobs(tiny_model("llama"), random_batch(0), temperature=1.0, max_tokens=3)
+        packed(model, batch, temperature=1.0, max_tokens=3)
+    with pytest.raises(ValueError) as error:
+        packed(model, batch, temperature=0.0, max_tokens=10_000)
+    assert str(error.value) == "temperature is 0.0; it must be above 0"
 
 
 def test_the_head_of_gemma_2_caps_and_that_of_cohere_scales() -> None:

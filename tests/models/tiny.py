@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.models.load import Model, fresh_config, fresh_model
@@ -69,5 +68,4 @@ def random_trajectories(seed: int, *, num: int = 6) -> list[Trajectory]:
 
 
 def random_batch(seed: int) -> Batch:
-    trajectories = random_trajectories(seed)
-    return pack(trajectories, torch.ones(len(trajectories)), token_mean)
+    return pack(random_trajectories(seed))

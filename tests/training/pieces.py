@@ -7,9 +7,12 @@ import torch
 
 from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
-from millrace.data.packing import TokenWeights, pack
+from millrace.data.packing import TokenWeights
+from millrace.kernels.token_logprob import Head
 from millrace.models.load import Model, fresh_config, fresh_model
+from millrace.training.objective import Predicted
 from millrace.types import Completion, Outcome, Prompt, Trajectory, Turn
+from tests.data.pieces import weighed
 
 VOCAB_SIZE = 23
 SHAPE = {
@@ -63,6 +66,32 @@ def random_batch(
                 logprobs=(-3.0 + 0.5 * rng.standard_normal(drawn)).tolist(),
             ).scored(Outcome("score", 1.0))
         )
-    advantage_N = torch.from_numpy(rng.standard_normal(num_segments))
+    advantages = rng.standard_normal(num_segments).tolist()
     chosen = list(range(num_segments)) if order is None else order
-    return pack([made[i] for i in chosen], advantage_N[chosen], token_weights)
+    return weighed([made[i] for i in chosen], [advantages[i] for i in chosen], token_weights)
+
+
+def full_batch(
+    seed: int, *, token_weights: TokenWeights = token_mean, order: list[int] | None = None
+) -> Batch:
+    """A random batch in which every field that a policy loss may look at is different for each token."""
+    batch = random_batch(seed, token_weights=token_weights)
+    mask_T, generator = batch.action_mask_T, torch.Generator().manual_seed(seed)
+
+    def noise() -> torch.Tensor:
+        return torch.randn(batch.num_tokens, generator=generator)
+
+    batch.advantage_T = (batch.advantage_T + 0.3 * noise()) * mask_T
+    batch.proximal_logprob_T = (batch.sampler_logprob_T + 0.3 * noise()) * mask_T
+    batch.reference_logprob_T = (batch.sampler_logprob_T + 0.4 * noise()) * mask_T
+    batch.correction_T = (0.5 * noise()).exp()
+    batch.selected_T = (noise() > 0.5) & mask_T
+    batch.version_T = torch.randint(0, 5, (batch.num_tokens,), generator=generator)
+    return batch if order is None else batch.select(order)
+
+
+def predicted(logprob_N: torch.Tensor, *, entropy: float = 0.0, version: int = 0) -> Predicted:
+    """A forward that said this of the chosen tokens, for objectives that look at nothing else."""
+    entropy_N = torch.full_like(logprob_N, entropy).detach()
+    nothing = torch.zeros(0, 0)
+    return Predicted(logprob_N, entropy_N, nothing, Head(nothing), 1.0, version)

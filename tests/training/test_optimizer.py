@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from millrace.training.optimizer import adamw, load_optimizer_tensors, optimizer_tensors
-from tests.close import close_fp64
+from millrace.training.optimizer import (
+    adamw,
+    critic_tensors,
+    load_optimizer_tensors,
+    optimizer_step,
+    optimizer_tensors,
+    split_tensors,
+)
+from tests.close import close_fp32, close_fp64
 from tests.training.pieces import tiny_model
 
 BETAS = (0.9, 0.95)
@@ -113,3 +122,65 @@ def test_the_state_of_another_model_is_refused(spoil, sentence):
     with pytest.raises(ValueError) as caught:
         load_optimizer_tensors(adamw(model, betas=BETAS, weight_decay=0.0), model, tensors)
     assert str(caught.value) == sentence
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, **more):
+    options = {"learning_rate": 0.5, "max_gradient_norm": 1e9, "metrics": {"loss": 2.0}} | more
+    return optimizer_step(model, optimizer, **options)
+
+
+def test_a_step_clips_the_gradient_takes_the_rate_and_clears_it():
+    model, by_hand = small(), small()
+    set_gradients(model, 3)
+    set_gradients(by_hand, 3)
+    norm = torch.cat([p.grad.flatten() for p in by_hand.parameters()]).norm()
+    report = one_step(model, torch.optim.SGD(model.parameters(), lr=9.0), max_gradient_norm=0.2)
+    assert norm > 1
+    for moved, weight in zip(model.parameters(), by_hand.parameters(), strict=True):
+        close_fp32(moved, weight.detach() - 0.5 * 0.2 * weight.grad / norm)
+        assert moved.grad is None
+    close_fp64(report.gradient_norm, norm)
+    assert (report.skipped, report.learning_rate, report.metrics) == (False, 0.5, {"loss": 2.0})
+
+
+@pytest.mark.parametrize("metrics", [{}, {"loss": 1e30, "value": math.nan}])
+def test_only_the_gradient_and_the_loss_decide_whether_it_moves(metrics):
+    model = small()
+    set_gradients(model, 0)
+    assert not one_step(model, adamw(model, betas=BETAS, weight_decay=0.0), metrics=metrics).skipped
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_moves_nothing_and_clears_the_gradient(place, value):
+    model = small()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    set_gradients(model, 0)
+    if place == "gradient":
+        model[2].bias.grad[1] = value
+    optimizer = adamw(model, betas=BETAS, weight_decay=0.1)
+    report = one_step(model, optimizer, metrics={"loss": value if place == "loss" else 1.0})
+    assert report.skipped and optimizer_tensors(optimizer, model) == {}
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_weight_without_a_gradient_moves_by_its_momentum():
+    model = small()
+    optimizer = adamw(model, betas=BETAS, weight_decay=0.0)
+    set_gradients(model, 0)
+    one_step(model, optimizer, learning_rate=0.01)
+    before = model[2].weight.detach().clone()
+    report = one_step(model, optimizer, learning_rate=0.01)
+    assert (report.gradient_norm, report.skipped) == (0.0, False)
+    assert not torch.equal(model[2].weight, before)
+
+
+def test_the_states_of_policy_and_critic_lie_beside_each_other_and_come_apart_again():
+    policy, critic = {"step/a": torch.tensor(1.0)}, {"step/a": torch.tensor(2.0), "exp_avg/b": torch.ones(3)}
+    together = policy | critic_tensors(critic)
+    assert sorted(together) == ["critic/exp_avg/b", "critic/step/a", "step/a"]
+    own, other = split_tensors(together)
+    assert (own, other.keys()) == (policy, critic.keys())
+    assert all(other[name] is critic[name] for name in critic)
+    assert split_tensors(policy) == (policy, {})

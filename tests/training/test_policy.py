@@ -4,19 +4,52 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 
-from millrace.algorithms import weights
+from millrace.algorithms import kl, ratios, weights
+from millrace.config import methods as words
+from millrace.config.settings import PolicyConfig
+from millrace.data.batch import Batch
 from millrace.data.packing import pack_demonstrations
 from millrace.models.logprobs import chosen_logprobs
+from millrace.orchestration.methods import build_loss
+from millrace.training.kl_control import KlControl
+from millrace.training.objective import Terms, full_kl_penalty, imitation, kl_penalty, surrogate
 from millrace.training.optimizer import adamw, optimizer_tensors
-from millrace.training.policy import PolicyTrainer, clipped_surrogate, imitation, kl_penalty
-from tests.close import close_fp32
-from tests.training.pieces import random_batch, tiny_model
+from millrace.training.policy import PolicyTrainer
+from millrace.training.scorer import ModelScorer
+from tests.close import close_fp32, close_fp64
+from tests.training.pieces import full_batch, random_batch, tiny_model
 
-CLIP = clipped_surrogate(low=0.2, high=0.2, dual=None)
+CLIP = surrogate(build_loss(words.PpoClipLoss(low=0.2, high=0.2)))
+# Every kind of loss, and both forms of those that have two; bounds narrow enough to act.
+LOSSES = [
+    words.PpoClipLoss(dual=1.5),
+    words.ReinforceLoss(kind="reinforce"),
+    words.GspoLoss(kind="gspo", low=0.1, high=0.1),
+    words.GspoLoss(kind="gspo", low=0.1, high=0.1, gradient="token"),
+    words.GmpoLoss(kind="gmpo"),
+    words.CispoLoss(kind="cispo"),
+    words.SapoLoss(kind="sapo"),
+    words.DppoLoss(kind="dppo", low=0.02, high=0.02),
+    words.DppoLoss(kind="dppo", divergence="kl", low=0.02, high=0.02),
+    words.DroLoss(kind="dro"),
+    words.ToprLoss(kind="topr"),
+    words.ClipCovLoss(kind="clip_cov"),
+    words.KlCovLoss(kind="kl_cov"),
+]
+WEIGHTS = [
+    weights.token_mean,
+    weights.token_sum,
+    weights.sequence_mean,
+    weights.sequence_sum,
+    partial(weights.fixed_length, length=9),
+]
+ORDER = [3, 0, 6, 2, 5, 1, 4]
 
 
 def trainer(model=None, objective=CLIP, **more) -> PolicyTrainer:
@@ -39,27 +72,31 @@ def weight_bits(one: PolicyTrainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in one.model.parameters()]
 
 
-def plain_gradient(model, batch, temperature: float) -> torch.Tensor:
-    """The clipped objective written out over the model's own logits, one segment at a time."""
-    total = torch.zeros((), dtype=torch.float64)
+def plain_logits(model, batch, temperature: float) -> Tensor:
+    """What each chosen token was drawn from, [N, V], by the model's own forward of one segment at a time."""
+    model.set_attn_implementation("eager")
+    rows = []
     for b in range(batch.num_segments):
         here = batch.segment_T == b
-        logits = model.get_output_embeddings()(
-            model.base_model(
-                input_ids=batch.token_T[here][None], attention_mask=None, use_cache=False
-            ).last_hidden_state[0]
-        )
-        logprob = (logits / temperature).log_softmax(-1)
-        for t in range(1, int(here.sum())):
-            if not batch.action_mask_T[here][t]:
-                continue
-            advantage = batch.advantage_T[here][t].double()
-            token = batch.token_T[here][t]
-            ratio = (logprob[t - 1, token] - batch.sampler_logprob_T[here][t].double()).exp()
-            bounded = ratio.clamp(0.8, 1.2)
-            total = total - batch.weight_T[here][t].double() * torch.minimum(
-                advantage * ratio, advantage * bounded
-            )
+        logit_SV = model(input_ids=batch.token_T[here][None], use_cache=False).logits[0]
+        rows.append(logit_SV[batch.action_mask_T[here].nonzero()[:, 0] - 1] / temperature)
+    return torch.cat(rows)
+
+
+def chosen(batch: Batch, name: str) -> Tensor:
+    return getattr(batch, name)[batch.action_mask_T].double()
+
+
+def plain_gradient(model, batch, temperature: float) -> torch.Tensor:
+    """The clipped objective written out over the model's own logits."""
+    logprob_NV = plain_logits(model, batch, temperature).log_softmax(-1)
+    total = torch.zeros((), dtype=torch.float64)
+    columns = ("token_T", "sampler_logprob_T", "advantage_T", "weight_T")
+    for row_V, token, sampler, advantage, weight in zip(
+        logprob_NV, *(chosen(batch, name) for name in columns), strict=True
+    ):
+        ratio = (row_V[int(token)] - sampler).exp()
+        total = total - weight * torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
     total.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -71,36 +108,70 @@ def test_the_gradient_is_plain_autograd_of_the_whole_batch(seed, tied):
     ours = trainer(tiny_model(seed, torch.float64, tied=tied), temperature=0.7)
     ours.forward_backward(batch)
     reference = tiny_model(seed, torch.float64, tied=tied)
-    reference.set_attn_implementation("eager")
     expected = plain_gradient(reference, batch, temperature=0.7)
     assert expected.norm() > 1e-3
     # transformers normalises and rotates in float32 whatever the weights are.
     close_fp32(gradients(ours), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "token_weights",
-    [
-        weights.token_mean,
-        weights.sequence_mean,
-        weights.sequence_sum,
-        partial(weights.fixed_length, length=9),
-    ],
-)
-def test_the_gradient_is_the_same_however_the_batch_is_split_and_packed(token_weights):
-    whole = trainer()
-    whole.forward_backward(random_batch(5, token_weights=token_weights))
-    expected = gradients(whole)
-    order = [3, 0, 6, 2, 5, 1, 4]
-    longest = int(random_batch(5).length_B.max())
-    for given in (None, order):
-        for max_tokens in (longest, longest + 5, 30, 1000):
-            split = trainer(max_tokens=max_tokens)
-            split.forward_backward(random_batch(5, token_weights=token_weights, order=given))
-            close_fp32(gradients(split), expected, rtol=1e-4, atol=1e-6)
-            report, straight = split.optim_step(), trainer()
-            straight.forward_backward(random_batch(5, token_weights=token_weights))
-            close_fp32(report.metrics["loss"], straight.optim_step().metrics["loss"])
+def test_every_kind_of_loss_is_in_the_list_and_every_way_to_weigh_too():
+    kinds = {kind.model_fields["kind"].annotation for kind in get_args(get_args(words.LossConfig)[0])}
+    assert {get_args(kind)[0] for kind in kinds} == {loss.kind for loss in LOSSES}
+    names = {one.func.__name__ if isinstance(one, partial) else one.__name__ for one in WEIGHTS}
+    assert names == set(get_args(PolicyConfig.model_fields["token_weights"].annotation))
+
+
+def stepped(objective, batch: Batch, *, max_tokens: int) -> tuple[Tensor, dict[str, float]]:
+    """The gradient and the metrics of one optimizer step."""
+    one = trainer(tiny_model(1, torch.float64), objective, max_tokens=max_tokens, version=4)
+    one.forward_backward(batch)
+    return gradients(one), one.optim_step().metrics
+
+
+def check_split(objective, token_weights) -> None:
+    batch = full_batch(5, token_weights=token_weights)
+    expected, metrics = stepped(objective, batch, max_tokens=1000)
+    assert expected.norm() > 1e-3
+    longest = int(batch.length_B.max())
+    for order, max_tokens in ((ORDER, longest), (None, longest + 5)):
+        again = full_batch(5, token_weights=token_weights, order=order)
+        found, others = stepped(objective, again, max_tokens=max_tokens)
+        close_fp64(found, expected, rtol=1e-7, atol=1e-9 * float(expected.norm()))
+        # Sums of the metrics are float32.
+        assert others.keys() == metrics.keys()
+        for name, value in metrics.items():
+            close_fp32(others[name], value, rtol=1e-4)
+
+
+@pytest.mark.parametrize("token_weights", WEIGHTS)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.kind)
+def test_no_loss_depends_on_how_the_batch_is_split_or_packed(loss, token_weights):
+    check_split(surrogate(build_loss(loss)), token_weights)
+
+
+def capped(log_ratio_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
+    weight_N = ratios.importance_weights(log_ratio_N, segment_N, num_segments, level="geometric")
+    return ratios.truncate(weight_N, high=1.05)
+
+
+def full_penalty(temperature: float):
+    """Against a frozen model of other weights; what it holds of a forward's size is not used."""
+    reference = tiny_model(9, torch.float64)
+    scorer = ModelScorer(reference, temperature=temperature, max_tokens=1)
+    return full_kl_penalty(KlControl(0.7), scorer), reference
+
+
+@pytest.mark.parametrize("what", ["entropy", "kl", "full kl", "interpolation"])
+def test_what_is_added_to_the_loss_does_not_depend_on_the_split_either(what):
+    if what == "entropy":
+        more = {"entropy_coefficient": 0.3}
+    elif what == "kl":
+        more = {"penalty": kl_penalty(KlControl(0.4), kl.straight_through(kl.k3))}
+    elif what == "full kl":
+        more = {"penalty": full_penalty(1.0)[0]}
+    else:
+        more = {"interpolate": True, "correction": capped}
+    check_split(surrogate(build_loss(words.PpoClipLoss()), **more), weights.sequence_mean)
 
 
 def test_one_segment_at_a_time_adds_up_to_the_whole_batch():
@@ -238,56 +309,62 @@ def test_imitation_is_the_mean_negative_log_probability():
     assert set(report.metrics) == {"loss", "entropy"}
 
 
-def test_dual_clipping_bounds_the_loss_of_a_bad_token():
-    batch = random_batch(0, num_segments=1)
-    batch.advantage_T[batch.action_mask_T] = -1.0
-    mask = batch.action_mask_T
-    logprob_N = batch.sampler_logprob_T[mask] + 2.0  # a ratio of e^2 = 7.39
-    bounded_N, _ = clipped_surrogate(low=0.2, high=0.2, dual=3.0)(logprob_N, batch)
-    free_N, _ = CLIP(logprob_N, batch)
-    close_fp32(bounded_N, torch.full_like(bounded_N, 3.0))
-    close_fp32(free_N, torch.full_like(free_N, math.e**2))
-
-
-# With d = log pi - log ref = 0.5: values d, d^2 / 2, e^-d - 1 + d, and what they add to the slope.
-KL = {"k1": (0.5, 1.0), "k2": (0.125, 0.5), "k3": (math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))}
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_kl_penalty_has_the_value_and_slope_of_its_estimator(estimator):
-    batch = random_batch(0)
-    mask = batch.action_mask_T
-    batch.reference_logprob_T = torch.where(mask, batch.sampler_logprob_T - 0.5, 0.0)
-    logprob_N = batch.sampler_logprob_T[mask].clone().requires_grad_()
-    loss_N, report = kl_penalty(coefficient=0.3, estimator=estimator)(logprob_N, batch)
-    loss_N.sum().backward()
-    value, slope = KL[estimator]
-    close_fp32(loss_N, torch.full_like(loss_N, 0.3 * value))
-    close_fp32(report["kl_reference"], torch.full_like(loss_N, value))
-    close_fp32(logprob_N.grad, torch.full_like(loss_N, 0.3 * slope))
-    assert not report["kl_reference"].requires_grad
-
-
-def test_the_kl_penalty_is_added_to_the_policy_loss():
-    batch = random_batch(0)
-    mask = batch.action_mask_T
-    batch.reference_logprob_T = torch.where(mask, batch.sampler_logprob_T - 0.5, 0.0)
-    penalty = kl_penalty(coefficient=0.3, estimator="k2")
-    both = clipped_surrogate(low=0.2, high=0.2, dual=None, kl_loss=penalty)
-    logprob_N = batch.sampler_logprob_T[mask] + 0.1
-    loss_N, report = both(logprob_N, batch)
-    close_fp32(loss_N, CLIP(logprob_N, batch)[0] + penalty(logprob_N, batch)[0])
-    assert set(report) == {"clip_share", "kl_reference"}
-
-
-def test_a_kl_penalty_without_reference_log_probabilities_is_refused():
-    with pytest.raises(ValueError, match="a KL penalty needs the batch's reference log-probabilities"):
-        kl_penalty(coefficient=0.1, estimator="k3")(torch.zeros(3), random_batch(0))
-
-
 def test_named_tensors_names_every_weight_once_without_gradient():
     one = trainer(tiny_model(tied=True))
     named = dict(one.named_tensors())
     assert named.keys() == {name for name, _ in one.model.named_parameters()}
     assert "lm_head.weight" not in named
     assert not any(tensor.requires_grad for tensor in named.values())
+
+
+def still(terms: Terms) -> tuple[Tensor, None]:
+    """A policy loss of 0."""
+    return 0.0 * terms.policy_N, None
+
+
+def test_the_gradient_of_the_entropy_bonus_is_the_slope_of_the_loss():
+    batch = full_batch(2)
+    bonus = surrogate(still, entropy_coefficient=0.7)
+
+    def loss_at(distance: float) -> float:
+        """The loss after a move of the weights along one random direction."""
+        model = tiny_model(0, torch.float64)
+        with torch.no_grad():
+            for parameter, way in zip(model.parameters(), direction, strict=True):
+                parameter.add_(distance * way)
+            entropy_N = torch.distributions.Categorical(logits=plain_logits(model, batch, 0.9)).entropy()
+        return -0.7 * float((entropy_N * chosen(batch, "weight_T")).sum())
+
+    one = trainer(tiny_model(0, torch.float64), bonus, temperature=0.9)
+    generator = torch.Generator().manual_seed(1)
+    direction = [
+        torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in one.model.parameters()
+    ]
+    one.forward_backward(batch)
+    pairs = zip(one.model.parameters(), direction, strict=True)
+    slope = sum(float((parameter.grad * way).sum()) for parameter, way in pairs)
+    assert abs(slope) > 1e-2
+    close_fp32(slope, (loss_at(1e-3) - loss_at(-1e-3)) / 2e-3, rtol=1e-2)
+    close_fp32(one.optim_step().metrics["loss"], loss_at(0.0))
+
+
+def test_the_full_kl_penalty_is_that_of_the_whole_logits():
+    batch = full_batch(2)
+    penalty, reference = full_penalty(0.9)
+    one = trainer(tiny_model(0, torch.float64), surrogate(still, penalty=penalty), temperature=0.9)
+    one.forward_backward(batch)
+    found = gradients(one)
+
+    model = tiny_model(0, torch.float64)
+    own_NV = plain_logits(model, batch, 0.9).log_softmax(-1)
+    other_NV = plain_logits(reference, batch, 0.9).log_softmax(-1).detach()
+    divergence_N = (own_NV.exp() * (own_NV - other_NV)).sum(-1)
+    loss = 0.7 * (divergence_N * chosen(batch, "weight_T")).sum()
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert expected.norm() > 1e-2
+    close_fp32(found, expected, rtol=1e-4, atol=1e-6)
+    assert all(parameter.grad is None for parameter in reference.parameters())
+    metrics = one.optim_step().metrics
+    close_fp32(metrics["loss"], loss)
+    close_fp32(metrics["kl_reference"], loss / 0.7)

@@ -1,35 +1,68 @@
-"""The reference policy: frozen, and the same numbers as the trainer's."""
+"""What a model says of tokens drawn before: the same numbers as the trainer's, without a graph."""
 
 from __future__ import annotations
 
 import torch
 
 from millrace.models.logprobs import chosen_logprobs
-from millrace.training.scorer import ReferenceScorer
+from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
 from tests.training.pieces import random_batch, tiny_model
 
 
+def scorer(seed: int = 3, *, temperature: float = 0.8, max_tokens: int = 1000) -> ModelScorer:
+    return ModelScorer(tiny_model(seed), temperature=temperature, max_tokens=max_tokens)
+
+
 def test_it_gives_the_log_probability_of_chosen_tokens_and_zero_elsewhere():
-    batch, model = random_batch(4), tiny_model(3)
-    expected_N = chosen_logprobs(model, batch, temperature=0.8)[0].detach()
-    scorer = ReferenceScorer(model, temperature=0.8, max_tokens=1000)
-    found_T = scorer.logprobs(batch)
+    batch = random_batch(4)
+    expected_N = chosen_logprobs(tiny_model(3), batch, temperature=0.8)[0].detach()
+    found_T = scorer().logprobs(batch)
     assert found_T.shape == batch.token_T.shape
     assert found_T[~batch.action_mask_T].abs().max() == 0
     close_fp32(found_T[batch.action_mask_T], expected_N)
 
 
+def test_squares_are_those_of_the_distribution_each_chosen_token_was_drawn_from():
+    batch, model = random_batch(4), tiny_model(3)
+    found_T = scorer().squares(batch)
+    assert found_T[~batch.action_mask_T].abs().max() == 0
+    model.set_attn_implementation("eager")
+    expected = []
+    for b in range(batch.num_segments):
+        here = batch.segment_T == b
+        with torch.no_grad():
+            share_SV = (model(batch.token_T[here][None], use_cache=False).logits[0] / 0.8).softmax(-1)
+        chosen = batch.action_mask_T[here].nonzero()[:, 0]
+        expected += share_SV[chosen - 1].square().sum(-1).tolist()
+    close_fp32(found_T[batch.action_mask_T], expected, rtol=1e-4)
+    assert 1 / 23 < min(expected) < max(expected) < 1
+
+
+def test_hidden_states_and_head_give_the_log_probabilities():
+    batch, one = random_batch(4), scorer()
+    with torch.no_grad():
+        hidden_ND, head = one.hidden(batch)
+        logprob_NV = (head.logits(hidden_ND) / 0.8).log_softmax(-1)
+    found_N = logprob_NV.gather(1, batch.token_T[batch.action_mask_T][:, None])[:, 0]
+    close_fp32(found_N, one.logprobs(batch)[batch.action_mask_T])
+
+
 def test_the_size_of_a_forward_changes_nothing():
     batch = random_batch(4)
-    whole = ReferenceScorer(tiny_model(3), temperature=1.0, max_tokens=1000).logprobs(batch)
-    small = ReferenceScorer(tiny_model(3), temperature=1.0, max_tokens=int(batch.length_B.max()))
-    close_fp32(small.logprobs(batch), whole)
+    small = scorer(max_tokens=int(batch.length_B.max()))
+    close_fp32(small.logprobs(batch), scorer().logprobs(batch))
+    close_fp32(small.squares(batch), scorer().squares(batch))
 
 
-def test_its_weights_are_frozen_and_no_graph_is_kept():
+def test_no_graph_is_kept():
     model = tiny_model()
-    found_T = ReferenceScorer(model, temperature=1.0, max_tokens=1000).logprobs(random_batch(0))
-    assert not found_T.requires_grad
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert isinstance(found_T, torch.Tensor)
+    one = ModelScorer(model, temperature=1.0, max_tokens=1000)
+    assert not one.logprobs(random_batch(0)).requires_grad
+    assert not one.squares(random_batch(0)).requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+    # The weights are looked at when it is asked, so the policy's own scorer follows its updates.
+    before_T = one.logprobs(random_batch(0))
+    with torch.no_grad():
+        model.lm_head.weight[3].add_(0.5)
+    assert not torch.equal(before_T, one.logprobs(random_batch(0)))

@@ -1,0 +1,161 @@
+"""Models that give one number for each position: critics and reward models.
+
+They are transformers' own sequence-classification modules with one label, so that their folders load
+everywhere; the head is `score.weight`. T = packed tokens, B = segments, N = rows, D = model width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.initialization import no_init_weights
+
+from millrace.kernels.packed_attention import Segments
+from millrace.models import attention
+from millrace.models.attention import Packed
+from millrace.models.load import (
+    Model,
+    ModelError,
+    check_folder,
+    checked,
+    load_model,
+    pretrained,
+    save_model,
+    sentences,
+)
+from millrace.models.logprobs import hidden_states
+
+_KIND = "ForSequenceClassification"
+
+
+def scalar_model(model: Model) -> Model:
+    """The backbone of a causal language model, copied, under a head of zeros: every score is 0 at first.
+
+    Raises:
+        ModelError: transformers has no sequence classification for this architecture.
+    """
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    try:
+        with no_init_weights():
+            made: Model = AutoModelForSequenceClassification.from_config(
+                config, attn_implementation=attention.NAME, dtype=model.dtype
+            )
+    except ValueError:
+        raise ModelError(
+            f"model type {config.model_type} has no sequence classification in transformers, so neither a "
+            "critic nor a reward model can be made of it"
+        ) from None
+    made.base_model.load_state_dict(model.base_model.state_dict())
+    nn.init.zeros_(_head(made).weight)
+    return made.eval().to(model.device)
+
+
+def load_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
+    """A reward model or a critic from a Hugging Face folder (safetensors).
+
+    Raises:
+        ModelError: a file is missing or damaged, the folder holds another kind of model or one with several
+            labels, weights do not fit the config, or the architecture cannot run packed.
+    """
+    path = check_folder(folder)
+    config = _config(path)
+    if not _is_scalar(config):
+        raise ModelError(
+            f"model folder {path} is no reward model (it holds a {_architecture(config)}); train one from it "
+            "with: millrace reward-model"
+        )
+    if config.num_labels != 1:
+        raise ModelError(f"model folder {path} gives {config.num_labels} labels; a reward model gives 1")
+    model = pretrained(AutoModelForSequenceClassification, path, dtype=dtype)
+    _head(model)
+    # States are compared and not scores, since a head near zero would hide any difference.
+    return checked(
+        model,
+        "states",
+        packed=lambda hidden_TD: hidden_TD,
+        plain=lambda token_1T: model.base_model(token_1T, use_cache=False).last_hidden_state,
+    )
+
+
+def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
+    """As `load_scalar_model`, or `scalar_model` of the causal language model that the folder holds.
+
+    Raises:
+        ModelError: as both.
+    """
+    path = check_folder(folder)
+    if _is_scalar(_config(path)):
+        return load_scalar_model(path, dtype=dtype)
+    return scalar_model(load_model(path, dtype=dtype))
+
+
+def save_scalar_model(model: Model, folder: Path) -> None:
+    """An ordinary Hugging Face folder that `AutoModelForSequenceClassification` loads."""
+    save_model(model, folder)
+
+
+def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: Tensor) -> Tensor:
+    """The head's number at every position of a packed row, [T], in float32 (float64 stays float64).
+
+    A gradient flows to the whole model where autograd is on.
+
+    Args:
+        model: from this file.
+        token_T: segments laid end to end.
+        position_T: counts from 0 in each segment.
+        length_B: tokens of each segment.
+
+    Raises:
+        ValueError: a segment is empty.
+    """
+    segments = Segments.of(length_B.cpu()).to(token_T.device)
+    hidden_TD = hidden_states(model, token_T, position_T, Packed(segments))
+    # A product in bfloat16 would round the score to three digits.
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    score_T: Tensor = hidden_TD.to(wide) @ _head(model).weight[0].to(wide)
+    return score_T
+
+
+def row_scores(model: Model, rows: Sequence[Sequence[int]]) -> Tensor:
+    """The score of each row of tokens, read at its last token, [N]; one packed forward.
+
+    Raises:
+        ValueError: there is no row, or one is empty.
+    """
+    length_N = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    token_T = torch.tensor(list(chain.from_iterable(rows)), device=model.device)
+    position_T = torch.cat([torch.arange(len(row), device=model.device) for row in rows])
+    return packed_scores(model, token_T, position_T, length_N)[length_N.cumsum(0) - 1]
+
+
+def max_positions(model: Model) -> int | None:
+    """Tokens of the longest sequence the model was made for; None where it sets no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _head(model: Model) -> nn.Linear:
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ModelError(f"{type(model).__name__} has no linear head `score`; a decoder's is needed")
+    return head
+
+
+def _config(path: Path) -> Any:
+    with sentences(path):
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _architecture(config: Any) -> str:
+    return (config.architectures or ["model of unknown kind"])[0]
+
+
+def _is_scalar(config: Any) -> bool:
+    return _architecture(config).endswith(_KIND)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -36,8 +36,23 @@ SELF_CHECK: dict[str, Any] = {
 }
 
 
-def doctor() -> None:
+def doctor(
+    numerics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE", help="check instead that a recipe's numbers do not depend on the layout"
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of that recipe")
+    ] = None,
+) -> None:
     """Look at versions, processor, memory, GPU and disk, train a tiny model, and say what is wrong."""
+    if numerics is not None:
+        check_recipe(numerics, overrides or [])
+        return
+    if overrides:
+        raise typer.BadParameter("settings belong to a recipe; name it with --numerics RECIPE")
     problems: list[str] = []
     _heading("versions")
     for name, value in versions(problems):
@@ -51,6 +66,25 @@ def doctor() -> None:
     for problem in problems or ["none"]:
         typer.echo(f"  {problem}")
     if problems:
+        raise typer.Exit(1)
+
+
+def check_recipe(recipe: str, overrides: list[str]) -> None:
+    """Print how far a recipe's numbers move when only the layout changes; exit 1 beyond rounding."""
+    from millrace.config.recipe import load_recipe, parse_overrides
+    from millrace.orchestration.numerics import check_numerics
+
+    checks = check_numerics(load_recipe(recipe, parse_overrides(overrides)))
+    width = max(len(check.name) for check in checks)
+    _heading(f"numerics of {recipe}: what must not change a number, and by how much it does")
+    for check in checks:
+        found = f"{check.difference:7.1e} {check.unit:17} allowed {check.allowed:.0e}"
+        typer.echo(f"  {check.name:{width}}  {found}  {'ok' if check.passed else 'WRONG'}")
+    num_wrong = sum(not check.passed for check in checks)
+    _heading("problems")
+    told = f"{num_wrong} of {len(checks)} numbers moved by more than rounding" if num_wrong else "none"
+    typer.echo(f"  {told}")
+    if num_wrong:
         raise typer.Exit(1)
 
 

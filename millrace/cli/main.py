@@ -17,6 +17,7 @@ from millrace.cli.evaluate import evaluate
 from millrace.cli.generate import generate
 from millrace.cli.recipes import recipes
 from millrace.cli.resume import resume
+from millrace.cli.reward_model import reward_model
 from millrace.cli.train import train
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -82,7 +83,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (train, resume, evaluate, generate, recipes, config, doctor):
+for _command in (train, resume, evaluate, generate, reward_model, recipes, config, doctor):
     app.command()(guarded(_command))
 
 

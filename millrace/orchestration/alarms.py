@@ -7,12 +7,13 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from millrace.config.methods import COMPARING
 from millrace.data.batch import Batch
 from millrace.orchestration.evaluate import Evaluation
 from millrace.orchestration.progress import Progress
 from millrace.protocols import StepReport
 
-# Batches in a row with all rewards equal before the run says so.
+# Batches in a row whose rewards teach nothing before the run says so.
 EQUAL_BATCHES = 20
 # A policy has collapsed when its accuracy is below this share of the best seen.
 COLLAPSED_SHARE = 0.5
@@ -51,12 +52,18 @@ def check_evaluation(result: Evaluation, *, limit: float) -> None:
     check_failures(result.failed, limit=limit, reason=reason, of="the held-out answers")
 
 
-def check_rewards(progress: Progress, record: dict[str, float], *, limit: float, reason: str) -> str | None:
-    """A warning if rewards have been equal for long.
+def check_rewards(
+    progress: Progress, record: dict[str, float], *, kind: str, limit: float, reason: str
+) -> str | None:
+    """A warning if rewards have taught nothing for long.
+
+    An advantage that compares the samples of a prompt learns nothing where those of each prompt earn the
+    same; any other, where all samples of the batch do. A teacher does not look at rewards.
 
     Args:
         progress: counts batches with equal rewards.
         record: of the batch just scored.
+        kind: of advantage.
         limit: share of a batch whose rewards may fail.
         reason: of one of the failures, if any.
 
@@ -64,13 +71,17 @@ def check_rewards(progress: Progress, record: dict[str, float], *, limit: float,
         RunStopped: more than `limit` of the batch's rewards failed.
     """
     check_failures(record["reward/failed_share"], limit=limit, reason=reason, of="this batch")
-    progress.equal_in_row = progress.equal_in_row + 1 if record["reward/std"] == 0 else 0
-    if progress.equal_in_row == EQUAL_BATCHES:
-        return (
-            f"all rewards have been {record['reward/mean']:g} for {EQUAL_BATCHES} batches, so nothing is "
-            "learned; look at the rollouts, and at the reward"
-        )
-    return None
+    everywhere = record["reward/std"] == 0 and kind != "teacher"
+    equal = everywhere or (kind in COMPARING and record["group/equal_share"] == 1)
+    progress.equal_in_row = progress.equal_in_row + 1 if equal else 0
+    if progress.equal_in_row != EQUAL_BATCHES:
+        return None
+    what = f"all rewards have been {record['reward/mean']:g}"
+    if not everywhere:
+        what = "the rewards of each prompt's samples have all been equal"
+    return (
+        f"{what} for {EQUAL_BATCHES} batches, so nothing is learned; look at the rollouts, and at the reward"
+    )
 
 
 def check_steps(

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from millrace.algorithms import weights
+from millrace.config.inputs import TASK_PREFIX
+from millrace.config.methods import TeacherAdvantage
 from millrace.config.rewards import RewardConfig
-from millrace.config.settings import TASK_PREFIX, RunConfig
-from millrace.data.packing import TokenWeights
+from millrace.config.settings import RunConfig
 from millrace.data.prompts import corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.environments.single_turn import SingleTurn
 from millrace.inference.reference import ReferenceEngine
+from millrace.models.heads import load_scalar_model, save_scalar_model, scalar_model
 from millrace.models.load import (
     Model,
     check_folder,
@@ -28,19 +29,29 @@ from millrace.models.load import (
     num_parameters,
     save_model,
 )
+from millrace.orchestration.methods import build_control, build_method, build_objective
 from millrace.orchestration.parts import Parts
+from millrace.orchestration.run_folder import model_folder
 from millrace.protocols import Reward
 from millrace.rewards.combine import CombinedReward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.text import ExactReward, Gsm8kReward
+from millrace.training.kl_control import KlControl
+from millrace.training.objective import Objective, imitation
 from millrace.training.optimizer import adamw
-from millrace.training.policy import Objective, PolicyTrainer, clipped_surrogate, imitation, kl_penalty
+from millrace.training.policy import PolicyTrainer
+from millrace.training.reward_model import load_reward_model
 from millrace.training.schedule import learning_rate
-from millrace.training.scorer import ReferenceScorer
+from millrace.training.scorer import ModelScorer
+from millrace.training.value import ValueTrainer
 from millrace.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
+
+
+# Folder of the critic within a checkpoint.
+CRITIC = "critic"
 
 
 class SetupError(ValueError):
@@ -81,11 +92,11 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
         longest = _longest_sequence(config, model)
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
     engine = build_engine(model, tokenizer)
-    token_weights = build_token_weights(config)
+    method = build_method(config)
     return Parts(
         engine=engine,
         transport=build_transport(engine),
-        reward=build_reward(config),
+        reward=build_reward(config, device),
         full_marks=full_marks(config),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
@@ -93,8 +104,12 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
         stop_token_ids=stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
         imitator=partial(_imitator, config, model),
         reinforcer=partial(_reinforcer, config, model),
-        reference=partial(_reference, config, model) if config.policy.kl else None,
-        token_weights=token_weights,
+        critic=partial(_critic, config, model, checkpoint) if config.critic else None,
+        save_critic=_save_critic,
+        reference=partial(_frozen, config, model) if config.policy.kl else None,
+        teacher=_teacher(config, model, tokenizer),
+        control=build_control(config),
+        method=method,
         demonstrations=demonstrations,
         save_model=partial(_save, model, tokenizer),
         num_parameters=num_parameters(model),
@@ -130,8 +145,8 @@ def build_transport(engine: ReferenceEngine) -> LocalTransport:
     return LocalTransport(engine.load_weights, engine.fingerprint)
 
 
-def build_reward(config: RunConfig) -> Reward:
-    """The weighted sum of the recipe's rewards, each tried before the run begins.
+def build_reward(config: RunConfig, device: torch.device) -> Reward:
+    """The weighted sum of the recipe's rewards, each tried before the run begins; models go to `device`.
 
     Raises:
         RewardError: a reward cannot start.
@@ -139,7 +154,7 @@ def build_reward(config: RunConfig) -> Reward:
     parts: list[tuple[str, float, Reward]] = []
     try:
         for entry in config.rewards:
-            parts.append((entry.kind, entry.weight, _one_reward(config, entry)))
+            parts.append((entry.kind, entry.weight, _one_reward(config, entry, device)))
     except ValueError:
         for _, _, reward in parts:
             reward.close()
@@ -147,7 +162,10 @@ def build_reward(config: RunConfig) -> Reward:
     return CombinedReward(parts)
 
 
-def _one_reward(config: RunConfig, entry: RewardConfig) -> Reward:
+def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) -> Reward:
+    if entry.kind == "model":
+        dtype, limit = getattr(torch, config.precision), config.policy.tokens_per_micro_batch
+        return load_reward_model(entry.path, dtype=dtype, device=device, max_tokens=limit)
     if entry.kind == "exact":
         return ExactReward()
     if entry.kind == "gsm8k":
@@ -166,18 +184,6 @@ def _one_reward(config: RunConfig, entry: RewardConfig) -> Reward:
         reward.close()
         raise
     return reward
-
-
-def build_token_weights(config: RunConfig) -> TokenWeights:
-    """How tokens share the loss of an optimizer step."""
-    if config.policy.token_weights == "fixed_length":
-        return partial(weights.fixed_length, length=config.rollout.max_tokens)
-    shares: dict[str, TokenWeights] = {
-        "token_mean": weights.token_mean,
-        "sequence_mean": weights.sequence_mean,
-        "sequence_sum": weights.sequence_sum,
-    }
-    return shares[config.policy.token_weights]
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -258,30 +264,78 @@ def _imitator(config: RunConfig, model: Model, version: int) -> PolicyTrainer:
     return _trainer(config, model, version, objective=imitation, rate=rate)
 
 
-def _reinforcer(config: RunConfig, model: Model, version: int) -> PolicyTrainer:
-    policy = config.policy
-    penalty = (
-        kl_penalty(coefficient=policy.kl.coefficient, estimator=policy.kl.estimator) if policy.kl else None
-    )
-    loss = policy.loss
-    objective = clipped_surrogate(low=loss.low, high=loss.high, dual=loss.dual, kl_loss=penalty)
-    options = policy.optimizer
-    rate = partial(
-        learning_rate,
-        peak=options.learning_rate,
-        shape=options.schedule,
-        ramp_steps=options.ramp_steps,
-        total_steps=config.steps * policy.optimizer_steps_per_batch,
-    )
+def _reinforcer(
+    config: RunConfig, model: Model, version: int, control: KlControl | None, reference: ModelScorer | None
+) -> PolicyTrainer:
+    objective = build_objective(config, control, reference)
+    rate = _rate(config, config.policy.optimizer.learning_rate)
     return _trainer(config, model, version, objective=objective, rate=rate)
 
 
-def _reference(config: RunConfig, model: Model, folder: Path) -> ReferenceScorer:
-    frozen = load_model(folder, dtype=model.dtype).to(model.device)
-    policy = config.policy
-    return ReferenceScorer(
-        frozen, temperature=config.rollout.temperature, max_tokens=policy.tokens_per_micro_batch
+def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:
+    """The learning rate of reinforcement's n-th optimizer step."""
+    options = config.policy.optimizer
+    return partial(
+        learning_rate,
+        peak=peak,
+        shape=options.schedule,
+        ramp_steps=options.ramp_steps,
+        total_steps=config.steps * config.policy.optimizer_steps_per_batch,
     )
+
+
+def _critic(config: RunConfig, model: Model, checkpoint: Path | None) -> ValueTrainer:
+    """The critic of a checkpoint, or a fresh one on the policy's present weights."""
+    assert config.critic is not None
+    saved = None if checkpoint is None else checkpoint / CRITIC
+    if saved is not None and saved.is_dir():
+        critic = load_scalar_model(saved, dtype=model.dtype).to(model.device)
+    else:
+        critic = scalar_model(model)
+    options = config.policy.optimizer
+    return ValueTrainer(
+        critic,
+        adamw(critic, betas=options.betas, weight_decay=options.weight_decay),
+        learning_rate=_rate(config, config.critic.learning_rate),
+        clip=config.critic.clip,
+        coefficient=config.critic.coefficient,
+        max_tokens=config.policy.tokens_per_micro_batch,
+        max_gradient_norm=options.max_gradient_norm,
+    )
+
+
+def _save_critic(critic: ValueTrainer, folder: Path) -> None:
+    save_scalar_model(critic.model, folder / CRITIC)
+
+
+def _frozen(config: RunConfig, model: Model, folder: Path) -> ModelScorer:
+    """What the weights of a folder say of tokens; they never change."""
+    frozen = load_model(folder, dtype=model.dtype).to(model.device).requires_grad_(False)
+    limit = config.policy.tokens_per_micro_batch
+    return ModelScorer(frozen, temperature=config.rollout.temperature, max_tokens=limit)
+
+
+def _teacher(config: RunConfig, model: Model, tokenizer: Tokenizer) -> ModelScorer | None:
+    """Whom on-policy distillation follows.
+
+    Raises:
+        SetupError: the teacher is not there, or reads other tokens than the policy.
+    """
+    if not isinstance(config.advantage, TeacherAdvantage):
+        return None
+    path = Path(config.advantage.path)
+    if not path.is_dir():
+        raise SetupError(
+            f"teacher {path} does not exist; train one first (millrace train quickstart makes "
+            "runs/quickstart-1) or set advantage.path to a run or a model folder"
+        )
+    folder = model_folder(path)
+    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise SetupError(
+            f"teacher {folder} reads other tokens than the policy; distillation needs one tokenizer, so "
+            "train both on the same data and tokenizer settings, or set tokenizer.path to the teacher's"
+        )
+    return _frozen(config, model, folder)
 
 
 def _save(model: Model, tokenizer: Tokenizer, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,43 +25,13 @@ from millrace.orchestration.build import (
     longest_prompt,
 )
 from millrace.orchestration.evaluate import Evaluation, evaluate
-from millrace.orchestration.run_folder import RunFolder
+from millrace.orchestration.run_folder import RunFolder, find_checkpoint
 from millrace.orchestration.step import greedy
 from millrace.protocols import Engine
-from millrace.training.checkpoint import CheckpointError, newest_checkpoint, verify_checkpoint
 from millrace.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
-
-
-def find_checkpoint(folder: RunFolder, name: str) -> Path:
-    """A whole checkpoint of a run: `best`, `last`, or a folder's name such as step-000050.
-
-    Raises:
-        CheckpointError: it is not there, or damaged; the message names those there are.
-    """
-    if name == "last":
-        newest, refused = newest_checkpoint(folder.checkpoints)
-        if refused:
-            raise CheckpointError(f"{refused[-1]}; name another one with --checkpoint")
-        if newest is None:
-            raise CheckpointError(f"run {folder.path} has no checkpoint yet")
-        return newest
-    if name == "best":
-        if not folder.best.is_file():
-            raise CheckpointError(f"run {folder.path} has no best checkpoint yet; use --checkpoint last")
-        name = json.loads(folder.best.read_text(encoding="utf-8"))["checkpoint"]
-    path = folder.checkpoints / name
-    if not path.is_dir():
-        there = (
-            sorted(p.name for p in folder.checkpoints.glob("[ws]*")) if folder.checkpoints.is_dir() else []
-        )
-        raise CheckpointError(
-            f"run {folder.path} has no checkpoint {name}; there are: {', '.join(there) or 'none'}"
-        )
-    verify_checkpoint(path)
-    return path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +89,7 @@ def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation
     prompts, _ = make_prompts(
         split.eval, config.data, tokenizer, prefix="eval", max_prompt_tokens=policy.longest_prompt
     )
-    reward = build_reward(config)
+    reward = build_reward(config, choose_device(config.device))
     try:
         result = evaluate(policy.engine, reward, prompts, policy.greedy, full_marks=full_marks(config))
     finally:

@@ -22,12 +22,24 @@ from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_accuracy, check_evaluation
 from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
 from millrace.orchestration.interrupt import Interrupts
+from millrace.orchestration.learn import Learner
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.step import greedy
-from millrace.training.checkpoint import flush, remove_checkpoint, write_checkpoint, write_state
-from millrace.training.optimizer import load_optimizer_tensors, optimizer_tensors
+from millrace.training.checkpoint import (
+    flush,
+    remove_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+    write_state,
+)
+from millrace.training.optimizer import (
+    critic_tensors,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    split_tensors,
+)
 from millrace.training.policy import PolicyTrainer
 
 
@@ -73,6 +85,7 @@ class Controller:
         self.progress = progress
         self.spans = Spans()
         self.trainer: PolicyTrainer | None = None
+        self.learner: Learner | None = None
         self._recipe = recipe
         self._interrupts = interrupts
         self._metrics = metrics
@@ -106,6 +119,35 @@ class Controller:
         trainer.num_attempts = self.progress.attempts
         self.trainer = trainer
         return trainer
+
+    def learn(self, tensors: dict[str, Any] | None) -> Learner:
+        """Everything that turns groups into weights: the policy and, as the recipe asks, critic and scorers.
+
+        Args:
+            tensors: the optimizers' state, on resume.
+
+        Raises:
+            CheckpointError: the reference policy is damaged.
+        """
+        parts, progress = self.parts, self.progress
+        control, reference = parts.control, None
+        if control is not None and progress.kl_coefficient is not None:
+            control.coefficient = progress.kl_coefficient
+        if parts.reference is not None:
+            start = self.folder.checkpoints / "step-000000"
+            verify_checkpoint(start)
+            reference = parts.reference(start / "model")
+        own, critics = split_tensors(tensors or {})
+        trainer = self.adopt(parts.reinforcer(progress.version, control, reference), own)
+        if tensors is not None:
+            self.publish()
+        critic = None
+        if parts.critic is not None:
+            critic = parts.critic()
+            critic.num_attempts = progress.critic_attempts
+            load_optimizer_tensors(critic.optimizer, critic.model, critics)
+        self.learner = Learner(trainer, parts.method, critic, reference, parts.teacher, control)
+        return self.learner
 
     def publish(self) -> None:
         """Send the trainer's weights to the sampler, proved."""
@@ -174,13 +216,22 @@ class Controller:
         assert trainer is not None
         progress.order += 1
         progress.version, progress.attempts = trainer.version, trainer.num_attempts
+        tensors = optimizer_tensors(trainer.optimizer, trainer.model)
+        critic = self.learner.critic if self.learner else None
+        if self.learner is not None and self.learner.control is not None:
+            progress.kl_coefficient = self.learner.control.coefficient
+        if critic is not None:
+            progress.critic_attempts = critic.num_attempts
+            tensors |= critic_tensors(optimizer_tensors(critic.optimizer, critic.model))
         progress.wall_s = self.wall_s
         progress.metrics_bytes = self._metrics.position
         flush(self.folder.metrics)
 
         def fill(folder: Path) -> None:
             self.parts.save_model(folder / "model")
-            write_state(folder, progress.to_json(), optimizer_tensors(trainer.optimizer, trainer.model))
+            if critic is not None:
+                self.parts.save_critic(critic, folder)
+            write_state(folder, progress.to_json(), tensors)
 
         with self.spans("save"):
             write_checkpoint(self.folder.checkpoints / progress.checkpoint_name, fill)

@@ -13,9 +13,8 @@ from millrace.data.packing import pack_demonstrations
 from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_rewards, check_steps
 from millrace.orchestration.controller import Controller
-from millrace.orchestration.step import BatchResult, sample_and_score, sampling, train_on
-from millrace.training.checkpoint import verify_checkpoint
-from millrace.training.policy import PolicyTrainer
+from millrace.orchestration.learn import BatchResult, Learner, train_on
+from millrace.orchestration.step import sample_batch
 
 
 def run(controller: Controller, tensors: dict[str, Any] | None) -> None:
@@ -62,7 +61,7 @@ def warm_up(controller: Controller, tensors: dict[str, Any] | None) -> None:
         with controller.spans("train"):
             prompts = stream.next(warmup.sequences_per_step)
             pairs = [(prompt.token_ids, parts.demonstrations[prompt.id]) for prompt in prompts]
-            batch = pack_demonstrations(pairs, parts.token_weights)
+            batch = pack_demonstrations(pairs, parts.method.token_weights)
             trainer.forward_backward(batch)
             report = trainer.optim_step()
         progress.step += 1
@@ -125,7 +124,7 @@ def begin_reinforcement(controller: Controller) -> None:
     progress.warmup_steps = progress.step
     progress.stage, progress.step, progress.attempts = "reinforcement", 0, 0
     progress.stream, progress.nonfinite_in_row = {}, 0
-    controller.adopt(parts.reinforcer(progress.version), None)
+    controller.adopt(parts.reinforcer(progress.version, None, None), None)
     controller.publish()
     result = controller.evaluate()
     controller.keep_answers("before", result)
@@ -138,46 +137,27 @@ def begin_reinforcement(controller: Controller) -> None:
 def reinforce(controller: Controller, tensors: dict[str, Any] | None) -> None:
     """Batches of reinforcement: a group starts only when the weights of the batch before it are published."""
     config, progress, parts = controller.config, controller.progress, controller.parts
-    if controller.trainer is None:
-        controller.adopt(parts.reinforcer(progress.version), tensors)
-        controller.publish()
-    trainer = controller.trainer
-    assert trainer is not None
-    scorer = None
-    if parts.reference is not None:
-        start = controller.folder.checkpoints / "step-000000"
-        verify_checkpoint(start)
-        scorer = parts.reference(start / "model")
+    learner = controller.learn(tensors)
     stream = controller.stream()
-    params = sampling(config.rollout, parts.stop_token_ids)
     controller.console.stage("reinforcement", config.steps, progress.step)
     spans = controller.spans
     spans.take()
     while progress.step < config.steps:
-        prompts = stream.next(config.rollout.prompts_per_step)
-        groups = sample_and_score(
-            parts,
-            prompts,
-            params,
-            num_samples=config.rollout.samples_per_prompt,
-            seed=(config.seed, progress.step),
-            spans=spans,
-        )
+        sampled = sample_batch(parts, stream, config, step=progress.step, spans=spans)
+        critic_alone = config.critic is not None and progress.step < config.critic.warmup_steps
         with spans("train"):
             result = train_on(
-                trainer,
-                parts,
-                scorer,
-                groups,
-                divide_by_std=config.advantage.divide_by_std,
-                num_parts=config.policy.optimizer_steps_per_batch,
+                learner,
+                sampled,
+                seed=config.seed,
                 step=progress.step + 1,
+                policy_moves=not critic_alone,
             )
         with spans("sync"):
             controller.publish()
         progress.step += 1
         progress.stream = stream.state()
-        _account(controller, trainer, result)
+        _account(controller, learner, result)
         last, improved = progress.step == config.steps, False
         if last or progress.step % config.evaluation.every == 0:
             evaluation = controller.evaluate()
@@ -190,14 +170,14 @@ def reinforce(controller: Controller, tensors: dict[str, Any] | None) -> None:
         controller.leave_if_asked()
 
 
-def _account(controller: Controller, trainer: PolicyTrainer, result: BatchResult) -> None:
+def _account(controller: Controller, learner: Learner, result: BatchResult) -> None:
     """Count, record and judge one batch.
 
     Raises:
         RunStopped: too many rewards failed, or too many steps had no finite gradient.
     """
     config, progress, spans = controller.config, controller.progress, controller.spans
-    progress.attempts = trainer.num_attempts
+    progress.attempts = learner.trainer.num_attempts
     progress.tokens_sampled += result.tokens_sampled
     progress.tokens_trained += result.tokens_trained
     with spans("other"):
@@ -207,9 +187,12 @@ def _account(controller: Controller, trainer: PolicyTrainer, result: BatchResult
     total = sum(spent.get(part, 0.0) for part in ("sample", "score", "train", "sync", "other"))
     times = {f"time/{part}_s": spent.get(part, 0.0) for part in ("sample", "score", "train", "sync", "other")}
     speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}
-    controller.record("reinforcement", {"version": trainer.version, **result.record, **times, **speed})
+    controller.record(
+        "reinforcement", {"version": learner.trainer.version, **result.record, **times, **speed}
+    )
     reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
-    controller.warn(check_rewards(progress, result.record, limit=config.limits.failed_rewards, reason=reason))
+    kind, limit = config.advantage.kind, config.limits.failed_rewards
+    controller.warn(check_rewards(progress, result.record, kind=kind, limit=limit, reason=reason))
     limit = config.limits.nonfinite_steps
     folder = controller.folder.evidence
     controller.warn(check_steps(progress, result.reports, result.skipped, limit=limit, folder=folder))

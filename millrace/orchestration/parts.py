@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.data.packing import TokenWeights
-from millrace.protocols import Engine, Environment, Reward, Scorer, WeightTransport
+from millrace.orchestration.methods import Method
+from millrace.protocols import Engine, Environment, Reward, WeightTransport
+from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
+from millrace.training.scorer import ModelScorer
+from millrace.training.value import ValueTrainer
 from millrace.types import Prompt
 
 
@@ -26,9 +29,13 @@ class Parts:
         num_filtered: prompts left out because they are too long.
         stop_token_ids: tokens that end a completion.
         imitator: the warm-up's trainer, given the version it starts at.
-        reinforcer: the policy's trainer, given the version it starts at.
+        reinforcer: the policy's trainer, given the version it starts at and what a full KL penalty needs.
+        critic: the value of each state, from the last checkpoint or fresh, or None where nothing asks for it.
+        save_critic: writes it into a checkpoint being filled.
         reference: the reference policy from a model folder, or None without a KL penalty.
-        token_weights: how tokens share a loss.
+        teacher: whom on-policy distillation follows, or None.
+        control: a KL penalty's coefficient at the start, or None without one.
+        method: the arithmetic of the recipe.
         demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; empty
             without a warm-up.
         save_model: writes the policy as a Hugging Face folder, tokenizer included.
@@ -46,9 +53,13 @@ class Parts:
     num_filtered: int
     stop_token_ids: tuple[int, ...]
     imitator: Callable[[int], PolicyTrainer]
-    reinforcer: Callable[[int], PolicyTrainer]
-    reference: Callable[[Path], Scorer] | None
-    token_weights: TokenWeights
+    reinforcer: Callable[[int, KlControl | None, ModelScorer | None], PolicyTrainer]
+    critic: Callable[[], ValueTrainer] | None
+    save_critic: Callable[[ValueTrainer, Path], None]
+    reference: Callable[[Path], ModelScorer] | None
+    teacher: ModelScorer | None
+    control: KlControl | None
+    method: Method
     demonstrations: dict[str, tuple[int, ...]]
     save_model: Callable[[Path], None]
     num_parameters: int

@@ -18,6 +18,8 @@ class Progress:
         order: counts checkpoints, so that the newest is known without clocks.
         version: optimizer steps done in all.
         attempts: optimizer steps tried in this stage, skipped ones included.
+        critic_attempts: optimizer steps the critic tried.
+        kl_coefficient: of the KL penalty, where it is steered.
         warmup_steps: optimizer steps of the warm-up.
         gate_open: the warm-up's held-out accuracy has reached its gate.
         wall_s: seconds of work, over all processes of the run.
@@ -25,7 +27,7 @@ class Progress:
         tokens_trained: chosen tokens a gradient was computed for.
         skipped_steps: optimizer steps left out because the gradient was not finite.
         nonfinite_in_row: the same, since the last good one.
-        equal_in_row: batches in a row whose rewards were all equal.
+        equal_in_row: batches in a row whose equal rewards taught nothing.
         eval_before: held-out accuracy before reinforcement (before training, if there is none).
         eval_after: held-out accuracy of the last weights.
         eval_best: the best seen.
@@ -40,6 +42,8 @@ class Progress:
     order: int = 0
     version: int = 0
     attempts: int = 0
+    critic_attempts: int = 0
+    kl_coefficient: float | None = None
     warmup_steps: int = 0
     gate_open: bool = False
     wall_s: float = 0.0

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from millrace.training.checkpoint import CheckpointError, newest_checkpoint, verify_checkpoint
+
 
 class RunFolderError(RuntimeError):
     """A run folder that cannot be made or used; the message says what to change."""
@@ -122,3 +124,43 @@ def _occupied(path: Path) -> str:
     if (path / "recipe.yaml").is_file():
         return f"run {path} exists; choose another name, or continue it with: millrace resume {path}"
     return f"{path} exists and is not a run; choose another name, or remove it"
+
+
+def find_checkpoint(folder: RunFolder, name: str) -> Path:
+    """A whole checkpoint of a run: `best`, `last`, or a folder's name such as step-000050.
+
+    Raises:
+        CheckpointError: it is not there, or damaged; the message names those there are.
+    """
+    if name == "last":
+        newest, refused = newest_checkpoint(folder.checkpoints)
+        if refused:
+            raise CheckpointError(f"{refused[-1]}; name another one with --checkpoint")
+        if newest is None:
+            raise CheckpointError(f"run {folder.path} has no checkpoint yet")
+        return newest
+    if name == "best":
+        if not folder.best.is_file():
+            raise CheckpointError(f"run {folder.path} has no best checkpoint yet; use --checkpoint last")
+        name = json.loads(folder.best.read_text(encoding="utf-8"))["checkpoint"]
+    path = folder.checkpoints / name
+    if not path.is_dir():
+        there = (
+            sorted(p.name for p in folder.checkpoints.glob("[ws]*")) if folder.checkpoints.is_dir() else []
+        )
+        raise CheckpointError(
+            f"run {folder.path} has no checkpoint {name}; there are: {', '.join(there) or 'none'}"
+        )
+    verify_checkpoint(path)
+    return path
+
+
+def model_folder(path: Path) -> Path:
+    """The model of a run (its best checkpoint), of a checkpoint, or the folder itself.
+
+    Raises:
+        CheckpointError: the run has no whole checkpoint to take.
+    """
+    if (path / "checkpoints").is_dir():
+        return find_checkpoint(RunFolder(path), "best") / "model"
+    return path / "model" if (path / "model").is_dir() else path

@@ -1,47 +1,37 @@
-"""One batch of reinforcement: sample, score, estimate, update, publish."""
+"""The first half of a batch: sample and score."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import Tensor
-
-from millrace.algorithms.ratios import mismatch
-from millrace.config.settings import RolloutConfig
-from millrace.data.batch import Batch
-from millrace.data.packing import pack, with_gradient, without_twins
+from millrace.config.settings import RolloutConfig, RunConfig
+from millrace.data.prompts import PromptStream
 from millrace.environments.rollout import rollout
 from millrace.observability.metrics import Spans
-from millrace.orchestration.evaluate import rollout_rows
 from millrace.orchestration.parts import Parts
-from millrace.protocols import Scorer, StepReport
-from millrace.training.estimate import group_advantages, usable
-from millrace.training.policy import PolicyTrainer
-from millrace.types import Group, Prompt, SamplingParams, Trajectory
+from millrace.types import Group, Prompt, SamplingParams
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchResult:
-    """What one batch did.
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was sampled for one batch.
 
     Attributes:
-        record: numbers for the metrics, without times.
-        rows: one for each trajectory, for a table.
-        reports: of the optimizer steps.
-        skipped: the packed batches whose optimizer step was skipped, as evidence.
-        tokens_sampled: tokens drawn.
-        tokens_trained: chosen tokens a gradient was computed for.
+        groups: every group, scored.
+        left_out: places of those that are not trained on, because all their rewards are equal.
+        baselines: the reward of each group's greedy answer, NaN where it failed; None if not asked for.
+        num_greedy_tokens: tokens drawn for the baselines.
+        num_rounds: times new prompts replaced groups of equal reward.
     """
 
-    record: dict[str, float]
-    rows: list[dict[str, Any]]
-    reports: list[StepReport]
-    skipped: list[Batch]
-    tokens_sampled: int
-    tokens_trained: int
+    groups: list[Group]
+    left_out: frozenset[int] = frozenset()
+    baselines: list[float] | None = None
+    num_greedy_tokens: int = 0
+    num_rounds: int = 0
 
 
 def sampling(rollout_config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -75,10 +65,10 @@ def sample_and_score(
     params: SamplingParams,
     *,
     num_samples: int,
-    seed: tuple[int, int],
+    seed: tuple[int, ...],
     spans: Spans,
 ) -> list[Group]:
-    """Groups of scored trajectories; `seed` is (run seed, batch number)."""
+    """Groups of scored trajectories; `seed` is (run seed, batch number) and what tells calls apart."""
     with spans("sample"):
         groups = rollout(
             prompts,
@@ -98,85 +88,53 @@ def sample_and_score(
         ]
 
 
-def train_on(
-    trainer: PolicyTrainer,
-    parts: Parts,
-    scorer: Scorer | None,
-    groups: Sequence[Group],
-    *,
-    divide_by_std: bool,
-    num_parts: int,
-    step: int,
-) -> BatchResult:
-    """Advantages over the whole batch, then `num_parts` optimizer steps over equal shares of its groups."""
-    trajectories, group_N = usable(groups)
-    advantage_N = group_advantages(trajectories, group_N, divide_by_std=divide_by_std)
-    reports, skipped, differences, tokens_trained = [], [], [], 0
-    share = len(groups) // num_parts
-    for part in range(num_parts):
-        inside = [i for i, g in enumerate(group_N.tolist()) if part * share <= g < (part + 1) * share]
-        if not inside:
-            continue
-        whole = pack([trajectories[i] for i in inside], advantage_N[inside], parts.token_weights)
-        batch = whole if scorer is not None else with_gradient(whole)
-        if batch is not None:
-            batch = without_twins(batch)
-            if scorer is not None:
-                batch.reference_logprob_T = scorer.logprobs(batch)
-            logprob_N = trainer.forward_backward(batch)
-            tokens_trained += int(batch.action_mask_T.sum())
-            if part == 0:
-                differences.append(mismatch(logprob_N.cpu(), batch.sampler_logprob_T[batch.action_mask_T]))
-        reports.append(trainer.optim_step())
-        if reports[-1].skipped and batch is not None:
-            skipped.append(batch)
-    record = _describe(groups, trajectories, group_N, advantage_N)
-    record |= _averaged(reports) | {f"mismatch/{key}": value for d in differences for key, value in d.items()}
-    tokens_sampled = sum(t.num_actions for group in groups for t in group.trajectories)
-    record |= {"tokens/sampled": tokens_sampled, "tokens/trained": tokens_trained}
-    rows = rollout_rows(step, groups, advantage_N.tolist())
-    return BatchResult(record, rows, reports, skipped, tokens_sampled, tokens_trained)
+def sample_batch(
+    parts: Parts, stream: PromptStream, config: RunConfig, *, step: int, spans: Spans
+) -> Sampled:
+    """The scored groups of a batch, refilled and with greedy baselines where the recipe asks for them."""
+    options = config.rollout
+    params = sampling(options, parts.stop_token_ids)
+    groups: list[Group] = []
+    left_out: set[int] = set()
+    num_rounds, missing = 0, options.prompts_per_step
+    while True:
+        groups += sample_and_score(
+            parts,
+            stream.next(missing),
+            params,
+            num_samples=options.samples_per_prompt,
+            seed=(config.seed, step, num_rounds) if num_rounds else (config.seed, step),
+            spans=spans,
+        )
+        if options.refill_rounds:
+            left_out = {place for place, group in enumerate(groups) if is_equal(group)}
+            missing = options.prompts_per_step - len(groups) + len(left_out)
+        if num_rounds == options.refill_rounds or not missing:
+            break
+        num_rounds += 1
+    if not parts.method.greedy_baseline:
+        return Sampled(groups, frozenset(left_out), num_rounds=num_rounds)
+    baselines, num_tokens = greedy_baselines(parts, [group.prompt for group in groups], config, spans)
+    return Sampled(groups, frozenset(left_out), baselines, num_tokens, num_rounds)
 
 
-def _describe(
-    groups: Sequence[Group], scored: Sequence[Trajectory], group_N: Tensor, advantage_N: Tensor
-) -> dict[str, float]:
-    """Rewards, groups and lengths of a batch."""
-    every = [trajectory for group in groups for trajectory in group.trajectories]
-    kinds = [trajectory.outcome.kind for trajectory in every if trajectory.outcome]
-    rewards = [trajectory.outcome.value for trajectory in scored if trajectory.outcome]
-    # Where every reward failed there is no mean, and none is made up.
-    count = len(rewards) or float("nan")
-    mean = sum(rewards) / count
-    moving = set(group_N[advantage_N != 0].tolist())
-    lengths = [trajectory.num_actions for trajectory in every]
-    return {
-        "reward/mean": mean,
-        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / count) ** 0.5,
-        "reward/invalid_share": kinds.count("invalid") / len(kinds),
-        "reward/failed_share": kinds.count("failed") / len(kinds),
-        "group/equal_share": 1 - len(moving) / len(groups),
-        "length/mean": sum(lengths) / len(lengths),
-        "length/max": max(lengths),
-        "length/truncated_share": sum(t.turns[-1].completion.finish_reason == "length" for t in every)
-        / len(every),
-    }
+def greedy_baselines(
+    parts: Parts, prompts: Sequence[Prompt], config: RunConfig, spans: Spans
+) -> tuple[list[float], int]:
+    """The reward of each prompt's greedy answer (NaN where it failed), and the tokens drawn for them."""
+    params = greedy(config.rollout, parts.stop_token_ids)
+    groups = sample_and_score(parts, prompts, params, num_samples=1, seed=(config.seed,), spans=spans)
+    rewards = [group_rewards(group) for group in groups]
+    num_tokens = sum(trajectory.num_actions for group in groups for trajectory in group.trajectories)
+    return [reward[0] if reward else math.nan for reward in rewards], num_tokens
 
 
-def _averaged(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Means over the optimizer steps that moved, the last learning rate, and how many were skipped."""
-    if not reports:
-        return {}
-    good = [report for report in reports if not report.skipped]
-    names = dict.fromkeys(name for report in good for name in report.metrics)
-    averaged = {
-        f"policy/{name}": sum(values) / len(values)
-        for name in names
-        if (values := [report.metrics[name] for report in good if name in report.metrics])
-    }
-    if good:
-        averaged["policy/gradient_norm"] = sum(report.gradient_norm for report in good) / len(good)
-    return averaged | {
-        "policy/learning_rate": reports[-1].learning_rate,
-        "policy/skipped_steps": len(reports) - len(good),
-    }
+def group_rewards(group: Group) -> list[float]:
+    """The rewards of a group that did not fail."""
+    outcomes = [trajectory.outcome for trajectory in group.trajectories]
+    return [outcome.value for outcome in outcomes if outcome is not None and outcome.kind != "failed"]
+
+
+def is_equal(group: Group) -> bool:
+    """Whether all rewards of a group are equal, so that comparing its samples teaches nothing."""
+    return len(set(group_rewards(group))) < 2

@@ -18,6 +18,7 @@ import pytest
 
 from millrace.observability.console import Console
 from tests.cli.lab import Lab, Result
+from tests.cli.preferences import language_model, pair_lines
 from tests.house.source import ROOT
 
 ROW = re.compile(r"^\| (?P<wrong>.+?) \| `(?P<seen>[^`]+)` \| (?P<code>\d+) \|$", re.M)
@@ -161,6 +162,45 @@ def read_only(lab: Lab) -> Result:
     return lab.train()
 
 
+def judged_pairs(change: Callable[[list[str]], list[str]], *words: str) -> Callable[[Lab], Result]:
+    """`millrace reward-model` on changed pairs, with options that come last and so win."""
+
+    def run(lab: Lab) -> Result:
+        language_model("mine")
+        lab.write("pairs.jsonl", change(pair_lines()))
+        return lab("reward-model", "pairs.jsonl", "--model", "mine", "--output", "made", *words)
+
+    return run
+
+
+def second_pair(**columns: str) -> Callable[[Lab], Result]:
+    return judged_pairs(lambda rows: [rows[0], json.dumps(columns), *rows[1:]])
+
+
+def contradicting(rows: list[str]) -> list[str]:
+    """Every second pair the other way round, so that no step is right about all."""
+    swapped = [
+        row.replace("chosen", "-").replace("rejected", "chosen").replace("-", "rejected") for row in rows
+    ]
+    return [*rows[::2], *swapped[1::2]]
+
+
+def many_labels(lab: Lab) -> Result:
+    language_model("mine")
+    config = json.loads(Path("mine/config.json").read_text())
+    config |= {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "id2label": {"0": "A", "1": "B", "2": "C"},
+    }
+    Path("mine/config.json").write_text(json.dumps(config))
+    lab.write("pairs.jsonl", pair_lines())
+    return lab("reward-model", "pairs.jsonl", "--model", "mine", "--output", "made")
+
+
+def no_pairs(lab: Lab) -> Result:
+    return lab("reward-model", "gone.jsonl", "--model", "mine", "--output", "made")
+
+
 CASES: dict[str, Callable[[Lab], Result]] = {
     "a row is not JSON": with_rows(lambda rows: [*rows[:2], '{"question": "1+1=", answer: "2"}', *rows[2:]]),
     "a row is not an object": with_rows(lambda rows: [*rows[:2], "[1, 2]", *rows[2:]]),
@@ -203,6 +243,17 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the disk is full": full_disk,
     "a file may not grow that large": limited_file_size,
     "the folder is read-only": read_only,
+    "the file of pairs is not there": no_pairs,
+    "the file of pairs is empty": judged_pairs(lambda rows: []),
+    "a pair is not JSON": judged_pairs(lambda rows: [rows[0], '{"prompt" 3}', *rows[1:]]),
+    "a pair lacks a column": second_pair(prompt="1+1=", chosen="2"),
+    "the two answers of a pair are the same": second_pair(prompt="1+1=", chosen="2", rejected="2"),
+    "a pair is too long": second_pair(prompt="1+1=", chosen="2", rejected="2" * 76),
+    "all pairs have one prompt": judged_pairs(lambda rows: rows[:1] * 2),
+    "the reward model's folder is taken": judged_pairs(lambda rows: rows, "--output", "mine"),
+    "the model gives several labels": many_labels,
+    "a number is not above 0": judged_pairs(lambda rows: rows, "--learning-rate", "0"),
+    "a step has no finite gradient": judged_pairs(contradicting, "--learning-rate", "1e30"),
 }
 
 

@@ -9,6 +9,7 @@ from importlib import metadata
 import pytest
 
 from millrace.cli import doctor
+from millrace.orchestration import build
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -119,3 +120,76 @@ def test_memory_is_that_of_the_control_group_where_it_is_less(monkeypatch, limit
     monkeypatch.setattr("pathlib.Path.is_file", lambda path: path.name in texts)
     monkeypatch.setattr("pathlib.Path.read_text", lambda path, **options: texts[path.name])
     assert doctor.memory_bytes() == expected
+
+
+def verdicts(out: str) -> dict[str, str]:
+    """The last word of each row of the table."""
+    return dict(re.findall(r"^  (\S.*?)  +\d\.\de[-+]\d\d .* allowed \de-\d\d  (\w+)$", out, re.M))
+
+
+def test_a_recipe_whose_numbers_hold_passes(lab):
+    result = lab("doctor", "--numerics", "tiny.yaml")
+    table, _, problems = result.out.partition("\nproblems\n")
+    assert (problems, result.code) == ("  none\n", 0), result.out
+    opening = "numerics of tiny.yaml: what must not change a number, and by how much it does"
+    assert table.splitlines()[0] == opening
+    assert len(table.splitlines()) == 15
+    assert len(verdicts(table)) == 14
+    assert set(verdicts(table).values()) == {"ok"}
+    assert sorted(path.name for path in lab.folder.iterdir()) == ["judges.py", "sums.jsonl", "tiny.yaml"]
+
+
+def test_its_settings_may_be_overridden(lab):
+    result = lab("doctor", "--numerics", "tiny.yaml", "policy.kl.coefficient=0.1", "precision=float64")
+    assert result.code == 0, result.out
+    assert "gradient: those without advantage left out" not in verdicts(result.out)
+    assert " allowed 1e-06  ok\n" in result.out
+    assert " allowed 1e-04  ok\n" not in result.out
+
+
+def test_a_loss_that_depends_on_the_layout_is_marked_and_leaves_with_1(lab):
+    real = build.build_objective
+
+    def build_objective(*given):
+        def per_micro_batch(predicted, batch):
+            loss_N, report = real(*given)(predicted, batch)
+            return loss_N / len(loss_N), report
+
+        return per_micro_batch
+
+    lab.patch.setattr(build, "build_objective", build_objective)
+    result = lab("doctor", "--numerics", "tiny.yaml")
+    found = verdicts(result.out)
+    assert found["gradient: micro-batches of half the tokens"] == "WRONG"
+    assert found["gradient: another packing order"] == "ok"
+    assert sorted(found.values()).count("WRONG") == 10
+    assert result.out.endswith("problems\n  10 of 14 numbers moved by more than rounding\n")
+    assert result.code == 1
+
+
+def test_rewards_that_fail_end_the_check_with_a_sentence(lab):
+    given = ("rewards=[{kind: function, function: 'judges:raises'}]",)
+    result = lab("doctor", "--numerics", "tiny.yaml", *given)
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("error: 100% of the rewards of this batch failed, more than limits.")
+    assert "'price'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nope"], "error: there is no recipe nope; there are: "),
+        (["tiny.yaml", "stepz=3"], "error: recipe tiny.yaml: unknown key stepz; did you mean steps?\n"),
+        (["tiny.yaml", "steps"], "error: 'steps' is not of the form key=value, such as steps=50\n"),
+    ],
+)
+def test_a_recipe_or_a_setting_that_is_not_there_is_named(lab, words, sentence):
+    result = lab("doctor", "--numerics", *words)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(sentence)
+
+
+def test_settings_without_a_recipe_are_refused(lab):
+    result = lab("doctor", "steps=1")
+    assert (result.code, result.out) == (2, "")
+    assert "settings belong to a recipe; name it with --numerics RECIPE" in result.err

@@ -63,11 +63,70 @@ def test_ctrl_c_saves_and_a_resumed_run_has_the_same_bits(stage, step, saved, ru
     assert metrics_of(report.run)[-1]["step"] == step
 
     assert resume(runs / name, quiet=True).status == "finished"
-    # Ctrl-C saves where no checkpoint was due, so how many were saved in all, and which are left, differs.
-    ours, theirs = contents(runs / name), contents(runs / "undisturbed")
+    check_equal_but_for_saving(runs / name, runs / "undisturbed")
+
+
+def check_equal_but_for_saving(actual: Path, expected: Path) -> None:
+    """Ctrl-C saves where no checkpoint was due, so how many were saved, and which are left, differs."""
+    ours, theirs = contents(actual), contents(expected)
     for found in (ours, theirs):
         del found["checkpoints"], found["state"]["order"]
     assert [key for key in theirs if ours[key] != theirs[key]] == []
+
+
+# A critic that learns alone at first, a penalty whose coefficient is steered, groups that are replaced.
+PPO = {
+    "advantage.kind": "gae",
+    "critic": {"learning_rate": 1e-2, "warmup_steps": 3},
+    "rollout.refill_rounds": 2,
+    "policy.kl": {"coefficient": 0.05, "estimator": "k2", "place": "reward", "target": 0.01, "horizon": 200},
+}
+
+
+@pytest.fixture(scope="module")
+def ppo(runs) -> Path:
+    """The folder of `runs`, with a run `ppo` of a critic, a steered penalty and refilled groups."""
+    run(runs.parent, "ppo", **PPO)
+    batches = [record for record in metrics_of(runs / "ppo") if record["stage"] == "reinforcement"]
+    assert [record["version"] for record in batches[:3]] == [9] * 3
+    assert batches[-1]["version"] > 9
+    assert len({record["policy/kl_coefficient"] for record in batches}) == 7
+    assert sum(record.get("group/refill_rounds", 0) for record in batches) > 3
+    (critic,) = contents(runs / "ppo")["critic"]
+    assert len(critic) > 10_000
+    return runs
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_critic_coefficient_and_refilled_prompts_are_taken_up_with_the_same_bits(step, ppo, monkeypatch):
+    name = f"ppo-left-{step}"
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, "reinforcement", step)
+        assert run(ppo.parent, name, **PPO).status == "interrupted"
+    state = json.loads((ppo / name / "checkpoints" / f"step-{step:06d}" / "state.json").read_text())
+    assert state["critic_attempts"] > 0
+    assert state["kl_coefficient"] != 0.05
+    assert resume(ppo / name, quiet=True).status == "finished"
+    check_equal_but_for_saving(ppo / name, ppo / "ppo")
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_left_at_once_a_run_with_a_critic_goes_on_from_its_last_checkpoint(step, ppo, monkeypatch):
+    """As if it were killed when this step is recorded: nothing of the step is saved."""
+    name, record = f"ppo-killed-{step}", Controller.record
+
+    def dying(self, *arguments):
+        record(self, *arguments)
+        if (arguments[0], self.progress.step) == ("reinforcement", step):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "record", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(ppo.parent, name, **PPO)
+    assert not (ppo / name / "checkpoints" / f"step-{step:06d}").exists()
+    assert resume(ppo / name, quiet=True).status == "finished"
+    check_equal(ppo / name, ppo / "ppo")
 
 
 def test_a_run_left_twice_in_a_row_and_taken_up_has_the_same_bits(runs, monkeypatch):

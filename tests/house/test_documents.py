@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config.recipe import ConfigError, known_keys, load_recipe, parse_overrides, recipe_names
+from millrace.config.explain import known_keys
+from millrace.config.recipe import ConfigError, load_recipe, parse_overrides, recipe_names
 from tests.house.source import PACKAGE, ROOT, write
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)

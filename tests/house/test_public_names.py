@@ -56,6 +56,8 @@ PINNED = {
         proximal_logprob_T: Tensor | None = None
         value_T: Tensor | None = None
         return_T: Tensor | None = None
+        correction_T: Tensor | None = None
+        selected_T: Tensor | None = None
         length_B (property) -> Tensor
         num_segments (property) -> int
         num_tokens (property) -> int
@@ -96,6 +98,7 @@ PINNED = {
         evaluate(self) -> Evaluation
         finish(self, status: str) -> RunReport
         keep_answers(self, name: str, result: Evaluation) -> None
+        learn(self, tensors: dict[str, Any] | None) -> Learner
         leave_if_asked(self) -> None
         note_best(self, accuracy: float) -> bool
         publish(self) -> None
@@ -124,10 +127,12 @@ PINNED = {
         warmup: WarmupConfig | None = None
         rollout: RolloutConfig = RolloutConfig()
         rewards: tuple[RewardConfig, ...]
-        advantage: AdvantageConfig = AdvantageConfig()
+        advantage: AdvantageConfig = GroupAdvantage()
+        critic: CriticConfig | None = None
         policy: PolicyConfig = PolicyConfig()
         evaluation: EvaluationConfig = EvaluationConfig()
         checkpoint: CheckpointConfig = CheckpointConfig()
+        kernels: KernelConfig = KernelConfig()
         limits: LimitConfig = LimitConfig()
     """,
 }

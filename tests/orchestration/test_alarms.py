@@ -4,30 +4,48 @@ from __future__ import annotations
 
 import json
 import math
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from millrace.config.methods import COMPARING, AdvantageConfig
 from millrace.orchestration.alarms import (
     EQUAL_BATCHES,
     RunStopped,
     check_accuracy,
+    check_evaluation,
     check_failures,
     check_rewards,
     check_steps,
 )
+from millrace.orchestration.evaluate import Evaluation
 from millrace.orchestration.progress import Progress
 from millrace.protocols import StepReport
 from tests.training.pieces import random_batch
 
+APART = ("returns", "gae", "n_step", "v_trace", "reinforce_plus_plus", "greedy_baseline")
 GOOD = StepReport(False, 1.0, 0.1, {"loss": 1.0})
 BAD = StepReport(True, math.nan, 0.1, {"loss": math.inf})
 
 
-def rewards(progress: Progress, *, std: float = 0.0, failed: float = 0.0, limit: float = 0.2) -> str | None:
-    record = {"reward/mean": 0.25, "reward/std": std, "reward/failed_share": failed}
-    return check_rewards(progress, record, limit=limit, reason="the judge hung")
+def rewards(
+    progress: Progress,
+    *,
+    std: float = 0.0,
+    equal: float = 1.0,
+    failed: float = 0.0,
+    limit: float = 0.2,
+    kind: str = "group",
+) -> str | None:
+    record = {
+        "reward/mean": 0.25,
+        "reward/std": std,
+        "reward/failed_share": failed,
+        "group/equal_share": equal,
+    }
+    return check_rewards(progress, record, kind=kind, limit=limit, reason="the judge hung")
 
 
 def test_failed_rewards_above_the_limit_stop_the_run_with_one_reason():
@@ -50,8 +68,43 @@ def test_equal_rewards_are_said_once_after_twenty_batches_in_a_row():
         "look at the rollouts, and at the reward"
     )
     # One batch that differs starts the count again.
-    assert rewards(progress, std=0.1) is None
+    assert rewards(progress, std=0.1, equal=0.75) is None
     assert [bool(rewards(progress)) for _ in range(20)] == [False] * 19 + [True]
+
+
+@pytest.mark.parametrize("kind", COMPARING)
+def test_where_samples_are_compared_groups_of_equal_reward_teach_nothing_though_groups_differ(kind):
+    progress = Progress()
+    said = [rewards(progress, std=0.4, kind=kind) for _ in range(20)]
+    assert [bool(text) for text in said] == [False] * 19 + [True]
+    assert said[-1] == (
+        "the rewards of each prompt's samples have all been equal for 20 batches, so nothing is learned; "
+        "look at the rollouts, and at the reward"
+    )
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_where_samples_are_not_compared_only_equal_rewards_of_the_whole_batch_are_said(kind):
+    """With one sample for each prompt every group is equal."""
+    progress = Progress()
+    assert [rewards(progress, std=0.4, kind=kind) for _ in range(25)] == [None] * 25
+    said = [rewards(progress, kind=kind) for _ in range(20)]
+    assert [bool(text) for text in said] == [False] * 19 + [True]
+    assert said[-1].startswith("all rewards have been 0.25 for 20 batches, so nothing is learned;")
+
+
+def test_a_teacher_teaches_whatever_the_rewards_are():
+    progress = Progress()
+    assert [rewards(progress, kind="teacher") for _ in range(25)] == [None] * 25
+    with pytest.raises(RunStopped):
+        rewards(progress, kind="teacher", failed=1.0)
+
+
+def test_every_kind_of_advantage_has_its_alarm():
+    kinds = {
+        get_args(one.model_fields["kind"].annotation)[0] for one in get_args(get_args(AdvantageConfig)[0])
+    }
+    assert kinds == {*APART, "teacher", *COMPARING}
 
 
 def test_rewards_may_fail_up_to_their_limit_but_never_all():
@@ -63,6 +116,15 @@ def test_rewards_may_fail_up_to_their_limit_but_never_all():
         "100% of the rewards of the held-out answers failed, more than limits.failed_rewards = 100%; "
         "the first: the judge hung"
     )
+
+
+def test_held_out_answers_without_a_score_stop_the_run_with_the_first_reason():
+    rows = [{"outcome": "score", "reason": "fine"}, {"outcome": "failed", "reason": "the judge hung"}]
+    check_evaluation(Evaluation(1.0, 1.0, 1.0, 0.0, 0.5, rows), limit=0.5)
+    with pytest.raises(
+        RunStopped, match="50% of the rewards of the held-out answers failed.*the judge hung$"
+    ):
+        check_evaluation(Evaluation(1.0, 1.0, 1.0, 0.0, 0.5, rows), limit=0.4)
 
 
 def steps(progress: Progress, folder, *reports: StepReport, limit: int = 3) -> str | None:
@@ -114,4 +176,5 @@ def test_a_policy_below_half_of_its_best_has_collapsed():
     )
     # A policy that never could do anything has nothing to lose.
     assert check_accuracy(Progress(eval_best=0.09), 0.0) is None
+    assert check_accuracy(Progress(eval_best=0.1), 0.0) is not None
     assert check_accuracy(Progress(), 0.0) is None

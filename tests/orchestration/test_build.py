@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from millrace.algorithms import weights
 from millrace.data.rows import DataError
-from millrace.orchestration.build import SetupError, build, build_token_weights, choose_device
+from millrace.orchestration.build import CRITIC, SetupError, build, choose_device
 from millrace.rewards.errors import RewardError
-from tests.close import close_fp32
+from tests.close import close_fp64
 from tests.end_to_end.tiny import tiny_recipe
 from tests.training.pieces import random_batch
 
 
 def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
-    trainer = parts.reinforcer(5)
+    trainer = parts.reinforcer(5, None, None)
     sent = dict(trainer.named_tensors())
     assert trainer.version == 5
     before = parts.engine.fingerprint()
@@ -48,20 +48,6 @@ def test_full_marks_are_the_sum_of_what_can_be_earned(tmp_path):
         {"kind": "exact", "weight": -1.0},
     ]
     assert build(tiny_recipe(tmp_path, {"rewards": rewards}), None).full_marks == 2.5
-
-
-@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "sequence_sum", "fixed_length"])
-def test_token_weights_are_those_of_the_recipe(kind, tmp_path):
-    found = build_token_weights(tiny_recipe(tmp_path, {"policy.token_weights": kind}))
-    batch = random_batch(0)
-    expected = {
-        "token_mean": weights.token_mean,
-        "sequence_mean": weights.sequence_mean,
-        "sequence_sum": weights.sequence_sum,
-        # The tiny recipe's longest answer has three tokens.
-        "fixed_length": lambda mask, segment: weights.sequence_sum(mask, segment) / 3,
-    }[kind]
-    close_fp32(found(batch.action_mask_T, batch.segment_T), expected(batch.action_mask_T, batch.segment_T))
 
 
 def test_a_demonstration_ends_with_the_end_of_text(tmp_path):
@@ -122,9 +108,79 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(tmp_p
     assert len(parts.train_prompts) + len(parts.eval_prompts) + parts.num_filtered == 40
 
 
-def test_without_a_kl_penalty_there_is_no_reference(tmp_path):
-    assert build(tiny_recipe(tmp_path), None).reference is None
-    assert build(tiny_recipe(tmp_path, {"policy.kl.coefficient": 0.1}), None).reference is not None
+def test_without_a_kl_penalty_there_is_no_reference_and_nothing_to_control(tmp_path):
+    parts = build(tiny_recipe(tmp_path), None)
+    assert (parts.reference, parts.control) == (None, None)
+    held = build(tiny_recipe(tmp_path, {"policy.kl.coefficient": 0.1}), None)
+    assert held.control.coefficient == 0.1
+
+
+def test_the_reference_is_what_a_folder_holds_frozen_and_asked_at_the_samplers_temperature(tmp_path):
+    changes = {"policy.kl.coefficient": 0.1, "rollout.temperature": 0.7}
+    parts = build(tiny_recipe(tmp_path, changes), None)
+    parts.save_model(tmp_path / "start")
+    reference = parts.reference(tmp_path / "start")
+    trainer = parts.reinforcer(0, parts.control, reference)
+    batch = random_batch(0)
+    assert torch.equal(reference.logprobs(batch), trainer.scorer.logprobs(batch))
+    with torch.no_grad():
+        for _, tensor in trainer.named_tensors():
+            tensor.add_(0.1)
+    assert not torch.equal(reference.logprobs(batch), trainer.scorer.logprobs(batch))
+
+
+CRITIC_RECIPE = {
+    "advantage.kind": "gae",
+    "critic": {"learning_rate": 0.25},
+    "steps": 6,
+    "policy.optimizer_steps_per_batch": 2,
+}
+
+
+def test_without_a_use_for_it_there_is_no_critic(tmp_path):
+    assert build(tiny_recipe(tmp_path), None).critic is None
+
+
+def test_a_critic_begins_at_the_present_weights_with_a_head_of_zeros_and_its_own_rate(tmp_path):
+    changes = CRITIC_RECIPE | {"policy.optimizer.schedule": "linear"}
+    parts = build(tiny_recipe(tmp_path, changes), None)
+    policy = parts.reinforcer(0, None, None)
+    with torch.no_grad():
+        for _, tensor in policy.named_tensors():
+            tensor.add_(0.01)  # as the warm-up would
+    critic = parts.critic()
+    for ours, theirs in zip(
+        critic.model.base_model.parameters(), policy.model.base_model.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+        assert ours.data_ptr() != theirs.data_ptr()
+    batch = random_batch(0)
+    assert float(critic.values(batch)[0].abs().sum()) == 0.0
+    # Twelve optimizer steps of six batches, down to a tenth of the peak.
+    rates = [critic.optim_step().learning_rate for _ in range(12)]
+    close_fp64([rates[0], rates[-1]], [0.25, 0.25 * (0.1 + 0.9 / 12)])
+
+
+def test_a_critic_of_a_checkpoint_is_taken_up_as_it_was(tmp_path):
+    config = tiny_recipe(tmp_path, CRITIC_RECIPE)
+    parts = build(config, None)
+    critic = parts.critic()
+    with torch.no_grad():
+        critic.model.score.weight.fill_(0.5)
+    checkpoint = tmp_path / "checkpoint"
+    parts.save_model(checkpoint / "model")
+    parts.save_critic(critic, checkpoint)
+    assert (checkpoint / CRITIC / "model.safetensors").is_file()
+    again = build(config, checkpoint).critic()
+    batch = random_batch(0)
+    assert float(critic.values(batch)[0].abs().sum()) > 0.1
+    assert torch.equal(again.values(batch)[0], critic.values(batch)[0])
+    # Products of unaligned memory are rounded differently, and a resumed run must repeat every bit.
+    models = (again.model, build(config, checkpoint).reinforcer(0, None, None).model)
+    assert {p.data_ptr() % 64 for model in models for p in model.parameters()} == {0}
+    # One saved before there was a critic gives a fresh one.
+    shutil.rmtree(checkpoint / CRITIC)
+    assert float(build(config, checkpoint).critic().values(batch)[0].abs().sum()) == 0.0
 
 
 def test_a_reward_that_cannot_start_stops_the_build_with_its_reason(tmp_path, monkeypatch):

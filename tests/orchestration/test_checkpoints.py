@@ -9,8 +9,8 @@ import pytest
 
 from millrace import train
 from millrace.observability.tables import read_table
-from millrace.orchestration.checkpoints import answer, evaluate_checkpoint, find_checkpoint
-from millrace.orchestration.run_folder import RunFolder
+from millrace.orchestration.checkpoints import answer, evaluate_checkpoint
+from millrace.orchestration.run_folder import RunFolder, find_checkpoint
 from millrace.training.checkpoint import CheckpointError
 from tests.close import close_fp64
 from tests.end_to_end.runs import OVERRIDES

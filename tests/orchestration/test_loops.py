@@ -15,7 +15,8 @@ from millrace import resume, train
 from millrace.observability.tables import read_table
 from millrace.orchestration import alarms, controller
 from millrace.orchestration.alarms import RunStopped
-from millrace.training.policy import PolicyTrainer, imitation
+from millrace.training.objective import imitation
+from millrace.training.policy import PolicyTrainer
 from millrace.transport.local import WeightSyncError
 from tests.end_to_end.runs import OVERRIDES
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
@@ -50,16 +51,34 @@ REINFORCEMENT = {
     "policy/entropy",
     "policy/clip_share",
     "policy/kl_reference",
+    "policy/kl_coefficient",
     "policy/gradient_norm",
     "policy/learning_rate",
     "policy/skipped_steps",
-    "mismatch/k1",
-    "mismatch/k3",
-    "mismatch/max",
+    *(f"mismatch/{name}" for name in ("k1", "k3", "max", "chi_square_token", "chi_square_sequence")),
+    *(f"mismatch/perplexity_{name}" for name in ("trainer", "sampler", "ratio")),
     "tokens/sampled",
     "tokens/trained",
     *(f"time/{part}_s" for part in ("sample", "score", "train", "sync", "other", "step", "wall")),
     "time/tokens_per_s",
+}
+# What a method adds.
+OPTIONAL = {
+    "group/refill_rounds",
+    "policy/correction",
+    *(f"critic/{name}" for name in ("loss", "clip_share", "value", "explained_variance")),
+    *(f"critic/{name}" for name in ("gradient_norm", "learning_rate", "skipped_steps")),
+}
+METHODS = {
+    "advantage.kind": "gae",
+    "critic": {"learning_rate": 1e-3},
+    "warmup.steps": 9,
+    "warmup.learning_rate": 3e-2,
+    "rewards": [{"kind": "format", "pattern": "[0-4]"}],
+    "rollout.refill_rounds": 1,
+    "policy.kl.coefficient": 0.1,
+    "policy.proximal": "recompute",
+    "policy.correction": {"high": 5.0},
 }
 
 
@@ -112,6 +131,14 @@ def test_a_run_does_everything_in_order_and_records_it(tmp_path):
     # A warm-up answer is a digit and the end; with a penalty reinforcement trains on all it sampled.
     assert report.tokens_trained == 3 * 8 * 2 + sum(record["tokens/trained"] for record in batches)
     assert report.tokens_trained == 3 * 8 * 2 + report.tokens_sampled
+
+
+def test_everything_that_a_method_records_is_documented(tmp_path):
+    report = run(tmp_path, **METHODS)
+    batches = [record for record in metrics_of(report.run) if record["stage"] == "reinforcement"]
+    assert set().union(*batches) == REINFORCEMENT | OPTIONAL
+    written = DOCUMENT.read_text(encoding="utf-8")
+    assert {key for key in OPTIONAL if f"`{key}`" not in written} == set()
 
 
 def test_the_run_folder_holds_a_table_a_batch_and_the_answers_before_and_after(tmp_path):

@@ -1,192 +1,28 @@
-"""One batch of reinforcement: what is sampled, what is trained on, and what is recorded of it."""
+"""The first half of a batch: sampling, scoring, refilling, greedy baselines."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import math
+from dataclasses import replace
 
-import torch
+import pytest
 
-from millrace.algorithms.weights import token_mean
 from millrace.config.settings import RolloutConfig
-from millrace.environments.single_turn import SingleTurn
-from millrace.models.logprobs import chosen_logprobs
+from millrace.data.prompts import PromptStream
 from millrace.observability.metrics import Spans
-from millrace.orchestration import step
-from millrace.orchestration.parts import Parts
-from millrace.orchestration.step import completion_seed, greedy, sample_and_score, sampling, train_on
-from millrace.training.optimizer import adamw
-from millrace.training.policy import PolicyTrainer, clipped_surrogate, kl_penalty
-from millrace.training.scorer import ReferenceScorer
-from millrace.types import Group, Outcome, Prompt, SamplingParams
-from tests.close import close_fp32, close_fp64
-from tests.training.pieces import completion, tiny_model, trajectory
-
-
-def parts(**given) -> Parts:
-    names = {field.name: None for field in fields(Parts)}
-    return Parts(**names | {"token_weights": token_mean, "environment": SingleTurn} | given)
-
-
-def trainer(kl: bool = False) -> PolicyTrainer:
-    model = tiny_model()
-    penalty = kl_penalty(coefficient=0.5, estimator="k3") if kl else None
-    one = PolicyTrainer(
-        model,
-        clipped_surrogate(low=0.2, high=0.2, dual=None, kl_loss=penalty),
-        adamw(model, betas=(0.9, 0.999), weight_decay=0.0),
-        learning_rate=lambda number: 0.01,
-        temperature=1.0,
-        max_tokens=1000,
-        max_gradient_norm=1.0,
-    )
-    one.batches = []
-    real = one.forward_backward
-
-    def recording(batch):
-        one.batches.append(batch)
-        return real(batch)
-
-    one.forward_backward = recording
-    return one
-
-
-def scored(*rewards: list[float | None]) -> list[Group]:
-    """Groups with these rewards; sample s of group g answers g + 1 tokens, the first of them 10 g + s + 1."""
-    made = []
-    for g, values in enumerate(rewards):
-        tokens = [(10 * g + s + 1, *([3] * g)) for s in range(len(values))]
-        outcomes = [
-            Outcome.failure("it hung") if value is None else Outcome("score", value) for value in values
-        ]
-        drawn = [trajectory((5, 6), answer, logprobs=[-3.0] * len(answer)) for answer in tokens]
-        prompt = Prompt(f"train:{g}", (5, 6), "text")
-        made.append(Group(prompt, tuple(t.scored(o) for t, o in zip(drawn, outcomes, strict=True))))
-    return made
-
-
-def run(one: PolicyTrainer, groups: list[Group], *, scorer=None, num_parts: int = 1):
-    return train_on(one, parts(), scorer, groups, divide_by_std=False, num_parts=num_parts, step=3)
-
-
-def first_actions(batch) -> list[int]:
-    """The first chosen token of each segment."""
-    return [
-        int(batch.token_T[(batch.segment_T == b) & batch.action_mask_T][0]) for b in range(batch.num_segments)
-    ]
-
-
-def weight_bits(one: PolicyTrainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in one.model.parameters()])
-
-
-def test_each_optimizer_step_gets_its_share_of_the_groups_and_the_advantages_of_the_whole_batch():
-    groups = scored([1.0, 0.0], [4.0, 0.0])
-    one = trainer()
-    result = run(one, groups, num_parts=2)
-    assert [first_actions(batch) for batch in one.batches] == [[1, 2], [11, 12]]
-    assert [row["advantage"] for row in result.rows] == [0.5, -0.5, 2.0, -2.0]
-    assert [batch.advantage_T.abs().max() for batch in one.batches] == [0.5, 2.0]
-    # Shares add up to one within each optimizer step.
-    close_fp32([float(batch.weight_T.sum()) for batch in one.batches], [1.0, 1.0])
-    assert (len(result.reports), one.version) == (2, 2)
-    assert (result.tokens_sampled, result.tokens_trained) == (6, 6)
-
-
-def test_one_optimizer_step_takes_all_groups_at_once():
-    one = trainer()
-    result = run(one, scored([1.0, 0.0], [4.0, 0.0]))
-    assert [first_actions(batch) for batch in one.batches] == [[1, 2, 11, 12]]
-    assert (len(result.reports), one.version) == (1, 1)
-
-
-def test_trajectories_without_advantage_are_left_out_and_change_no_weight(monkeypatch):
-    groups = scored([1.0, 0.0], [1.0, 1.0], [0.0, 3.0])
-    left_out, kept = trainer(), trainer()
-    result = run(left_out, groups)
-    monkeypatch.setattr(step, "with_gradient", lambda batch: batch)
-    run(kept, groups)
-    assert [first_actions(batch) for batch in left_out.batches] == [[1, 2, 21, 22]]
-    assert [first_actions(batch) for batch in kept.batches] == [[1, 2, 11, 12, 21, 22]]
-    close_fp32(weight_bits(left_out), weight_bits(kept))
-    assert (result.tokens_sampled, result.tokens_trained) == (12, 8)
-    close_fp64(result.record["group/equal_share"], 1 / 3)
-    # The shares were fixed before anything was left out.
-    close_fp32(float(left_out.batches[0].weight_T.sum()), 8 / 12)
-
-
-def test_a_batch_of_equal_rewards_still_steps():
-    one = trainer()
-    result = run(one, scored([1.0, 1.0]))
-    assert (one.batches, one.version, result.tokens_trained) == ([], 1, 0)
-    assert (result.record["policy/gradient_norm"], result.record["policy/skipped_steps"]) == (0.0, 0)
-    assert "mismatch/k1" not in result.record
-
-
-def test_with_a_reference_every_trajectory_is_trained_on_and_scored():
-    one = trainer(kl=True)
-    reference = ReferenceScorer(tiny_model(9), temperature=1.0, max_tokens=1000)
-    result = run(one, scored([1.0, 1.0], [2.0, 2.0]), scorer=reference)
-    (batch,) = one.batches
-    assert first_actions(batch) == [1, 2, 11, 12]
-    assert torch.equal(batch.reference_logprob_T, reference.logprobs(batch))
-    assert result.record["policy/kl_reference"] > 0.01
-    assert result.record["policy/gradient_norm"] > 0
-
-
-def test_failed_trajectories_are_in_the_table_and_nowhere_else():
-    one = trainer()
-    result = run(one, scored([1.0, None, 0.0], [None, None, None]), num_parts=2)
-    assert [first_actions(batch) for batch in one.batches] == [[1, 3]]
-    # The second half had nobody to learn from: no optimizer step.
-    assert (len(result.reports), one.version) == (1, 1)
-    assert [row["outcome"] for row in result.rows] == ["score", "failed", "score", *["failed"] * 3]
-    record = result.record
-    close_fp64(
-        [record["reward/mean"], record["reward/std"], record["reward/failed_share"]], [0.5, 0.5, 4 / 6]
-    )
-
-
-def test_a_batch_whose_rewards_all_failed_moves_nothing():
-    one = trainer()
-    before = weight_bits(one)
-    result = run(one, scored([None, None]))
-    assert (result.reports, one.version, result.tokens_trained) == ([], 0, 0)
-    assert torch.equal(before, weight_bits(one))
-    assert result.record["reward/failed_share"] == 1.0
-    assert str(result.record["reward/mean"]) == str(result.record["reward/std"]) == "nan"
-
-
-def test_a_skipped_step_gives_its_batch_as_evidence():
-    one = trainer()
-    groups = scored([1.0, 0.0], [float("inf"), 0.0])
-    result = run(one, groups, num_parts=2)
-    assert [report.skipped for report in result.reports] == [False, True]
-    assert [id(batch) for batch in result.skipped] == [id(one.batches[1])]
-    assert (one.version, result.record["policy/skipped_steps"]) == (1, 1)
-    # Means are over the step that moved.
-    close_fp64(result.record["policy/loss"], result.reports[0].metrics["loss"])
-
-
-def test_the_record_says_how_far_the_trainer_is_from_the_sampler():
-    one = trainer()
-    groups = scored([1.0, 0.0])
-    run_of = run(one, groups)
-    logprob_N = chosen_logprobs(tiny_model(), one.batches[0], temperature=1.0)[0].detach()
-    close_fp32(run_of.record["mismatch/k1"], float((-3.0 - logprob_N).mean()))
-    close_fp32(run_of.record["mismatch/max"], float((-3.0 - logprob_N).abs().max()))
-
-
-def test_the_record_describes_rewards_and_lengths():
-    groups = scored([1.0, 0.0], [4.0, 3.0])
-    last = groups[1].trajectories[1].scored(Outcome("invalid", -1.0, "no number"))
-    groups[1] = Group(groups[1].prompt, (groups[1].trajectories[0], last))
-    record = run(trainer(), groups).record
-    close_fp64(
-        [record["reward/mean"], record["reward/std"], record["reward/invalid_share"]],
-        [1.0, ((0 + 1 + 9 + 4) / 4) ** 0.5, 0.25],
-    )
-    assert (record["length/mean"], record["length/max"], record["length/truncated_share"]) == (1.5, 2, 0.0)
-    assert (record["tokens/sampled"], record["policy/learning_rate"]) == (6, 0.01)
+from millrace.orchestration.methods import build_method
+from millrace.orchestration.step import (
+    Sampled,
+    completion_seed,
+    greedy,
+    is_equal,
+    sample_and_score,
+    sample_batch,
+    sampling,
+)
+from millrace.types import Outcome, Prompt, SamplingParams
+from tests.orchestration.pieces import parts, recipe, scored
+from tests.training.pieces import completion
 
 
 def test_every_completion_has_a_seed_of_its_own_place():
@@ -265,3 +101,140 @@ def test_evaluation_is_greedy_and_training_samples():
     config = RolloutConfig(max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, stop=("\n",))
     assert sampling(config, (0, 2)) == SamplingParams(9, 0.7, 5, 0.9, (0, 2), ("\n",), 0)
     assert greedy(config, (0, 2)) == SamplingParams(9, 0.0, 0, 1.0, (0, 2), ("\n",), 0)
+
+
+class Echo:
+    """Says its own seed and how it was drawn, so that a reward can tell samples and rounds apart."""
+
+    version = 0
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, prompts, params):
+        self.asked.append(
+            [(prompt[0], wanted.temperature) for prompt, wanted in zip(prompts, params, strict=True)]
+        )
+        return [
+            replace(
+                completion(*([7] * (2 if wanted.temperature else 3))),
+                text=f"{wanted.temperature} {wanted.seed}",
+            )
+            for wanted in params
+        ]
+
+
+class Table:
+    """The n-th sample of a prompt in a call earns the n-th reward of its row; None fails."""
+
+    def __init__(self, rows, greedy=None):
+        self.rows, self.greedy = rows, greedy or {}
+
+    def score(self, prompts, completions):
+        seen: dict[str, int] = {}
+        outcomes = []
+        for prompt, text in zip(prompts, completions, strict=True):
+            number = seen[prompt.id] = seen.get(prompt.id, -1) + 1
+            is_greedy = text.startswith("0.0 ")
+            value = self.greedy[prompt.id] if is_greedy else self.rows[prompt.id][number]
+            outcomes.append(Outcome.failure("it hung") if value is None else Outcome("score", value))
+        return outcomes
+
+
+def prompts(num: int) -> list[Prompt]:
+    return [Prompt(f"p{n}", (n + 1,), f"prompt {n}") for n in range(num)]
+
+
+def sampled(rows: dict, *, rounds: int = 0, step: int = 4, greedy=None, **sections):
+    """A batch of three prompts with two samples each, out of eight prompts in order."""
+    rollout = {"prompts_per_step": 3, "samples_per_prompt": 2, "refill_rounds": rounds}
+    config = recipe(rollout=rollout, seed=11, **sections)
+    engine, stream = Echo(), PromptStream(prompts(8), seed=0, shuffle=False)
+    given = parts(engine=engine, reward=Table(rows, greedy), method=build_method(config))
+    batch = sample_batch(given, stream, config, step=step, spans=Spans())
+    following = stream.next(1)[0].id
+    return batch, engine, following
+
+
+DIFFERENT, EQUAL, FAILED, LONE = [1.0, 0.0], [2.0, 2.0], [None, None], [3.0, None]
+
+
+def seeds_of(batch) -> dict[str, list[int]]:
+    return {group.prompt.id: [int(t.text.split()[1]) for t in group.trajectories] for group in batch.groups}
+
+
+def test_without_refilling_every_group_is_kept_whatever_its_rewards():
+    batch, engine, following = sampled({"p0": EQUAL, "p1": DIFFERENT, "p2": FAILED})
+    assert [group.prompt.id for group in batch.groups] == ["p0", "p1", "p2"]
+    assert (batch.left_out, batch.num_rounds, batch.baselines) == (frozenset(), 0, None)
+    assert batch.num_greedy_tokens == Sampled([]).num_rounds == 0
+    assert (len(engine.asked), following) == (1, "p3")
+    # Written down, because a resumed run of another version must draw the same tokens.
+    assert seeds_of(batch)["p1"] == [completion_seed(11, 4, 1, 0, 0), completion_seed(11, 4, 1, 1, 0)]
+
+
+def test_new_prompts_replace_groups_of_equal_reward_and_of_one_reward_and_of_none():
+    rows = {"p0": EQUAL, "p1": DIFFERENT, "p2": FAILED, "p3": LONE, "p4": DIFFERENT, "p5": DIFFERENT}
+    batch, engine, following = sampled(rows, rounds=5)
+    assert [group.prompt.id for group in batch.groups] == ["p0", "p1", "p2", "p3", "p4", "p5"]
+    assert sorted(batch.left_out) == [0, 2, 3]
+    # Three prompts, two for the two that taught nothing, one for the one of those that did not either.
+    assert [len(asked) for asked in engine.asked] == [6, 4, 2]
+    assert (batch.num_rounds, following) == (2, "p6")
+
+
+def test_every_round_has_seeds_of_its_own():
+    rows = {"p0": EQUAL, "p1": EQUAL, "p2": EQUAL, "p3": EQUAL, "p4": EQUAL, "p5": EQUAL}
+    batch, _, _ = sampled(rows, rounds=1)
+    found = seeds_of(batch)
+    assert found["p0"] == [completion_seed(11, 4, 0, 0, 0), completion_seed(11, 4, 0, 1, 0)]
+    assert found["p3"] == [completion_seed(11, 4, 1, 0, 0, 0), completion_seed(11, 4, 1, 0, 1, 0)]
+    assert len({seed for pair in found.values() for seed in pair}) == 12
+    other, _, _ = sampled(rows, rounds=1, step=5)
+    assert not {*sum(seeds_of(other).values(), [])} & {*sum(found.values(), [])}
+
+
+def test_nothing_is_refilled_where_nothing_is_missing():
+    batch, engine, following = sampled({"p0": DIFFERENT, "p1": DIFFERENT, "p2": DIFFERENT}, rounds=5)
+    assert (batch.left_out, batch.num_rounds, len(engine.asked), following) == (frozenset(), 0, 1, "p3")
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_when_its_rounds_are_done_a_batch_is_smaller(rounds):
+    rows = {f"p{n}": EQUAL for n in range(8)} | {"p1": DIFFERENT}
+    batch, engine, following = sampled(rows, rounds=rounds)
+    assert len(batch.groups) == 3 + 2 * rounds
+    assert set(range(3 + 2 * rounds)) - batch.left_out == {1}
+    assert (batch.num_rounds, len(engine.asked), following) == (rounds, 1 + rounds, f"p{3 + 2 * rounds}")
+
+
+def test_where_no_group_teaches_every_one_is_left_out():
+    batch, _, following = sampled({f"p{n}": EQUAL for n in range(8)}, rounds=1)
+    assert (batch.left_out, following) == (frozenset(range(6)), "p6")
+
+
+REMAX = {"advantage": {"kind": "greedy_baseline"}}
+
+
+def test_greedy_answers_are_sampled_and_scored_once_for_each_prompt():
+    rows = {"p0": DIFFERENT, "p1": EQUAL, "p2": DIFFERENT}
+    greedy_rows = {"p0": 0.25, "p1": None, "p2": -1.0}
+    batch, engine, _ = sampled(rows, greedy=greedy_rows, **REMAX)
+    assert batch.baselines[0] == 0.25 and math.isnan(batch.baselines[1]) and batch.baselines[2] == -1.0
+    assert engine.asked[1] == [(1, 0.0), (2, 0.0), (3, 0.0)]
+    assert {temperature for _, temperature in engine.asked[0]} == {1.0}
+    # Three tokens each, as the engine of this test says them.
+    assert batch.num_greedy_tokens == 9
+    assert batch.left_out == frozenset()
+
+
+def test_baselines_belong_to_the_groups_of_every_round():
+    rows = {"p0": EQUAL, "p1": DIFFERENT, "p2": DIFFERENT, "p3": DIFFERENT}
+    batch, engine, _ = sampled(rows, rounds=3, greedy={"p0": 1.0, "p1": 2.0, "p2": 3.0, "p3": 4.0}, **REMAX)
+    assert batch.baselines == [1.0, 2.0, 3.0, 4.0]
+    assert sorted(batch.left_out) == [0]
+
+
+def test_a_group_is_equal_where_fewer_than_two_rewards_differ():
+    groups = scored([1.0, 0.0], [2.0, 2.0], [None, None], [3.0, None], [3.0, None, 3.0], [3.0, None, 4.0])
+    assert [is_equal(group) for group in groups] == [False, True, True, True, True, False]

@@ -1,0 +1,351 @@
+"""From a recipe's words to its arithmetic: advantages, losses, corrections and penalties.
+
+With `build.py` the only place where a `kind` is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from millrace.algorithms import advantages, kl, losses, ratios, sequence_losses, weights
+from millrace.config import methods as words
+from millrace.config.settings import RunConfig
+from millrace.data.packing import TokenWeights
+from millrace.kernels.dispatch import Scan
+from millrace.training import estimate
+from millrace.training.estimate import Estimator
+from millrace.training.kl_control import KlControl
+from millrace.training.objective import (
+    Correction,
+    Divergence,
+    Objective,
+    PolicyLoss,
+    Terms,
+    full_kl_penalty,
+    kl_penalty,
+    surrogate,
+)
+from millrace.training.scorer import ModelScorer
+
+# log-probabilities before the step, what the ratio is taken to, advantages [N], seed -> tokens apart.
+Selection = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """The arithmetic of a recipe, apart from models and optimizers.
+
+    Attributes:
+        estimator: advantages, over the whole batch.
+        token_weights: how tokens share the loss of an optimizer step.
+        num_parts: optimizer steps a batch is divided into.
+        recompute: the ratio is taken to the trainer's own log-probabilities before the batch.
+        correction: factor of a token's loss, from the ratio of the former over the sampler's.
+        selection: tokens the loss treats apart, chosen before each optimizer step over all of it.
+        drop_selected: their policy loss is left out.
+        multiple: the loss is a multiple of the advantage, so that a segment without one moves nothing.
+        reward_divergence: estimator of the KL divergence that is taken off the rewards.
+        squares: the estimator needs the sums of squared probabilities.
+        greedy_baseline: the estimator needs the reward of each prompt's greedy answer.
+        bootstrap_truncated: answers that ran out of tokens go on with the critic's value.
+        max_tokens: longest completion.
+        overlong_tokens: over so many tokens before `max_tokens` the reward sinks by up to 1.
+    """
+
+    estimator: Estimator
+    token_weights: TokenWeights
+    num_parts: int
+    recompute: bool
+    correction: Correction | None
+    selection: Selection | None
+    drop_selected: bool
+    multiple: bool
+    reward_divergence: Divergence | None
+    squares: bool
+    greedy_baseline: bool
+    bootstrap_truncated: bool
+    max_tokens: int
+    overlong_tokens: int
+
+
+def build_method(config: RunConfig) -> Method:
+    """The arithmetic that a recipe asks for."""
+    policy, advantage, loss = config.policy, config.advantage, config.policy.loss
+    in_loss = policy.kl is not None and policy.kl.place == "loss"
+    held = in_loss or policy.entropy_coefficient != 0 or isinstance(loss, words.DroLoss | words.KlCovLoss)
+    correction = build_correction(policy.correction) if policy.correction else None
+    in_reward = policy.kl is not None and policy.kl.place == "reward"
+    return Method(
+        estimator=build_estimator(config),
+        token_weights=build_token_weights(config),
+        num_parts=policy.optimizer_steps_per_batch,
+        recompute=policy.proximal == "recompute",
+        correction=None if policy.proximal == "interpolate" else correction,
+        selection=_selection(loss),
+        drop_selected=isinstance(loss, words.ClipCovLoss),
+        multiple=not held,
+        reward_divergence=_divergence(policy.kl.estimator) if policy.kl and in_reward else None,
+        squares=advantage.kind == "token_baseline",
+        greedy_baseline=advantage.kind == "greedy_baseline",
+        bootstrap_truncated=isinstance(advantage, words.GaeAdvantage) and advantage.bootstrap_truncated,
+        max_tokens=config.rollout.max_tokens,
+        overlong_tokens=config.rollout.overlong_tokens,
+    )
+
+
+def build_objective(config: RunConfig, control: KlControl | None, reference: ModelScorer | None) -> Objective:
+    """What the policy minimises.
+
+    Args:
+        config: of the run.
+        control: of the KL penalty, if the recipe has one.
+        reference: needed where the divergence is summed over the vocabulary.
+    """
+    policy = config.policy
+    penalty = None
+    if policy.kl is not None and policy.kl.place == "loss" and control is not None:
+        if policy.kl.estimator != "full":
+            penalty = kl_penalty(control, _divergence(policy.kl.estimator))
+        elif reference is not None:
+            penalty = full_kl_penalty(control, reference)
+    return surrogate(
+        build_loss(policy.loss),
+        interpolate=policy.proximal == "interpolate",
+        correction=build_correction(policy.correction) if policy.correction else None,
+        entropy_coefficient=policy.entropy_coefficient,
+        penalty=penalty,
+    )
+
+
+def build_control(config: RunConfig) -> KlControl | None:
+    """The coefficient of the recipe's KL penalty."""
+    penalty = config.policy.kl
+    if penalty is None:
+        return None
+    return KlControl(penalty.coefficient, target=penalty.target, horizon=penalty.horizon)
+
+
+def build_token_weights(config: RunConfig) -> TokenWeights:
+    """How tokens share the loss of an optimizer step."""
+    if config.policy.token_weights == "fixed_length":
+        return partial(weights.fixed_length, length=config.rollout.max_tokens)
+    shares: dict[str, TokenWeights] = {
+        "token_mean": weights.token_mean,
+        "token_sum": weights.token_sum,
+        "sequence_mean": weights.sequence_mean,
+        "sequence_sum": weights.sequence_sum,
+    }
+    return shares[config.policy.token_weights]
+
+
+def build_estimator(config: RunConfig) -> Estimator:
+    """What is better than expected, by the recipe's kind of advantage."""
+    advantage, scan = config.advantage, config.kernels.scan
+    match advantage:
+        case words.GroupAdvantage():
+            return estimate.per_trajectory(_group(advantage), whitened=advantage.whiten)
+        case words.LeaveOneOutAdvantage():
+            return estimate.per_trajectory(advantages.leave_one_out)
+        case words.GpgAdvantage():
+            return estimate.per_trajectory(advantages.gpg)
+        case words.PassAtKAdvantage():
+            return estimate.per_trajectory(
+                partial(advantages.pass_at_k, divide_by_std=advantage.divide_by_std)
+            )
+        case words.LengthWeightedAdvantage():
+            return estimate.length_weighted
+        case words.GroupDecoupledAdvantage():
+            return partial(estimate.group_decoupled, weights=[reward.weight for reward in config.rewards])
+        case words.ReinforcePlusPlusBaselineAdvantage():
+            return estimate.reinforce_plus_plus_baseline
+        case words.ReinforcePlusPlusAdvantage():
+            return partial(estimate.reinforce_plus_plus, gamma=advantage.gamma, scan=scan)
+        case words.GreedyBaselineAdvantage():
+            return partial(estimate.greedy_baseline, scan=scan)
+        case words.TokenBaselineAdvantage():
+            return partial(estimate.token_baseline, by_action=advantage.align == "action", scan=scan)
+        case words.ReturnsAdvantage():
+            return partial(estimate.discounted, gamma=advantage.gamma, scan=scan)
+        case words.TeacherAdvantage():
+            return partial(estimate.teacher, gamma=advantage.gamma, scan=scan)
+        case _:
+            return _valued(advantage, scan)
+
+
+def _valued(
+    advantage: words.GaeAdvantage | words.NStepAdvantage | words.VTraceAdvantage, scan: Scan
+) -> Estimator:
+    if isinstance(advantage, words.GaeAdvantage):
+        return partial(
+            estimate.generalised,
+            gamma=advantage.gamma,
+            lam=advantage.lam,
+            length_adaptive=advantage.length_adaptive,
+            critic_lam=advantage.critic_lam,
+            whitened=advantage.whiten,
+            scan=scan,
+        )
+    if isinstance(advantage, words.NStepAdvantage):
+        return partial(
+            estimate.n_step,
+            gamma=advantage.gamma,
+            num_steps=advantage.num_steps,
+            whitened=advantage.whiten,
+            scan=scan,
+        )
+    return partial(
+        estimate.v_trace,
+        gamma=advantage.gamma,
+        lam=advantage.lam,
+        max_rho=advantage.max_rho,
+        max_c=advantage.max_c,
+        whitened=advantage.whiten,
+        scan=scan,
+    )
+
+
+def _group(advantage: words.GroupAdvantage) -> Callable[[Tensor, Tensor, int], Tensor]:
+    if advantage.baseline == "others":
+        if advantage.divide_by_std:
+            return partial(advantages.leave_one_out_normalised, epsilon=advantage.epsilon)
+        return advantages.leave_one_out
+    if advantage.divide_by_std:
+        return partial(
+            advantages.group_normalised, epsilon=advantage.epsilon, lone_reward=advantage.lone_reward
+        )
+    return advantages.group_centred
+
+
+def build_loss(loss: words.LossConfig) -> PolicyLoss:
+    """The policy loss of a token, by the recipe's kind of loss."""
+    match loss:
+        case words.PpoClipLoss() | words.ClipCovLoss():
+            dual = loss.dual if isinstance(loss, words.PpoClipLoss) else None
+            return partial(_ppo_clip, low=loss.low, high=loss.high, dual=dual)
+        case words.ReinforceLoss():
+            return lambda t: (losses.reinforce(t.policy_N, t.advantage_N), None)
+        case words.ToprLoss():
+            return _by_sequence(sequence_losses.topr)
+        case words.GspoLoss():
+            return partial(_gspo, token=loss.gradient == "token", low=loss.low, high=loss.high)
+        case words.GmpoLoss():
+            return _by_sequence(partial(sequence_losses.gmpo, low=loss.low, high=loss.high))
+        case words.CispoLoss():
+            return _by_token(partial(losses.cispo, low=loss.low, high=loss.high))
+        case words.SapoLoss():
+            return _by_token(partial(losses.sapo, positive=loss.positive, negative=loss.negative))
+        case words.DppoLoss():
+            return partial(_dppo, kind=loss)
+        case words.DroLoss():
+            return _by_token(partial(losses.dro, beta=loss.beta))
+        case words.KlCovLoss():
+            return partial(_kl_cov, coefficient=loss.coefficient)
+
+
+def _by_token(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> PolicyLoss:
+    return lambda t: (function(t.policy_N, t.start_N, t.advantage_N), None)
+
+
+def _by_sequence(function: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]) -> PolicyLoss:
+    return lambda t: (function(t.policy_N, t.start_N, t.advantage_N, t.segment_N, t.num_segments), None)
+
+
+def _ppo_clip(terms: Terms, *, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
+    loss_N = losses.ppo_clip(terms.policy_N, terms.start_N, terms.advantage_N, low=low, high=high, dual=dual)
+    outside_N = losses.clipped(terms.policy_N.detach(), terms.start_N, terms.advantage_N, low=low, high=high)
+    return loss_N, outside_N
+
+
+def _gspo(terms: Terms, *, token: bool, low: float, high: float) -> tuple[Tensor, Tensor]:
+    function = sequence_losses.gspo_token if token else sequence_losses.gspo
+    where = (terms.segment_N, terms.num_segments)
+    loss_N = function(terms.policy_N, terms.start_N, terms.advantage_N, *where, low=low, high=high)
+    mean_N = sequence_losses.sequence_log_ratio(terms.policy_N.detach(), terms.start_N, *where)
+    outside_N = losses.clipped(mean_N, torch.zeros_like(mean_N), terms.advantage_N, low=low, high=high)
+    return loss_N, outside_N
+
+
+def _dppo(terms: Terms, *, kind: words.DppoLoss) -> tuple[Tensor, Tensor]:
+    tv = kind.divergence == "tv"
+    loss, clipped = (
+        (losses.dppo_tv, losses.dppo_tv_clipped) if tv else (losses.dppo_kl, losses.dppo_kl_clipped)
+    )
+    policy_N, start_N, advantage_N = terms.policy_N, terms.start_N, terms.advantage_N
+    loss_N = loss(policy_N, start_N, advantage_N, low=kind.low, high=kind.high, cap=kind.cap)
+    return loss_N, clipped(policy_N.detach(), start_N, advantage_N, low=kind.low, high=kind.high)
+
+
+def _kl_cov(terms: Terms, *, coefficient: float) -> tuple[Tensor, None]:
+    assert terms.selected_N is not None
+    return losses.kl_cov(
+        terms.policy_N, terms.start_N, terms.advantage_N, terms.selected_N, coefficient=coefficient
+    ), None
+
+
+def _selection(loss: words.LossConfig) -> Selection | None:
+    if isinstance(loss, words.KlCovLoss):
+        share = loss.share
+        return lambda logprob_N, start_N, advantage_N, seed: losses.kl_cov_selection(
+            losses.covariance(logprob_N, advantage_N), share=share
+        )
+    if not isinstance(loss, words.ClipCovLoss):
+        return None
+    band = loss
+
+    def select(logprob_N: Tensor, start_N: Tensor, advantage_N: Tensor, seed: int) -> Tensor:
+        return losses.clip_cov_selection(
+            losses.covariance(logprob_N, advantage_N),
+            losses.clipped(logprob_N, start_N, advantage_N, low=band.low, high=band.high),
+            share=band.share,
+            low=band.covariance_low,
+            high=band.covariance_high,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    return select
+
+
+def build_correction(correction: words.CorrectionConfig) -> Correction:
+    """The importance weight of a token's loss, and which tokens are left out."""
+    level = correction.level
+
+    def correct(log_ratio_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
+        weight_N = ratios.importance_weights(log_ratio_N, segment_N, num_segments, level=level)
+        if correction.action == "truncate":
+            weight_N = ratios.truncate(weight_N, high=correction.high)
+        else:
+            weight_N = ratios.icepop(weight_N, low=correction.low, high=correction.high)
+        if correction.normalise:
+            weight_N = ratios.normalise(weight_N, segment_N, num_segments, level=level)
+        if correction.reject is not None:
+            reject = correction.reject
+            keep_N = ratios.rejection(
+                log_ratio_N,
+                segment_N,
+                num_segments,
+                estimator=reject.estimator,
+                level=reject.level,
+                low=reject.low,
+                high=reject.high,
+            )
+            weight_N = weight_N * keep_N
+        return weight_N
+
+    return correct
+
+
+def _divergence(name: str) -> Divergence:
+    estimators: dict[str, Divergence] = {
+        "k1": kl.k1,
+        "k2": kl.k2,
+        "k3": kl.k3,
+        "abs": kl.absolute,
+        "k1+": kl.straight_through(kl.k1),
+        "k3+": kl.straight_through(kl.k3),
+    }
+    return estimators[name]

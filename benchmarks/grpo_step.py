@@ -70,10 +70,12 @@ def millrace_steps(threads: int) -> Iterator[float]:
     """Seconds of each step."""
     from millrace.data.prompts import PromptStream
     from millrace.observability.metrics import Spans
-    from millrace.orchestration.step import sample_and_score, sampling, train_on
+    from millrace.orchestration.learn import Learner, train_on
+    from millrace.orchestration.step import Sampled, sample_and_score, sampling
 
     config, parts = millrace_parts(threads)
-    trainer = parts.reinforcer(0)
+    trainer = parts.reinforcer(0, None, None)
+    learner = Learner(trainer, parts.method)
     stream = PromptStream(parts.train_prompts, seed=0, shuffle=True)
     # No stop token: every completion has full length, as on the other side.
     params, spans = sampling(config.rollout, ()), Spans()
@@ -81,7 +83,7 @@ def millrace_steps(threads: int) -> Iterator[float]:
         start = time.perf_counter()
         prompts = stream.next(PROMPTS)
         groups = sample_and_score(parts, prompts, params, num_samples=SAMPLES, seed=(0, step), spans=spans)
-        train_on(trainer, parts, None, groups, divide_by_std=True, num_parts=1, step=step)
+        train_on(learner, Sampled(groups), seed=0, step=step)
         parts.transport.send(trainer.named_tensors(), trainer.version)
         yield time.perf_counter() - start
     parts.reward.close()

@@ -155,8 +155,12 @@ def sides(one: Case, gamma: float, lam: float) -> dict[str, Callable[[], None]]:
 
 
 def seconds(call: Callable[[], None], device: str) -> float:
-    """How long one call takes, until its result is there."""
+    """How long one call takes, until its result is there, after one that is not timed.
+
+    Without the first, each side would pay for the cold cache and the spinning threads of the side before it.
+    """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    call()
     wait()
     start = time.perf_counter()
     call()

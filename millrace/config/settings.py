@@ -342,8 +342,8 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
             )
     if policy.proximal == "interpolate" and policy.optimizer_steps_per_batch < 3:
         yield (
-            "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, whose "
-            "tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch"
+            "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, "
+            "whose tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch"
         )
     if policy.proximal == "sampler" and policy.correction is not None:
         yield (

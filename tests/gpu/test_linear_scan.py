@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,6 +20,11 @@ LENGTHS = {
 }
 
 
+def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
+    """By the tolerance of a dtype."""
+    CLOSE[dtype](actual, expected, **tolerances)
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("lengths", list(LENGTHS))
@@ -29,11 +36,11 @@ def test_the_gpu_gives_what_the_cpu_gives(dtype: torch.dtype, lengths: str) -> N
     # Which tile hears what from which differs from run to run; the result does not, up to rounding.
     for _ in range(20):
         for ours_T, cpu_T in zip(gae(**there, gamma=0.999), expected, strict=True):
-            CLOSE[dtype](ours_T, cpu_T, atol=1e-4)
+            close_as(dtype, ours_T, cpu_T, atol=1e-4)
     for reverse in (True, False):
         cpu_T = linear_scan(*rows.scan(), reverse=reverse, scan="numba")
         cuda_T = linear_scan(rows.x_T.cuda(), rows.w_T.cuda(), reverse=reverse)
-        CLOSE[dtype](cuda_T, cpu_T, atol=1e-4)
+        close_as(dtype, cuda_T, cpu_T, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -25,6 +25,11 @@ CLOSE: dict[torch.dtype, Callable[..., None]] = {
 }
 
 
+def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
+    """By the tolerance of a dtype."""
+    CLOSE[dtype](actual, expected, **tolerances)
+
+
 def double(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
@@ -43,12 +48,12 @@ def test_every_scan_gives_the_same(scan: Scan, dtype: torch.dtype) -> None:
     results = gae(**rows.gae(), gamma=0.9, scan=scan)
     for ours_T, sums_T in zip(results, gae_by_sums(rows, 0.9), strict=True):
         assert ours_T.dtype == dtype
-        CLOSE[dtype](ours_T, sums_T, atol=1e-5)
+        close_as(dtype, ours_T, sums_T, atol=1e-5)
     for reverse in (True, False):
         expected_T = linear_scan(rows.x_T.double(), rows.w_T.double(), reverse=reverse, scan="loop")
         ours_T = linear_scan(*rows.scan(), reverse=reverse, scan=scan)
         assert ours_T.dtype == dtype
-        CLOSE[dtype](ours_T, expected_T, atol=1e-5)
+        close_as(dtype, ours_T, expected_T, atol=1e-5)
 
 
 @pytest.mark.parametrize("scan", SCANS)

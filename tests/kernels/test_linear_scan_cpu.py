@@ -23,6 +23,13 @@ CLOSE: dict[torch.dtype, Callable[..., None]] = {
     torch.float32: close_fp32,
     torch.float64: close_fp64,
 }
+
+
+def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
+    """By the tolerance of a dtype."""
+    CLOSE[dtype](actual, expected, **tolerances)
+
+
 # Around the tile of 64 tokens, and segments of nothing between others.
 LENGTHS = [64, 1, 0, 63, 65, 128, 0, 2, 130]
 
@@ -45,7 +52,7 @@ def estimated(rows: Rows, gamma: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_scan_equals_the_loop(seed: int, reverse: bool, dtype: torch.dtype) -> None:
     rows = random_rows(seed, dtype)
-    CLOSE[dtype](scanned(rows, reverse=reverse), plain.loop(*rows.scan(), reverse=reverse))
+    close_as(dtype, scanned(rows, reverse=reverse), plain.loop(*rows.scan(), reverse=reverse))
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE))
@@ -53,7 +60,7 @@ def test_the_scan_equals_the_loop(seed: int, reverse: bool, dtype: torch.dtype) 
 def test_gae_equals_its_definition(seed: int, dtype: torch.dtype) -> None:
     rows = random_rows(seed, dtype, lengths=LENGTHS)
     for ours_T, sums_T in zip(estimated(rows, 0.97), gae_by_sums(rows, 0.97), strict=True):
-        CLOSE[dtype](ours_T, sums_T)
+        close_as(dtype, ours_T, sums_T)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 200])

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,13 @@ CLOSE: dict[torch.dtype, Callable[..., None]] = {
     torch.float32: close_fp32,
     torch.float64: close_fp64,
 }
+
+
+def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
+    """By the tolerance of a dtype."""
+    CLOSE[dtype](actual, expected, **tolerances)
+
+
 LENGTHS = [5, 1, 0, 8, 16, 0, 2, 11, 1, 1, 1, 1]
 
 
@@ -65,8 +73,7 @@ def estimated(rows: Rows, gamma: float) -> tuple[Tensor, Tensor]:
 def test_the_scan_equals_the_loop(reverse: bool, dtype: torch.dtype) -> None:
     for seed in range(2):
         rows = random_rows(seed, dtype, longest=10)
-        close = close_bf16 if dtype == torch.bfloat16 else CLOSE[dtype]
-        close(scanned(rows, reverse=reverse), loop(*rows.scan(), reverse=reverse), atol=1e-5)
+        close_as(dtype, scanned(rows, reverse=reverse), loop(*rows.scan(), reverse=reverse), atol=1e-5)
 
 
 @pytest.mark.usefixtures("small")
@@ -74,14 +81,14 @@ def test_the_scan_equals_the_loop(reverse: bool, dtype: torch.dtype) -> None:
 def test_gae_equals_its_definition(dtype: torch.dtype) -> None:
     rows = random_rows(5, dtype, lengths=LENGTHS)
     for ours_T, sums_T in zip(estimated(rows, 0.97), gae_by_sums(rows, 0.97), strict=True):
-        CLOSE[dtype](ours_T, sums_T)
+        close_as(dtype, ours_T, sums_T)
 
 
 def test_tiles_of_their_usual_size() -> None:
     for dtype in (torch.float32, torch.float64):
         rows = random_rows(6, dtype, lengths=[700, 1, 400])
         for ours_T, sums_T in zip(estimated(rows, 0.97), gae_by_sums(rows, 0.97), strict=True):
-            CLOSE[dtype](ours_T, sums_T)
+            close_as(dtype, ours_T, sums_T)
 
 
 @pytest.mark.usefixtures("small")

@@ -227,14 +227,14 @@ def _tell(word: tl.tensor, number: tl.tensor) -> None:
 def _heard(word: tl.tensor, num_tiles: tl.tensor, there: tl.tensor, CARRY: tl.constexpr) -> tl.tensor:
     """Share and value of some tiles, once all of them have told; share 0 where the last A itself is known."""
     share = there.to(word.dtype.element_ty)
-    value, known = share, share
-    waiting = 1
-    while waiting > 0:
-        share = tl.load(word, there, other=0, volatile=True)
-        value = tl.load(word + num_tiles, there, other=0, volatile=True)
+    value, known, waiting = share, share, True
+    while waiting:
+        share = tl.load(word, there, volatile=True)
+        value = tl.load(word + num_tiles, there, volatile=True)
+        # Beyond the row A is known to be 0.
         known = tl.load(word + 2 * num_tiles, there, other=0, volatile=True)
         missing = (known == UNSET) & ((share == UNSET) | (value == UNSET))
-        waiting = tl.reduce(missing.to(tl.int32), 0, _add)
+        waiting = tl.reduce(missing.to(tl.int32), 0, _add) > 0
     share = tl.where(known == UNSET, share, 0)
     value = tl.where(known == UNSET, value, known)
     return share.to(CARRY, bitcast=True), value.to(CARRY, bitcast=True)

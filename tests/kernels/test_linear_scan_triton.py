@@ -223,6 +223,11 @@ def test_a_tile_looks_no_further_than_where_the_last_a_is_known() -> None:
     assert look_back(state_of(shares, values, known)) == 1.5
 
 
+def test_beyond_the_first_tile_a_is_nothing_at_all() -> None:
+    ones, zeros = bits(1.0, 1.0, 1.0, 1.0, 1.0), bits(0.0, 0.0, 0.0, 0.0, 0.0)
+    assert look_back(state_of(ones, zeros, NOTHING_KNOWN)) == 0.0
+
+
 def test_a_share_of_zero_ends_the_look_back() -> None:
     shares = SHARES.clone()
     shares[3] = 0

@@ -1,0 +1,128 @@
+"""Who holds which block of the KV pool: reference counts, free blocks, and blocks kept for their content.
+
+A block is used (it has references), empty (nobody wants what it holds), or kept: free, but what it holds is a
+cached prefix. Empty blocks are given out first; then kept ones, those released longest ago first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class BlockManager:
+    """Blocks 0 to num_blocks - 1 of `block_size` tokens each.
+
+    Attributes:
+        num_blocks: blocks of the pool.
+        block_size: tokens of a block.
+        on_evict: told each block whose content is given up because its place is needed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """All blocks empty.
+
+        Raises:
+            ValueError: a number is below 1.
+        """
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.on_evict: Callable[[int], None] | None = None
+        self._references = [0] * num_blocks
+        self._empty = list(range(num_blocks))[::-1]
+        # Dictionaries keep their order, which is the order of eviction.
+        self._kept: dict[int, None] = {}
+        self._wanted: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated."""
+        return len(self._empty) + len(self._kept)
+
+    def num_references(self, block: int) -> int:
+        """How many hold this block; 0 if it is free."""
+        return self._references[block]
+
+    def allocate(self, num: int) -> list[int] | None:
+        """So many free blocks with one reference each, or None (and nothing changed) if there are fewer."""
+        if num > self.num_free:
+            return None
+        while len(self._empty) < num:
+            block = next(iter(self._kept))
+            self.forget(block)
+            if self.on_evict is not None:
+                self.on_evict(block)
+        first = len(self._empty) - num
+        taken = self._empty[first:]
+        del self._empty[first:]
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def retain(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of these blocks, used or kept.
+
+        Raises:
+            ValueError: a block is empty.
+        """
+        for block in blocks:
+            if not self._references[block]:
+                if block not in self._kept:
+                    raise ValueError(f"block {block} is empty and cannot be shared; allocate one")
+                del self._kept[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each of these blocks, given in the order of their tokens.
+
+        Later blocks are freed first, so that of a kept chain the tail is evicted first.
+
+        Raises:
+            ValueError: a block has no references.
+        """
+        for block in reversed(blocks):
+            left = self._references[block] - 1
+            if left < 0:
+                raise ValueError(f"block {block} is free; it was released more often than it was retained")
+            self._references[block] = left
+            if not left:
+                if block in self._wanted:
+                    self._kept[block] = None
+                else:
+                    self._empty.append(block)
+
+    def keep(self, block: int) -> None:
+        """What this used block holds shall outlive its last reference.
+
+        Raises:
+            ValueError: the block is free.
+        """
+        if not self._references[block]:
+            raise ValueError(f"block {block} is free; only a block in use can be kept")
+        self._wanted.add(block)
+
+    def forget(self, block: int) -> None:
+        """What this block holds is not wanted any more."""
+        self._wanted.discard(block)
+        if block in self._kept:
+            del self._kept[block]
+            self._empty.append(block)
+
+    def check(self) -> None:
+        """Prove that every block is used, kept or empty, and only one of these.
+
+        Raises:
+            AssertionError: it is not so; the sentence names the block.
+        """
+        empty = set(self._empty)
+        assert len(empty) == len(self._empty), "a block stands twice among the empty ones"
+        for block, references in enumerate(self._references):
+            assert references >= 0, f"block {block} has {references} references"
+            places = (references > 0) + (block in empty) + (block in self._kept)
+            assert places == 1, (
+                f"block {block} stands in {places} of used, empty and kept; it has {references} references"
+            )
+            assert block not in self._kept or block in self._wanted, f"block {block} is kept but not wanted"
+            assert block not in empty or block not in self._wanted, f"block {block} is wanted but empty"

@@ -1,0 +1,145 @@
+"""Which block holds which prefix: a chain of hashes over full blocks.
+
+    digest_0 = H(salt),  digest_{i+1} = H(digest_i, tokens of block i)
+
+so a digest stands for every token up to the end of its block, under one salt: the weight version and the
+adapter that computed the keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from millrace.inference.block_manager import BlockManager
+
+Salt = tuple[int, str]
+DIGEST_BYTES = 16
+
+
+def root(salt: Salt) -> bytes:
+    """The digest before the first block, of a (weight version, adapter)."""
+    return blake2b(repr(salt).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _chained(parent: bytes, tokens: bytes) -> bytes:
+    return blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+
+
+class PrefixCache:
+    """Finds full blocks by the tokens that they and all blocks before them hold.
+
+    A block stays cached while it is used, and after that until its place is needed.
+
+    Attributes:
+        num_queries: tokens of the requests that looked for a prefix and started.
+        num_hits: tokens that they did not have to compute.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        """An empty cache over these blocks; it is told of every eviction."""
+        self.num_queries = 0
+        self.num_hits = 0
+        self._blocks = blocks
+        self._found: dict[bytes, tuple[int, bytes]] = {}
+        self._digests: dict[int, bytes] = {}
+        blocks.on_evict = self._evicted
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._digests
+
+    def match(self, tokens: Sequence[int] | np.ndarray, salt: Salt) -> list[int]:
+        """The longest run of cached blocks that `tokens` begin with, each retained for the caller.
+
+        At least one token is left over: a request computes its last token, or there would be no logits.
+        """
+        size = self._blocks.block_size
+        if len(tokens) <= size:
+            return []
+        array = np.asarray(tokens, dtype=np.int32)
+        data, width = array.tobytes(), size * array.itemsize
+        digest = root(salt)
+        found: list[int] = []
+        for start in range(0, len(data) - width, width):
+            piece = data[start : start + width]
+            digest = _chained(digest, piece)
+            block, held = self._found.get(digest, (-1, b""))
+            # The tokens are compared too: nobody shall get another's keys because two hashes agree.
+            if held != piece:
+                break
+            found.append(block)
+        self._blocks.retain(found)
+        return found
+
+    def count(self, num_tokens: int, num_hits: int) -> None:
+        """Remember that a request of so many tokens started with so many of them found."""
+        self.num_queries += num_tokens
+        self.num_hits += num_hits
+
+    def digest(self, block: int) -> bytes:
+        """The digest of a cached block, the parent of the next one.
+
+        Raises:
+            KeyError: the block is not cached.
+        """
+        return self._digests[block]
+
+    def register(self, block: int, parent: bytes, tokens: np.ndarray) -> bytes:
+        """Remember a used block that is full and will not be written again.
+
+        Where an equal prefix is cached already, that one stays and this block remains unknown.
+
+        Args:
+            block: its id.
+            parent: digest of the block before it, or `root(salt)`.
+            tokens: int32 [block_size].
+
+        Returns:
+            the digest of this block, the parent of the next one.
+
+        Raises:
+            ValueError: the number of tokens is not the size of a block, or the block is free or already
+                cached for other tokens.
+        """
+        if len(tokens) != self._blocks.block_size:
+            raise ValueError(
+                f"a block of {self._blocks.block_size} tokens cannot be registered with {len(tokens)}; "
+                "only full blocks are cached"
+            )
+        data = tokens.tobytes()
+        digest = _chained(parent, data)
+        if digest not in self._found:
+            if block in self._digests:
+                raise ValueError(f"block {block} is cached for other tokens; a full block is never written")
+            self._blocks.keep(block)
+            self._found[digest] = block, data
+            self._digests[block] = digest
+        return digest
+
+    def drop_all(self) -> None:
+        """Forget everything; blocks in use stay with those who hold them."""
+        for block in self._digests:
+            self._blocks.forget(block)
+        self._found.clear()
+        self._digests.clear()
+
+    def check(self) -> None:
+        """Prove that the two directions of the cache agree.
+
+        Raises:
+            AssertionError: they do not; the sentence names the block.
+        """
+        assert len(self._found) == len(self._digests), (
+            f"{len(self._found)} digests are cached for {len(self._digests)} blocks"
+        )
+        for block, digest in self._digests.items():
+            held = self._found.get(digest, (-1, b""))[0]
+            assert held == block, f"the digest of block {block} leads to block {held}"
+
+    def _evicted(self, block: int) -> None:
+        del self._found[self._digests.pop(block)]

@@ -7,27 +7,50 @@ a completion into an `Outcome`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
+# Below it the logits of large models, divided by the temperature, lose the digits they differ in.
+MIN_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one completion is drawn.
 
-    The token at position `t` depends on the distribution, `seed` and `t` alone, never on its batch.
+    The token at position `t` depends on the distribution, `seed` and `t` alone, never on its batch. No token
+    ends a completion unless it stands in `stop_token_ids`.
 
     Attributes:
         max_tokens: at most so many tokens are drawn.
-        temperature: logits are divided by it; 0 takes the most likely token.
+        temperature: logits are divided by it; 0 takes the most likely token, whatever top-k, top-p and min-p
+            say.
         top_k: draw among the k most likely tokens only; 0 is off.
         top_p: draw among the smallest set of tokens that holds this probability mass; 1 is off.
         stop_token_ids: drawing one of these ends the completion (the token is kept).
         stop: text that ends the completion (its tokens are kept, its text is not).
-        seed: of this one completion.
+        seed: of this one completion; any integer, taken modulo 2^64.
+        min_tokens: before so many tokens are drawn, no stop token is.
+        min_p: draw only tokens with at least this share of the likeliest token's probability; 0 is off.
+        repetition_penalty: for every token of the prompt and the completion so far, a positive logit is
+            divided by it and a negative one multiplied with it; 1 is off.
+        presence_penalty: taken from the logit of every token drawn so far; 0 is off.
+        frequency_penalty: taken from it once for each time the token was drawn; 0 is off.
+        allowed_token_ids: draw among these only; empty is off.
+        forbidden_token_ids: never draw these.
+        logit_bias: pairs of a token and what is added to its logit.
+        logprobs: `processed` log-probabilities are those of the logits divided by the temperature, before
+            everything else named here; `raw` ones are those of the logits as the model gives them.
+        prompt_logprobs: whether the completion carries the log-probabilities of its prompt too.
+
+    Raises:
+        ValueError: a value no distribution has, or two that contradict each other.
+
+    Source: the penalties are those of vLLM and transformers.
     """
 
     max_tokens: int = 128
@@ -37,19 +60,118 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int = 0
+    min_tokens: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    allowed_token_ids: tuple[int, ...] = ()
+    forbidden_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: Literal["processed", "raw"] = "processed"
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values no distribution has."""
+        """Refuse what no distribution has, and what contradicts itself."""
+        self._check_numbers()
+        self._check_tokens()
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop is the string {self.stop!r}; give a tuple of strings, ({self.stop!r},)")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty string, which would end every completion at once")
+        if self.logprobs not in ("processed", "raw"):
+            raise ValueError(f"logprobs is {self.logprobs!r}; it must be 'processed' or 'raw'")
+
+    def _check_numbers(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens, {self.max_tokens}"
+            )
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be 0 (greedy) or finite, from {MIN_TEMPERATURE}"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if "" in self.stop:
-            raise ValueError("stop holds an empty string, which would end every completion at once")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be between 0 (off) and 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is off)"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number")
+
+    def _check_tokens(self) -> None:
+        for name, tokens in self.token_ids().items():
+            if tokens and min(tokens) < 0:
+                raise ValueError(f"{name} holds the token {min(tokens)}; tokens are 0 or more")
+        if not (self.allowed_token_ids or self.logit_bias):
+            return
+        biased, forbidden = {token for token, _ in self.logit_bias}, set(self.forbidden_token_ids)
+        if len(biased) < len(self.logit_bias):
+            raise ValueError("logit_bias names a token twice; give each token one bias")
+        for token, bias in self.logit_bias:
+            if not math.isfinite(bias):
+                raise ValueError(
+                    f"logit_bias gives token {token} the bias {bias}; it must be finite "
+                    "(forbidden_token_ids and allowed_token_ids rule tokens out)"
+                )
+        for name, others in (("allowed_token_ids", self.allowed_token_ids), ("logit_bias", biased)):
+            if both := forbidden.intersection(others):
+                raise ValueError(
+                    f"token {min(both)} is in {name} and in forbidden_token_ids; take it out of one"
+                )
+        if (
+            self.allowed_token_ids
+            and self.min_tokens
+            and set(self.allowed_token_ids) <= {*self.stop_token_ids}
+        ):
+            raise ValueError(
+                f"every token of allowed_token_ids is a stop token, so min_tokens, {self.min_tokens}, "
+                "leaves nothing to draw"
+            )
+
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Every token named here, by the field that names it."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids,
+            "forbidden_token_ids": self.forbidden_token_ids,
+            "logit_bias": tuple(token for token, _ in self.logit_bias),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """The tokens that each token of a completion was drawn among, where sampling was truncated.
+
+    Attributes:
+        token_ids: int32 [sum of counts], ascending within each draw.
+        counts: int32 [tokens of the completion], how many each draw had.
+        log_mass: float32 [tokens of the completion], logarithm of the probability that they hold together, so
+            that a drawn token's log-probability among them is its `logprobs` entry less this.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+    log_mass: np.ndarray
+
+    def __post_init__(self) -> None:
+        """Refuse counts and masses that do not fit."""
+        if len(self.token_ids) != self.counts.sum():
+            raise ValueError(
+                f"support has {len(self.token_ids)} tokens, but its counts add up to {int(self.counts.sum())}"
+            )
+        if len(self.log_mass) != len(self.counts):
+            raise ValueError(
+                f"support has {len(self.counts)} counts and {len(self.log_mass)} masses; the two must agree"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,18 +180,27 @@ class Completion:
 
     Attributes:
         token_ids: every token drawn, the one that ended it included.
-        logprobs: float32 [len(token_ids)], of the distribution divided by the temperature (before top-k and
-            top-p), which is what the trainer recomputes.
+        logprobs: float32 [len(token_ids)], of the distribution divided by the temperature (before everything
+            else that sampling does), which is what the trainer recomputes; raw ones, if they were asked for.
         versions: int32 [len(token_ids)], the weight version that drew each token.
-        finish_reason: `stop` (stop token or string) or `length`.
+        finish_reason: `stop` (stop token or string), `length`, `abort` (somebody ended it) or `error` (it
+            failed; `reason` says why).
         text: the decoded tokens without special tokens, cut at the stop string.
+        support: the tokens that each was drawn among; None unless top-k, top-p, min-p or allowed tokens
+            truncate.
+        prompt_logprobs: float32 [tokens of the prompt - 1], each prompt token's log-probability after those
+            before it (the first has none), in the way of `logprobs`; None unless asked for.
+        reason: why it was aborted or failed.
     """
 
     token_ids: tuple[int, ...]
     logprobs: np.ndarray
     versions: np.ndarray
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort", "error"]
     text: str
+    support: Support | None = None
+    prompt_logprobs: np.ndarray | None = None
+    reason: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a completion whose arrays do not fit its tokens."""
@@ -77,6 +208,10 @@ class Completion:
             raise ValueError(
                 f"completion has {len(self.token_ids)} tokens, {len(self.logprobs)} log-probabilities and "
                 f"{len(self.versions)} versions; the three must agree"
+            )
+        if self.support is not None and len(self.support.counts) != len(self.token_ids):
+            raise ValueError(
+                f"completion has {len(self.token_ids)} tokens, its support is of {len(self.support.counts)}"
             )
 
 

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.inference.sampler import Rows, draw
+from millrace.inference.sampler import Drawn, SamplingTable, check_vocabulary
+from millrace.inference.weights import load_in_place
 from millrace.kernels.packed_attention import Segments
+from millrace.kernels.token_logprob import token_logprob
 from millrace.models.attention import Decode, DenseCache, Packed
 from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head
 from millrace.transport.fingerprint import fingerprint
-from millrace.types import Completion, SamplingParams
+from millrace.types import Completion, SamplingParams, Support
 
 
 @dataclass(slots=True)
@@ -30,7 +33,10 @@ class _Request:
     params: SamplingParams
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish_reason: Literal["stop", "length"] | None = None
+    supports: list[tuple[np.ndarray, float]] = field(default_factory=list)
+    prompt_logprobs: np.ndarray | None = None
+    finish_reason: Literal["stop", "length", "error"] | None = None
+    reason: str = ""
     text: str | None = None
 
 
@@ -62,6 +68,7 @@ class ReferenceEngine:
         self._decode = decode
         self._max_cache_tokens = max_cache_tokens
         self._max_prefill_tokens = max_prefill_tokens
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._max_length = int(
             getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 31
         )
@@ -74,7 +81,12 @@ class ReferenceEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Draw one completion for each prompt, in order; see `protocols.Engine`."""
+        """Draw one completion for each prompt, in order; see `protocols.Engine`.
+
+        Raises:
+            ValueError: a request cannot be served; none of them is begun.
+            RuntimeError: the model gave logits that are not finite; the other requests are finished first.
+        """
         if len(prompts) != len(params):
             raise ValueError(f"{len(prompts)} prompts were given with {len(params)} sampling parameters")
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
@@ -82,29 +94,14 @@ class ReferenceEngine:
         requests = [_Request(tuple(prompt), wanted) for prompt, wanted in zip(prompts, params, strict=True)]
         for wave in self._waves(requests):
             self._run(wave)
+        for index, request in enumerate(requests):
+            if request.finish_reason == "error":
+                raise RuntimeError(f"prompt {index} of {len(requests)} failed: {request.reason}")
         return [self._completion(request) for request in requests]
 
-    @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every weight in place; see `protocols.Engine`."""
-        parameters = dict(self._model.named_parameters())
-        sent: dict[str, Tensor] = {}
-        # Everything is checked before anything is written, so that a refused hand-over changes no weight.
-        for name, tensor in named_tensors:
-            held = parameters.get(name)
-            if held is None:
-                raise ValueError(f"weight {name} is not one of the engine's")
-            if name in sent:
-                raise ValueError(f"weight {name} was sent twice")
-            if held.shape != tensor.shape or held.dtype != tensor.dtype:
-                theirs, ours = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(held.shape)} {held.dtype}"
-                raise ValueError(f"weight {name} was sent as {theirs}; the engine holds {ours}")
-            sent[name] = tensor
-        missing = parameters.keys() - sent.keys()
-        if missing:
-            raise ValueError(f"{len(missing)} weights were not sent, the first being {min(missing)}")
-        for name, tensor in sent.items():
-            parameters[name].copy_(tensor)
+        load_in_place(self._model, named_tensors)
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:
@@ -120,6 +117,13 @@ class ReferenceEngine:
                 f"prompt {index} has {len(prompt)} tokens and asks for {params.max_tokens} more; "
                 f"the model allows {self._max_length} in all"
             )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            token = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise ValueError(
+                f"prompt {index} holds the token {token}; the vocabulary has {self._vocab_size}, "
+                f"from 0 to {self._vocab_size - 1}"
+            )
+        check_vocabulary(params, self._vocab_size)
 
     def _waves(self, requests: list[_Request]) -> Iterable[list[_Request]]:
         """Requests in order, as many at a time as the cache holds."""
@@ -137,27 +141,34 @@ class ReferenceEngine:
 
     def _run(self, wave: list[_Request]) -> None:
         """Prefill a wave, then decode it token by token until every request is done."""
+        for request in wave:
+            if request.params.prompt_logprobs:
+                request.prompt_logprobs = self._score_prompt(request)
         cache, logit_BV = self._prefill(wave)
-        rows = Rows.of([request.params for request in wave], self._device)
+        sampling = SamplingTable(len(wave), self._vocab_size, self._device)
+        sampling.put(range(len(wave)), [request.params for request in wave])
+        row_B = np.arange(len(wave))
         length_B = torch.tensor([len(request.prompt) for request in wave], device=self._device)
         active = list(wave)
         step = 0
         while True:
             # Every row of the batch has drawn `step` tokens, so that is the position of the next one.
-            token_B, logprob_B = draw(logit_BV, rows, np.full(len(active), step))
-            self._append(active, token_B.tolist(), logprob_B.tolist())
+            position_B = np.full(len(active), step)
+            drawn = sampling.draw(logit_BV, row_B, position_B, partial(_history, active))
+            self._append(active, drawn)
             step += 1
             going = [i for i, request in enumerate(active) if request.finish_reason is None]
             if not going:
                 return
+            token_B = torch.from_numpy(drawn.token_N).to(self._device)
             if len(going) <= len(active) // 2:
                 keep = torch.tensor(going, device=self._device)
                 cache.take(keep, cache.keys[0].shape[2])
                 active = [active[i] for i in going]
-                rows, length_B, token_B = rows.take(keep), length_B[keep], token_B[keep]
+                row_B, length_B, token_B = row_B[going], length_B[keep], token_B[keep]
             # A finished row that stays is decoded into its own slots and never read; its slot must exist.
-            position_B = (length_B + step - 1).clamp(max=cache.keys[0].shape[2] - 1)
-            hidden_BD = hidden_states(self._model, token_B, position_B, Decode(cache, position_B))
+            slot_B = (length_B + step - 1).clamp(max=cache.keys[0].shape[2] - 1)
+            hidden_BD = hidden_states(self._model, token_B, slot_B, Decode(cache, slot_B))
             logit_BV = output_head(self._model).logits(hidden_BD)
 
     def _prefill(self, wave: list[_Request]) -> tuple[DenseCache, Tensor]:
@@ -192,17 +203,35 @@ class ReferenceEngine:
         hidden_TD = hidden_states(self._model, token_T, slot_T, context)
         return output_head(self._model).logits(hidden_TD[(length_B.cumsum(0) - 1).to(self._device)])
 
-    def _append(self, requests: list[_Request], tokens: list[int], logprobs: list[float]) -> None:
+    def _score_prompt(self, request: _Request) -> np.ndarray:
+        """Log-probability of each prompt token after those before it, float32 [prompt tokens - 1]."""
+        token_T = torch.tensor(request.prompt, device=self._device)
+        position_T = torch.arange(len(token_T), device=self._device)
+        context = Packed(Segments.of(torch.tensor([len(token_T)])).to(self._device))
+        hidden_TD = hidden_states(self._model, token_T, position_T, context)
+        temperature = 1.0 if request.params.logprobs == "raw" else request.params.temperature or 1.0
+        head = output_head(self._model)
+        logprob_N, _ = token_logprob(hidden_TD[:-1], head, token_T[1:], temperature=temperature)
+        return logprob_N.float().cpu().numpy()
+
+    def _append(self, requests: list[_Request], drawn: Drawn) -> None:
         """Give each unfinished request its token, and end those that are done."""
-        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+        for n, request in enumerate(requests):
             if request.finish_reason is not None:
                 continue
+            if not drawn.finite_N[n]:
+                request.finish_reason, request.reason = "error", "its logits are not finite"
+                continue
+            token = int(drawn.token_N[n])
             request.tokens.append(token)
-            request.logprobs.append(logprob)
+            request.logprobs.append(float(drawn.logprob_N[n]))
+            support = drawn.support[n] if drawn.support is not None else None
+            if support is not None:
+                request.supports.append((support, float(drawn.log_mass_N[n])))
             params = request.params
             if token in params.stop_token_ids:
                 request.finish_reason = "stop"
-            elif params.stop:
+            elif params.stop and len(request.tokens) >= params.min_tokens:
                 text = self._decode(request.tokens)
                 found = [at for at in (text.find(stop) for stop in params.stop) if at >= 0]
                 if found:
@@ -218,4 +247,18 @@ class ReferenceEngine:
             versions=np.full(len(request.tokens), self.version, dtype=np.int32),
             finish_reason=request.finish_reason,
             text=self._decode(request.tokens) if request.text is None else request.text,
+            support=_support(request.supports) if request.supports else None,
+            prompt_logprobs=request.prompt_logprobs,
         )
+
+
+def _history(requests: Sequence[_Request], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and drawn tokens of a request, for its penalties."""
+    prompt, drawn = requests[n].prompt, requests[n].tokens
+    return np.array(prompt, dtype=np.int64), np.array(drawn, dtype=np.int64)
+
+
+def _support(supports: list[tuple[np.ndarray, float]]) -> Support:
+    token_ids, log_masses = zip(*supports, strict=True)
+    counts = np.array([len(ids) for ids in token_ids], dtype=np.int32)
+    return Support(np.concatenate(token_ids), counts, np.array(log_masses, dtype=np.float32))

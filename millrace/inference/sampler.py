@@ -1,51 +1,34 @@
-"""Drawing tokens: temperature, top-k, top-p, and one uniform number per (seed, position).
+"""Drawing tokens for many requests at once, each by its own parameters.
 
-B = rows, V = vocabulary. The random number is a function of the request's seed and the token's position
-alone, so a token does not depend on the batch it sits in, on what was aborted, or on a restart.
+N = entries of a draw, R = rows of the table, M = entries that need more than a temperature, V = vocabulary.
+
+What happens to the logits of an entry, in vLLM's order: the bias is added; tokens that are not allowed, are
+forbidden, or would stop before `min_tokens` are ruled out; penalties (repetition, frequency, presence);
+division by the temperature; min-p; top-k; top-p of what is left. Then one uniform number draws. It is a
+function of the request's seed and the token's position alone, so a token does not depend on the batch it sits
+in, on what was aborted, or on a restart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.kernels.sampling import draw, row_logprob, truncate
 from millrace.types import SamplingParams
 
+History = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The sampling parameters of a batch, one entry a row.
-
-    Attributes:
-        temperature_B: float32; 0 is greedy.
-        top_k_B: int64; 0 is off.
-        top_p_B: float32; 1 is off.
-        seed_B: uint64.
-    """
-
-    temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    seed_B: np.ndarray
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Rows:
-        """Columns from one SamplingParams a row."""
-        return cls(
-            torch.tensor([p.temperature for p in params], device=device),
-            torch.tensor([p.top_k for p in params], device=device),
-            torch.tensor([p.top_p for p in params], device=device),
-            np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], dtype=np.uint64),
-        )
-
-    def take(self, index: Tensor) -> Rows:
-        """The rows named by `index`."""
-        seed_B = self.seed_B[index.cpu().numpy()]
-        return Rows(self.temperature_B[index], self.top_k_B[index], self.top_p_B[index], seed_B)
+_NUMBERS = attrgetter("temperature", "top_k", "top_p", "min_p")
+_TOKENS = attrgetter("stop_token_ids", "allowed_token_ids", "forbidden_token_ids", "logit_bias")
+_PENALTIES = attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty")
+_OFF = _PENALTIES(SamplingParams())
 
 
 def uniform(seed_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
@@ -67,44 +50,234 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def draw(logit_BV: Tensor, rows: Rows, position_B: np.ndarray) -> tuple[Tensor, Tensor]:
-    """One token per row.
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse tokens that the vocabulary does not have.
 
-    Args:
-        logit_BV: float32 or float64 logits, temperature not yet applied.
-        rows: parameters of each row.
-        position_B: index of the token within its completion.
-
-    Returns:
-        tokens [B] and their log-probabilities [B] under softmax(logits / temperature), before top-k and
-        top-p; for greedy rows under softmax(logits).
+    Raises:
+        ValueError: with the name of the field and the token.
     """
-    greedy_B = rows.temperature_B == 0
-    scaled_BV = logit_BV / torch.where(greedy_B, 1.0, rows.temperature_B)[:, None]
-    logprob_BV = scaled_BV.log_softmax(-1)
-    share_BV = logprob_BV.double().exp()
-    if bool((rows.top_k_B > 0).any() or (rows.top_p_B < 1).any()):
-        share_BV = _truncated(share_BV, rows)
-    mass_BV = share_BV.cumsum(-1)
-    # The first token whose cumulative mass exceeds u * total; a token of no mass is never that one.
-    threshold_B = torch.from_numpy(uniform(rows.seed_B, position_B)).to(mass_BV.device) * mass_BV[:, -1]
-    token_B = torch.searchsorted(mass_BV, threshold_B[:, None], right=True)[:, 0].clamp(
-        max=logit_BV.shape[1] - 1
-    )
-    token_B = torch.where(greedy_B, logit_BV.argmax(-1), token_B)
-    return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0]
+    for name, tokens in params.token_ids().items():
+        if tokens and max(tokens) >= vocab_size:
+            raise ValueError(
+                f"{name} holds the token {max(tokens)}; "
+                f"the vocabulary has {vocab_size}, from 0 to {vocab_size - 1}"
+            )
 
 
-def _truncated(share_BV: Tensor, rows: Rows) -> Tensor:
-    """Probabilities with the tokens outside top-k and top-p set to 0; of equals, lower ids come first."""
-    sorted_BV, order_BV = share_BV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(share_BV.shape[1], device=share_BV.device)
-    limit_B = torch.where(rows.top_k_B > 0, rows.top_k_B, share_BV.shape[1])
-    kept_BV = rank_V < limit_B[:, None]
-    within_k_BV = sorted_BV * kept_BV
-    before_BV = within_k_BV.cumsum(-1) - within_k_BV
-    # top-p is taken of what top-k left, as vLLM and transformers do; the likeliest token always stays.
-    reach_B = rows.top_p_B.double() * within_k_BV.sum(-1)
-    kept_BV &= (before_BV < reach_B[:, None]) | (rows.top_p_B == 1)[:, None]
-    kept_BV[:, 0] = True
-    return torch.zeros_like(share_BV).scatter(1, order_BV, sorted_BV * kept_BV)
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token for each entry of a draw.
+
+    Attributes:
+        token_N: int64; meaningless where `finite_N` is not set.
+        logprob_N: float32, of the model's own distribution: divided by the temperature, or raw; see
+            `SamplingParams.logprobs`.
+        support: for each entry the tokens it was drawn among, int32, ascending; None where nothing truncates,
+            and one None where that holds for all.
+        finite_N: False where logits hold NaN or plus infinity, or all tokens are ruled out.
+        log_mass_N: float32, logarithm of the probability of the support, so that `logprob_N - log_mass_N` is
+            the log-probability among the support; 0 without one.
+    """
+
+    token_N: np.ndarray
+    logprob_N: np.ndarray
+    support: list[np.ndarray | None] | None
+    finite_N: np.ndarray
+    log_mass_N: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Edits:
+    """What changes the logits of a request before the temperature; shared by all that have the same."""
+
+    params: SamplingParams
+    biased: Tensor
+    bias: Tensor
+    allowed: Tensor
+    forbidden: Tensor
+    stop: Tensor
+    penalised: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams, device: torch.device) -> _Edits:
+        def indices(tokens: Sequence[int]) -> Tensor:
+            return torch.tensor(tokens, dtype=torch.int64, device=device)
+
+        return cls(
+            params,
+            indices([token for token, _ in params.logit_bias]),
+            torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float64, device=device),
+            indices(params.allowed_token_ids),
+            indices(params.forbidden_token_ids),
+            indices(params.stop_token_ids),
+            _PENALTIES(params) != _OFF,
+        )
+
+    def apply(self, logit_V: Tensor, position: int, history: Callable[[], tuple[np.ndarray, ...]]) -> None:
+        """Change the logits of one entry in place."""
+        logit_V[self.biased] += self.bias.to(logit_V.dtype)
+        if len(self.allowed):
+            kept = logit_V[self.allowed]
+            logit_V.fill_(-torch.inf)
+            logit_V[self.allowed] = kept
+        logit_V[self.forbidden] = -torch.inf
+        if position < self.params.min_tokens:
+            logit_V[self.stop] = -torch.inf
+        if self.penalised:
+            self._penalise(logit_V, *history())
+
+    def _penalise(self, logit_V: Tensor, prompt: np.ndarray, drawn: np.ndarray) -> None:
+        params, device = self.params, logit_V.device
+        seen = torch.from_numpy(np.unique(np.concatenate([prompt, drawn])).astype(np.int64)).to(device)
+        logit = logit_V[seen]
+        penalty = params.repetition_penalty
+        logit_V[seen] = torch.where(logit > 0, logit / penalty, logit * penalty)
+        again, count = np.unique(drawn, return_counts=True)
+        minus = params.frequency_penalty * count + params.presence_penalty
+        logit_V[torch.from_numpy(again.astype(np.int64)).to(device)] -= torch.from_numpy(minus).to(logit_V)
+
+
+class SamplingTable:
+    """The sampling parameters of the running requests, one row each, in columns."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        """A table whose rows are empty until `put`.
+
+        Args:
+            num_rows: R.
+            vocab_size: V, the width of the logits.
+            device: where the logits are.
+        """
+        self._vocab_size = vocab_size
+        self._device = device
+        self._temperature_R = np.ones(num_rows)
+        self._top_k_R = np.zeros(num_rows, dtype=np.int64)
+        self._top_p_R = np.ones(num_rows)
+        self._min_p_R = np.zeros(num_rows)
+        self._seed_R = np.zeros(num_rows, dtype=np.uint64)
+        self._raw_R = np.zeros(num_rows, dtype=bool)
+        self._truncates_R = np.zeros(num_rows, dtype=bool)
+        self._limited_R = np.zeros(num_rows, dtype=bool)  # to allowed tokens
+        # The logits are edited at positions below this.
+        self._edited_R = np.zeros(num_rows, dtype=np.int64)
+        self._edits: list[_Edits | None] = [None] * num_rows
+
+    def put(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
+        """Fill rows; what differs between requests in the seed alone is looked at once.
+
+        Args:
+            rows: which, each in [0, R).
+            params: the parameters of each.
+
+        Raises:
+            ValueError: a parameter names a token outside the vocabulary; no row is changed.
+        """
+        known: dict[tuple[object, ...], tuple[_Edits | None, int]] = {}
+        edits: list[_Edits | None] = []
+        edited: list[int] = []
+        for one in params:
+            # The tuples live as long as `params`, so their addresses tell them apart, however long they are.
+            key = (*map(id, _TOKENS(one)), _PENALTIES(one), one.min_tokens)
+            if key not in known:
+                known[key] = self._look_at(one)
+            edit, below = known[key]
+            edits.append(edit)
+            edited.append(below)
+        if not edits:
+            return
+        row_N = np.asarray(rows)
+        temperature_N, top_k_N, top_p_N, min_p_N = np.array([_NUMBERS(one) for one in params], dtype=float).T
+        self._temperature_R[row_N] = temperature_N
+        self._top_k_R[row_N] = top_k_N
+        self._top_p_R[row_N] = top_p_N
+        self._min_p_R[row_N] = min_p_N
+        self._truncates_R[row_N] = (temperature_N > 0) & ((top_k_N > 0) | (top_p_N < 1) | (min_p_N > 0))
+        self._seed_R[row_N] = np.array([one.seed & 0xFFFFFFFFFFFFFFFF for one in params], dtype=np.uint64)
+        self._raw_R[row_N] = [one.logprobs == "raw" for one in params]
+        self._limited_R[row_N] = [bool(one.allowed_token_ids) for one in params]
+        self._edited_R[row_N] = edited
+        for row, edit in zip(rows, edits, strict=True):
+            self._edits[row] = edit
+
+    def draw(self, logit_NV: Tensor, row_N: np.ndarray, position_N: np.ndarray, history: History) -> Drawn:
+        """One token for each entry.
+
+        Args:
+            logit_NV: float32 or float64 logits as the model gives them; left as they are.
+            row_N: the row whose parameters an entry goes by; a row may come more than once.
+            position_N: index of the token within its completion.
+            history: gives (prompt, tokens drawn so far) of the n-th entry; asked only for penalties.
+        """
+        temperature_N = self._column(self._temperature_R, row_N)
+        uniform_N = torch.from_numpy(uniform(self._seed_R[row_N], position_N)).to(self._device)
+        edited_N, truncated_N = position_N < self._edited_R[row_N], self._truncates_R[row_N]
+        drawn_NV = logit_NV
+        if edited_N.any() or truncated_N.any():
+            drawn_NV = logit_NV.clone(memory_format=torch.contiguous_format)
+            for n in np.flatnonzero(edited_N).tolist():
+                edits = self._edits[row_N[n]]
+                assert edits is not None
+                edits.apply(drawn_NV[n], int(position_N[n]), partial(history, n))
+            self._truncate(drawn_NV, row_N, np.flatnonzero(truncated_N))
+        token_N, among_N = draw(drawn_NV, temperature_N, uniform_N)
+        raw_N, logprob_N, log_mass_N = self._raw_R[row_N], among_N, torch.zeros_like(among_N)
+        support = None
+        if drawn_NV is not logit_NV or raw_N.any():
+            judged_N = temperature_N.masked_fill(torch.from_numpy(raw_N).to(self._device), 1)
+            logprob_N = row_logprob(logit_NV, token_N, judged_N)
+            limited_N = truncated_N | self._limited_R[row_N]
+            if limited_N.any():
+                support = _supports(drawn_NV, limited_N)
+                # The draw itself judged the token among its support, but by edited logits or divided ones.
+                again_M = self._indices(limited_N & (edited_N | raw_N))
+                ruled_out_MV = drawn_NV[again_M] == -torch.inf
+                within_MV = logit_NV[again_M].masked_fill(ruled_out_MV, -torch.inf)
+                within_M = row_logprob(within_MV, token_N[again_M], judged_N[again_M])
+                limited_M = self._indices(limited_N)
+                log_mass_N[limited_M] = (logprob_N - among_N.index_copy(0, again_M, within_M))[limited_M]
+        finite_N = among_N.isfinite() & logprob_N.isfinite()
+        columns = (token_N, logprob_N.float(), finite_N, log_mass_N.float())
+        token, logprob, finite, log_mass = (column_N.cpu().numpy() for column_N in columns)
+        return Drawn(token, logprob, support, finite, log_mass)
+
+    def _column(self, column_R: np.ndarray, row_N: np.ndarray) -> Tensor:
+        return torch.from_numpy(column_R[row_N]).to(self._device)
+
+    def _indices(self, true_N: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(true_N)).to(self._device)
+
+    def _look_at(self, params: SamplingParams) -> tuple[_Edits | None, int]:
+        """The edits of a request, and the position from which on there are none."""
+        check_vocabulary(params, self._vocab_size)
+        always = params.allowed_token_ids or params.forbidden_token_ids or params.logit_bias
+        if always or _PENALTIES(params) != _OFF:
+            return _Edits.of(params, self._device), np.iinfo(np.int64).max
+        if params.min_tokens and params.stop_token_ids:
+            return _Edits.of(params, self._device), params.min_tokens
+        return None, 0
+
+    def _truncate(self, logit_NV: Tensor, row_N: np.ndarray, chosen_M: np.ndarray) -> None:
+        """Rule tokens out by top-k, top-p and min-p, in place, for some of the entries."""
+        if len(chosen_M) == 0:
+            return
+        index_M = torch.from_numpy(chosen_M).to(self._device)
+        whole = len(chosen_M) == len(logit_NV)  # spares two copies
+        logit_MV = logit_NV if whole else logit_NV[index_M]
+        truncate(
+            logit_MV,
+            self._column(self._temperature_R, row_N[chosen_M]),
+            top_k_N=self._column(self._top_k_R, row_N[chosen_M]),
+            top_p_N=self._column(self._top_p_R, row_N[chosen_M]),
+            min_p_N=self._column(self._min_p_R, row_N[chosen_M]),
+        )
+        if not whole:
+            logit_NV[index_M] = logit_MV
+
+
+def _supports(logit_NV: Tensor, chosen_N: np.ndarray) -> list[np.ndarray | None]:
+    """For some of the entries the tokens that are not ruled out, None for the others."""
+    kept_NV = (logit_NV > -torch.inf).cpu().numpy()
+    return [
+        np.flatnonzero(kept_V).astype(np.int32) if chosen else None
+        for chosen, kept_V in zip(chosen_N.tolist(), kept_NV, strict=True)
+    ]

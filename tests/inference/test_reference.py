@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,77 @@ def test_sampled_tokens_are_as_frequent_as_the_model_says(engine: ReferenceEngin
     assert statistic < 16.27  # exceeded once in a thousand samplings
 
 
+def test_every_sampling_parameter_reaches_the_sampler(engine: ReferenceEngine) -> None:
+    whole = greedy(engine, max_tokens=8).token_ids
+    biased = greedy(engine, max_tokens=3, logit_bias=((9, 1e4),))
+    assert biased.token_ids == (9, 9, 9) != whole[:3]
+    # What was drawn counts, what the prompt holds does not.
+    once = greedy(engine, max_tokens=3, logit_bias=((5, 1e4), (9, 5e3)), frequency_penalty=7e3)
+    assert once.token_ids == (5, 9, 5)
+    never = greedy(engine, max_tokens=8, forbidden_token_ids=(whole[0],))
+    assert whole[0] not in never.token_ids
+    later = greedy(engine, max_tokens=8, min_tokens=5, stop_token_ids=(9,), logit_bias=((9, 1e4),))
+    assert (later.token_ids.index(9), len(later.token_ids), later.finish_reason) == (5, 6, "stop")
+    among = greedy(engine, max_tokens=4, allowed_token_ids=(3, 8))
+    assert set(among.token_ids) <= {3, 8} and among.support is not None
+    assert among.support.token_ids.tolist() == [3, 8] * 4 and among.support.counts.tolist() == [2] * 4
+    assert among.support.token_ids.dtype == among.support.counts.dtype == np.int32
+    assert (among.support.log_mass >= among.logprobs).all() and (among.support.log_mass < 0).all()
+
+
+def test_a_stop_string_is_not_looked_for_before_min_tokens(engine: ReferenceEngine) -> None:
+    whole = greedy(engine, max_tokens=12)
+    stop = whole.text[2:4]
+    early = greedy(engine, max_tokens=12, stop=(stop,))
+    late = greedy(engine, max_tokens=12, stop=(stop,), min_tokens=7)
+    assert len(early.token_ids) == 2 and len(late.token_ids) == 7
+    assert early.text == late.text == whole.text[: whole.text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("params", "temperature"),
+    [
+        ({"temperature": 0.7}, 0.7),
+        ({"temperature": 0.7, "logprobs": "raw"}, 1.0),
+        ({"temperature": 0.0}, 1.0),
+    ],
+)
+def test_prompts_are_scored_where_asked(
+    engine: ReferenceEngine, llama: Model, params: dict[str, Any], temperature: float
+) -> None:
+    prompts = random_prompts(5, 3) + [(4,)]
+    wanted = SamplingParams(max_tokens=3, prompt_logprobs=True, **params)
+    answers = engine.generate(prompts, [wanted, replace(wanted, prompt_logprobs=False), wanted, wanted])
+    assert answers[1].prompt_logprobs is None
+    for prompt, answer in ((prompts[n], answers[n]) for n in (0, 2, 3)):
+        trajectory = Trajectory(
+            (
+                Turn(
+                    prompt[:1],
+                    Completion(prompt[1:], np.zeros(len(prompt) - 1), np.zeros(len(prompt) - 1), "stop", ""),
+                ),
+            ),
+            Outcome("score", 1.0),
+        )
+        assert answer.prompt_logprobs is not None and answer.prompt_logprobs.dtype == np.float32
+        assert len(answer.prompt_logprobs) == len(prompt) - 1
+        if len(prompt) > 1:
+            with torch.no_grad():
+                logprob_N, _ = chosen_logprobs(llama, pack([trajectory]), temperature=temperature)
+            close_fp32(answer.prompt_logprobs, logprob_N, atol=1e-5)
+
+
+def test_logits_that_are_not_finite_fail_the_call() -> None:
+    model = tiny_model("llama", seed=3)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = float("nan")
+    engine = ReferenceEngine(model, decode)
+    with pytest.raises(RuntimeError, match="^prompt 1 of 2 failed: its logits are not finite$"):
+        engine.generate([(1, 2), (3, 7)], [SamplingParams(max_tokens=3, forbidden_token_ids=(7,))] * 2)
+    wanted = SamplingParams(max_tokens=3, forbidden_token_ids=(7,))
+    assert len(engine.generate([(1, 2)], [wanted])[0].token_ids) == 3
+
+
 def greedy(engine: ReferenceEngine, **params: Any) -> Completion:
     return engine.generate([(5, 6, 7)], [SamplingParams(temperature=0.0, **params)])[0]
 
@@ -139,7 +211,7 @@ def test_a_stop_token_is_kept_and_ends_the_completion(engine: ReferenceEngine) -
     whole = greedy(engine, max_tokens=12).token_ids
     last = whole[4]
     end = whole.index(last) + 1
-    answer = greedy(engine, max_tokens=12, stop_token_ids=(VOCABULARY + 1, last))
+    answer = greedy(engine, max_tokens=12, stop_token_ids=(VOCABULARY - 1, last))
     assert (answer.token_ids, answer.finish_reason) == (whole[:end], "stop")
     at_the_limit = greedy(engine, max_tokens=end, stop_token_ids=(last,))
     assert (at_the_limit.token_ids, at_the_limit.finish_reason) == (whole[:end], "stop")
@@ -266,6 +338,15 @@ def test_a_weight_that_is_sent_twice_is_refused(engine: ReferenceEngine, llama: 
             "prompt 1 has 120 tokens and asks for 9 more; the model allows 128 in all",
         ),
         ([(1,)], "1 prompts were given with 2 sampling parameters"),
+        (
+            [(1,), (3, -1)],
+            f"prompt 1 holds the token -1; the vocabulary has {VOCABULARY}, from 0 to {VOCABULARY - 1}",
+        ),
+        (
+            [(1,), (3, VOCABULARY)],
+            f"prompt 1 holds the token {VOCABULARY}; "
+            f"the vocabulary has {VOCABULARY}, from 0 to {VOCABULARY - 1}",
+        ),
     ],
 )
 def test_a_request_that_cannot_be_met_says_why(
@@ -274,6 +355,12 @@ def test_a_request_that_cannot_be_met_says_why(
     with pytest.raises(ValueError) as error:
         engine.generate(prompts, [SamplingParams(max_tokens=9)] * 2)
     assert str(error.value) == message
+
+
+def test_a_parameter_outside_the_vocabulary_is_refused(engine: ReferenceEngine) -> None:
+    message = f"^allowed_token_ids holds the token {VOCABULARY}; the vocabulary has {VOCABULARY}, "
+    with pytest.raises(ValueError, match=message):
+        greedy(engine, max_tokens=5, allowed_token_ids=(VOCABULARY,))
 
 
 def test_a_prompt_may_fill_the_model_to_the_last_position(engine: ReferenceEngine) -> None:

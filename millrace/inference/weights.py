@@ -1,0 +1,51 @@
+"""New weights into an engine's model, in place: all of them or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def load_in_place(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy every weight into the model's own.
+
+    Everything is checked before anything is written, so that a refused hand-over changes no weight.
+
+    Raises:
+        ValueError: a name is missing, unknown or given twice, or a shape or dtype differs.
+    """
+    parameters = dict(model.named_parameters())
+    sent: dict[str, Tensor] = {}
+    for name, tensor in named_tensors:
+        held = parameters.get(name)
+        if held is None:
+            raise ValueError(f"weight {name} is not one of the engine's")
+        if name in sent:
+            raise ValueError(f"weight {name} was sent twice")
+        if held.shape != tensor.shape or held.dtype != tensor.dtype:
+            theirs, ours = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(held.shape)} {held.dtype}"
+            raise ValueError(f"weight {name} was sent as {theirs}; the engine holds {ours}")
+        sent[name] = tensor
+    missing = parameters.keys() - sent.keys()
+    if missing:
+        raise ValueError(f"{len(missing)} weights were not sent, the first being {min(missing)}")
+    for name, tensor in sent.items():
+        parameters[name].copy_(tensor)
+
+
+def release_weights(model: nn.Module) -> dict[str, torch.Size]:
+    """Give the memory of every weight back, and say what shapes they had; the parameters stay, empty."""
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        shapes[name] = parameter.shape
+        parameter.data = parameter.data.new_empty(0)
+    return shapes
+
+
+def restore_weights(model: nn.Module, shapes: dict[str, torch.Size]) -> None:
+    """Take the memory of every weight again; they are zero until new ones are loaded."""
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.new_zeros(shapes[name])

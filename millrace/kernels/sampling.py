@@ -1,0 +1,130 @@
+"""Drawing tokens from logits and judging them: the door where inputs are checked.
+
+N = rows, V = vocabulary.
+
+With z = logits / temperature, token v has the mass exp(z_v - max z). A row gives the same bits in a batch of
+any size, and `draw` and `row_logprob` the same bits for the same token; `sampling_plain` says how. On a CPU
+compiled kernels run, elsewhere the plain twins.
+
+A row whose logits hold NaN or plus infinity, or nothing above minus infinity, has no distribution: its
+log-probability is NaN and its token is some token of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millrace.kernels.sampling_plain import draw_plain, row_logprob_plain, truncate_plain
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """One token for each row, and its log-probability log softmax(logits / temperature).
+
+    The token is the first whose cumulative mass exceeds u times the whole; one without mass is never drawn.
+    At temperature 0 it is the most likely token, of equals the lowest, judged at temperature 1.
+
+    Args:
+        logit_NV: float32 or float64, without gradient; minus infinity leaves a token out.
+        temperature_N: 0 or more.
+        uniform_N: u, float64 in [0, 1).
+
+    Returns:
+        tokens, int64, and log-probabilities in the dtype of the logits, NaN where a row has no distribution.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, or the logits require a gradient.
+    """
+    columns = _columns(logit_NV, temperature_N=temperature_N, uniform_N=uniform_N)
+    if logit_NV.device.type == "cpu":
+        from millrace.kernels import sampling_cpu
+
+        return sampling_cpu.draw(logit_NV.contiguous(), columns[0], columns[1].double())
+    return draw_plain(logit_NV, *columns)
+
+
+def row_logprob(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
+    """Log-probability of one given token for each row: bit for bit what `draw` says where it drew that token.
+
+    Args:
+        logit_NV: float32 or float64, without gradient.
+        target_N: the tokens, integers in [0, V).
+        temperature_N: 0 or more; 0 counts as 1.
+
+    Returns:
+        [N], in the dtype of the logits; NaN where a row has no distribution.
+
+    Raises:
+        ValueError: as in `draw`, or a target lies outside the vocabulary.
+    """
+    target_N, temperature_N = _columns(logit_NV, target_N=target_N, temperature_N=temperature_N)
+    outside_N = (target_N < 0) | (target_N >= logit_NV.shape[1])
+    if outside_N.any():
+        raise ValueError(
+            f"target_N holds {int(target_N[outside_N][0])}; the vocabulary has {logit_NV.shape[1]} tokens"
+        )
+    if logit_NV.device.type == "cpu":
+        from millrace.kernels import sampling_cpu
+
+        return sampling_cpu.row_logprob(logit_NV.contiguous(), target_N.long(), temperature_N)
+    return row_logprob_plain(logit_NV, target_N, temperature_N)
+
+
+def truncate(
+    logit_NV: Tensor, temperature_N: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
+) -> None:
+    """Set the logits of the tokens that a row may not draw to minus infinity, in place.
+
+    First min-p: tokens with less than min_p of the likeliest token's mass go. Then top-k: the k most likely
+    of the rest stay. Then top-p: of these, the fewest that hold top_p of their mass. Of equals, lower
+    ids come first; the likeliest token always stays.
+
+    Args:
+        logit_NV: float32 or float64, without gradient, contiguous.
+        temperature_N: above 0.
+        top_k_N: integers; 0 is off.
+        top_p_N: float64 in (0, 1]; 1 is off.
+        min_p_N: float64 in [0, 1]; 0 is off.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, or the logits require a gradient or are not contiguous.
+
+    Source: the order is vLLM's.
+    """
+    columns = _columns(
+        logit_NV, temperature_N=temperature_N, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N
+    )
+    if not logit_NV.is_contiguous():
+        raise ValueError(
+            f"logit_NV has strides {logit_NV.stride()}; it is changed in place and must be contiguous"
+        )
+    if logit_NV.device.type == "cpu":
+        from millrace.kernels import sampling_cpu
+
+        temperature_N, top_k_N, top_p_N, min_p_N = columns
+        sampling_cpu.truncate(logit_NV, temperature_N, top_k_N.long(), top_p_N.double(), min_p_N.double())
+    else:
+        truncate_plain(logit_NV, *columns)
+
+
+def _columns(logit_NV: Tensor, **columns: Tensor) -> list[Tensor]:
+    """The columns, contiguous, once everything fits the logits.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if logit_NV.dim() != 2 or logit_NV.shape[1] == 0 or logit_NV.dtype not in DTYPES:
+        raise ValueError(
+            f"logit_NV is {logit_NV.dtype} of shape {tuple(logit_NV.shape)}; "
+            "expected float32 or float64 of shape (N, V) with V at least 1"
+        )
+    if logit_NV.requires_grad:
+        raise ValueError("logit_NV requires a gradient, which sampling would drop; detach it")
+    for name, column_N in columns.items():
+        if column_N.shape != logit_NV.shape[:1]:
+            raise ValueError(
+                f"{name} has shape {tuple(column_N.shape)}; expected ({len(logit_NV)},), one for each row"
+            )
+    return [column_N.contiguous() for column_N in columns.values()]

@@ -1,0 +1,300 @@
+"""Sampling compiled for the CPU: tile by tile, without a temporary of the size of the logits.
+
+N = rows, V = vocabulary; the arithmetic is that of `sampling_plain`, bit for bit. Inside the kernels arrays
+bear no letters. Rows are shared out among threads where there are enough of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace.kernels.sampling_plain import TILE, heat, numbers
+
+# A thread costs more than it saves on fewer logits.
+PART_LOGITS = 1 << 19
+# Running maxima side by side, so that one instruction compares many logits.
+LANES = 64
+# Truncation counts tokens in buckets of z, each a 32nd wide, down from the greatest; the last takes the rest.
+BUCKETS_PER_NAT = 32
+LAST_BUCKET = 1023
+
+Array = NDArray[Any]
+Arrays = tuple[Array, ...]
+Tile = tuple[Array, Array, Array]
+# (zero, least, per_ln2, rounder, ln2_high, ln2_low), series, (bias, shift) of `sampling_plain.Numbers`. Plain
+# tuples: machine code kept on disk for a class could not be read once the class has moved.
+Numbers = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, Any]]
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Machine code that lets other threads run and fuses nothing, kept on disk where numba finds a folder."""
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:
+        return njit(nogil=True)(function)
+
+
+def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """See `sampling.draw`; the logits are contiguous, u is float64."""
+    token_N, logprob_N = torch.empty(len(logit_NV), dtype=torch.int64), logit_NV.new_empty(len(logit_NV))
+    heat_N = heat(logit_NV, temperature_N)
+    _over_rows(_draw, logit_NV, temperature_N == 0, heat_N, uniform_N, token_N, logprob_N)
+    return token_N, logprob_N
+
+
+def row_logprob(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
+    """See `sampling.row_logprob`; the logits are contiguous, targets are int64 and within the vocabulary."""
+    logprob_N = logit_NV.new_empty(len(logit_NV))
+    _over_rows(_row_logprob, logit_NV, target_N, heat(logit_NV, temperature_N), logprob_N)
+    return logprob_N
+
+
+def truncate(
+    logit_NV: Tensor, temperature_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
+) -> None:
+    """See `sampling.truncate`; the logits are contiguous, top-k is int64, top-p and min-p are float64."""
+    _over_rows(_truncate, logit_NV, heat(logit_NV, temperature_N), top_k_N, top_p_N, min_p_N)
+
+
+def _over_rows(kernel: Callable[..., None], logit_NV: Tensor, *columns: Tensor) -> None:
+    """Run a kernel over the rows, in as many parts as torch uses threads."""
+    num_rows = len(logit_NV)
+    arrays = logit_NV.numpy(), tuple(column_N.numpy() for column_N in columns)
+    n = numbers(logit_NV.dtype)
+    reals = n.zero, n.least, n.per_ln2, n.rounder, n.ln2_high, n.ln2_low
+    work = partial(kernel, (reals, n.series, (n.bias, n.shift)), *arrays)
+    num_parts = min(torch.get_num_threads(), num_rows, logit_NV.numel() // PART_LOGITS)
+    if num_parts < 2:
+        work(0, num_rows)
+        return
+    cuts = [num_rows * part // num_parts for part in range(num_parts + 1)]
+    with ThreadPoolExecutor(num_parts) as pool:
+        # The results say nothing, but asking for them lets errors travel.
+        list(pool.map(work, cuts[:-1], cuts[1:]))
+
+
+@_compiled
+def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
+    greedy, heat, uniform, token, logprob = columns
+    tile, sums = _buffers(n, logit)
+    for row in range(start, stop):
+        x = logit[row]
+        greatest = _greatest(x)
+        scale = heat[row], greatest / heat[row]
+        _add_up(n, x, scale, tile, sums)
+        v = _first_equal(x, greatest) if greedy[row] else _chosen(n, x, scale, (tile, sums), uniform[row])
+        token[row] = v
+        logprob[row] = _logprob(x[v], scale, sums)
+
+
+@_compiled
+def _row_logprob(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
+    target, heat, logprob = columns
+    tile, sums = _buffers(n, logit)
+    for row in range(start, stop):
+        x = logit[row]
+        scale = heat[row], _greatest(x) / heat[row]
+        _add_up(n, x, scale, tile, sums)
+        logprob[row] = _logprob(x[target[row]], scale, sums)
+
+
+@_compiled
+def _buffers(n: Numbers, logit: Array) -> tuple[Tile, Array]:
+    """Three tiles (masses, rounded powers, their bits), and a zero for each tile of a row, or a few more.
+
+    A row shorter than a tile is given a shorter tile; the zeros left out would change no sum.
+    """
+    width, num_sums = 1, 1
+    while width < min(logit.shape[1], TILE):
+        width *= 2
+    while num_sums * TILE < logit.shape[1]:
+        num_sums *= 2
+    bias, _ = n[2]
+    tile = np.empty(width, logit.dtype), np.empty(width, logit.dtype), np.full(width, bias)
+    return tile, np.zeros(num_sums)
+
+
+@_compiled
+def _greatest(x: Array) -> Any:
+    """The greatest logit; NaN may be passed over."""
+    lanes = np.full(LANES, -np.inf, x.dtype)
+    in_lanes = len(x) // LANES * LANES
+    for first in range(0, in_lanes, LANES):
+        y = x[first : first + LANES]
+        for k in range(LANES):
+            lanes[k] = max(lanes[k], y[k])
+    greatest = x[0]
+    for k in range(LANES):
+        greatest = max(greatest, lanes[k])
+    for v in range(in_lanes, len(x)):
+        greatest = max(greatest, x[v])
+    return greatest
+
+
+@_compiled
+def _masses(n: Numbers, x: Array, scale: tuple[Any, Any], tile: Tile) -> None:
+    """The masses of at most TILE logits into the tile, then zeros."""
+    mass, rounded, whole = tile
+    heat, peak = scale
+    (zero, least, per_ln2, rounder, ln2_high, ln2_low), series, (bias, shift) = n
+    for k in range(len(x)):
+        z = x[k] / heat - peak
+        # Written so that NaN stays NaN.
+        z = least if z < least else z
+        up = z * per_ln2 + rounder
+        power = up - rounder
+        rest = z - power * ln2_high - power * ln2_low
+        total = series[0]
+        for factor in series[1:]:
+            total = total * rest + factor
+        rounded[k] = up
+        mass[k] = zero if z <= least else total
+    # The same numbers, seen as integers and back: one loop each, or none would run on whole vectors.
+    bits = rounded.view(whole.dtype)
+    for k in range(len(x)):
+        whole[k] = (bits[k] + bias) << shift
+    power_of_two = whole.view(mass.dtype)
+    for k in range(len(x)):
+        mass[k] *= power_of_two[k]
+    mass[len(x) :] = zero
+
+
+@_compiled
+def _halved(numbers: Array) -> Any:
+    """As `sampling_plain._halved`; writes over the first half."""
+    half = len(numbers) // 2
+    while half > 0:
+        for k in range(half):
+            numbers[k] += numbers[k + half]
+        half //= 2
+    return numbers[0]
+
+
+@_compiled
+def _add_up(n: Numbers, x: Array, scale: tuple[Any, Any], tile: Tile, sums: Array) -> None:
+    for first in range(0, len(x), TILE):
+        _masses(n, x[first : first + TILE], scale, tile)
+        sums[first // TILE] = _halved(tile[0])
+
+
+@_compiled
+def _logprob(logit: Any, scale: tuple[Any, Any], sums: Array) -> float:
+    heat, peak = scale
+    return np.float64(logit / heat - peak) - math.log(_halved(sums))
+
+
+@_compiled
+def _first_equal(x: Array, value: Any) -> int:
+    for v in range(len(x)):
+        if x[v] == value:
+            return v
+    return 0
+
+
+@_compiled
+def _chosen(n: Numbers, x: Array, scale: tuple[Any, Any], sizes: tuple[Tile, Array], uniform: float) -> int:
+    """The first token whose cumulative mass exceeds u times the whole."""
+    tile, sums = sizes
+    total = 0.0
+    for c in range(len(sums)):
+        total += sums[c]
+    threshold, below, first = uniform * total, 0.0, 0
+    for c in range(len(sums)):
+        if below + sums[c] > threshold:
+            first = c * TILE
+            break
+        below += sums[c]
+    _masses(n, x[first : first + TILE], scale, tile)
+    # The masses one by one may add up to a little less than by halves; then the last one is the one.
+    mass, _, _ = tile
+    chosen, left = first, threshold - below
+    passed = 0.0
+    for k in range(len(mass)):
+        if mass[k] > 0:
+            chosen = first + k
+            passed += np.float64(mass[k])
+            if passed > left:
+                break
+    return chosen
+
+
+@_compiled
+def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
+    heat, top_k, top_p, min_p = columns
+    tile, _ = _buffers(n, logit)
+    num_tokens = logit.shape[1]
+    found = (
+        np.empty(num_tokens),
+        np.empty(num_tokens, np.int16),
+        np.empty(LAST_BUCKET + 2, np.int64),
+        np.empty(LAST_BUCKET + 2),
+    )
+    for row in range(start, stop):
+        x = logit[row]
+        _sort_into_buckets(n, x, heat[row], min_p[row], tile, found)
+        max_count = top_k[row] if top_k[row] > 0 else num_tokens
+        max_mass = np.inf
+        if top_p[row] < 1:
+            max_mass = top_p[row] * _likeliest(x, found, max_count, np.inf)[2]
+        bucket, kept, _ = _likeliest(x, found, max_count, max_mass)
+        kept_x = x[kept]
+        for v in range(num_tokens):
+            if found[1][v] >= bucket:
+                x[v] = -np.inf
+        for k in range(len(kept)):
+            x[kept[k]] = kept_x[k]
+
+
+@_compiled
+def _sort_into_buckets(n: Numbers, x: Array, heat: Any, min_p: float, tile: Tile, found: Arrays) -> None:
+    """Mass and bucket of each token, count and mass of each bucket; what min-p drops goes into one more."""
+    share, bucket, count, mass = found
+    peak = _greatest(x) / heat
+    count[:] = 0
+    mass[:] = 0
+    for first in range(0, len(x), TILE):
+        part = x[first : first + TILE]
+        _masses(n, part, (heat, peak), tile)
+        for k in range(len(part)):
+            depth = (peak - part[k] / heat) * BUCKETS_PER_NAT
+            b = int(depth) if depth < LAST_BUCKET else LAST_BUCKET
+            if tile[0][k] < min_p:
+                b = LAST_BUCKET + 1
+            share[first + k] = tile[0][k]
+            bucket[first + k] = b
+            count[b] += 1
+            mass[b] += share[first + k]
+
+
+@_compiled
+def _likeliest(x: Array, found: Arrays, max_count: int, max_mass: float) -> tuple[int, Array, float]:
+    """The most likely tokens until there are `max_count`, or they hold `max_mass`.
+
+    Gives back a bucket, all before which are whole, the tokens of that bucket, and the mass of all.
+    """
+    share, bucket, count, mass = found
+    taken, held = 0, 0.0
+    for b in range(LAST_BUCKET + 1):
+        if taken + count[b] > max_count or held + mass[b] > max_mass:
+            tokens = np.nonzero(bucket == b)[0]
+            tokens = tokens[np.argsort(-x[tokens], kind="mergesort")]
+            num_kept = 0
+            for token in tokens:
+                if taken + num_kept >= max_count or held >= max_mass:
+                    break
+                held += share[token]
+                num_kept += 1
+            return b, tokens[:num_kept], held
+        taken += count[b]
+        held += mass[b]
+    return LAST_BUCKET + 1, np.empty(0, np.int64), held

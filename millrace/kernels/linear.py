@@ -1,0 +1,149 @@
+"""y = x W^T + b on the CPU, by oneDNN where that is quicker, and in tiles that make a row's bits its own.
+
+M = rows, D = input width, N = output width.
+
+| | float32 | bfloat16 | float64, other devices |
+|---|---|---|---|
+| plain weight | oneDNN from `PRODUCT` or `WEIGHT` on | `F.linear` (oneDNN inside) | `F.linear` |
+| packed weight | oneDNN from `PRODUCT` or `WEIGHT` on | oneDNN | `F.linear` |
+| with gradient | oneDNN from `RECORDED_PRODUCT` on | `F.linear` | `F.linear` |
+
+Outside of `invariant_linear` the last bits of a row depend on M: on which library ran, and in each library on
+whether there are few rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from millrace.kernels.compiled import readable
+
+# Below both, oneDNN's fixed cost of about 12 microseconds outweighs what its product saves.
+PRODUCT = 6 << 20  # M D N
+WEIGHT = 1 << 18  # D N
+# Below this, our step in the graph costs more than it saves.
+RECORDED_PRODUCT = 1 << 25  # M D N
+# Rows that begin elsewhere than on such a boundary may be multiplied in another order.
+ALIGNED_BYTES = 64
+
+
+def linear(
+    x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, packed: Tensor | None = None
+) -> Tensor:
+    """As `F.linear`: x W^T + b, [..., N], differentiable once in all three.
+
+    Args:
+        x: [..., D].
+        weight_ND: the weight.
+        bias_N: the bias, if any.
+        packed: what `pack` made of this very weight; used where no gradient is recorded.
+    """
+    recorded = _recorded(x, weight_ND, bias_N)
+    if not _quicker(x, weight_ND, None if recorded else packed, recorded) or not _fits(x, weight_ND, bias_N):
+        return F.linear(x, weight_ND, bias_N)
+    if recorded:
+        return _Linear.apply(x, weight_ND, bias_N, None)
+    return _onednn(x, weight_ND if packed is None else packed, bias_N)
+
+
+def pack(weight_ND: Tensor, *, num_rows: int) -> Tensor | None:
+    """A copy of a weight in the order oneDNN reads it, best for so many rows; None where it has no use."""
+    if weight_ND.dtype not in (torch.float32, torch.bfloat16) or not _onednn_has(weight_ND):
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight_ND.detach(), num_rows)
+
+
+def invariant_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, tile: int = 32) -> Tensor:
+    """The product x W^T + b, [..., N]; a row's bits depend on nothing but the row, the weights and the tile.
+
+    The product is always one of `tile` rows, the last one filled up with zeros, by one library, over aligned
+    memory. The backward is an ordinary one.
+
+    Args:
+        x: [..., D].
+        weight_ND: the weight, of the dtype of x.
+        bias_N: the bias, if any.
+        tile: rows of one product, at least 1.
+
+    Raises:
+        ValueError: the tile is below 1, or the shapes or dtypes do not fit.
+    """
+    if tile < 1:
+        raise ValueError(f"tile is {tile}; a tile must hold at least 1 row")
+    if x.shape[-1:] != weight_ND.shape[1:] or x.dtype != weight_ND.dtype:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and {x.dtype}, but weight_ND {tuple(weight_ND.shape)} and "
+            f"{weight_ND.dtype}; the width and the dtype must be the same"
+        )
+    if _recorded(x, weight_ND, bias_N):
+        return _Linear.apply(x, weight_ND, bias_N, tile)
+    return _in_tiles(x, weight_ND, bias_N, tile)
+
+
+def _in_tiles(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, tile: int) -> Tensor:
+    x_MD = x.reshape(-1, x.shape[-1])
+    product = _onednn if x.dtype != torch.float64 and _onednn_has(x_MD, weight_ND) else F.linear
+    weight_ND = _laid_out(weight_ND, 1)
+    parts = [product(part, weight_ND, bias_N) for part in _laid_out(x_MD, tile).split(tile)]
+    return torch.cat(parts)[: len(x_MD)].view(*x.shape[:-1], len(weight_ND))
+
+
+def _laid_out(x_MD: Tensor, tile: int) -> Tensor:
+    """The rows themselves, or where they do not fill their tiles or lie unaligned, a copy that does."""
+    missing = -len(x_MD) % tile
+    short = -x_MD.shape[1] % (ALIGNED_BYTES // x_MD.element_size())
+    if missing or short or x_MD.data_ptr() % ALIGNED_BYTES or not x_MD.is_contiguous():
+        return F.pad(x_MD, (0, short, 0, missing)).contiguous()
+    return x_MD
+
+
+class _Linear(torch.autograd.Function):
+    """dx = dy W, dW = dy^T x, db = sum of dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, tile: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight_ND)
+        return _onednn(x, weight_ND, bias_N) if tile is None else _in_tiles(x, weight_ND, bias_N, tile)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_ND = ctx.saved_tensors
+        slope_MN = slope.reshape(-1, slope.shape[-1])
+        x_slope = linear(slope, weight_ND.T) if ctx.needs_input_grad[0] else None
+        # oneDNN would first have to turn both sides; the BLAS need not.
+        weight_slope_ND = slope_MN.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return x_slope, weight_slope_ND, slope_MN.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def _recorded(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _quicker(x: Tensor, weight_ND: Tensor, packed: Tensor | None, recorded: bool) -> bool:
+    """Whether oneDNN gives this product sooner than `F.linear`."""
+    if x.dtype is not torch.float32:
+        return packed is not None and x.dtype is torch.bfloat16
+    product = x.numel() * len(weight_ND)
+    return product >= RECORDED_PRODUCT if recorded else product >= PRODUCT or weight_ND.numel() >= WEIGHT
+
+
+def _fits(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> bool:
+    """Whether oneDNN can do it; what it would not explain is left to `F.linear`."""
+    tensors = (x, weight_ND) if bias_N is None else (x, weight_ND, bias_N)
+    return (
+        x.shape[-1:] == weight_ND.shape[1:] and _onednn_has(*tensors) and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _onednn_has(*tensors: Tensor) -> bool:
+    return readable(*tensors) and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
+def _onednn(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight_ND, bias_N, "none", [], "")

@@ -164,7 +164,7 @@ def interpolated_proximal(
 
 
 def mismatch(trainer_logprob_N: Tensor, sampler_logprob_N: Tensor) -> dict[str, float]:
-    """k1 = mean(-x) and k3 = mean(e^x - 1 - x), estimates of KL(mu || pi), and the largest |x|.
+    """k1 = mean(-x) and k3 = mean(e^x - 1 - x), estimates of KL(mu || pi), and mean and largest |x|.
 
     All are 0 for equal weights and equal arithmetic; rounding alone leaves about 1e-7 in float32.
 
@@ -178,6 +178,7 @@ def mismatch(trainer_logprob_N: Tensor, sampler_logprob_N: Tensor) -> dict[str, 
     return {
         "k1": float(-difference_N.mean()),
         "k3": float(_k3(difference_N).mean()),
+        "mean": float(difference_N.abs().mean()),
         "max": float(difference_N.abs().max()),
     }
 
@@ -188,7 +189,7 @@ def mismatch_metrics(
     """`mismatch` and the rest of what verl reports.
 
     Returns:
-        k1, k3, max: as `mismatch`.
+        k1, k3, mean, max: as `mismatch`.
         perplexity_trainer, perplexity_sampler: exp(-mean log-probability), mean over segments.
         perplexity_ratio: trainer / sampler for each segment, mean over segments.
         chi_square_token: mean(e^2x) - 1, an estimate of chi^2(pi || mu).

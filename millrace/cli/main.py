@@ -18,6 +18,7 @@ from millrace.cli.generate import generate
 from millrace.cli.recipes import recipes
 from millrace.cli.resume import resume
 from millrace.cli.reward_model import reward_model
+from millrace.cli.serve import serve
 from millrace.cli.train import train
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -83,7 +84,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (train, resume, evaluate, generate, reward_model, recipes, config, doctor):
+for _command in (train, resume, evaluate, generate, serve, reward_model, recipes, config, doctor):
     app.command()(guarded(_command))
 
 

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from millrace.config.engine import EngineConfig, idle_engine
 from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig
 from millrace.config.methods import (
     ACTING,
@@ -172,6 +173,11 @@ class RunConfig(Section):
     seed: NonNegativeInt = Field(0, description="of weights, data order and sampling")
     steps: NonNegativeInt = Field(description="batches of reinforcement; 0 is supervised training alone")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
+    deterministic: bool = Field(
+        False,
+        description="trainer and sampler give every token the same log-probability, bit for bit, whatever "
+        "the batch; slower",
+    )
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="dtype of the weights"
     )
@@ -186,6 +192,7 @@ class RunConfig(Section):
     data: DataConfig = Field(description="prompts, their answers, and how they are split")
     warmup: WarmupConfig | None = Field(None, description="supervised training first; null starts at once")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how the policy is sampled")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="what draws completions")
     rewards: tuple[RewardConfig, ...] = Field(
         description="what an answer is worth: the sum of these", min_length=1
     )
@@ -222,7 +229,9 @@ class RunConfig(Section):
 
 def ineffective_settings(config: RunConfig) -> list[str]:
     """One sentence for each setting that was given and can have no effect in this recipe."""
-    found = [*_idle_inputs(config)]
+    found = [*_idle_inputs(config), *idle_engine(config.engine)]
+    if config.deterministic and config.engine.name == "reference":
+        found.append("deterministic needs engine.name paged; remove one of them")
     if config.steps == 0:
         return [*found, *_idle_without_reinforcement(config)]
     return [*found, *_idle_sampling(config), *_idle_advantage(config), *_idle_policy(config)]

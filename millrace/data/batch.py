@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace.kernels.token_logprob import Supports, runs
+
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Segments laid end to end. Every field is [T]; `None` fields were not computed.
+    """Segments laid end to end. Every field is a column [T]; `None` fields were not computed.
 
     Attributes:
         token_T: int64 token ids.
         position_T: int64, counts from 0 in each segment.
         segment_T: int64, 0 to B-1 in order.
         action_mask_T: bool, tokens the policy chose. Never the first token of a segment.
-        sampler_logprob_T: float32, log-probability under the weights that drew the token; 0 elsewhere.
+        sampler_logprob_T: float32, log-probability under the weights that drew the token, over its support;
+            0 elsewhere.
         version_T: int64, version of those weights; -1 elsewhere.
         reward_T: float32, the trajectory's reward on its last chosen token; 0 elsewhere.
         advantage_T: float32; 0 where the action mask is not set.
@@ -33,6 +36,8 @@ class Batch:
         return_T: float32, what the critic learns; 0 likewise.
         correction_T: float32, factor of the token's policy loss (importance weight, 0 where rejected).
         selected_T: bool, tokens the policy loss treats apart (Clip-Cov, KL-Cov).
+        support: the tokens that each chosen token was drawn among, which every log-probability of it is taken
+            over; None where no draw was truncated. It is indexed by T.
     """
 
     token_T: Tensor
@@ -50,6 +55,7 @@ class Batch:
     return_T: Tensor | None = None
     correction_T: Tensor | None = None
     selected_T: Tensor | None = None
+    support: Supports | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -66,9 +72,14 @@ class Batch:
         """Tokens in each segment, [B]."""
         return torch.bincount(self.segment_T, minlength=self.num_segments)
 
+    @property
+    def chosen_support(self) -> Supports | None:
+        """The supports of the chosen tokens alone, in packed order."""
+        return None if self.support is None else self.support[self.action_mask_T]
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        return self._each(lambda tensor_T: tensor_T.to(device))
+        return self._each(lambda column: column.to(device))
 
     def select(self, segments: list[int]) -> Batch:
         """The named segments, in the order given, renumbered from 0.
@@ -80,13 +91,11 @@ class Batch:
             raise ValueError(f"segments {segments} were asked of a batch of {self.num_segments}")
         length_B = self.length_B
         chosen_B = torch.tensor(segments, device=length_B.device)
-        old_B, length_B = (length_B.cumsum(0) - length_B)[chosen_B], length_B[chosen_B]
-        new_B = length_B.cumsum(0) - length_B
-        segment_T = torch.repeat_interleave(torch.arange(len(segments), device=length_B.device), length_B)
-        # Each token moves as far as its segment does.
-        index_T = torch.arange(len(segment_T), device=length_B.device) + (old_B - new_B)[segment_T]
-        batch = self._each(lambda tensor_T: tensor_T[index_T])
-        batch.segment_T = segment_T
+        start_B, length_B = (length_B.cumsum(0) - length_B)[chosen_B], length_B[chosen_B]
+        index_T = runs(start_B, length_B)
+        batch = self._each(lambda column: column[index_T])
+        new_B = torch.arange(len(segments), device=length_B.device)
+        batch.segment_T = torch.repeat_interleave(new_B, length_B)
         return batch
 
     def split(self, max_tokens: int) -> Iterator[Batch]:
@@ -135,7 +144,7 @@ class Batch:
             load[to] += length[b]
         return self.select(sorted(held[rank]))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def _each(self, change: Callable[[Tensor | Supports], Tensor | Supports]) -> Batch:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         changed: dict[str, Any] = {
             name: None if value is None else change(value) for name, value in values.items()

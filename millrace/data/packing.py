@@ -1,6 +1,6 @@
 """From trajectories and demonstrations to packed batches. Token shares are fixed here, once.
 
-T = packed tokens, N = trajectories.
+T = packed tokens, N = trajectories, M = tokens of all supports.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from millrace.data.batch import Batch
-from millrace.types import Trajectory
+from millrace.kernels.token_logprob import Supports
+from millrace.types import Completion, Trajectory
 
 TokenWeights = Callable[[Tensor, Tensor], Tensor]
 
@@ -21,11 +23,14 @@ TokenWeights = Callable[[Tensor, Tensor], Tensor]
 def pack(trajectories: Sequence[Trajectory]) -> Batch:
     """Scored trajectories as one packed row; advantages and shares are 0 until they are estimated.
 
+    Where draws were truncated, the sampler's log-probabilities become those over the supports.
+
     Args:
         trajectories: each with an outcome that did not fail.
 
     Raises:
-        ValueError: there are none, one was not scored, or one begins with a token of the policy's own.
+        ValueError: there are none, one was not scored, one begins with a token of the policy's own, or the
+            support of a token is empty.
     """
     if not trajectories:
         raise ValueError("there are no trajectories to pack")
@@ -46,7 +51,7 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
             given, drawn = len(turn.observation), turn.completion
             tokens += (turn.observation, drawn.token_ids)
             mask += [False] * given + [True] * len(drawn.token_ids)
-            logprobs += [0.0] * given + drawn.logprobs.tolist()
+            logprobs += [0.0] * given + _logprobs(drawn).tolist()
             versions += [-1] * given + drawn.versions.tolist()
         lengths.append(len(mask) - start)
         rewards.append(trajectory.outcome.value)
@@ -65,6 +70,7 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
         reward_T=reward_T,
         advantage_T=torch.zeros(len(mask)),
         weight_T=torch.zeros(len(mask)),
+        support=_supports(trajectories),
     )
 
 
@@ -120,7 +126,7 @@ def without_twins(batch: Batch) -> Batch:
     Twins agree in every field but their weight, as short answers to one prompt often do. Their losses are
     equal, so one forward and backward with the sum of their shares gives the same loss and gradient.
     """
-    apart = ("position_T", "segment_T", "weight_T")
+    apart = ("position_T", "segment_T", "weight_T", "support")
     names = [field.name for field in fields(Batch) if field.name not in apart]
     twin_of = _twins(batch, names)
     kept = sorted(set(twin_of))
@@ -135,7 +141,8 @@ def without_twins(batch: Batch) -> Batch:
 def once_each(batch: Batch) -> tuple[Batch, Tensor]:
     """Each sequence of tokens once, and for every token of `batch` its place among them, [T].
 
-    What a model says of a token depends on the sequence alone, so it is asked once: `scores_T[place_T]`.
+    What a model says of a token depends on the sequence and the token's support alone, so it is asked once:
+    `scores_T[place_T]`.
     """
     twin_of = torch.tensor(_twins(batch, ("token_T", "action_mask_T")))
     kept_B, rank_B = twin_of.unique(return_inverse=True)
@@ -144,15 +151,25 @@ def once_each(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def _twins(batch: Batch, names: Sequence[str]) -> list[int]:
-    """For each segment the first one that agrees with it in the named fields."""
+    """For each segment the first one that agrees with it in the named fields and in its supports."""
     columns = [getattr(batch, name) for name in names]
-    arrays = [column_T.numpy() for column_T in columns if column_T is not None]
+    bounds = _bounds(batch.length_B)
+    spans = [(column_T.numpy(), bounds) for column_T in columns if column_T is not None]
+    if batch.support is not None:
+        count_T = batch.support.count_N
+        size_B = torch.zeros_like(batch.length_B).index_add(0, batch.segment_T, count_T)
+        spans += [(count_T.numpy(), bounds), (batch.support.token_M.numpy(), _bounds(size_B))]
     first: dict[tuple[bytes, ...], int] = {}
     twin_of: list[int] = []
-    for start, length in zip(_starts(batch).tolist(), batch.length_B.tolist(), strict=True):
-        key = tuple(array[start : start + length].tobytes() for array in arrays)
+    for b in range(batch.num_segments):
+        key = tuple(array[edges[b] : edges[b + 1]].tobytes() for array, edges in spans)
         twin_of.append(first.setdefault(key, len(twin_of)))
     return twin_of
+
+
+def _bounds(size_B: Tensor) -> list[int]:
+    """Where each of neighbouring pieces begins, and where the last one ends."""
+    return [0, *size_B.cumsum(0).tolist()]
 
 
 def _starts(batch: Batch) -> Tensor:
@@ -162,3 +179,32 @@ def _starts(batch: Batch) -> Tensor:
 
 def _positions(lengths: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
+
+
+def _logprobs(drawn: Completion) -> np.ndarray:
+    """Log-probabilities of the drawn tokens over what they were drawn among."""
+    return drawn.logprobs if drawn.support is None else drawn.logprobs - drawn.support.log_mass
+
+
+def _supports(trajectories: Sequence[Trajectory]) -> Supports | None:
+    """What each token was drawn among; None where no draw was truncated.
+
+    Raises:
+        ValueError: a drawn token was drawn among no token at all.
+    """
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    tokens = [turn.completion.support.token_ids for turn in turns if turn.completion.support is not None]
+    if not tokens:
+        return None
+    counts: list[np.ndarray] = []
+    for turn in turns:
+        drawn = turn.completion
+        counts.append(np.zeros(len(turn.observation), dtype=np.int64))
+        if drawn.support is None:
+            counts.append(np.zeros(len(drawn.token_ids), dtype=np.int64))
+            continue
+        # In a batch, 0 would say that the token was drawn among all.
+        if (drawn.support.counts == 0).any():
+            raise ValueError("the support of a token is empty; it holds at least the token itself")
+        counts.append(drawn.support.counts)
+    return Supports(torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(np.concatenate(counts)))

@@ -1,6 +1,7 @@
-"""Which scan runs: the only place that looks at the device, and the door where inputs are checked.
+"""Which kernel runs: the only place that looks at the device, and the door where inputs are checked.
 
-T = packed tokens, B = segments.
+T = packed tokens, B = segments, or rows of a paged forward, H = query heads, J = key heads, K = head width,
+P = blocks of the pool, S = slots of a block.
 
 | scan | what it is | runs on |
 |---|---|---|
@@ -11,6 +12,8 @@ T = packed tokens, B = segments.
 
 `auto` is triton on CUDA and numba on the CPU; the loop on other devices, and for short rows on the CPU: both
 are exact to the rounding of the result, so which of the two ran hardly ever shows.
+
+Attention over the paged pool is numba on the CPU, triton on CUDA, and plain torch on other devices.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ import torch
 from torch import Tensor
 
 from millrace.kernels import linear_scan as plain
+from millrace.kernels import paged_attention as plain_paged
+from millrace.kernels.paged_attention import PagedRows
 
 Scan = Literal["auto", "loop", "chunked", "numba", "triton"]
 
@@ -124,6 +129,80 @@ def gae(
     return advantage_T, return_T
 
 
+def store_kv(
+    key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
+) -> None:
+    """Write each token's key and value into its slot of the pool; those with slot -1 are left out.
+
+    Args:
+        key_TJK: keys, without gradient; any dtype, rounded to that of the pool.
+        value_TJK: values, likewise.
+        key_PJSK: the keys' pool, as `new_pool` makes it.
+        value_PJSK: the values' pool.
+        slot_T: block * S + slot of each token, int64.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit each other, a tensor requires a gradient, or, on the
+            CPU, a slot lies outside the pool.
+    """
+    _check_pool(key_PJSK, value_PJSK)
+    _check_table("slot_T", slot_T, torch.int64, (len(slot_T),), key_PJSK.device)
+    num_heads, width = key_PJSK.shape[1], key_PJSK.shape[3]
+    for name, new_TJK in (("key_TJK", key_TJK), ("value_TJK", value_TJK)):
+        _check_new(name, new_TJK, key_PJSK)
+        if new_TJK.shape != (len(slot_T), num_heads, width):
+            raise ValueError(
+                f"{name} has shape {tuple(new_TJK.shape)}; expected {(len(slot_T), num_heads, width)}: "
+                "tokens of slot_T, heads and width of the pool"
+            )
+    _paged(key_PJSK)[0](key_TJK, value_TJK, key_PJSK, value_PJSK, slot_T)
+
+
+def paged_attention(
+    query_THK: Tensor,
+    key_PJSK: Tensor,
+    value_PJSK: Tensor,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v of each query over positions 0 to its own, its key and value already stored.
+
+    Args:
+        query_THK: queries, without gradient.
+        key_PJSK: the keys' pool, as `new_pool` makes it; J divides H.
+        value_PJSK: the values' pool.
+        rows: whose queries they are. Queries of no row come out as anything.
+        scale: factor of the scores.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+
+    Returns:
+        [T, H, K] in the dtype of the queries.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit each other, the queries require a gradient, window or
+            softcap is not positive, or, on the CPU, a row points outside the pool or the queries.
+    """
+    _check_pool(key_PJSK, value_PJSK)
+    _check_new("query_THK", query_THK, key_PJSK)
+    num_heads, width = key_PJSK.shape[1], key_PJSK.shape[3]
+    if query_THK.dim() != 3 or query_THK.shape[1] % num_heads or query_THK.shape[2] != width:
+        raise ValueError(
+            f"query_THK has shape {tuple(query_THK.shape)}; expected heads in multiples of {num_heads} and "
+            f"width {width}, as the pool has"
+        )
+    _check_paged_rows(rows, key_PJSK.device)
+    for name, limit in (("window", window), ("softcap", softcap)):
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name} is {limit}; it is positive, or None for none")
+    return _paged(key_PJSK)[1](
+        query_THK, key_PJSK, value_PJSK, rows, scale=scale, window=window, softcap=softcap
+    )
+
+
 def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What fills given buffers with a scan, and with GAE, for rows like this one."""
     device = like_T.device.type
@@ -146,6 +225,56 @@ def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Cal
         return linear_scan_cpu.linear_scan, linear_scan_cpu.gae
     chosen = plain.loop if scan == "loop" else plain.chunked
     return partial(plain.linear_scan, scan=chosen), partial(plain.gae, scan=chosen)
+
+
+def _paged(like: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
+    """What fills the pool on this device, and what attends over it."""
+    if like.device.type == "cpu":
+        from millrace.kernels import paged_attention_cpu
+
+        return paged_attention_cpu.store_kv, paged_attention_cpu.paged_attention
+    if like.device.type == "cuda":
+        from millrace.kernels import paged_attention_triton
+
+        return paged_attention_triton.store_kv, paged_attention_triton.paged_attention
+    return plain_paged.store_kv_plain, plain_paged.paged_attention_plain
+
+
+def _check_pool(key_PJSK: Tensor, value_PJSK: Tensor) -> None:
+    if key_PJSK.dim() != 4 or key_PJSK.shape != value_PJSK.shape:
+        raise ValueError(
+            f"key_PJSK has shape {tuple(key_PJSK.shape)} and value_PJSK {tuple(value_PJSK.shape)}; expected "
+            "the same four dimensions: blocks, heads, slots, width"
+        )
+    for what in ("dtype", "device"):
+        if getattr(value_PJSK, what) != getattr(key_PJSK, what):
+            raise ValueError(
+                f"value_PJSK is {getattr(value_PJSK, what)}, but key_PJSK is {getattr(key_PJSK, what)}"
+            )
+
+
+def _check_new(name: str, new: Tensor, pool_PJSK: Tensor) -> None:
+    if new.device != pool_PJSK.device:
+        raise ValueError(f"{name} is on {new.device}, but the pool is on {pool_PJSK.device}")
+    if new.requires_grad:
+        raise ValueError(f"{name} requires a gradient, which the paged pool would drop; detach it")
+
+
+def _check_paged_rows(rows: PagedRows, device: torch.device) -> None:
+    shape = (len(rows.block_BC),)
+    _check_table("block_BC", rows.block_BC, torch.int32, (*shape, *rows.block_BC.shape[-1:]), device)
+    for name in ("start_B", "first_B", "count_B"):
+        _check_table(name, getattr(rows, name), torch.int64, shape, device)
+
+
+def _check_table(
+    name: str, table: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if table.dtype != dtype or table.shape != shape or table.device != device:
+        raise ValueError(
+            f"{name} is {table.dtype} of shape {tuple(table.shape)} on {table.device}; expected {dtype} of "
+            f"shape {shape} on {device}"
+        )
 
 
 def _check_rows(rows: dict[str, Tensor]) -> None:

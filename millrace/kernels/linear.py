@@ -58,6 +58,11 @@ def pack(weight_ND: Tensor, *, num_rows: int) -> Tensor | None:
     return torch.ops.mkldnn._reorder_linear_weight(weight_ND.detach(), num_rows)
 
 
+def packed_linear(x: Tensor, packed: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Compute x W^T + b with what `pack` made of a weight, [..., N], without gradient."""
+    return _onednn(x, packed, bias_N)
+
+
 def invariant_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, tile: int = 32) -> Tensor:
     """The product x W^T + b, [..., N]; a row's bits depend on nothing but the row, the weights and the tile.
 

@@ -2,9 +2,10 @@
 
 Log-probability and entropy, the sum of squared probabilities, the divergence from a reference.
 
-N = tokens, D = model width, V = vocabulary. The logits of a chunk of tokens are made, reduced, and dropped;
-the backward makes them again. Below, z = logits / temperature and p = softmax(z). A token whose logits are
-not finite gets NaN.
+N = tokens, D = model width, V = vocabulary, M = tokens of all supports. The logits of a chunk of tokens are
+made, reduced, and dropped; the backward makes them again. Below, z = logits / temperature and p = softmax(z),
+over the whole vocabulary or, where a token was drawn among some tokens only, over those: its support. A token
+whose logits are not finite gets NaN.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from millrace.kernels.linear import invariant_linear, linear
+from millrace.kernels.sampling import row_logprob
 
 # float32 elements of one chunk of logits (28 MiB). From 32 MiB on, the C library gives memory back at once,
 # and touching it anew for each chunk costs more than the arithmetic; smaller chunks read the head too often.
@@ -31,6 +34,8 @@ class Head:
         bias_V: its bias, if any.
         scale: factor of the logits (Cohere, Granite).
         softcap: bound of the logits (Gemma 2), above 0; None leaves them.
+        tile: rows of one product where a row's bits must be its own, as in `kernels.linear`; None otherwise.
+        packed: what `kernels.linear.pack` made of the weight, if anything.
 
     Raises:
         ValueError: the softcap is not above 0, or the bias is not one number for each row of the weight.
@@ -40,6 +45,8 @@ class Head:
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    tile: int | None = None
+    packed: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
@@ -51,13 +58,56 @@ class Head:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits in float32 (float64 stays float64), [N, V]."""
-        logit_NV = F.linear(hidden_ND, self.weight_VD, self.bias_V)
+        if self.tile is not None:
+            logit_NV = invariant_linear(hidden_ND, self.weight_VD, self.bias_V, tile=self.tile)
+        else:
+            logit_NV = linear(hidden_ND, self.weight_VD, self.bias_V, packed=self.packed)
         logit_NV = logit_NV if logit_NV.dtype == torch.float64 else logit_NV.float()
         if self.scale != 1.0:
             logit_NV = logit_NV * self.scale
         if self.softcap is not None:
             logit_NV = self.softcap * torch.tanh(logit_NV / self.softcap)
         return logit_NV
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Supports:
+    """The tokens that each of N draws was made among, end to end; it is indexed like a column [N].
+
+    Attributes:
+        token_M: integers in [0, V), those of the first draw before those of the second.
+        count_N: int64, how many belong to each draw; 0 means the whole vocabulary.
+    """
+
+    token_M: Tensor
+    count_N: Tensor
+
+    @property
+    def row_M(self) -> Tensor:
+        """The draw that each token belongs to."""
+        row_N = torch.arange(len(self.count_N), device=self.count_N.device)
+        return row_N.repeat_interleave(self.count_N)
+
+    def __getitem__(self, index: Tensor | slice) -> Supports:
+        start_N = self.count_N.cumsum(0) - self.count_N
+        count_N = self.count_N[index]
+        return Supports(self.token_M[runs(start_N[index], count_N)], count_N)
+
+    def to(self, device: torch.device | str) -> Supports:
+        """The same supports on another device."""
+        return Supports(self.token_M.to(device), self.count_N.to(device))
+
+
+def runs(start_N: Tensor, count_N: Tensor) -> Tensor:
+    """Where runs of neighbours stand, [M]: start, start + 1, ..., so many as the count, for each of N.
+
+    Args:
+        start_N: int64, the first place of each run.
+        count_N: int64, 0 or more.
+    """
+    # Within the result run n begins at the sum of the counts before it; each place moves as far as its run.
+    shift_M = (start_N - count_N.cumsum(0) + count_N).repeat_interleave(count_N)
+    return shift_M + torch.arange(len(shift_M), device=shift_M.device)
 
 
 def rows_per_chunk(weight_VD: Tensor) -> int:
@@ -67,29 +117,37 @@ def rows_per_chunk(weight_VD: Tensor) -> int:
 
 
 def token_logprob(
-    hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float
+    hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float, support: Supports | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of the target, log p_target, and entropy -sum_v p_v log p_v, both [N], in nats.
 
     Both are differentiable; where no gradient of the entropy arrives, the backward does no work for it. Extra
     memory is about two chunks of logits (`rows_per_chunk`), whatever N; an entropy in the loss and a cap on
-    the logits take one more each. No token gives empty results and a gradient of 0.
+    the logits take one more each, supports a few numbers for each of their tokens in a chunk. No token gives
+    empty results and a gradient of 0.
 
     Args:
         hidden_ND: final hidden states, one per token to be judged.
         head: the output head; gradients flow to its weight and bias.
         target_N: the tokens, integers in [0, V).
         temperature: above 0.
+        support: the tokens that each target was drawn among, itself one of them; p is 0 outside of them, and
+            no gradient reaches the logits there. None is the whole vocabulary for all.
 
     Raises:
-        ValueError: shapes do not fit, or the temperature is not above 0.
+        ValueError: shapes do not fit, the temperature is not above 0, a support holds what is not in the
+            vocabulary, or it lacks its target.
+
+    Source for the support: DeepSeek-AI 2025, "DeepSeek-V3.2" ("keep sampling mask").
     """
-    _check(hidden_ND, head, temperature)
+    _check(hidden_ND, head, temperature, support)
     if target_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"target_N has shape {tuple(target_N.shape)}; hidden_ND holds {len(hidden_ND)} tokens"
         )
-    measure = _Logprob(head, temperature)
+    if support is not None:
+        _check_holds(support, target_N)
+    measure = _Logprob(head, temperature, support)
     logprob_N, entropy_N = _Chunked.apply(hidden_ND, head.weight_VD, head.bias_V, target_N, measure)
     return logprob_N, entropy_N
 
@@ -104,21 +162,25 @@ def token_logprob_whole(
 
 
 @torch.no_grad()
-def token_squares(hidden_ND: Tensor, head: Head, *, temperature: float) -> Tensor:
+def token_squares(
+    hidden_ND: Tensor, head: Head, *, temperature: float, support: Supports | None = None
+) -> Tensor:
     """sum_v p_v^2, [N], without gradient: the chance that two draws agree, as the optimal baseline needs it.
 
     Args:
         hidden_ND: final hidden states, one per token to be judged.
         head: the output head.
         temperature: above 0.
+        support: the tokens that each draw was made among, as for `token_logprob`.
 
     Raises:
-        ValueError: shapes do not fit, or the temperature is not above 0.
+        ValueError: shapes do not fit, the temperature is not above 0, or a support holds what is not in the
+            vocabulary.
     """
-    _check(hidden_ND, head, temperature)
+    _check(hidden_ND, head, temperature, support)
     square_N = _empty_numbers(hidden_ND)
-    for rows in _chunks(hidden_ND, head.weight_VD):
-        square_N[rows] = _z(head, hidden_ND[rows], temperature).softmax(1).square_().sum(1)
+    for rows, among in _chunks(hidden_ND, head, support):
+        square_N[rows] = _z(head, hidden_ND[rows], temperature, among).softmax(1).square_().sum(1)
     return square_N
 
 
@@ -134,8 +196,9 @@ def token_divergence(
     reference_head: Head,
     *,
     temperature: float,
+    support: Supports | None = None,
 ) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v) over the whole vocabulary, [N], in nats; q is the reference.
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), [N], in nats; q is the reference.
 
     Differentiable in the policy's hidden states and head; the reference gets no gradient. Extra memory is
     about three chunks of logits. Rounding may leave a divergence of 0 slightly negative.
@@ -146,11 +209,13 @@ def token_divergence(
         reference_hidden_ND: the reference's, for the same tokens; its width may differ.
         reference_head: the reference's output head, over the same vocabulary.
         temperature: above 0; divides the logits of both.
+        support: the tokens that each draw was made among, as for `token_logprob`; p and q are both over them.
 
     Raises:
-        ValueError: shapes do not fit, or the temperature is not above 0.
+        ValueError: shapes do not fit, the temperature is not above 0, or a support holds what is not in the
+            vocabulary.
     """
-    _check(hidden_ND, head, temperature)
+    _check(hidden_ND, head, temperature, support)
     _check(reference_hidden_ND, reference_head, temperature, name="reference_hidden_ND")
     if len(reference_hidden_ND) != len(hidden_ND):
         raise ValueError(
@@ -161,7 +226,7 @@ def token_divergence(
             f"reference_head has a vocabulary of {len(reference_head.weight_VD)} tokens, "
             f"head one of {len(head.weight_VD)}"
         )
-    measure = _Divergence(head, temperature, reference_head)
+    measure = _Divergence(head, temperature, support, reference_head)
     (divergence_N,) = _Chunked.apply(hidden_ND, head.weight_VD, head.bias_V, reference_hidden_ND, measure)
     return divergence_N
 
@@ -190,20 +255,27 @@ class _Logprob:
 
     head: Head
     temperature: float
+    support: Supports | None
     num_numbers: ClassVar[int] = 2
 
-    def numbers(self, z_NV: Tensor, target_N: Tensor) -> tuple[Tensor, ...]:
+    def numbers(self, z_NV: Tensor, target_N: Tensor, among: Supports | None) -> tuple[Tensor, ...]:
+        logprob_N = None
+        if self.head.tile is not None:
+            # The sampler's own arithmetic, so that its bits come out again.
+            logprob_N = row_logprob(z_NV, target_N, z_NV.new_ones(len(z_NV)))
         z_NV.sub_(z_NV.amax(1, keepdim=True))
-        chosen_N = z_NV.gather(1, target_N[:, None])[:, 0]
         mass_NV = z_NV.exp()
         total_N = mass_NV.sum(1)
         log_total_N = total_N.log()
-        return chosen_N - log_total_N, log_total_N - mass_NV.mul_(z_NV).sum(1) / total_N
+        if logprob_N is None:
+            logprob_N = z_NV.gather(1, target_N[:, None])[:, 0] - log_total_N
+        return logprob_N, log_total_N - mass_NV.mul_(z_NV).sum(1) / total_N
 
     def slope(
         self,
         z_NV: Tensor,
         target_N: Tensor,
+        among: Supports | None,
         logprob_gradient_N: Tensor | None,
         entropy_gradient_N: Tensor | None,
     ) -> Tensor:
@@ -225,18 +297,23 @@ class _Divergence:
 
     head: Head
     temperature: float
+    support: Supports | None
     reference_head: Head
     num_numbers: ClassVar[int] = 1
 
-    def numbers(self, z_NV: Tensor, reference_hidden_ND: Tensor) -> tuple[Tensor, ...]:
-        gap_NV = _z(self.reference_head, reference_hidden_ND, self.temperature).log_softmax(1)
+    def numbers(
+        self, z_NV: Tensor, reference_hidden_ND: Tensor, among: Supports | None
+    ) -> tuple[Tensor, ...]:
+        gap_NV = _z(self.reference_head, reference_hidden_ND, self.temperature, among).log_softmax(1)
         gap_NV.neg_().add_(z_NV.log_softmax(1))
         return (z_NV.softmax(1).mul_(gap_NV).sum(1),)
 
-    def slope(self, z_NV: Tensor, reference_hidden_ND: Tensor, gradient_N: Tensor) -> Tensor:
+    def slope(
+        self, z_NV: Tensor, reference_hidden_ND: Tensor, among: Supports | None, gradient_N: Tensor
+    ) -> Tensor:
         # d KL / d z = p (log p - log q - KL) = p (x - E_p[x]) with x = z - the reference's z
         share_NV = z_NV.softmax(1)
-        gap_NV = z_NV.sub_(_z(self.reference_head, reference_hidden_ND, self.temperature))
+        gap_NV = z_NV.sub_(_z(self.reference_head, reference_hidden_ND, self.temperature, among))
         return _tilt(share_NV, gap_NV).mul_(gradient_N[:, None])
 
 
@@ -254,9 +331,9 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         numbers = tuple(_empty_numbers(hidden_ND) for _ in range(measure.num_numbers))
         ctx.kept_NV = None
-        for rows in _chunks(hidden_ND, weight_VD):
-            z_NV = _z(measure.head, hidden_ND[rows], measure.temperature)
-            for number_N, chunk_N in zip(numbers, measure.numbers(z_NV, known_N[rows]), strict=True):
+        for rows, among in _chunks(hidden_ND, measure.head, measure.support):
+            z_NV = _z(measure.head, hidden_ND[rows], measure.temperature, among)
+            for number_N, chunk_N in zip(numbers, measure.numbers(z_NV, known_N[rows], among), strict=True):
                 number_N[rows] = chunk_N
             if len(z_NV) == len(hidden_ND) and measure.head.softcap is None:
                 ctx.kept_NV = z_NV
@@ -277,9 +354,9 @@ class _Chunked(torch.autograd.Function):
         # A frozen head needs neither the memory nor a third of the work.
         weight_gradient_VD = _zeros(weight_VD) if ctx.needs_input_grad[1] else None
         bias_gradient_V = None if bias_V is None else _zeros(bias_V)
-        for rows in _chunks(hidden_ND, weight_VD):
+        for rows, among in _chunks(hidden_ND, ctx.measure.head, ctx.measure.support):
             chunks = [None if gradient_N is None else gradient_N[rows] * factor for gradient_N in gradients]
-            slope_NV = _slope(ctx.measure, hidden_ND[rows], known_N[rows], chunks, kept_NV)
+            slope_NV = _slope(ctx.measure, hidden_ND[rows], known_N[rows], among, chunks, kept_NV)
             torch.mm(slope_NV, weight_VD, out=hidden_gradient_ND[rows])
             if weight_gradient_VD is not None:
                 _add_product(weight_gradient_VD, slope_NV.T, hidden_ND[rows])
@@ -295,6 +372,7 @@ def _slope(
     measure: _Logprob | _Divergence,
     hidden_ND: Tensor,
     known_N: Tensor,
+    among: Supports | None,
     gradients: list[Any],
     z_NV: Tensor | None,
 ) -> Tensor:
@@ -304,13 +382,25 @@ def _slope(
         logit_NV, softcap = measure.head.logits(hidden_ND), measure.head.softcap
         if softcap is not None:
             bend_NV = 1 - (logit_NV / softcap).square_()
-        z_NV = logit_NV.div_(measure.temperature)
-    slope_NV = measure.slope(z_NV, known_N, *gradients)
+        z_NV = _truncated(logit_NV.div_(measure.temperature), among)
+    slope_NV = measure.slope(z_NV, known_N, among, *gradients)
     return (slope_NV if bend_NV is None else slope_NV.mul_(bend_NV)).to(hidden_ND.dtype)
 
 
-def _z(head: Head, hidden_ND: Tensor, temperature: float) -> Tensor:
-    return head.logits(hidden_ND).div_(temperature)
+def _z(head: Head, hidden_ND: Tensor, temperature: float, among: Supports | None) -> Tensor:
+    return _truncated(head.logits(hidden_ND).div_(temperature), among)
+
+
+def _truncated(z_NV: Tensor, among: Supports | None) -> Tensor:
+    """The same z, written over where a token is outside of its support: p is 0 there."""
+    if among is None:
+        return z_NV
+    place = among.row_M, among.token_M
+    inside_M = z_NV[place]
+    # Not -inf, whose product with p = 0 is NaN. What is not finite inside must show all the same.
+    z_NV.masked_fill_(among.count_N[:, None] > 0, torch.finfo(z_NV.dtype).min)
+    z_NV[place] = inside_M.masked_fill(~inside_M.isfinite(), torch.nan)
+    return z_NV
 
 
 def _tilt(share_NV: Tensor, x_NV: Tensor) -> Tensor:
@@ -318,10 +408,13 @@ def _tilt(share_NV: Tensor, x_NV: Tensor) -> Tensor:
     return x_NV.sub_((share_NV * x_NV).sum(1, keepdim=True)).mul_(share_NV)
 
 
-def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
-    num_rows = rows_per_chunk(weight_VD)
+def _chunks(
+    hidden_ND: Tensor, head: Head, support: Supports | None
+) -> Iterator[tuple[slice, Supports | None]]:
+    num_rows = rows_per_chunk(head.weight_VD)
     for start in range(0, len(hidden_ND), num_rows):
-        yield slice(start, start + num_rows)
+        rows = slice(start, start + num_rows)
+        yield rows, None if support is None else support[rows]
 
 
 def _empty_numbers(hidden_ND: Tensor) -> Tensor:
@@ -343,11 +436,43 @@ def _add_product(total_VD: Tensor, left_VN: Tensor, right_ND: Tensor) -> None:
         total_VD += left_VN @ right_ND
 
 
-def _check(hidden_ND: Tensor, head: Head, temperature: float, name: str = "hidden_ND") -> None:
+def _check(
+    hidden_ND: Tensor,
+    head: Head,
+    temperature: float,
+    support: Supports | None = None,
+    name: str = "hidden_ND",
+) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
     if hidden_ND.shape[1:] != head.weight_VD.shape[1:]:
         raise ValueError(
             f"{name} has shape {tuple(hidden_ND.shape)}, but its head is {tuple(head.weight_VD.shape)}; "
             f"[N, {head.weight_VD.shape[1]}] is needed"
+        )
+    if support is None:
+        return
+    count_N, token_M = support.count_N, support.token_M
+    total = int(count_N.sum())
+    if count_N.shape != hidden_ND.shape[:1] or total != len(token_M) or bool((count_N < 0).any()):
+        raise ValueError(
+            f"support has counts of shape {tuple(count_N.shape)} that add up to {total}, for {len(token_M)} "
+            f"tokens; one for each of the {len(hidden_ND)} hidden states is needed, 0 or more"
+        )
+    unknown_M = (token_M < 0) | (token_M >= len(head.weight_VD))
+    if bool(unknown_M.any()):
+        raise ValueError(
+            f"support holds token {int(token_M[unknown_M][0])}; the vocabulary has {len(head.weight_VD)}"
+        )
+
+
+def _check_holds(support: Supports, target_N: Tensor) -> None:
+    row_M = support.row_M
+    holds_N = support.count_N == 0
+    holds_N[row_M[support.token_M == target_N[row_M]]] = True
+    if not bool(holds_N.all()):
+        n = int((~holds_N).nonzero()[0, 0])
+        raise ValueError(
+            f"the support of target_N[{n}] lacks the target itself, token {int(target_N[n])}; "
+            "give the tokens that it was drawn among"
         )

@@ -2,11 +2,13 @@
 
 The model is called with `use_cache=False` and one extra keyword, `context`, which transformers passes through
 to every layer untouched. It says what this forward is: a packed row of segments (training, scoring, prefill),
-or one new token per row over a dense cache (decode). Nothing is hidden in module state.
+new tokens of any number of rows over a paged pool (the paged engine), or one new token per row over a dense
+cache (the reference engine). Nothing is hidden in module state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,30 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
+from millrace.kernels.dispatch import paged_attention, store_kv
 from millrace.kernels.packed_attention import Segments, cached_attention, packed_attention
+from millrace.kernels.paged_attention import PagedRows, new_pool
 
 NAME = "millrace"
+# Slots of a block where a packed row is laid out as the paged engine would; the bits do not depend on it.
+INVARIANT_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a model keeps of each token: a key and a value for each layer and key head."""
+
+    num_layers: int
+    num_heads: int
+    width: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> CacheShape:
+        """The shape that a model's config asks for."""
+        text = config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(text.num_hidden_layers, heads, width)
 
 
 class DenseCache:
@@ -27,13 +50,9 @@ class DenseCache:
 
     def __init__(self, config: PretrainedConfig, *, num_rows: int, num_slots: int, like: Tensor) -> None:
         """Empty caches with the dtype and device of `like`."""
-        text = config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        shape = (num_rows, heads, num_slots, width)
-        self.keys = [
-            torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(text.num_hidden_layers)
-        ]
+        shape = CacheShape.of(config)
+        size = (num_rows, shape.num_heads, num_slots, shape.width)
+        self.keys = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(shape.num_layers)]
         self.values = [torch.zeros_like(key) for key in self.keys]
 
     def write(self, layer: int, row_N: Tensor, slot_N: Tensor, key_NJK: Tensor, value_NJK: Tensor) -> None:
@@ -56,12 +75,17 @@ def _resized(x_BJCK: Tensor, num_slots: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed row; with a cache, its keys and values are written at (`row_T`, `slot_T`) too (prefill)."""
+    """A packed row; with a cache, its keys and values are written at (`row_T`, `slot_T`) too (prefill).
+
+    With `paged`, the same segments as rows of a pool of their own, a token's bits are those the paged engine
+    gives it: the same kernel attends over the same order of keys.
+    """
 
     segments: Segments
     cache: DenseCache | None = None
     row_T: Tensor | None = None
     slot_T: Tensor | None = None
+    paged: PagedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +96,36 @@ class Decode:
     position_B: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """New tokens of any number of rows; their keys and values are written to the pool, then attended over.
+
+    Attributes:
+        pools: keys and values of each layer, as `kernels.paged_attention.new_pool` makes them.
+        rows: which tokens these are and where each row's keys lie.
+    """
+
+    pools: Sequence[tuple[Tensor, Tensor]]
+    rows: PagedRows
+
+
+class Recorder:
+    """Attends to nothing, and keeps what a layer would attend with: for a trial of the layer's own forward.
+
+    Attributes:
+        heads: queries [T, H, K], keys and values [T, J, K].
+        options: scale, window and softcap.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is recorded yet."""
+        self.heads: tuple[Tensor, ...] = ()
+        self.options: dict[str, Any] = {}
+
+
+Context = Packed | Paged | Decode | Recorder
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -79,7 +133,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    context: Packed | Decode | None = None,
+    context: Context | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -107,7 +161,9 @@ def attention(
         ValueError: no context was given, or the layer asks for something this function does not do.
     """
     if context is None:
-        raise ValueError("a model loaded by millrace must be called with context=Packed(...) or Decode(...)")
+        raise ValueError(
+            "a model loaded by millrace must be called with context=Packed(...), Paged(...) or Decode(...)"
+        )
     if attention_mask is not None or kwargs.get("s_aux") is not None or kwargs.get("dropout"):
         raise ValueError(
             f"{type(module).__name__} asks for a mask, attention sinks or dropout, which are not supported"
@@ -116,15 +172,86 @@ def attention(
     query_THK, key_TJK, value_TJK = (x[0].transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(context, Recorder):
+        context.heads, context.options = (query_THK, key_TJK, value_TJK), options
+        return torch.zeros_like(query_THK)[None], None
+    if isinstance(context, Paged):
+        key_PJSK, value_PJSK = context.pools[layer]
+        store_kv(key_TJK, value_TJK, key_PJSK, value_PJSK, context.rows.slot_T)
+        return paged_attention(query_THK, key_PJSK, value_PJSK, context.rows, **options)[None], None
     if isinstance(context, Decode):
         rows = torch.arange(query_THK.shape[0], device=query.device)
         context.cache.write(layer, rows, context.position_B, key_TJK, value_TJK)
         keys, values = context.cache.keys[layer], context.cache.values[layer]
         return cached_attention(query_THK, keys, values, context.position_B, **options)[None], None
+    if context.paged is not None:
+        out_THK = _Invariant.apply(
+            query_THK, key_TJK, value_TJK, context.segments, context.paged, tuple(options.items())
+        )
+        return out_THK[None], None
     if context.cache is not None:
         assert context.row_T is not None and context.slot_T is not None
         context.cache.write(layer, context.row_T, context.slot_T, key_TJK, value_TJK)
     return packed_attention(query_THK, key_TJK, value_TJK, context.segments, **options)[None], None
+
+
+def contiguous_rows(length_B: Tensor, *, block_size: int, device: torch.device) -> PagedRows:
+    """Segments of a packed row as rows of a pool of their own, block after block.
+
+    Args:
+        length_B: tokens of each segment, on the CPU.
+        block_size: slots of a block.
+        device: where the rows are needed.
+    """
+    blocks_B = -(-length_B // block_size)
+    first_block_B = blocks_B.cumsum(0) - blocks_B
+    first_B = length_B.cumsum(0) - length_B
+    slot_T = torch.arange(int(length_B.sum())) + (first_block_B * block_size - first_B).repeat_interleave(
+        length_B
+    )
+    block_BC = first_block_B[:, None] + torch.arange(int(blocks_B.max()))
+    return PagedRows(
+        block_BC=block_BC.to(device, torch.int32),
+        start_B=torch.zeros_like(length_B).to(device),
+        first_B=first_B.to(device),
+        count_B=length_B.to(device),
+        slot_T=slot_T.to(device),
+        max_count=int(length_B.max()),
+        max_length=int(length_B.max()),
+        exact=True,
+    )
+
+
+class _Invariant(torch.autograd.Function):
+    """Attention over a packed row by the paged kernel; the backward is that of `packed_attention`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_THK: Tensor,
+        key_TJK: Tensor,
+        value_TJK: Tensor,
+        segments: Segments,
+        rows: PagedRows,
+        options: tuple[tuple[str, Any], ...],
+    ) -> Tensor:
+        ctx.save_for_backward(query_THK, key_TJK, value_TJK)
+        ctx.segments, ctx.options = segments, dict(options)
+        num_blocks = int(-(-rows.count_B // INVARIANT_BLOCK).sum())
+        _, num_heads, width = key_TJK.shape
+        pools = new_pool(
+            num_blocks, num_heads, INVARIANT_BLOCK, width, dtype=key_TJK.dtype, device=key_TJK.device
+        )
+        store_kv(key_TJK.detach(), value_TJK.detach(), *pools, rows.slot_T)
+        return paged_attention(query_THK.detach(), *pools, rows, **ctx.options)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        query_THK, key_TJK, value_TJK = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        inputs = (query_THK, key_TJK, value_TJK)
+        with torch.enable_grad():
+            out_THK = packed_attention(query_THK, key_TJK, value_TJK, ctx.segments, **ctx.options)
+        return *torch.autograd.grad(out_THK, inputs, gradients[0]), None, None, None
 
 
 def register() -> None:

@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
+from millrace.models.fused import fuse
 from millrace.models.load import (
     Model,
     ModelError,
@@ -55,6 +56,7 @@ def scalar_model(model: Model) -> Model:
         ) from None
     made.base_model.load_state_dict(model.base_model.state_dict())
     nn.init.zeros_(_head(made).weight)
+    fuse(made)
     return made.eval().to(model.device)
 
 

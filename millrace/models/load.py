@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
+from millrace.models.fused import fuse
 from millrace.models.logprobs import hidden_states, output_head
 
 # Its progress bars would be drawn over the console of the run.
@@ -177,7 +178,7 @@ def checked(
     packed: Callable[[Tensor], Tensor],
     plain: Callable[[Tensor], Tensor],
 ) -> PreTrainedModel:
-    """Refuse an architecture whose packed forward is not its own plain forward.
+    """Give a model our modules, and refuse an architecture whose packed forward is not its own plain forward.
 
     Two short segments are run packed and, one by one, with transformers' eager attention and its own modules.
     Whatever the architecture does that we do not know of (another attention, recurrence over the row,
@@ -192,6 +193,7 @@ def checked(
     Raises:
         ModelError: they differ, or one of them cannot be made.
     """
+    _check_rotary(model)
     # Dropout off for good: the sampler and the trainer must be one function.
     model.eval()
     device = next(model.parameters()).device
@@ -202,10 +204,13 @@ def checked(
     problem = f"model type {model.config.model_type} cannot be trained by millrace"
     try:
         with torch.no_grad():
-            segments = Segments.of(torch.tensor(lengths)).to(device)
-            ours_T = packed(hidden_states(model, token_T, position_T, Packed(segments)))
             model.set_attn_implementation("eager")
             own_T = torch.cat([plain(part[None])[0] for part in token_T.split(lengths)])
+            model.set_attn_implementation(attention.NAME)
+            # From here on with our modules, which are thereby compared too.
+            fuse(model)
+            segments = Segments.of(torch.tensor(lengths)).to(device)
+            ours_T = packed(hidden_states(model, token_T, position_T, Packed(segments)))
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{problem}: {_first_line(error)}") from None
     finally:
@@ -214,6 +219,24 @@ def checked(
     if not difference < (0.05 if own_T.dtype == torch.bfloat16 else 1e-3):
         raise ModelError(f"{problem}: its packed {what} differ from its own by {difference:.2g}")
     return model
+
+
+def _check_rotary(model: PreTrainedModel) -> None:
+    """Refuse rotary embeddings that depend on the longest sequence of the batch."""
+    config = model.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    several = [value for value in given.values() if isinstance(value, dict)]
+    for parameters in several or [given]:
+        kind = parameters.get("rope_type")
+        original = parameters.get("original_max_position_embeddings")
+        switches = kind == "longrope" and original and original < config.max_position_embeddings
+        if kind == "dynamic" or switches:
+            hint = f"; set max_position_embeddings to {original} in config.json to use it" if switches else ""
+            raise ModelError(
+                f"model type {model.config.model_type} with rope_type {kind} cannot be used by millrace: its "
+                f"positions depend on the longest sequence of a batch, so no two batches agree{hint}"
+            )
 
 
 def _first_line(error: Exception) -> str:

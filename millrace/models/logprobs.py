@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
 from millrace.kernels.packed_attention import Segments
-from millrace.kernels.token_logprob import Head, token_logprob, token_squares
-from millrace.models.attention import Decode, Packed
+from millrace.kernels.token_logprob import Head, Supports, token_logprob, token_squares
+from millrace.models.attention import INVARIANT_BLOCK, Context, Packed, contiguous_rows
+from millrace.models.fused import Linear
 
 
 def output_head(model: PreTrainedModel) -> Head:
@@ -30,12 +31,15 @@ def output_head(model: PreTrainedModel) -> Head:
         )
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(linear.weight, linear.bias, float(scale), getattr(config, "final_logit_softcapping", None))
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if isinstance(linear, Linear):
+        return Head(
+            linear.weight, linear.bias, float(scale), softcap, tile=linear.tile, packed=linear.packed_weight()
+        )
+    return Head(linear.weight, linear.bias, float(scale), softcap)
 
 
-def hidden_states(
-    model: PreTrainedModel, token_T: Tensor, position_T: Tensor, context: Packed | Decode
-) -> Tensor:
+def hidden_states(model: PreTrainedModel, token_T: Tensor, position_T: Tensor, context: Context) -> Tensor:
     """Final hidden states of a packed row, [T, D]."""
     output = model.base_model(
         input_ids=token_T[None],
@@ -48,14 +52,23 @@ def hidden_states(
     return hidden_TD
 
 
+def packed_context(model: PreTrainedModel, length_B: Tensor) -> Packed:
+    """Segments of these lengths, [B] on the CPU; a deterministic model attends as the paged engine does."""
+    device = next(model.parameters()).device
+    segments = Segments.of(length_B).to(device)
+    if output_head(model).tile is None:
+        return Packed(segments)
+    return Packed(segments, paged=contiguous_rows(length_B, block_size=INVARIANT_BLOCK, device=device))
+
+
 def chosen_hidden(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """The hidden state each chosen token was predicted from, [N, D], and the token, [N], in packed order.
 
     A token is predicted from the hidden state before it, so the first token of a segment cannot be chosen.
     A batch without chosen tokens gives N = 0, through which a gradient of 0 flows.
     """
-    segments = Segments.of(batch.length_B.cpu()).to(batch.token_T.device)
-    hidden_TD = hidden_states(model, batch.token_T, batch.position_T, Packed(segments))
+    context = packed_context(model, batch.length_B.cpu())
+    hidden_TD = hidden_states(model, batch.token_T, batch.position_T, context)
     index_N = batch.action_mask_T.nonzero()[:, 0]
     return hidden_TD[index_N - 1], batch.token_T[index_N]
 
@@ -63,11 +76,14 @@ def chosen_hidden(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]
 def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of each chosen token and the entropy it was chosen from, in packed order, both [N].
 
+    As everywhere here, over the batch's supports where it has them.
+
     Raises:
-        ValueError: the temperature is not above 0.
+        ValueError: the temperature is not above 0, or a support lacks its token.
     """
     hidden_ND, target_N = chosen_hidden(model, batch)
-    return token_logprob(hidden_ND, output_head(model), target_N, temperature=temperature)
+    support = batch.chosen_support
+    return token_logprob(hidden_ND, output_head(model), target_N, temperature=temperature, support=support)
 
 
 def packed_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
@@ -76,23 +92,24 @@ def packed_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float,
     Computed in micro-batches of at most `max_tokens` tokens, whole segments each.
 
     Raises:
-        ValueError: one segment alone is longer than `max_tokens`, or the temperature is not above 0.
+        ValueError: one segment alone is longer than `max_tokens`, the temperature is not above 0, or a
+            support lacks its token.
     """
 
-    def logprob(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:
-        return token_logprob(hidden_ND, head, target_N, temperature=temperature)[0]
+    def logprob(hidden_ND: Tensor, head: Head, target_N: Tensor, support: Supports | None) -> Tensor:
+        return token_logprob(hidden_ND, head, target_N, temperature=temperature, support=support)[0]
 
     return _packed(model, batch, max_tokens, logprob)
 
 
 def packed_squares(model: PreTrainedModel, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
-    """Sum of the squared probabilities over the vocabulary where a token was chosen, [T], 0 elsewhere.
+    """Sum of the squared probabilities of what each chosen token was drawn among, [T], 0 elsewhere.
 
     Without gradient, in micro-batches and with errors as in `packed_logprobs`.
     """
 
-    def squares(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:
-        return token_squares(hidden_ND, head, temperature=temperature)
+    def squares(hidden_ND: Tensor, head: Head, target_N: Tensor, support: Supports | None) -> Tensor:
+        return token_squares(hidden_ND, head, temperature=temperature, support=support)
 
     return _packed(model, batch, max_tokens, squares)
 
@@ -102,13 +119,13 @@ def _packed(
     model: PreTrainedModel,
     batch: Batch,
     max_tokens: int,
-    number: Callable[[Tensor, Head, Tensor], Tensor],
+    number: Callable[[Tensor, Head, Tensor, Supports | None], Tensor],
 ) -> Tensor:
-    """One number per chosen token from its hidden state and the head, [T], 0 elsewhere."""
+    """One number per chosen token from its hidden state, the head and its support, [T], 0 elsewhere."""
     parts = []
     for micro in batch.split(max_tokens):
         hidden_ND, target_N = chosen_hidden(model, micro)
-        number_N = number(hidden_ND, output_head(model), target_N)
+        number_N = number(hidden_ND, output_head(model), target_N, micro.chosen_support)
         number_T = torch.zeros(micro.num_tokens, device=micro.token_T.device)
         parts.append(number_T.masked_scatter(micro.action_mask_T, number_N.float()))
     return torch.cat(parts)

@@ -18,7 +18,10 @@ from millrace.config.settings import RunConfig
 from millrace.data.prompts import corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.environments.single_turn import SingleTurn
+from millrace.inference.engine import PagedEngine
 from millrace.inference.reference import ReferenceEngine
+from millrace.models.decoding import prepare
+from millrace.models.fused import set_deterministic
 from millrace.models.heads import load_scalar_model, save_scalar_model, scalar_model
 from millrace.models.load import (
     Model,
@@ -29,6 +32,7 @@ from millrace.models.load import (
     num_parameters,
     save_model,
 )
+from millrace.orchestration.memory import cache_tokens
 from millrace.orchestration.methods import build_control, build_method, build_objective
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.run_folder import model_folder
@@ -82,6 +86,8 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
             alphabet=options.alphabet,
         )
     model = build_model(config, tokenizer, saved).to(device)
+    if config.deterministic:
+        set_deterministic(model)
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
     limit = longest_prompt(config, model)
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
@@ -91,7 +97,7 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
     if config.warmup:
         longest = _longest_sequence(config, model)
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
-    engine = build_engine(model, tokenizer)
+    engine = build_engine(config, model, tokenizer)
     method = build_method(config)
     return Parts(
         engine=engine,
@@ -134,13 +140,34 @@ def build_model(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
     return fresh_model(fresh, seed=config.seed, dtype=dtype)
 
 
-def build_engine(model: Model, tokenizer: Tokenizer) -> ReferenceEngine:
+def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> PagedEngine | ReferenceEngine:
     """A sampler with weights of its own, equal to the model's at first."""
     copied = copy.deepcopy(model).requires_grad_(False)
-    return ReferenceEngine(copied, partial(tokenizer.decode, skip_special_tokens=True))
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    options = config.engine
+    if options.cuda_graphs and model.device.type != "cuda":
+        raise SetupError(
+            f"engine.cuda_graphs needs a CUDA device, and the model is on {model.device}; remove it"
+        )
+    prepare(copied)
+    longest = _longest_sequence(config, model)
+    tokens = cache_tokens(options, model, longest)
+    if options.name == "reference":
+        return ReferenceEngine(
+            copied, decode, max_cache_tokens=tokens, max_prefill_tokens=options.tokens_per_step
+        )
+    return PagedEngine(
+        copied,
+        decode,
+        max_cache_tokens=tokens,
+        block_size=options.block_size,
+        max_batch_tokens=options.tokens_per_step,
+        max_requests=options.max_requests,
+        cuda_graphs=options.cuda_graphs,
+    )
 
 
-def build_transport(engine: ReferenceEngine) -> LocalTransport:
+def build_transport(engine: PagedEngine | ReferenceEngine) -> LocalTransport:
     """Weights go to a sampler in this process."""
     return LocalTransport(engine.load_weights, engine.fingerprint)
 

@@ -68,7 +68,7 @@ def open_policy(run: str | Path, checkpoint: str) -> Policy:
     model = load_model(model_folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
     stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
     max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    engine = build_engine(model, tokenizer)
+    engine = build_engine(config, model, tokenizer)
     params = greedy(config.rollout, stops)
     return Policy(config, tokenizer, engine, params, longest_prompt(config, model), max_length)
 

@@ -145,7 +145,7 @@ def kl_penalty(control: KlControl, divergence: Divergence) -> Objective:
 
 
 def full_kl_penalty(control: KlControl, reference: ModelScorer) -> Objective:
-    """The controlled multiple of KL(policy || reference) over the whole vocabulary, token by token."""
+    """The controlled multiple of KL(policy || reference), token by token, over all it was drawn among."""
 
     def penalty(predicted: Predicted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -156,6 +156,7 @@ def full_kl_penalty(control: KlControl, reference: ModelScorer) -> Objective:
             reference_ND,
             reference_head,
             temperature=predicted.temperature,
+            support=batch.chosen_support,
         )
         return control.coefficient * divergence_N, {"kl_reference": divergence_N.detach()}
 

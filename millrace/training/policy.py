@@ -103,7 +103,9 @@ class PolicyTrainer:
     def _predict(self, micro: Batch) -> Predicted:
         hidden_ND, target_N = chosen_hidden(self.model, micro)
         head = output_head(self.model)
-        logprob_N, entropy_N = token_logprob(hidden_ND, head, target_N, temperature=self._temperature)
+        logprob_N, entropy_N = token_logprob(
+            hidden_ND, head, target_N, temperature=self._temperature, support=micro.chosen_support
+        )
         return Predicted(logprob_N, entropy_N, hidden_ND, head, self._temperature, self.version)
 
     def _take(self) -> dict[str, float]:

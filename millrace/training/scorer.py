@@ -13,7 +13,10 @@ from millrace.models.logprobs import chosen_hidden, output_head, packed_logprobs
 
 
 class ModelScorer:
-    """Log-probabilities of chosen tokens under a model's present weights, without gradient."""
+    """Log-probabilities of chosen tokens under a model's present weights, without gradient.
+
+    Over the batch's supports where it has them, so that ratios and divergences compare like with like.
+    """
 
     def __init__(self, model: Model, *, temperature: float, max_tokens: int) -> None:
         """A scorer over `model`.
@@ -32,7 +35,7 @@ class ModelScorer:
         return self._packed(packed_logprobs, batch)
 
     def squares(self, batch: Batch) -> Tensor:
-        """Sum over the vocabulary of pi^2 where each chosen token was drawn, [T]; 0 elsewhere."""
+        """Sum of pi^2 over what each chosen token was drawn among, [T]; 0 elsewhere."""
         return self._packed(packed_squares, batch)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:

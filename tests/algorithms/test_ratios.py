@@ -183,6 +183,7 @@ def test_mismatch_by_hand() -> None:
     close_fp64(found["k1"], (-1.0 + 0.5 + 0.0) / 3)
     close_fp64(found["k3"], ((math.e - 2) + (math.exp(-0.5) - 0.5)) / 3)
     close_fp64(found["max"], 1.0)
+    close_fp64(found["mean"], 0.5)
 
 
 def test_the_largest_difference_has_no_sign() -> None:
@@ -191,7 +192,7 @@ def test_the_largest_difference_has_no_sign() -> None:
 
 def test_equal_logprobs_have_no_mismatch() -> None:
     same_N, segment_N = torch.full((4,), -1.3), torch.tensor([0, 0, 2, 2])
-    assert mismatch(same_N, same_N) == {"k1": 0.0, "k3": 0.0, "max": 0.0}
+    assert mismatch(same_N, same_N) == {"k1": 0.0, "k3": 0.0, "mean": 0.0, "max": 0.0}
     found = mismatch_metrics(same_N, same_N, segment_N, 3)
     close_fp64(
         [found["perplexity_ratio"], found["chi_square_token"], found["chi_square_sequence"]], [1, 0, 0]

@@ -65,6 +65,22 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         {"rewards": [{"kind": "exact"}, {"kind": "task"}]},
         "a reward of kind task needs data.train to be a reasoning-gym: task; choose another reward",
     ),
+    (
+        {"engine": {"name": "reference", "max_requests": 4}},
+        "engine.max_requests has no effect with engine.name reference; remove it",
+    ),
+    (
+        {"engine": {"name": "reference", "block_size": 16}},
+        "engine.block_size has no effect with engine.name reference; remove it",
+    ),
+    (
+        {"engine": {"cache_tokens": 15}},
+        "engine.cache_tokens 15 is less than one block of engine.block_size 16; raise it",
+    ),
+    (
+        {"engine": {"name": "reference"}, "deterministic": True},
+        "deterministic needs engine.name paged; remove one of them",
+    ),
     ({"steps": 0}, "steps is 0 and there is no warmup, so nothing would be trained; set one of them"),
     ({"steps": 0, "warmup": {"steps": 1}, "policy": {"loss": {"low": 0.1}}}, f"policy.loss {IDLE}"),
     ({"steps": 0, "warmup": {"steps": 1}, "policy": {"kl": {"coefficient": 1}}}, f"policy.kl {IDLE}"),

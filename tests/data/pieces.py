@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
 from millrace.data.packing import TokenWeights, pack
-from millrace.types import Trajectory
+from millrace.kernels.token_logprob import Supports
+from millrace.types import Completion, Support, Trajectory
 
 
 def weighed(
@@ -21,3 +24,47 @@ def weighed(
     batch.advantage_T = advantage_N[batch.segment_T] * batch.action_mask_T
     batch.weight_T = token_weights(batch.action_mask_T, batch.segment_T)
     return batch
+
+
+def words(support: Supports) -> list[list[int]]:
+    """Supports as lists; an empty one is the whole vocabulary."""
+    return [part.tolist() for part in support.token_M.split(support.count_N.tolist())]
+
+
+def drawn_among(
+    token_ids: Sequence[int],
+    among: Sequence[Sequence[int]] | None,
+    *,
+    log_mass: Sequence[float] | None = None,
+) -> Completion:
+    """A completion whose tokens were drawn among these; None: among all."""
+    length = len(token_ids)
+    logprobs = np.array([-1 - token / 8 for token in token_ids], dtype=np.float32)
+    support = None
+    if among is not None:
+        mass = np.zeros(length) if log_mass is None else np.array(log_mass)
+        flat = np.array([token for one in among for token in one], dtype=np.int32)
+        counts = np.array([len(one) for one in among], dtype=np.int32)
+        support = Support(flat, counts, mass.astype(np.float32))
+    versions = np.zeros(length, dtype=np.int32)
+    return Completion(tuple(token_ids), logprobs, versions, "stop", "", support=support)
+
+
+def truncated(batch: Batch, vocab_size: int, seed: int) -> Batch:
+    """The same batch, its chosen tokens drawn among 1 to `vocab_size` tokens; every fourth among all."""
+    generator = torch.Generator().manual_seed(seed)
+    lists = []
+    for n, token in enumerate(batch.token_T.tolist()):
+        size = 0
+        if batch.action_mask_T[n] and n % 4:
+            size = int(torch.randint(1, vocab_size + 1, (), generator=generator))
+        order = torch.randperm(vocab_size, generator=generator)
+        lists.append(torch.cat([torch.tensor([token]), order[order != token]])[:size])
+    counts = torch.tensor([len(one) for one in lists])
+    return replace(batch, support=Supports(torch.cat(lists).int(), counts))
+
+
+def outside(support: Supports, vocab_size: int) -> torch.Tensor:
+    """Where a token of the vocabulary is outside of a support, [N, V]."""
+    rows = [[bool(one) and v not in one for v in range(vocab_size)] for one in words(support)]
+    return torch.tensor(rows)

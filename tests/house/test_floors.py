@@ -34,6 +34,7 @@ FENCES = {
     "vllm": ["inference/backends/vllm*"],
     "sglang": ["inference/backends/sglang*"],
     "fastapi": ["inference/server/*", "viewer/*"],
+    "uvicorn": ["inference/server/*", "viewer/*"],
     "wandb": ["observability/sink_wandb.py"],
     "mlflow": ["observability/sink_mlflow.py"],
 }
@@ -46,6 +47,8 @@ WITHOUT_TORCH = [
     "inference/request.py",
     "inference/block_manager.py",
     "inference/prefix_cache.py",
+    "inference/holdings.py",
+    "inference/invariants.py",
     "inference/scheduler.py",
 ]
 

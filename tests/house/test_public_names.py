@@ -22,13 +22,27 @@ PINNED = {
         stop_token_ids: tuple[int, ...] = ()
         stop: tuple[str, ...] = ()
         seed: int = 0
+        min_tokens: int = 0
+        min_p: float = 0.0
+        repetition_penalty: float = 1.0
+        presence_penalty: float = 0.0
+        frequency_penalty: float = 0.0
+        allowed_token_ids: tuple[int, ...] = ()
+        forbidden_token_ids: tuple[int, ...] = ()
+        logit_bias: tuple[tuple[int, float], ...] = ()
+        logprobs: Literal['processed', 'raw'] = 'processed'
+        prompt_logprobs: bool = False
+        token_ids(self) -> dict[str, tuple[int, ...]]
     """,
     "millrace.types:Completion": """
         token_ids: tuple[int, ...]
         logprobs: np.ndarray
         versions: np.ndarray
-        finish_reason: Literal['stop', 'length']
+        finish_reason: Literal['stop', 'length', 'abort', 'error']
         text: str
+        support: Support | None = None
+        prompt_logprobs: np.ndarray | None = None
+        reason: str = ''
     """,
     "millrace.types:Trajectory": """
         turns: tuple[Turn, ...]
@@ -58,6 +72,8 @@ PINNED = {
         return_T: Tensor | None = None
         correction_T: Tensor | None = None
         selected_T: Tensor | None = None
+        support: Supports | None = None
+        chosen_support (property) -> Supports | None
         length_B (property) -> Tensor
         num_segments (property) -> int
         num_tokens (property) -> int
@@ -118,6 +134,7 @@ PINNED = {
         seed: NonNegativeInt = 0
         steps: NonNegativeInt
         device: Literal['auto', 'cpu', 'cuda'] = 'auto'
+        deterministic: bool = False
         precision: Literal['float32', 'bfloat16', 'float64'] = 'float32'
         threads: NonNegativeInt = 0
         trackers: tuple[Literal['tensorboard', 'wandb', 'mlflow'], ...] = ('tensorboard',)
@@ -126,6 +143,7 @@ PINNED = {
         data: DataConfig
         warmup: WarmupConfig | None = None
         rollout: RolloutConfig = RolloutConfig()
+        engine: EngineConfig = EngineConfig()
         rewards: tuple[RewardConfig, ...]
         advantage: AdvantageConfig = GroupAdvantage()
         critic: CriticConfig | None = None

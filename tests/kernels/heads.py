@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace.kernels.token_logprob import Head
+from millrace.kernels.token_logprob import Head, Supports
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -82,3 +82,49 @@ class Made(TorchDispatchMode):
                 self.largest = max(self.largest, tensor.numel())
                 self.count += tensor.numel() == self.size
         return out
+
+
+def random_support(seed: int, target_N: Tensor) -> Supports:
+    """For each target the tokens it was drawn among, in any order: all of 17, itself alone, or some."""
+    generator = torch.Generator().manual_seed(200 + seed)
+    sizes = torch.randint(0, 18, target_N.shape, generator=generator)
+    sizes[:3] = torch.tensor([0, 1, 17])
+    lists = []
+    for target, size in zip(target_N.tolist(), sizes.tolist(), strict=True):
+        order = torch.randperm(17, generator=generator)
+        order = torch.cat([torch.tensor([target]), order[order != target]])[:size]
+        lists.append(order[torch.randperm(size, generator=generator)])
+    return Supports(torch.cat(lists).int(), sizes)
+
+
+def support_of(*lists: list[int]) -> Supports:
+    """Supports written as lists; an empty one is the whole vocabulary."""
+    counts = torch.tensor([len(one) for one in lists], dtype=torch.int64)
+    return Supports(torch.tensor([token for one in lists for token in one], dtype=torch.int32), counts)
+
+
+def one_by_one(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    support: Supports,
+    policy: tuple[Tensor, Head],
+    *others: tuple[Tensor, Head] | Tensor,
+    temperature: float,
+) -> tuple[Tensor, ...]:
+    """What a plain twin says of each token alone, with heads that know no other words than its support.
+
+    `others` are pairs of hidden states and a head, or targets, which are found among the support's words.
+    """
+    rows = []
+    for n, words in enumerate(support.token_M.long().split(support.count_N.tolist())):
+        words = words if len(words) else torch.arange(len(policy[1].weight_VD))
+        given: list[Any] = []
+        for one in (policy, *others):
+            if isinstance(one, Tensor):
+                given.append((words == one[n]).nonzero()[:, 0])
+            else:
+                hidden_ND, head = one
+                bias_V = None if head.bias_V is None else head.bias_V[words]
+                given += [hidden_ND[n : n + 1], Head(head.weight_VD[words], bias_V, head.scale, head.softcap)]
+        result = function(*given, temperature=temperature)
+        rows.append(result if isinstance(result, tuple) else (result,))
+    return tuple(torch.cat(column) for column in zip(*rows, strict=True))

@@ -26,7 +26,7 @@ def test_a_forward_without_a_context_says_how_to_call_the_model() -> None:
     with pytest.raises(ValueError) as error:
         tiny_model("llama")(torch.tensor([[1, 2]]), use_cache=False)
     assert str(error.value) == (
-        "a model loaded by millrace must be called with context=Packed(...) or Decode(...)"
+        "a model loaded by millrace must be called with context=Packed(...), Paged(...) or Decode(...)"
     )
 
 

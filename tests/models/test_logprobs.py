@@ -20,33 +20,47 @@ from millrace.models.logprobs import (
     packed_squares,
 )
 from tests.close import close_fp32
+from tests.data.pieces import outside, truncated
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, random_batch, tiny_model
 
 
 def padded_numbers(model: Model, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, sums of squares from an ordinary padded forward: no code of ours."""
+    """Log-probabilities, entropies, sums of squares from an ordinary padded forward: no code of ours.
+
+    A logit outside of a support is far below all others.
+    """
     length_B = batch.length_B.tolist()
     rows = batch.token_T.split(length_B)
     token_BL = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     mask_BL = torch.nn.utils.rnn.pad_sequence([torch.ones(n, dtype=torch.long) for n in length_B], True)
     logit_BLV = model(input_ids=token_BL, attention_mask=mask_BL, use_cache=False).logits
     logprobs, entropies, squares = [], [], []
+    support = batch.chosen_support
+    others = None if support is None else iter(outside(support, VOCABULARY))
     for b, chosen in enumerate(batch.action_mask_T.split(length_B)):
         for t in chosen.nonzero()[:, 0].tolist():
-            logprob_V = (logit_BLV[b, t - 1] / temperature).log_softmax(-1)
+            logit_V = logit_BLV[b, t - 1] / temperature
+            logprob_V = (logit_V if others is None else logit_V.masked_fill(next(others), -1e9)).log_softmax(
+                -1
+            )
             logprobs.append(logprob_V[token_BL[b, t]])
             entropies.append(-(logprob_V.exp() * logprob_V).sum())
             squares.append((2 * logprob_V).exp().sum())
     return torch.stack(logprobs), torch.stack(entropies), torch.stack(squares)
 
 
+@pytest.mark.parametrize("drawn_among_some", [False, True])
 @pytest.mark.parametrize("architecture", SHAPES)
-def test_packed_equals_padded_in_logprobs_entropies_and_gradients(tmp_path: Path, architecture: str) -> None:
+def test_packed_equals_padded_in_logprobs_entropies_and_gradients(
+    tmp_path: Path, architecture: str, drawn_among_some: bool
+) -> None:
     ours = tiny_model(architecture)
     save_model(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     for seed in range(3):
         batch = random_batch(seed)
+        if drawn_among_some:
+            batch = truncated(batch, VOCABULARY, seed)
         actual = chosen_logprobs(ours, batch, temperature=0.8)
         expected = padded_numbers(theirs, batch, 0.8)
         close_fp32(actual[0], expected[0], atol=1e-5)
@@ -66,7 +80,7 @@ def test_packed_equals_padded_in_logprobs_entropies_and_gradients(tmp_path: Path
 
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_segment_has_the_same_logprobs_alone(architecture: str) -> None:
-    model, batch = tiny_model(architecture), random_batch(3)
+    model, batch = tiny_model(architecture), truncated(random_batch(3), VOCABULARY, 3)
     whole_T = packed_logprobs(model, batch, temperature=1.0, max_tokens=10_000)
     close_fp32(packed_logprobs(model, batch, temperature=1.0, max_tokens=30), whole_T)
     alone = [
@@ -75,7 +89,7 @@ def test_a_segment_has_the_same_logprobs_alone(architecture: str) -> None:
     ]
     close_fp32(torch.cat(alone), whole_T)
     assert not whole_T.requires_grad
-    assert torch.equal(whole_T != 0, batch.action_mask_T)
+    assert whole_T[~batch.action_mask_T].eq(0).all()
     close_fp32(whole_T[batch.action_mask_T], chosen_logprobs(model, batch, temperature=1.0)[0])
 
 

@@ -1,4 +1,4 @@
-"""Five small decoders whose weights are bold enough that a wrong token of attention shows."""
+"""Eleven small decoders whose weights are bold enough that a wrong token of attention shows."""
 
 from __future__ import annotations
 
@@ -34,13 +34,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "query_pre_attn_scalar": 8,
     },
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3": {"sliding_window": WINDOW},
+    "gpt_neox": {},
+    "olmo2": {},
+    "qwen3_moe": {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+# What an architecture has no field for.
+WITHOUT: dict[str, set[str]] = {"gpt_neox": {"num_key_value_heads"}}
 
 
 def tiny_model(architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
-    config = fresh_config(
-        architecture, {**SIZES, **SHAPES[architecture]}, vocab_size=VOCABULARY, eos_token_id=0
-    )
+    shape = {**SIZES, **SHAPES[architecture]}
+    shape = {key: value for key, value in shape.items() if key not in WITHOUT.get(architecture, ())}
+    config = fresh_config(architecture, shape, vocab_size=VOCABULARY, eos_token_id=0)
     model = fresh_model(config, seed=seed, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from millrace.data.rows import DataError
+from millrace.inference.engine import PagedEngine
+from millrace.inference.reference import ReferenceEngine
 from millrace.orchestration.build import CRITIC, SetupError, build, choose_device
 from millrace.rewards.errors import RewardError
 from tests.close import close_fp64
@@ -39,6 +41,24 @@ def test_one_seed_gives_one_start_and_another_seed_another(tmp_path):
     assert (weights_0, held_0) == (again, held_again)
     assert weights_0 != weights_1
     assert held_0 != held_1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("paged", PagedEngine), ("reference", ReferenceEngine)])
+def test_the_recipe_says_which_engine_draws(tmp_path, name, kind):
+    assert type(build(tiny_recipe(tmp_path, {"engine": {"name": name}}), None).engine) is kind
+
+
+def test_a_deterministic_run_has_one_arithmetic_on_both_sides(tmp_path):
+    parts = build(tiny_recipe(tmp_path, {"deterministic": True}), None)
+    heads = [parts.engine._model.lm_head, parts.reinforcer(0, None, None).model.lm_head]
+    assert [head.tile for head in heads] == [32, 32]
+    plain = build(tiny_recipe(tmp_path), None)
+    assert plain.reinforcer(0, None, None).model.lm_head.tile is None
+
+
+def test_cuda_graphs_without_a_gpu_are_refused(tmp_path):
+    with pytest.raises(SetupError, match="engine.cuda_graphs needs a CUDA device, and the model is on cpu"):
+        build(tiny_recipe(tmp_path, {"engine": {"cuda_graphs": True}, "device": "cpu"}), None)
 
 
 def test_full_marks_are_the_sum_of_what_can_be_earned(tmp_path):

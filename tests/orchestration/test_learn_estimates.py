@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from millrace.orchestration.learn import Learner
-from millrace.types import Outcome
+from millrace.types import Group, Outcome, Turn
 from tests.close import close_fp32, close_fp64
+from tests.data.pieces import drawn_among
 from tests.orchestration.pieces import (
     CENTRED,
     GROUPS,
@@ -26,6 +27,7 @@ from tests.orchestration.pieces import (
     watched,
     weight_bits,
 )
+from tests.training.pieces import tiny_model
 
 
 def test_an_over_long_answer_loses_reward_before_anything_is_estimated():
@@ -40,6 +42,25 @@ def test_an_over_long_answer_loses_reward_before_anything_is_estimated():
     close_fp32([row["advantage"] for row in result.rows], [p + 2.0 / 5 for p in penalties])
     # What is recorded is what the reward said.
     assert (result.record["reward/mean"], result.record["reward/std"]) == (0.5, 0.0)
+
+
+def test_the_same_answer_drawn_among_other_tokens_is_scored_apart():
+    among = [[7, 3], [7, 3], [7, 9, 20], None]
+    group = group_of(*[((7,), reward) for reward in (1.0, 0.5, 2.0, 0.0)])
+    trajectories = [
+        replace(one, turns=(Turn((5, 6), drawn_among([7], few and [few], log_mass=[-0.25])),))
+        for one, few in zip(group.trajectories, among, strict=True)
+    ]
+    one = learner(recipe(advantage=CENTRED, policy={"kl": {"coefficient": 0.2}, "proximal": "recompute"}))
+    batch = before_update(one, Group(group.prompt, tuple(trajectories)))
+    # -1 - 7 / 8 over all tokens.
+    close_fp32(per_segment(batch, "sampler_logprob_T"), [[-1.625]] * 3 + [[-1.875]])
+    for name, model in (("reference_logprob_T", tiny_model(9)), ("proximal_logprob_T", one.trainer.model)):
+        model.set_attn_implementation("eager")
+        logit_V = model(input_ids=torch.tensor([[5, 6]]), use_cache=False).logits[0, -1]
+        expected = [logit_V[7] - logit_V[few or range(23)].logsumexp(0) for few in among]
+        close_fp32(per_segment(batch, name), torch.stack(expected)[:, None])
+        assert len({number.item() for number in expected}) == 3
 
 
 def in_reward(**more) -> dict:

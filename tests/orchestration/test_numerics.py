@@ -94,8 +94,9 @@ def test_a_selection_is_made_once_and_then_any_layout_gives_the_same(tmp_path, l
         {"policy.proximal": "recompute", "policy.correction": {"level": "sequence", "normalise": True}},
         {"policy.proximal": "interpolate", "policy.correction": {"level": "geometric"}, **FOUR},
         {"policy.entropy_coefficient": 0.1, "precision": "bfloat16"},
+        {"rollout.top_p": 0.8, "rollout.top_k": 5, "policy.kl": {"coefficient": 0.3, "estimator": "full"}},
     ],
-    ids=["gspo", "gmpo", "full_kl", "kl_in_reward", "corrected", "interpolated", "entropy"],
+    ids=["gspo", "gmpo", "full_kl", "kl_in_reward", "corrected", "interpolated", "entropy", "truncated"],
 )
 def test_no_method_depends_on_the_layout(tmp_path, overrides):
     assert wrong(tmp_path, overrides) == []

@@ -34,6 +34,17 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, tied: bool 
     return fresh_model(config, seed=seed, dtype=dtype)
 
 
+def plain_logits(model: Model, batch: Batch, temperature: float) -> torch.Tensor:
+    """What each chosen token was drawn from, [N, V], by the model's own forward of one segment at a time."""
+    model.set_attn_implementation("eager")
+    rows = []
+    for b in range(batch.num_segments):
+        here = batch.segment_T == b
+        logit_SV = model(input_ids=batch.token_T[here][None], use_cache=False).logits[0]
+        rows.append(logit_SV[batch.action_mask_T[here].nonzero()[:, 0] - 1] / temperature)
+    return torch.cat(rows)
+
+
 def prompt(*token_ids: int) -> Prompt:
     return Prompt("train:0", token_ids or (1, 2), "the prompt")
 

@@ -23,7 +23,8 @@ from millrace.training.optimizer import adamw, optimizer_tensors
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32, close_fp64
-from tests.training.pieces import full_batch, random_batch, tiny_model
+from tests.data.pieces import outside, truncated
+from tests.training.pieces import VOCAB_SIZE, full_batch, plain_logits, random_batch, tiny_model
 
 CLIP = surrogate(build_loss(words.PpoClipLoss(low=0.2, high=0.2)))
 # Every kind of loss, and both forms of those that have two; bounds narrow enough to act.
@@ -72,24 +73,20 @@ def weight_bits(one: PolicyTrainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in one.model.parameters()]
 
 
-def plain_logits(model, batch, temperature: float) -> Tensor:
-    """What each chosen token was drawn from, [N, V], by the model's own forward of one segment at a time."""
-    model.set_attn_implementation("eager")
-    rows = []
-    for b in range(batch.num_segments):
-        here = batch.segment_T == b
-        logit_SV = model(input_ids=batch.token_T[here][None], use_cache=False).logits[0]
-        rows.append(logit_SV[batch.action_mask_T[here].nonzero()[:, 0] - 1] / temperature)
-    return torch.cat(rows)
-
-
 def chosen(batch: Batch, name: str) -> Tensor:
     return getattr(batch, name)[batch.action_mask_T].double()
 
 
+def over_supports(logit_NV: Tensor, batch: Batch) -> Tensor:
+    """Log-probabilities over what each token was drawn among; elsewhere far below."""
+    if batch.support is not None:
+        logit_NV = logit_NV.masked_fill(outside(batch.chosen_support, VOCAB_SIZE), -1e9)
+    return logit_NV.log_softmax(-1)
+
+
 def plain_gradient(model, batch, temperature: float) -> torch.Tensor:
     """The clipped objective written out over the model's own logits."""
-    logprob_NV = plain_logits(model, batch, temperature).log_softmax(-1)
+    logprob_NV = over_supports(plain_logits(model, batch, temperature), batch)
     total = torch.zeros((), dtype=torch.float64)
     columns = ("token_T", "sampler_logprob_T", "advantage_T", "weight_T")
     for row_V, token, sampler, advantage, weight in zip(
@@ -101,10 +98,13 @@ def plain_gradient(model, batch, temperature: float) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+@pytest.mark.parametrize("drawn_among_some", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_gradient_is_plain_autograd_of_the_whole_batch(seed, tied):
+def test_the_gradient_is_plain_autograd_of_the_whole_batch(seed, tied, drawn_among_some):
     batch = random_batch(seed)
+    if drawn_among_some:
+        batch = truncated(batch, VOCAB_SIZE, seed)
     ours = trainer(tiny_model(seed, torch.float64, tied=tied), temperature=0.7)
     ours.forward_backward(batch)
     reference = tiny_model(seed, torch.float64, tied=tied)
@@ -128,13 +128,15 @@ def stepped(objective, batch: Batch, *, max_tokens: int) -> tuple[Tensor, dict[s
     return gradients(one), one.optim_step().metrics
 
 
-def check_split(objective, token_weights) -> None:
+def check_split(objective, token_weights, *, drawn_among_some: bool = False) -> None:
     batch = full_batch(5, token_weights=token_weights)
+    if drawn_among_some:
+        batch = truncated(batch, VOCAB_SIZE, 5)
     expected, metrics = stepped(objective, batch, max_tokens=1000)
     assert expected.norm() > 1e-3
     longest = int(batch.length_B.max())
     for order, max_tokens in ((ORDER, longest), (None, longest + 5)):
-        again = full_batch(5, token_weights=token_weights, order=order)
+        again = batch if order is None else batch.select(order)
         found, others = stepped(objective, again, max_tokens=max_tokens)
         close_fp64(found, expected, rtol=1e-7, atol=1e-9 * float(expected.norm()))
         # Sums of the metrics are float32.
@@ -161,8 +163,9 @@ def full_penalty(temperature: float):
     return full_kl_penalty(KlControl(0.7), scorer), reference
 
 
+@pytest.mark.parametrize("drawn_among_some", [False, True])
 @pytest.mark.parametrize("what", ["entropy", "kl", "full kl", "interpolation"])
-def test_what_is_added_to_the_loss_does_not_depend_on_the_split_either(what):
+def test_what_is_added_to_the_loss_does_not_depend_on_the_split_either(what, drawn_among_some):
     if what == "entropy":
         more = {"entropy_coefficient": 0.3}
     elif what == "kl":
@@ -171,7 +174,8 @@ def test_what_is_added_to_the_loss_does_not_depend_on_the_split_either(what):
         more = {"penalty": full_penalty(1.0)[0]}
     else:
         more = {"interpolate": True, "correction": capped}
-    check_split(surrogate(build_loss(words.PpoClipLoss()), **more), weights.sequence_mean)
+    objective = surrogate(build_loss(words.PpoClipLoss()), **more)
+    check_split(objective, weights.sequence_mean, drawn_among_some=drawn_among_some)
 
 
 def test_one_segment_at_a_time_adds_up_to_the_whole_batch():
@@ -348,16 +352,19 @@ def test_the_gradient_of_the_entropy_bonus_is_the_slope_of_the_loss():
     close_fp32(one.optim_step().metrics["loss"], loss_at(0.0))
 
 
-def test_the_full_kl_penalty_is_that_of_the_whole_logits():
+@pytest.mark.parametrize("drawn_among_some", [False, True])
+def test_the_full_kl_penalty_is_that_of_the_whole_logits(drawn_among_some):
     batch = full_batch(2)
+    if drawn_among_some:
+        batch = truncated(batch, VOCAB_SIZE, 2)
     penalty, reference = full_penalty(0.9)
     one = trainer(tiny_model(0, torch.float64), surrogate(still, penalty=penalty), temperature=0.9)
     one.forward_backward(batch)
     found = gradients(one)
 
     model = tiny_model(0, torch.float64)
-    own_NV = plain_logits(model, batch, 0.9).log_softmax(-1)
-    other_NV = plain_logits(reference, batch, 0.9).log_softmax(-1).detach()
+    own_NV = over_supports(plain_logits(model, batch, 0.9), batch)
+    other_NV = over_supports(plain_logits(reference, batch, 0.9), batch).detach()
     divergence_N = (own_NV.exp() * (own_NV - other_NV)).sum(-1)
     loss = 0.7 * (divergence_N * chosen(batch, "weight_T")).sum()
     loss.backward()

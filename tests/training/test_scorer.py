@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from millrace.models.logprobs import chosen_logprobs
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
-from tests.training.pieces import random_batch, tiny_model
+from tests.data.pieces import outside, truncated
+from tests.training.pieces import VOCAB_SIZE, plain_logits, random_batch, tiny_model
 
 
 def scorer(seed: int = 3, *, temperature: float = 0.8, max_tokens: int = 1000) -> ModelScorer:
@@ -53,6 +55,24 @@ def test_the_size_of_a_forward_changes_nothing():
     small = scorer(max_tokens=int(batch.length_B.max()))
     close_fp32(small.logprobs(batch), scorer().logprobs(batch))
     close_fp32(small.squares(batch), scorer().squares(batch))
+
+
+def test_numbers_are_over_what_each_token_was_drawn_among():
+    batch, one = truncated(random_batch(4), VOCAB_SIZE, 4), scorer(max_tokens=12)
+    mask_T = batch.action_mask_T
+    logprob_NV = (
+        plain_logits(tiny_model(3), batch, 0.8)
+        .masked_fill(outside(batch.chosen_support, VOCAB_SIZE), -1e9)
+        .log_softmax(-1)
+    )
+    expected_N = logprob_NV.gather(1, batch.token_T[mask_T][:, None])[:, 0]
+    close_fp32(one.logprobs(batch)[mask_T], expected_N)
+    close_fp32(one.squares(batch)[mask_T], logprob_NV.exp().square().sum(-1), rtol=1e-4)
+    assert (expected_N - scorer().logprobs(random_batch(4))[mask_T]).max() > 1.0
+    wrong = truncated(random_batch(4), VOCAB_SIZE, 4)
+    wrong.support.token_M[:] = 0
+    with pytest.raises(ValueError, match=r"the support of target_N\[\d+\] lacks the target itself"):
+        one.logprobs(wrong)
 
 
 def test_no_graph_is_kept():

@@ -1,0 +1,196 @@
+"""`millrace serve`: a model behind HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from millrace.inference.server.limits import Limits
+    from millrace.inference.server.service import Served
+    from millrace.models.load import Model
+
+# A request of this length is served however little memory is free.
+SURE_TOKENS = 8192
+
+Folder = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A run's folder, or a model's (config.json, .safetensors).")
+]
+Checkpoint = Annotated[
+    str | None, typer.Option(metavar="best|last|NAME", help="Which of a run's; the best by default.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen on; any but this machine's needs a token.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Token = Annotated[
+    str | None,
+    typer.Option(envvar="MILLRACE_TOKEN", help="Clients must send it: Authorization: Bearer TOKEN."),
+]
+ServedName = Annotated[
+    str | None, typer.Option(help="By which clients ask for the model; its folder's name by default.")
+]
+MaxConcurrent = Annotated[int, typer.Option(min=1, help="Samples drawn at the same time.")]
+MaxWaiting = Annotated[int, typer.Option(min=1, help="Samples that may wait; more get 429.")]
+CacheTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=64,
+        help="Tokens whose keys and values are kept; by default what a quarter of the free memory holds.",
+    ),
+]
+Precision = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    typer.Option(help="Of the weights; the run's, or bfloat16 on CUDA and float32 elsewhere."),
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")]
+WeightsRoot = Annotated[
+    Path | None, typer.Option(help="Folder below which /load_weights may read; without it, nothing.")
+]
+
+
+def serve(
+    model: Folder,
+    checkpoint: Checkpoint = None,
+    *,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token: Token = None,
+    served_name: ServedName = None,
+    max_concurrent: MaxConcurrent = 256,
+    max_waiting: MaxWaiting = 1024,
+    cache_tokens: CacheTokens = None,
+    precision: Precision = None,
+    device: Device = "auto",
+    weights_root: WeightsRoot = None,
+) -> None:
+    """Answer OpenAI's requests, and those of a trainer, until SIGTERM or Ctrl-C."""
+    from millrace.config.recipe import ConfigError
+    from millrace.inference.server.address import bind, check_address
+
+    # What is wrong here shows before the seconds it takes to load a model.
+    if weights_root is not None and not weights_root.is_dir():
+        raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
+    try:
+        check_address(host, token)
+        listening = bind(host, port)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    with listening:
+        from millrace.inference.server.limits import Limits
+
+        served = open_served(
+            model,
+            checkpoint,
+            name=served_name,
+            max_concurrent=max_concurrent,
+            max_waiting=max_waiting,
+            cache_tokens=cache_tokens,
+            precision=precision,
+            device=device,
+            weights_root=weights_root,
+        )
+        limits = Limits(token=token, max_concurrent=max_concurrent + max_waiting)
+        _listen(served, limits, max_waiting, listening)
+
+
+def _listen(served: Served, limits: Limits, max_samples: int, listening: socket) -> None:
+    from millrace.inference.server.run import Server
+    from millrace.inference.server.service import Service
+
+    def ready(url: str) -> None:
+        typer.echo(
+            f"{served.name} answers at {url}/v1 (a prompt and its answer have at most {served.max_length:,} "
+            "tokens); Ctrl-C ends it"
+        )
+
+    Server(Service(served, max_samples=max_samples), limits, ready=ready).run([listening])
+
+
+def open_served(
+    model: str,
+    checkpoint: str | None,
+    *,
+    name: str | None,
+    max_concurrent: int,
+    max_waiting: int,
+    cache_tokens: int | None,
+    precision: str | None,
+    device: str,
+    weights_root: Path | None,
+) -> Served:
+    """Load a model and put an engine around it; see the options of `serve`.
+
+    Raises:
+        ValueError, RuntimeError: the run or the model cannot be read; the message says why.
+    """
+    import os
+
+    import torch
+
+    from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids
+    from millrace.inference.async_engine import AsyncEngine
+    from millrace.inference.engine import PagedEngine
+    from millrace.inference.server.service import Served
+    from millrace.models.decoding import prepare
+    from millrace.models.load import load_model
+    from millrace.orchestration.build import choose_device
+
+    folder, of_run, template = _find(Path(model), checkpoint)
+    where = choose_device(device)
+    dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    weights = load_model(folder, dtype=dtype).to(where).requires_grad_(False)
+    prepare(weights)
+    # One for the engine's thread and one for the server's: a tokenizer is not made for two.
+    theirs, tokenizer = load_tokenizer(folder), load_tokenizer(folder)
+    vocab_size = weights.config.get_text_config().vocab_size
+    check_vocabulary(tokenizer, vocab_size)
+    num_slots, max_length = _lengths(weights, cache_tokens, max_concurrent)
+    engine = PagedEngine(
+        weights,
+        lambda token_ids: str(theirs.decode(token_ids, skip_special_tokens=True)),
+        max_cache_tokens=num_slots,
+        max_requests=max_concurrent,
+    )
+    return Served(
+        engine=AsyncEngine(engine, max_waiting=max_waiting),
+        tokenizer=tokenizer,
+        name=name or Path(model).resolve().name,
+        max_length=max_length,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        stop_token_ids=stop_token_ids(tokenizer, getattr(weights.generation_config, "eos_token_id", None)),
+        template=template,
+        weights_root=weights_root,
+    )
+
+
+def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
+    """The model's own folder; and of a run, its precision and the template of its prompts."""
+    from millrace.config.recipe import ConfigError, from_yaml
+    from millrace.data.chat import CHAT
+    from millrace.orchestration.run_folder import RunFolder, find_checkpoint, model_folder
+
+    if (path / "recipe.yaml").is_file():
+        run = RunFolder.open(path)
+        config = from_yaml(run.recipe.read_text(encoding="utf-8"), str(run.recipe))
+        folder = find_checkpoint(run, checkpoint or "best") / "model"
+        return folder, config.precision, config.data.template
+    if checkpoint is not None:
+        raise ConfigError(f"--checkpoint has no effect because {path} is a model and not a run; leave it out")
+    return model_folder(path), None, CHAT
+
+
+def _lengths(weights: Model, cache_tokens: int | None, max_concurrent: int) -> tuple[int, int]:
+    """Tokens of the cache, and of the longest request that it and the model allow."""
+    from millrace.config.engine import EngineConfig
+    from millrace.orchestration.memory import cache_tokens as tokens_that_fit
+
+    most = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or SURE_TOKENS
+    sizes = EngineConfig(cache_tokens=cache_tokens, max_requests=max_concurrent)
+    num_slots = tokens_that_fit(sizes, weights, min(most, SURE_TOKENS))
+    num_slots -= num_slots % sizes.block_size
+    return num_slots, min(most, num_slots)

@@ -1,0 +1,384 @@
+"""Many callers, one engine: a thread steps it, coroutines submit requests and read what they draw.
+
+What callers ask for between steps (abort, pause, new weights, ...) is put into a mailbox, which the thread
+empties before each step: the engine has one owner, and requests in flight see a change between two tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from millrace.inference.engine import EngineStats, KvPolicy, PagedEngine, PauseMode, Tag
+from millrace.inference.request import Request
+from millrace.types import Completion, SamplingParams
+
+T = TypeVar("T")
+
+
+class EngineFull(RuntimeError):
+    """More requests wait than the engine was built to queue; try again later."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine has stopped; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Tokens that a request drew since the last piece.
+
+    Attributes:
+        token_ids: at least one.
+        logprobs: float32, one a token.
+        versions: int32, the weight version that drew each.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+class Stream:
+    """One request as its caller sees it: an asynchronous iterator over pieces, and the completion in the end.
+
+    Leaving the iterator does not end the request; `AsyncEngine.abort` does.
+    """
+
+    def __init__(self, id: str, loop: asyncio.AbstractEventLoop) -> None:
+        """The stream of request `id`, read in `loop`."""
+        self.id = id
+        self.loop = loop
+        self.abandoned = False
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._completion: asyncio.Future[Completion] = loop.create_future()
+        # An abandoned stream's failure is nobody's to hear of.
+        self._completion.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        piece = await self._pieces.get()
+        if piece is None:
+            self._pieces.put_nowait(None)
+            raise StopAsyncIteration
+        return piece
+
+    async def completion(self) -> Completion:
+        """The whole completion, once the request has ended.
+
+        Raises:
+            EngineClosed: the engine failed before that.
+        """
+        return await asyncio.shield(self._completion)
+
+    def put(self, piece: Piece | None, completion: Completion | None, error: Exception | None) -> None:
+        """From the loop's own thread: hand over what the engine's thread has found."""
+        if piece is not None:
+            self._pieces.put_nowait(piece)
+        if completion is None and error is None:
+            return
+        self._pieces.put_nowait(None)
+        if self._completion.done():
+            return
+        if error is not None:
+            self._completion.set_exception(error)
+        elif completion is not None:
+            self._completion.set_result(completion)
+
+
+@dataclass(slots=True)
+class _Call:
+    """Something to do in the engine's thread between two steps."""
+
+    action: Callable[[], Any]
+    result: Future[Any]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request's stream, the request once the engine has it, and how much of it the stream was given."""
+
+    stream: Stream
+    request: Request | None = None
+    num_given: int = 0
+
+
+class AsyncEngine:
+    """A thread around a PagedEngine. Use it as an asynchronous context manager."""
+
+    def __init__(self, engine: PagedEngine, *, max_waiting: int = 1_024) -> None:
+        """An engine that refuses requests while `max_waiting` of them wait for a row."""
+        self._engine = engine
+        self._max_waiting = max_waiting
+        self._mailbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._live: dict[str, _Live] = {}
+        self._num_submitted = 0
+        self._num_unseen = 0
+        self._lock = threading.Lock()
+        self._closed: str | None = "it was not started; use `async with`"
+        self._finished: list[Future[None]] = []
+        self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
+
+    async def __aenter__(self) -> AsyncEngine:
+        self._closed = None
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closed = self._closed or "it was closed"
+        self._mailbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that draw now."""
+        return self._engine.version
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done."""
+        return self._engine.stats()
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, id: str | None = None, priority: int = 0
+    ) -> Stream:
+        """Queue one request; see `submit_siblings`."""
+        return self.submit_siblings(prompt, [params], ids=None if id is None else [id], priority=priority)[0]
+
+    def submit_siblings(
+        self,
+        prompt: Sequence[int],
+        params: Sequence[SamplingParams],
+        *,
+        ids: Sequence[str] | None = None,
+        priority: int = 0,
+    ) -> list[Stream]:
+        """Queue samples of one prompt, which is computed once for all of them.
+
+        Args:
+            prompt: its tokens.
+            params: how to draw, one entry a sample.
+            ids: a name for each sample that no unfinished request has; made up without them.
+            priority: lower goes first.
+
+        Raises:
+            ValueError: a request cannot be served, or an id is taken.
+            EngineFull: too many requests wait.
+            EngineClosed: the engine has stopped.
+        """
+        self._require_open()
+        for wanted in params:
+            self._engine.check_request("the prompt", prompt, wanted)
+        with self._lock:
+            taken = next((id for id in ids or () if id in self._live), None)
+            if taken is not None:
+                raise ValueError(f"request id {taken!r} is taken by an unfinished request; choose another")
+            num_waiting = self._engine.stats().num_waiting + self._num_unseen
+            if num_waiting + len(params) > self._max_waiting:
+                raise EngineFull(
+                    f"{num_waiting} requests wait; the engine queues at most {self._max_waiting}"
+                )
+            self._num_submitted += 1
+            self._num_unseen += len(params)
+            names = list(ids) if ids is not None else self._names(len(params))
+            lives = [_Live(Stream(name, asyncio.get_running_loop())) for name in names]
+            self._live.update(zip(names, lives, strict=True))
+
+        def add() -> None:
+            with self._lock:
+                self._num_unseen -= len(params)
+            try:
+                requests = self._engine.add(prompt, params, ids=names, priority=priority)
+            except Exception as error:
+                for live in lives:
+                    self._end(live, None, error)
+                raise
+            for request, live in zip(requests, lives, strict=True):
+                live.request = request
+
+        self._mailbox.put(_Call(add, Future()))
+        return [live.stream for live in lives]
+
+    async def abort(self, id: str) -> Completion | None:
+        """End a request now and give what it drew; None if no unfinished request has this name."""
+
+        def action() -> Completion | None:
+            live = self._live.get(id)
+            if live is None:
+                return None
+            completion = self._engine.abort(id)
+            assert completion is not None
+            self._hand_over(live, completion)
+            return completion
+
+        return await self._call(action)
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float = 600.0) -> None:
+        """Stop computing until `resume`; see `PagedEngine.pause`.
+
+        Raises:
+            TimeoutError: with mode finish, the running requests did not end in time; they go on.
+        """
+        if mode != "finish":
+            await self._call(lambda: self._pause_at_once(mode))
+            return
+        idle: Future[None] = Future()
+        await self._call(lambda: self._finish_then(idle))
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(idle), timeout_s)
+        except TimeoutError:
+            num = self._engine.stats().num_running
+            await self.resume()
+            raise TimeoutError(
+                f"pause(finish) waited {timeout_s:g} s for {num} running requests to end; they go on"
+            ) from None
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+        def action() -> None:
+            self._finished.clear()
+            self._engine.resume()
+
+        await self._call(action)
+
+    async def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, kv: KvPolicy = "recompute"
+    ) -> None:
+        """Replace every weight between two steps; see `PagedEngine.load_weights`."""
+        await self._call(lambda: self._engine.load_weights(named_tensors, version, kv=kv))
+
+    async def fingerprint(self) -> dict[str, str]:
+        """A checksum of each weight as the engine holds it."""
+        return await self._call(self._engine.fingerprint)
+
+    async def sleep(self, tags: Collection[Tag]) -> None:
+        """Give memory back; see `PagedEngine.sleep`."""
+        await self._call(lambda: self._engine.sleep(tags))
+
+    async def wake(self, tags: Collection[Tag]) -> None:
+        """Take the memory again; see `PagedEngine.wake`."""
+        await self._call(lambda: self._engine.wake(tags))
+
+    async def check(self) -> None:
+        """Prove that blocks, tables and queues agree; see `PagedEngine.check`."""
+        await self._call(self._engine.check)
+
+    async def _call(self, action: Callable[[], T]) -> T:
+        """Do something in the engine's thread between two steps."""
+        self._require_open()
+        call = _Call(action, Future())
+        self._mailbox.put(call)
+        result: T = await asyncio.wrap_future(call.result)
+        return result
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise EngineClosed(f"the engine takes no requests: {self._closed}")
+
+    def _names(self, num: int) -> list[str]:
+        return [f"request-{self._num_submitted}-{sample}" for sample in range(num)]
+
+    # ---- in the engine's thread
+
+    def _run(self) -> None:
+        reason = "it was closed"
+        try:
+            while self._empty_mailbox():
+                self._give(self._engine.step())
+            self._pause_at_once("abort")
+        except Exception as error:  # every waiting caller must hear of it, whatever it was
+            reason = f"its thread failed: {type(error).__name__}: {error}"
+        self._closed = reason
+        self._end_everything(reason)
+
+    def _empty_mailbox(self) -> bool:
+        """Do what was asked for, waiting for more if nothing can be computed; False if it is time to stop."""
+        while True:
+            self._report_idle()
+            try:
+                call = self._mailbox.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            if not call.result.set_running_or_notify_cancel():
+                continue
+            try:
+                call.result.set_result(call.action())
+            except Exception as error:  # the caller's, and nobody else's
+                call.result.set_exception(error)
+
+    def _pause_at_once(self, mode: PauseMode) -> None:
+        self._engine.pause(mode)
+        for live in list(self._live.values()):
+            if live.request is not None and live.request.finish_reason is not None:
+                self._hand_over(live, self._engine.completion(live.request))
+
+    def _finish_then(self, idle: Future[None]) -> None:
+        self._engine.stop_admitting()
+        self._finished.append(idle)
+
+    def _report_idle(self) -> None:
+        if self._finished and not self._engine.stats().num_running:
+            self._engine.pause("keep")
+            for idle in self._finished:
+                idle.set_result(None)
+            self._finished.clear()
+
+    def _give(self, touched: Sequence[Request]) -> None:
+        """Hand the new tokens of these requests to their streams."""
+        for request in touched:
+            live = self._live[request.id]
+            if request.finish_reason is not None:
+                self._hand_over(live, self._engine.completion(request))
+                continue
+            token_L, logprob_L, version_L = self._engine.drawn(request, live.num_given)
+            live.num_given += len(token_L)
+            self._tell(live.stream, Piece(tuple(token_L.tolist()), logprob_L, version_L), None, None)
+
+    def _hand_over(self, live: _Live, completion: Completion) -> None:
+        rest = slice(live.num_given, None)
+        if len(completion.token_ids) > live.num_given:
+            piece = Piece(completion.token_ids[rest], completion.logprobs[rest], completion.versions[rest])
+            self._tell(live.stream, piece, None, None)
+        self._end(live, completion, None)
+
+    def _end(self, live: _Live, completion: Completion | None, error: Exception | None) -> None:
+        del self._live[live.stream.id]
+        self._tell(live.stream, None, completion, error)
+
+    def _tell(
+        self, stream: Stream, piece: Piece | None, completion: Completion | None, error: Exception | None
+    ) -> None:
+        try:
+            stream.loop.call_soon_threadsafe(stream.put, piece, completion, error)
+        except RuntimeError:
+            # Its loop is closed, so nobody reads this stream any more; the others go on.
+            stream.abandoned = True
+
+    def _end_everything(self, reason: str) -> None:
+        closed = EngineClosed(f"the engine stopped: {reason}")
+        for live in list(self._live.values()):
+            self._end(live, None, closed)
+        for idle in self._finished:
+            idle.set_exception(closed)
+        while not self._mailbox.empty():
+            call = self._mailbox.get()
+            if call is not None and call.result.set_running_or_notify_cancel():
+                call.result.set_exception(closed)

@@ -1,0 +1,111 @@
+"""From final hidden states to tokens: the part of a step after the forward.
+
+T = packed tokens of a step, B = rows that compute, N = rows that draw, V = vocabulary, D = model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.inference import sampler
+from millrace.inference.graphs import Inputs
+from millrace.inference.request import Request, RequestTable
+from millrace.inference.results import Results
+from millrace.inference.runner import Runner
+from millrace.inference.scheduler import Plan
+from millrace.kernels.token_logprob import token_logprob
+from millrace.models.logprobs import output_head
+
+# Logits that are made at once to draw from, in elements: 128 MiB of float32.
+DRAW_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """What a step drew.
+
+    Attributes:
+        requests: who drew, in the order of the plan.
+        token_N: a token each; meaningless for those that failed.
+        logprob_N: its log-probability, float32.
+        failed: requests whose logits were not finite, and why.
+    """
+
+    requests: list[Request]
+    token_N: np.ndarray
+    logprob_N: np.ndarray
+    failed: list[tuple[Request, str]]
+
+
+class Drawing:
+    """The sampling parameters of the running requests, and what is drawn with them."""
+
+    def __init__(self, runner: Runner, table: RequestTable, results: Results, vocab_size: int) -> None:
+        """Draw for the rows of `table` from the logits of `runner`; extras go to `results`."""
+        num_rows = len(table.requests)
+        self._runner = runner
+        self._table = table
+        self._results = results
+        self._sampling = sampler.SamplingTable(num_rows, vocab_size, runner.device)
+        self._chunk = max(1, DRAW_ELEMENTS // vocab_size)
+        # Whose parameters stand in each row of the sampling table.
+        self._arrival_R = np.full(num_rows, -1, dtype=np.int64)
+
+    def draw(self, plan: Plan, inputs: Inputs, hidden_TD: Tensor) -> Drawn:
+        """A token and its log-probability for each row that draws."""
+        table, row_N = self._table, plan.draw_row_N
+        requests = [request for row in row_N.tolist() if (request := table.requests[row]) is not None]
+        new_N = np.flatnonzero(table.arrival_R[row_N] != self._arrival_R[row_N])
+        if len(new_N):
+            self._sampling.put(row_N[new_N].tolist(), [requests[n].params for n in new_N.tolist()])
+            self._arrival_R[row_N[new_N]] = table.arrival_R[row_N[new_N]]
+        index_N = inputs.last_B[torch.from_numpy(plan.draw_from_N).to(inputs.last_B.device)]
+        token_N, logprob_N = np.zeros(len(row_N), np.int64), np.zeros(len(row_N), np.float32)
+        failed: list[tuple[Request, str]] = []
+        for first in range(0, len(row_N), self._chunk):
+            part = slice(first, first + self._chunk)
+            found = self._draw_part(row_N[part], self._runner.logits(hidden_TD[index_N[part]]))
+            token_N[part], logprob_N[part] = found.token_N, found.logprob_N
+            for n, support in enumerate(found.support or ()):
+                if support is not None:
+                    self._results.add_support(requests[first + n], support, float(found.log_mass_N[n]))
+            for n in (first + np.flatnonzero(~found.finite_N)).tolist():
+                layer = self._runner.first_nonfinite(inputs, int(plan.draw_from_N[n]))
+                failed.append((requests[n], f"its logits are not finite, first in {layer}"))
+        return Drawn(requests, token_N, logprob_N, failed)
+
+    def _draw_part(self, row_N: np.ndarray, logit_NV: Tensor) -> sampler.Drawn:
+        table = self._table
+        position_N = table.num_tokens_R[row_N] - table.num_prompt_R[row_N]
+
+        def history(n: int) -> tuple[np.ndarray, np.ndarray]:
+            row = row_N[n]
+            known_L, num_prompt = table.token_RL[row, : table.num_tokens_R[row]], table.num_prompt_R[row]
+            return known_L[:num_prompt], known_L[num_prompt:]
+
+        return self._sampling.draw(logit_NV, row_N, position_N, history)
+
+    def score_prompts(self, plan: Plan, inputs: Inputs, hidden_TD: Tensor) -> None:
+        """Log-probabilities of prompt tokens, for the requests that asked for them."""
+        first_B = inputs.rows.first_B.tolist()
+        for b, row in enumerate(plan.row_B.tolist()):
+            request = self._table.requests[row]
+            if request is None or not request.params.prompt_logprobs:
+                continue
+            known = self._results.num_prompt_logprobs(request)
+            start = int(plan.start_B[b])
+            stop = min(start + int(plan.count_B[b]), len(request.prompt) - 1)
+            if stop <= known:
+                continue
+            # After a preemption the prompt is computed again; what is known of it is left out.
+            hidden_ND = hidden_TD[first_B[b] + known - start : first_B[b] + stop - start]
+            target_N = torch.tensor(request.prompt[known + 1 : stop + 1], device=hidden_TD.device)
+            plain = request.params.logprobs == "raw" or request.params.temperature == 0
+            temperature = 1.0 if plain else request.params.temperature
+            head = output_head(self._runner.model)
+            logprob_N, _ = token_logprob(hidden_ND, head, target_N, temperature=temperature)
+            self._results.add_prompt_logprobs(request, logprob_N.float().cpu().numpy())

@@ -1,0 +1,417 @@
+"""The paged engine: continuous batching over the trainer's own module, and the verbs reinforcement needs.
+
+A step is: the scheduler's plan, one forward, one draw, commit. Everything that takes time per token is an
+array over rows; a request is touched alone only when it begins, ends, or asked for something special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.inference.drawing import Drawing
+from millrace.inference.request import Request
+from millrace.inference.results import Results
+from millrace.inference.runner import Runner
+from millrace.inference.sampler import check_vocabulary
+from millrace.inference.scheduler import Scheduler
+from millrace.inference.weights import load_in_place, release_weights, restore_weights
+from millrace.models.load import Model
+from millrace.transport.fingerprint import fingerprint
+from millrace.types import Completion, SamplingParams
+
+PauseMode = Literal["finish", "abort", "keep"]
+Tag = Literal["weights", "kv_cache"]
+KvPolicy = Literal["keep", "recompute"]
+
+
+class RequestFailed(RuntimeError):
+    """A request of a `generate` call failed; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine holds and has done.
+
+    Attributes:
+        num_running: requests that have a row.
+        num_waiting: requests that have none yet.
+        kv_usage: share of the pool's blocks that running requests hold, in [0, 1].
+        prefix_queries: prompt tokens looked up in the prefix cache so far.
+        prefix_hits: those of them that were found there.
+        num_preemptions: times a running request gave its blocks back.
+        prompt_tokens: of all requests so far.
+        generation_tokens: drawn so far.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+class PagedEngine:
+    """Continuous batching over a paged cache. One thread owns it; `AsyncEngine` lets many talk to it."""
+
+    def __init__(
+        self,
+        model: Model,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        max_cache_tokens: int = 262_144,
+        block_size: int = 16,
+        max_batch_tokens: int = 8_192,
+        max_requests: int = 1_024,
+        prefix_caching: bool = True,
+        cuda_graphs: bool = False,
+        version: int = 0,
+    ) -> None:
+        """An engine over `model`, which it owns from now on.
+
+        Args:
+            model: a model from `models.load`.
+            decode: tokens to text, special tokens left out.
+            max_cache_tokens: slots of the pool.
+            block_size: slots of a block.
+            max_batch_tokens: tokens of one forward.
+            max_requests: requests that run at once.
+            prefix_caching: whether prompts that begin alike share what was computed of them.
+            cuda_graphs: whether decode steps are replayed as CUDA graphs.
+            version: of the weights as they are.
+
+        Raises:
+            ValueError: CUDA graphs are asked for a model that is not on a CUDA device.
+        """
+        text = model.config.get_text_config()
+        num_blocks = max(1, max_cache_tokens // block_size)
+        self.version = version
+        self._model = model
+        self._vocab_size = int(text.vocab_size)
+        max_length = int(getattr(text, "max_position_embeddings", 0) or 1 << 31)
+        if cuda_graphs and model.device.type != "cuda":
+            raise ValueError(f"cuda_graphs is on but the model is on {model.device}; turn it off")
+        self._runner = Runner(
+            model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_graph_rows=max_requests if cuda_graphs else 0,
+            max_length=min(max_length, num_blocks * block_size),
+        )
+        self._scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch_tokens=max_batch_tokens,
+            max_requests=max_requests,
+            max_length=max_length,
+            prefix_caching=prefix_caching,
+        )
+        self._scheduler.version = version
+        self._results = Results(decode)
+        self._drawing = Drawing(self._runner, self._scheduler.table, self._results, self._vocab_size)
+        self._requests: dict[str, Request] = {}
+        self._num_special = 0
+        self._asleep: set[str] = set()
+        self._shapes: dict[str, torch.Size] = {}
+        self._weights_missing = False
+        self._next_id = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Draw one completion for each prompt, in order; see `protocols.Engine`. Equal prompts share.
+
+        Raises:
+            ValueError: a request cannot be served; none of them is begun.
+            RequestFailed: the model gave logits that are not finite; the other requests are finished first.
+            RuntimeError: the engine is paused or asleep.
+        """
+        if len(prompts) != len(params):
+            raise ValueError(f"{len(prompts)} prompts were given with {len(params)} sampling parameters")
+        self._require_awake()
+        if self._scheduler.paused != "no":
+            raise RuntimeError("the engine is paused; call resume() before generate()")
+        pairs = list(zip(prompts, params, strict=True))
+        for index, (prompt, wanted) in enumerate(pairs):
+            self.check_request(f"prompt {index}", prompt, wanted)
+        requests = [self._new(prompt, wanted) for prompt, wanted in pairs]
+        self._scheduler.add(requests)
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                self._scheduler.finish(request, "abort")  # of those that ended it changes nothing
+            texts: dict[tuple[int, ...], str] = {}
+            completions = [self.completion(request, texts) for request in requests]
+        for index, completion in enumerate(completions):
+            if completion.finish_reason == "error":
+                raise RequestFailed(f"prompt {index} of {len(prompts)} failed: {completion.reason}")
+        return completions
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: Sequence[SamplingParams],
+        *,
+        ids: Sequence[str] | None = None,
+        priority: int = 0,
+    ) -> list[Request]:
+        """Queue samples of one prompt, which is computed once for all of them; `step` works on them.
+
+        Args:
+            prompt: its tokens.
+            params: how to draw, one entry a sample.
+            ids: a name for each sample that no unfinished request has; made up without them.
+            priority: lower goes first.
+
+        Raises:
+            ValueError: a request cannot be served, or an id is taken; none is queued.
+        """
+        taken = next((id for id in ids or () if id in self._requests), None)
+        if taken is not None or len(set(ids or ())) < len(ids or ()):
+            name = repr(taken) if taken is not None else "given twice"
+            raise ValueError(f"request id {name} is taken by an unfinished request; choose another")
+        for wanted in params:
+            self.check_request("the prompt", prompt, wanted)
+        names = ids if ids is not None else [None] * len(params)
+        requests = [
+            self._new(prompt, p, id=id, priority=priority) for p, id in zip(params, names, strict=True)
+        ]
+        self._scheduler.add(requests)
+        return requests
+
+    def completion(self, request: Request, texts: dict[tuple[int, ...], str] | None = None) -> Completion:
+        """What an ended request drew; the engine forgets it.
+
+        Args:
+            request: has ended.
+            texts: texts of token sequences that are known; a new one is added.
+        """
+        if self._requests.pop(request.id, None) is not None:
+            self._num_special -= _is_special(request.params)
+        return self._results.completion(request, {} if texts is None else texts)
+
+    def drawn(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, log-probabilities and versions that a request drew, from the one numbered `first` on."""
+        table, row = self._scheduler.table, request.row
+        if row < 0:
+            return request.drawn[first:], request.logprobs[first:], request.versions[first:]
+        part = slice(len(request.prompt) + first, int(table.num_tokens_R[row]))
+        columns = (table.token_RL, table.logprob_RL, table.version_RL)
+        token_L, logprob_L, version_L = (column[row, part].copy() for column in columns)
+        return token_L, logprob_L, version_L
+
+    def abort(self, id: str) -> Completion | None:
+        """End a request now and give what it drew; None if no unfinished request has this name."""
+        request = self._requests.get(id)
+        if request is None:
+            return None
+        self._scheduler.finish(request, "abort")
+        return self.completion(request)
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """Compute one step.
+
+        Returns:
+            the requests that drew a token or failed.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
+        self._require_awake()
+        scheduler, runner = self._scheduler, self._runner
+        plan = scheduler.schedule()
+        if plan is None:
+            return []
+        runner.copy_blocks(plan.copy_from_M, plan.copy_to_M)
+        inputs = runner.inputs(scheduler.table, plan)
+        hidden_TD = runner.hidden(inputs)
+        if self._num_special:
+            self._drawing.score_prompts(plan, inputs, hidden_TD)
+        drawn = self._drawing.draw(plan, inputs, hidden_TD)
+        for request, why in drawn.failed:
+            scheduler.finish(request, "error", why)
+        scheduler.commit(plan, drawn.token_N, drawn.logprob_N, self.version)
+        self._generation_tokens += len(drawn.token_N) - len(drawn.failed)
+        if self._num_special:
+            self._stop_at_text(drawn.requests)
+        return drawn.requests
+
+    def _stop_at_text(self, drawing: Sequence[Request]) -> None:
+        """End the requests whose text now holds one of their stop strings."""
+        for request in drawing:
+            if not request.params.stop or request.finish_reason not in (None, "length"):
+                continue
+            if self._results.ends_in_stop(request, self.drawn(request)[0].tolist()):
+                self._scheduler.finish(request, "stop")
+                request.finish_reason = "stop"  # not "length", where the last token completed the text
+
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, kv: KvPolicy = "recompute"
+    ) -> None:
+        """Replace every weight in place, also while requests are in flight; see `protocols.Engine`.
+
+        Args:
+            named_tensors: every weight once.
+            version: tokens drawn from now on carry it.
+            kv: `recompute` computes the keys and values of requests in flight again with the new weights;
+                `keep` goes on with those of the old ones.
+        """
+        if "weights" in self._asleep:
+            raise RuntimeError('the weights are asleep; call wake(["weights"]) before load_weights()')
+        if kv not in get_args(KvPolicy):
+            raise ValueError(f"kv is {kv!r}; it must be keep or recompute")
+        load_in_place(self._model, named_tensors)
+        self.version, self._weights_missing = version, False
+        if kv == "recompute":
+            self._scheduler.preempt_all()
+        self._scheduler.restart_prefix(version)
+
+    def fingerprint(self) -> dict[str, str]:
+        """A checksum of each weight as the engine holds it."""
+        if "weights" in self._asleep:
+            raise RuntimeError('the weights are asleep; call wake(["weights"]) before fingerprint()')
+        return fingerprint(self._model.named_parameters())
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop computing until `resume`.
+
+        Args:
+            mode: `finish` first lets the running requests end (the waiting ones wait), `abort` ends all
+                requests with what they drew, `keep` freezes them.
+        """
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode is {mode!r}; it must be finish, abort or keep")
+        if mode == "abort":
+            for request in list(self._requests.values()):
+                self._scheduler.finish(request, "abort")
+        if mode == "finish":
+            self.stop_admitting()
+            while self._scheduler.num_running:
+                self.step()
+        self._scheduler.paused = "all"
+
+    def stop_admitting(self) -> None:
+        """Go on with the running requests alone, until `resume`."""
+        self._scheduler.paused = "new"
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._scheduler.paused = "no"
+
+    def sleep(self, tags: Collection[Tag]) -> None:
+        """Give memory back: `weights`, `kv_cache` or both. Requests in flight keep their tokens.
+
+        After `wake`, keys and values are computed again, and weights must be delivered by `load_weights`.
+        """
+        self._check_tags(tags)
+        if "kv_cache" in tags and "kv_cache" not in self._asleep:
+            self._scheduler.preempt_all()
+            self._scheduler.cache.drop_all()
+            self._runner.release()
+        if "weights" in tags and "weights" not in self._asleep:
+            self._shapes = release_weights(self._model)
+            self._weights_missing = True
+        self._asleep |= set(tags)
+
+    def wake(self, tags: Collection[Tag]) -> None:
+        """Take the memory again that `sleep` gave back."""
+        self._check_tags(tags)
+        if "kv_cache" in tags and "kv_cache" in self._asleep:
+            self._runner.restore()
+        if "weights" in tags and "weights" in self._asleep:
+            restore_weights(self._model, self._shapes)
+            self._runner.forget_graphs()
+        self._asleep -= set(tags)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could compute something."""
+        scheduler = self._scheduler
+        if self._asleep or self._weights_missing or scheduler.paused == "all":
+            return False
+        return bool(scheduler.num_running or (scheduler.num_waiting and scheduler.paused == "no"))
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage=1 - scheduler.blocks.num_free / scheduler.blocks.num_blocks,
+            prefix_queries=scheduler.cache.num_queries,
+            prefix_hits=scheduler.cache.num_hits,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory that weights and keys and values hold now, by tag."""
+        weights = {
+            parameter.untyped_storage().data_ptr(): parameter for parameter in self._model.parameters()
+        }
+        held = sum(parameter.untyped_storage().nbytes() for parameter in weights.values())
+        return {"weights": held, "kv_cache": self._runner.pool_bytes}
+
+    def check(self) -> None:
+        """Prove that blocks, tables and queues agree.
+
+        Raises:
+            AssertionError: they do not; the message says where.
+        """
+        self._scheduler.check_invariants()
+
+    def _new(
+        self, prompt: Sequence[int], params: SamplingParams, *, id: str | None = None, priority: int = 0
+    ) -> Request:
+        if id is None:
+            self._next_id += 1
+            id = f"#{self._next_id}"
+        request = Request(id, tuple(prompt), params, priority=priority, version=self.version)
+        self._requests[id] = request
+        self._num_special += _is_special(params)
+        self._prompt_tokens += len(prompt)
+        return request
+
+    def check_request(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            ValueError: the prompt is empty, with `max_tokens` too long for the model or the cache, or holds a
+                token outside the vocabulary, or the parameters do.
+        """
+        self._scheduler.check(prompt, params)
+        check_vocabulary(params, self._vocab_size)
+        outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocab_size]
+        if outside:
+            raise ValueError(f"{name} holds token {outside[0]}; the vocabulary has {self._vocab_size} tokens")
+
+    def _check_tags(self, tags: Collection[str]) -> None:
+        unknown = sorted(set(tags) - set(get_args(Tag)))
+        if unknown or not tags:
+            raise ValueError(f"tags are {list(tags)}; they may be weights, kv_cache or both")
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            names = sorted(self._asleep)
+            raise RuntimeError(f"the engine's {' and '.join(names)} are asleep; call wake({names})")
+        if self._weights_missing:
+            raise RuntimeError("the engine has no weights since it slept; call load_weights()")
+
+
+def _is_special(params: SamplingParams) -> bool:
+    """Whether a request must be looked at in every step: its text, or its prompt's log-probabilities."""
+    return bool(params.stop) or params.prompt_logprobs

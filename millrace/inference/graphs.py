@@ -1,0 +1,153 @@
+"""Decode steps replayed as CUDA graphs: one launch for a forward of hundreds of kernels.
+
+A graph reads and writes fixed memory, so a step is copied into buffers that stay, filled up with rows that
+compute nothing anybody reads, to one of a few sizes; each size is recorded once.
+
+T = B = rows of a decode step, one token each, C = blocks of the longest row, D = model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace.kernels.paged_attention import PagedRows
+
+# Sizes that steps are filled up to: powers of two, then in steps of 64.
+LARGEST_POWER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One step as the model takes it.
+
+    Attributes:
+        token_T: tokens to compute, int64.
+        position_T: their positions, int64.
+        rows: where their keys and values go, and lie.
+        last_B: index of each row's last token.
+    """
+
+    token_T: Tensor
+    position_T: Tensor
+    rows: PagedRows
+    last_B: Tensor
+
+
+Forward = Callable[[Inputs], Tensor]
+# Records what a call does, and gives what repeats it and where its result then lies.
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+
+
+def record_cuda(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """A call as a CUDA graph; the call must not wait for the device."""
+    # Kernels are compiled and workspaces taken before anything is recorded.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph.replay, out
+
+
+class DecodeGraphs:
+    """Recorded forwards of steps in which every row computes one token."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        max_rows: int,
+        max_length: int,
+        block_size: int,
+        device: torch.device,
+        record: Record = record_cuda,
+    ) -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            forward: final hidden states [T, D] of a step; it reads its inputs where they are.
+            max_rows: rows of the largest step.
+            max_length: tokens of the longest row; the attention of a graph is laid out for it.
+            block_size: slots of a block.
+            device: where the buffers are.
+            record: makes a call repeatable.
+        """
+        self._forward = forward
+        self._record = record
+        self._max_length = max_length
+        size = bucket(max_rows)
+
+        def numbers(value: int, *more: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((size, *more), value, dtype=dtype, device=device)
+
+        rows = PagedRows(
+            block_BC=numbers(0, -(-max_length // block_size), dtype=torch.int32),
+            start_B=numbers(0),
+            first_B=torch.arange(size, device=device),
+            count_B=numbers(1),
+            slot_T=numbers(-1),
+            max_count=1,
+            max_length=max_length,
+        )
+        self._buffers = Inputs(numbers(0), numbers(0), rows, torch.arange(size, device=device))
+        self._replays: dict[int, tuple[Callable[[], None], Tensor]] = {}
+
+    def fits(self, inputs: Inputs) -> bool:
+        """Whether a step is one that can be replayed."""
+        rows = inputs.rows
+        return (
+            rows.max_count == 1
+            and rows.max_length <= self._max_length
+            and len(inputs.token_T) <= len(self._buffers.token_T)
+        )
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """Final hidden states of a step that fits, [T, D]; the next call writes over them."""
+        num = len(inputs.token_T)
+        size = bucket(num)
+        buffers = self._slice(size)
+        columns = inputs.rows.block_BC.shape[1]
+        buffers.rows.block_BC[:num, :columns].copy_(inputs.rows.block_BC)
+        pairs = (
+            (buffers.token_T, inputs.token_T, 0),
+            (buffers.position_T, inputs.position_T, 0),
+            (buffers.rows.start_B, inputs.rows.start_B, 0),
+            # What fills up is stored nowhere, and attends to one slot of some block.
+            (buffers.rows.slot_T, inputs.rows.slot_T, -1),
+        )
+        for buffer, given, rest in pairs:
+            buffer[:num].copy_(given)
+            buffer[num:].fill_(rest)
+        if size not in self._replays:
+            self._replays[size] = self._record(lambda: self._forward(buffers))
+        replay, hidden_TD = self._replays[size]
+        replay()
+        return hidden_TD[:num]
+
+    def _slice(self, size: int) -> Inputs:
+        """The first rows of the buffers."""
+        all_, rows = self._buffers, self._buffers.rows
+        part = PagedRows(
+            block_BC=rows.block_BC[:size],
+            start_B=rows.start_B[:size],
+            first_B=rows.first_B[:size],
+            count_B=rows.count_B[:size],
+            slot_T=rows.slot_T[:size],
+            max_count=1,
+            max_length=self._max_length,
+        )
+        return Inputs(all_.token_T[:size], all_.position_T[:size], part, all_.last_B[:size])
+
+
+def bucket(num_rows: int) -> int:
+    """The size that a step of so many rows is filled up to."""
+    if num_rows <= LARGEST_POWER:
+        return 1 << (num_rows - 1).bit_length()
+    return -(-num_rows // LARGEST_POWER) * LARGEST_POWER

@@ -1,0 +1,102 @@
+"""From what a request drew to a Completion: text, stop strings, supports, log-probabilities of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.inference.request import Request
+from millrace.types import Completion, Support
+
+# Tokens decoded to look for a stop string, for each of its characters and besides: a token may be a part of a
+# character, and the first of a window may be cut.
+WINDOW_TOKENS = 4
+WINDOW_MARGIN = 16
+
+
+@dataclass(slots=True)
+class _Extra:
+    """What few requests have."""
+
+    text: str | None = None
+    supports: list[np.ndarray] = field(default_factory=list)
+    log_masses: list[float] = field(default_factory=list)
+    prompt_logprobs: list[np.ndarray] = field(default_factory=list)
+
+
+class Results:
+    """What requests have besides their tokens, until they are handed over."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Results whose text comes from `decode` (special tokens left out)."""
+        self._decode = decode
+        self._extras: dict[str, _Extra] = {}
+
+    def add_support(self, request: Request, token_ids: np.ndarray, log_mass: float) -> None:
+        """Keep the tokens that a draw chose among, and the logarithm of their mass."""
+        extra = self._extra(request)
+        extra.supports.append(token_ids)
+        extra.log_masses.append(log_mass)
+
+    def add_prompt_logprobs(self, request: Request, logprob_N: np.ndarray) -> None:
+        """Keep the log-probabilities of the prompt's next tokens."""
+        self._extra(request).prompt_logprobs.append(logprob_N)
+
+    def num_prompt_logprobs(self, request: Request) -> int:
+        """How many of the prompt's log-probabilities are known."""
+        return sum(len(part) for part in self._extra(request).prompt_logprobs)
+
+    def ends_in_stop(self, request: Request, token_ids: Sequence[int]) -> bool:
+        """Whether the text of these tokens holds one of the request's stop strings; it is cut there then."""
+        stops = request.params.stop
+        if len(token_ids) < request.params.min_tokens:
+            return False
+        reach = WINDOW_MARGIN + WINDOW_TOKENS * max(map(len, stops))
+        if len(token_ids) > reach and not _first(self._decode(token_ids[-reach:]), stops):
+            return False
+        text = self._decode(token_ids)
+        found = _first(text, stops)
+        if found:
+            self._extra(request).text = text[: found[0]]
+        return bool(found)
+
+    def completion(self, request: Request, texts: dict[tuple[int, ...], str]) -> Completion:
+        """The completion of an ended request, which is forgotten here.
+
+        Args:
+            request: has ended.
+            texts: texts of token sequences that are known; a new one is added.
+        """
+        assert request.finish_reason is not None
+        extra = self._extras.pop(request.id, None) or _Extra()
+        token_ids = tuple(request.drawn.tolist())
+        if extra.text is None and token_ids not in texts:
+            texts[token_ids] = self._decode(token_ids)
+        support = None
+        if extra.supports:
+            support = Support(
+                np.concatenate(extra.supports).astype(np.int32),
+                np.array([len(ids) for ids in extra.supports], dtype=np.int32),
+                np.array(extra.log_masses, dtype=np.float32),
+            )
+        return Completion(
+            token_ids=token_ids,
+            logprobs=request.logprobs,
+            versions=request.versions,
+            finish_reason=request.finish_reason,
+            text=texts[token_ids] if extra.text is None else extra.text,
+            support=support,
+            prompt_logprobs=np.concatenate(extra.prompt_logprobs) if extra.prompt_logprobs else None,
+            reason=request.reason,
+        )
+
+    def _extra(self, request: Request) -> _Extra:
+        return self._extras.setdefault(request.id, _Extra())
+
+
+def _first(text: str, stops: Sequence[str]) -> list[int]:
+    """Where the first of the stop strings begins, as a list of one; empty without any."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return [min(found)] if found else []

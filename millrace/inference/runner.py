@@ -1,0 +1,163 @@
+"""From a plan to logits: one packed forward of the trainer's module over the paged pool.
+
+T = packed tokens of the step, B = rows that compute, N = rows that draw, M = blocks to copy, V = vocabulary,
+D = model width, S = slots of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from millrace.inference.graphs import DecodeGraphs, Inputs
+from millrace.inference.request import RequestTable
+from millrace.inference.scheduler import Plan
+from millrace.kernels.paged_attention import PagedRows, new_pool
+from millrace.models.attention import CacheShape, Paged
+from millrace.models.load import Model
+from millrace.models.logprobs import hidden_states, output_head
+
+
+class Runner:
+    """The model and the pool of keys and values that it writes and reads."""
+
+    def __init__(
+        self, model: Model, *, num_blocks: int, block_size: int, max_graph_rows: int = 0, max_length: int = 0
+    ) -> None:
+        """A pool for each layer, in the model's dtype, on its device.
+
+        Args:
+            model: a model from `models.load`.
+            num_blocks: blocks of the pool.
+            block_size: slots of a block.
+            max_graph_rows: decode steps of at most so many rows are replayed as CUDA graphs; 0 for none.
+            max_length: tokens of the longest request, for graphs.
+        """
+        like = next(model.parameters())
+        shape = CacheShape.of(model.config)
+        self.model = model
+        self.device = like.device
+        self._block_size = block_size
+        self._shape, self._num_blocks = shape, num_blocks
+        self._dtype = like.dtype
+        self._exact = output_head(model).tile is not None
+        self._pools: list[tuple[Tensor, Tensor]] = []
+        self._max_graph_rows, self._max_length = max_graph_rows, max_length
+        self._graphs: DecodeGraphs | None = None
+        self.restore()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory that keys and values hold now."""
+        return sum(pool.untyped_storage().nbytes() for pair in self._pools for pool in pair)
+
+    def inputs(self, table: RequestTable, plan: Plan) -> Inputs:
+        """Tokens, positions and slots of a plan, straight from the table's columns."""
+        count_B, start_B, row_B = plan.count_B, plan.start_B, plan.row_B
+        last_B = np.cumsum(count_B) - 1
+        first_B = last_B - count_B + 1
+        length_B = start_B + count_B
+        if len(count_B) == last_B[-1] + 1:  # every row computes one token, as in steady decode
+            row_T, position_T, place_T = row_B, start_B, np.arange(len(row_B))
+        else:
+            place_T = np.repeat(np.arange(len(row_B)), count_B)
+            row_T = row_B[place_T]
+            position_T = np.arange(len(place_T)) - (first_B - start_B)[place_T]
+        size, max_length = self._block_size, int(length_B.max())
+        block_BC = table.block_RC[row_B, : -(-max_length // size)]
+        slot_T = block_BC[place_T, position_T // size].astype(np.int64) * size + position_T % size
+        rows = PagedRows(
+            block_BC=self._tensor(block_BC),
+            start_B=self._tensor(start_B),
+            first_B=self._tensor(first_B),
+            count_B=self._tensor(count_B),
+            slot_T=self._tensor(slot_T),
+            max_count=int(count_B.max()),
+            max_length=max_length,
+            exact=self._exact,
+        )
+        token_T = table.token_RL[row_T, position_T].astype(np.int64)
+        return Inputs(self._tensor(token_T), self._tensor(position_T), rows, self._tensor(last_B))
+
+    def hidden(self, inputs: Inputs) -> Tensor:
+        """Final hidden states of the step's tokens, [T, D]; their keys and values are in the pool then."""
+        if self._graphs is not None and self._graphs.fits(inputs):
+            return self._graphs(inputs)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: Inputs) -> Tensor:
+        return hidden_states(self.model, inputs.token_T, inputs.position_T, Paged(self._pools, inputs.rows))
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits in float32 (float64 stays float64), [N, V]."""
+        return output_head(self.model).logits(hidden_ND)
+
+    def copy_blocks(self, from_M: np.ndarray, to_M: np.ndarray) -> None:
+        """Copy whole blocks of every layer."""
+        if not len(from_M):
+            return
+        source_M, target_M = self._tensor(from_M), self._tensor(to_M)
+        for pair in self._pools:
+            for pool in pair:
+                pool[target_M] = pool[source_M]
+
+    def release(self) -> None:
+        """Give the pool's memory back; nothing can be computed until `restore`."""
+        self._pools, self._graphs = [], None
+
+    def restore(self) -> None:
+        """Take the memory; the pool is empty."""
+        shape = self._shape
+        self._pools = [
+            new_pool(
+                self._num_blocks,
+                shape.num_heads,
+                self._block_size,
+                shape.width,
+                dtype=self._dtype,
+                device=self.device,
+            )
+            for _ in range(shape.num_layers)
+        ]
+        self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Record decode steps anew: weights or pool lie elsewhere now."""
+        if self._max_graph_rows:
+            self._graphs = DecodeGraphs(
+                self._forward,
+                max_rows=self._max_graph_rows,
+                max_length=self._max_length,
+                block_size=self._block_size,
+                device=self.device,
+            )
+
+    def first_nonfinite(self, inputs: Inputs, b: int) -> str:
+        """The first module whose output for the tokens of row `b` is not finite, computing the step again."""
+        found: list[str] = []
+        row = slice(int(inputs.rows.first_B[b]), int(inputs.last_B[b]) + 1)
+
+        def look(name: str) -> Any:
+            def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+                tensor = output[0] if isinstance(output, tuple) else output
+                shaped = isinstance(tensor, Tensor) and tensor.dim() == 3 and not found
+                if shaped and not bool(tensor[0, row].isfinite().all()):
+                    found.append(name)
+
+            return hook
+
+        handles = [
+            module.register_forward_hook(look(name)) for name, module in self.model.named_modules() if name
+        ]
+        try:
+            self._forward(inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0] if found else "the output head"
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

@@ -1,0 +1,89 @@
+"""The application: every route over one model, behind the door."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+
+from millrace import __version__
+from millrace.inference.async_engine import EngineClosed
+from millrace.inference.server.errors import ApiError, Json, install
+from millrace.inference.server.limits import Door, Limits
+from millrace.inference.server.openai import OpenAI
+from millrace.inference.server.prompts import check_model, conversation, texts
+from millrace.inference.server.rl import Verbs
+from millrace.inference.server.schemas import DetokenizeBody, TokenizeBody
+from millrace.inference.server.service import Service
+
+HEALTH_TIMEOUT_S = 30.0
+
+
+def create_app(service: Service, limits: Limits) -> FastAPI:
+    """The application over a service; the engine runs while the application does."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        async with service.served.engine:
+            yield
+
+    # No pages that would load scripts from elsewhere.
+    app = FastAPI(title="millrace", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    install(app)
+    app.add_middleware(Door, limits=limits)
+    app.include_router(OpenAI(service).router())
+    app.include_router(Verbs(service).router())
+    tools = _Tools(service)
+    app.add_api_route("/health", tools.health, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", tools.metrics, methods=["GET"], response_model=None)
+    app.add_api_route("/tokenize", tools.tokenize, methods=["POST"], response_model=None)
+    app.add_api_route("/detokenize", tools.detokenize, methods=["POST"], response_model=None)
+    return app
+
+
+class _Tools:
+    """What draws nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._served = service.served
+
+    async def health(self) -> Response:
+        """Whether the engine answers."""
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                # Answered between two steps; there is no such request.
+                await self._served.engine.abort("")
+        except EngineClosed as error:
+            raise ApiError(503, str(error)) from None
+        except TimeoutError:
+            raise ApiError(503, f"the engine has not answered for {HEALTH_TIMEOUT_S:g} s") from None
+        return Json({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """Prometheus' text."""
+        return Response(self._service.meter.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """A text, or a conversation, as the model reads it."""
+        check_model(self._served, body.model)
+        if body.messages is not None:
+            token_ids = conversation(self._served, body.messages)
+        else:
+            (token_ids,) = texts(self._served, body.prompt or "")
+        return Json({"tokens": token_ids, "count": len(token_ids), "max_model_len": self._served.max_length})
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """Tokens as text, special tokens too."""
+        check_model(self._served, body.model)
+        most = max(body.tokens, default=0)
+        if most >= self._served.vocab_size:
+            raise ApiError(
+                400,
+                f"tokens holds {most}, but the vocabulary ends at {self._served.vocab_size - 1}",
+                param="tokens",
+            )
+        return Json({"prompt": str(self._served.tokenizer.decode(body.tokens))})

@@ -1,0 +1,76 @@
+"""Tokens to text while they come: never half a character, never a piece of what may become a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+# What a decoder writes for bytes that are no character, or not yet.
+HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """The text of one growing completion; what it has given never changes.
+
+    Only the tokens since the last whole character are decoded again: the work is linear in the text.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        special: Collection[int] = (),
+    ) -> None:
+        """A completion without tokens.
+
+        Args:
+            decode: tokens to text, special tokens left out.
+            stop: texts that end the completion, which are not part of it.
+            special: tokens that `decode` leaves out.
+        """
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._special = special
+        self._tokens: list[int] = []
+        # Tokens before `_end` are text already; those from `_begin` on give the decoder its left context.
+        self._begin = 0
+        self._end = 0
+        self._held = ""
+        self._sent = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens make certain."""
+        for token in token_ids:
+            if token in self._special:
+                continue  # thousands of end tokens (`ignore_eos`) must not pile up
+            self._tokens.append(token)
+            known = self._decode(self._tokens[self._begin : self._end])
+            text = self._decode(self._tokens[self._begin :])
+            if len(text) > len(known) and not text.endswith(HALF):
+                self._held += text[len(known) :]
+                self._begin, self._end = self._end, len(self._tokens)
+        return self._give(self._certain())
+
+    def finish(self, text: str) -> str:
+        """The rest of the completion.
+
+        Args:
+            text: of the whole completion, cut at the stop string. Some decoders read a token otherwise once
+                later ones are there; what was given before then stays.
+        """
+        return text[self._sent :]
+
+    def _give(self, length: int) -> str:
+        given, self._held = self._held[:length], self._held[length:]
+        self._sent += length
+        return given
+
+    def _certain(self) -> int:
+        """How much of what is held can be no part of a stop string."""
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        return min([*found, *(_uncertain(self._held, stop) for stop in self._stop), len(self._held)])
+
+
+def _uncertain(text: str, stop: str) -> int:
+    """Where the longest end of `text` begins that is the beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next(len(text) - n for n in range(longest, -1, -1) if text.endswith(stop[:n]))

@@ -1,0 +1,153 @@
+"""OpenAI's endpoints: `/v1/completions`, `/v1/chat/completions` and `/v1/models`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from millrace.inference.async_engine import Piece
+from millrace.inference.server.detokenize import Detokenizer
+from millrace.inference.server.errors import ApiError, Json, encode
+from millrace.inference.server.prompts import check_model, conversation, texts
+from millrace.inference.server.replies import Streamed, completed
+from millrace.inference.server.schemas import ChatBody, CompletionBody, OpenAIBody
+from millrace.inference.server.service import Samples, Service, new_id, require_success, sampling_params
+from millrace.inference.server.shapes import ChatShape, Shape, TextShape, envelope, usage
+from millrace.types import Completion
+
+# OpenAI's default, where a completion of a text has no limit of its own.
+DEFAULT_TOKENS = 16
+# A turn of a conversation may be as long as the model allows, but no longer than this.
+MAX_TURN_TOKENS = 4096
+
+
+class OpenAI:
+    """The three endpoints over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._served = service.served
+        self._created_s = int(time.time())
+
+    def router(self) -> APIRouter:
+        """Its routes."""
+        router = APIRouter(prefix="/v1")
+        router.add_api_route("/completions", self.completions, methods=["POST"], response_model=None)
+        router.add_api_route("/chat/completions", self.chat, methods=["POST"], response_model=None)
+        router.add_api_route("/models", self.models, methods=["GET"], response_model=None)
+        router.add_api_route("/models/{name:path}", self.model, methods=["GET"], response_model=None)
+        return router
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """Continue texts."""
+        check_model(self._served, body.model)
+        prompts = texts(self._served, body.prompt)
+        shape = TextShape(wants_logprobs=body.logprobs is not None)
+        return await self._answer(body, request, prompts, body.max_tokens or DEFAULT_TOKENS, shape)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Say the assistant's next turn."""
+        check_model(self._served, body.model)
+        prompt = conversation(self._served, body.messages)
+        room = max(1, min(MAX_TURN_TOKENS, self._served.max_length - len(prompt)))
+        wanted = body.max_completion_tokens or body.max_tokens or room
+        return await self._answer(body, request, [prompt], wanted, ChatShape(wants_logprobs=body.logprobs))
+
+    async def models(self) -> Response:
+        """The one model there is."""
+        return Json({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        """A model by its name."""
+        check_model(self._served, name)
+        return Json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "millrace",
+            "max_model_len": self._served.max_length,
+        }
+
+    async def _answer(
+        self,
+        body: OpenAIBody,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        shape: Shape,
+    ) -> Response:
+        """Draw `n` samples of each prompt and write them in a shape, as a whole or streamed."""
+        params = sampling_params(body, self._served, len(prompts) * body.n, max_tokens=max_tokens)
+        id, created_s = body.request_id or new_id(shape.prefix), int(time.time())
+        samples = await self._service.submit(id, prompts, params, priority=body.priority)
+        num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        if body.stream:
+            wants_usage = body.stream_options is not None and body.stream_options.include_usage
+            counts = num_prompt_tokens if wants_usage else None
+            chunks = self._chunks(samples, shape, params[0].stop, counts)
+            return Streamed(samples, _events(chunks), "text/event-stream")
+        drawn = await completed(samples, request)
+        choices = [
+            shape.choice(
+                index, completion.text, completion.finish_reason, self._logprobs(shape, index, completion)
+            )
+            for index, completion in enumerate(drawn)
+        ]
+        counted = usage(num_prompt_tokens, sum(len(completion.token_ids) for completion in drawn))
+        return Json(envelope(id, shape.whole, self._served.name, created_s, choices, counted))
+
+    async def _chunks(
+        self, samples: Samples, shape: Shape, stop: tuple[str, ...], num_prompt_tokens: int | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The pieces of an answer; at the end what it used, where the tokens of the prompts are given."""
+        served, count = self._served, samples.num_samples
+        special = frozenset(served.tokenizer.all_special_ids)
+        writers = [Detokenizer(served.decode, stop, special) for _ in range(count)]
+        num_tokens, created_s = 0, int(time.time())
+
+        def chunk(choices: list[dict[str, Any]], used: Any = None) -> dict[str, Any]:
+            tree = envelope(samples.id, shape.chunk, served.name, created_s, choices, used)
+            if num_prompt_tokens is None:
+                del tree["usage"]
+            return tree
+
+        for choice in filter(None, map(shape.opening, range(count))):
+            yield chunk([choice])
+        async with aclosing(samples.events()) as events:
+            async for index, event in events:
+                if isinstance(event, Completion):
+                    text = writers[index].finish(require_success(event).text)
+                    num_tokens += len(event.token_ids)
+                    for choice in shape.closing(index, text, event.finish_reason):
+                        yield chunk([choice])
+                    continue
+                text, logprobs = writers[index].push(event.token_ids), self._logprobs(shape, index, event)
+                if text or logprobs:
+                    yield chunk([shape.piece(index, text, logprobs)])
+        if num_prompt_tokens is not None:
+            yield chunk([], usage(num_prompt_tokens, num_tokens))
+
+    def _logprobs(self, shape: Shape, index: int, drawn: Piece | Completion) -> Any:
+        if not shape.wants_logprobs:
+            return None
+        texts = [str(self._served.tokenizer.decode([token])) for token in drawn.token_ids]
+        return shape.logprobs(index, texts, drawn.logprobs.tolist())
+
+
+async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Server-sent events; a failure is one of them."""
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield b"data: " + encode(chunk) + b"\n\n"
+        except ApiError as error:
+            yield b"data: " + encode(error.body()) + b"\n\n"
+    yield b"data: [DONE]\n\n"

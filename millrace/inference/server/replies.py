@@ -1,0 +1,85 @@
+"""Answers that take a while: awaited or streamed, and given up when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from millrace.inference.server.errors import ApiError
+from millrace.inference.server.service import Samples
+from millrace.types import Completion
+
+CLIENT_GONE = 499
+T = TypeVar("T")
+
+
+async def completed(samples: Samples, request: Request) -> list[Completion]:
+    """Every sample once all have ended.
+
+    Raises:
+        ApiError: one failed, or the client has left; the others are given up.
+    """
+    try:
+        return await _while_there(samples.completions(), request.receive)
+    finally:
+        await samples.close()
+
+
+class Streamed(Response):
+    """An answer sent line by line while it is made.
+
+    Whether it ends, fails or its client leaves: its samples are closed.
+    """
+
+    def __init__(self, samples: Samples, lines: AsyncGenerator[bytes, None], media_type: str) -> None:
+        """An answer of these lines, each sent at once."""
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._samples = samples
+        self._lines = lines
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            with suppress(_Gone):
+                await _while_there(self._send(send), receive)
+        finally:
+            await self._samples.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._lines) as lines:
+            async for line in lines:
+                await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Gone(ApiError):
+    """The client left before its answer was there; nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_GONE, "the client has left")
+
+
+async def _while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    doing, leaving = asyncio.create_task(work), asyncio.create_task(_leave(receive))
+    try:
+        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise _Gone
+        return doing.result()
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _leave(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,232 @@
+"""Tokens in and out, and the verbs of reinforcement learning."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from safetensors import SafetensorError, safe_open
+
+from millrace import __version__
+from millrace.inference.async_engine import EngineClosed, Piece
+from millrace.inference.server.errors import ApiError, Json, encode
+from millrace.inference.server.replies import Streamed, completed
+from millrace.inference.server.schemas import (
+    AbortBody,
+    GenerateBody,
+    LoadWeightsBody,
+    PauseBody,
+    TagsBody,
+)
+from millrace.inference.server.service import Samples, Service, new_id, require_success, sampling_params
+from millrace.models.load import ModelError, check_folder
+from millrace.types import Completion
+
+DEFAULT_TOKENS = 128
+T = TypeVar("T")
+
+
+class Verbs:
+    """The endpoints that a trainer uses."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._served = service.served
+        self._engine = service.served.engine
+
+    def router(self) -> APIRouter:
+        """Its routes."""
+        router = APIRouter()
+        posts: dict[str, Callable[..., Any]] = {
+            "/generate": self.generate,
+            "/abort": self.abort,
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/sleep": self.sleep,
+            "/wake": self.wake,
+            "/load_weights": self.load_weights,
+        }
+        for path, endpoint in posts.items():
+            router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+        router.add_api_route("/fingerprint", self.fingerprint, methods=["GET"], response_model=None)
+        router.add_api_route("/version", self.version, methods=["GET"], response_model=None)
+        return router
+
+    async def generate(self, body: GenerateBody, request: Request) -> Response:
+        """Draw `n` samples of one prompt."""
+        params = sampling_params(
+            body,
+            self._served,
+            body.n,
+            max_tokens=body.max_tokens or DEFAULT_TOKENS,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        id = body.request_id or new_id("gen")
+        samples = await self._service.submit(id, [body.prompt_token_ids], params, priority=body.priority)
+        if body.stream:
+            return Streamed(samples, _lines(samples), "application/x-ndjson")
+        drawn = await completed(samples, request)
+        return Json({"id": id, "completions": [_tree(i, one) for i, one in enumerate(drawn)]})
+
+    async def abort(self, body: AbortBody) -> Response:
+        """End a request; whoever waits for it gets what there is, and so does the caller."""
+        ended = await self._service.abort(body.id)
+        if not ended:
+            raise ApiError(404, f"there is no unfinished request {body.id}", param="id")
+        return Json({"id": body.id, "completions": [_tree(i, one) for i, one in enumerate(ended)]})
+
+    async def pause(self, body: PauseBody) -> Response:
+        """Stop drawing: when what runs has finished, has been aborted, or at once."""
+        try:
+            await self._engine.pause(body.mode, timeout_s=body.timeout_s)
+        except TimeoutError as error:
+            raise ApiError(504, str(error) or f"the pause took longer than {body.timeout_s:g} s") from None
+        return self._state()
+
+    async def resume(self) -> Response:
+        """Draw again."""
+        await self._engine.resume()
+        return self._state()
+
+    async def sleep(self, body: TagsBody) -> Response:
+        """Give memory back."""
+        await self._refusable(self._engine.sleep(body.tags))
+        return self._state()
+
+    async def wake(self, body: TagsBody) -> Response:
+        """Take memory again."""
+        await self._refusable(self._engine.wake(body.tags))
+        return self._state()
+
+    async def load_weights(self, body: LoadWeightsBody) -> Response:
+        """Replace every weight in place by those of a model folder."""
+        folder = allowed_folder(self._served.weights_root, body.path)
+        try:
+            tensors = await asyncio.to_thread(read_tensors, folder, self._served.dtype)
+        except (ModelError, SafetensorError, OSError) as error:
+            raise ApiError(400, f"the weights cannot be read: {error}", param="path") from None
+        await self._refusable(self._engine.load_weights(tensors, body.version, kv=body.kv))
+        return self._state()
+
+    async def fingerprint(self) -> Response:
+        """A checksum of each weight."""
+        found = await self._refusable(self._engine.fingerprint())
+        return Json({"version": self._engine.version, "fingerprint": found})
+
+    async def version(self) -> Response:
+        """Of millrace, and of the weights."""
+        return Json({"millrace": __version__, "version": self._engine.version})
+
+    def _state(self) -> Json:
+        stats = self._engine.stats()
+        return Json(
+            {
+                "version": self._engine.version,
+                "num_running": stats.num_running,
+                "num_waiting": stats.num_waiting,
+            }
+        )
+
+    async def _refusable(self, verb: Coroutine[Any, Any, T]) -> T:
+        """What a verb of the engine gives.
+
+        Raises:
+            ApiError: the engine refuses it; the message is the engine's reason.
+        """
+        try:
+            return await verb
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        except EngineClosed as error:
+            raise ApiError(503, str(error)) from None
+        except RuntimeError as error:
+            raise ApiError(409, str(error)) from None
+
+
+def allowed_folder(root: Path | None, path: str) -> Path:
+    """The folder a client named, if it lies below the root after every symbolic link is followed.
+
+    Raises:
+        ApiError: it does not, or there is no root.
+    """
+    if root is None:
+        raise ApiError(403, "this server loads no weights; start it with --weights-root FOLDER")
+    outside = ApiError(
+        403, f"{path} is not below the server's weights root; put the folder there", param="path"
+    )
+    if "\0" in path:
+        raise outside
+    folder = (root / path).resolve()
+    if not folder.is_relative_to(root.resolve()):
+        raise outside
+    return folder
+
+
+def read_tensors(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor of a model folder's safetensors files; floating ones as `dtype`.
+
+    Raises:
+        ModelError, OSError, SafetensorError: a file is missing or damaged.
+    """
+    tensors = []
+    for file in sorted(check_folder(folder).glob("*.safetensors")):
+        # A link in the folder could lead out of the root.
+        if file.is_symlink():
+            raise ModelError(f"{file.name} is a symbolic link; put the file itself into the folder")
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensor = opened.get_tensor(name)
+                tensors.append((name, tensor.to(dtype) if tensor.is_floating_point() else tensor))
+    return tensors
+
+
+async def _lines(samples: Samples) -> AsyncGenerator[bytes, None]:
+    """JSON lines: pieces of all samples as they are drawn; the last of a sample says how it ended."""
+    async with aclosing(samples.events()) as events:
+        try:
+            async for index, event in events:
+                head = {"id": samples.id, "index": index}
+                if isinstance(event, Completion):
+                    yield encode(head | _end(require_success(event))) + b"\n"
+                else:
+                    yield encode(head | _tokens(event)) + b"\n"
+        except ApiError as error:
+            yield encode({"id": samples.id} | error.body()) + b"\n"
+
+
+def _tree(index: int, completion: Completion) -> dict[str, Any]:
+    return {"index": index} | _tokens(completion) | _end(completion)
+
+
+def _tokens(drawn: Piece | Completion) -> dict[str, Any]:
+    return {
+        "token_ids": drawn.token_ids,
+        "logprobs": _numbers(drawn.logprobs),
+        "versions": drawn.versions.tolist(),
+    }
+
+
+def _end(completion: Completion) -> dict[str, Any]:
+    support, scores = completion.support, completion.prompt_logprobs
+    return {
+        "finish_reason": completion.finish_reason,
+        "reason": completion.reason,
+        "text": completion.text,
+        "support": support and {name: value.tolist() for name, value in asdict(support).items()},
+        "prompt_logprobs": None if scores is None else _numbers(scores),
+    }
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    """For JSON, which has no NaN and no infinity: those are null."""
+    return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,95 @@
+"""From an application to a process that listens, and that ends without dropping what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from millrace.inference.server.address import url_of
+from millrace.inference.server.app import create_app
+from millrace.inference.server.errors import ApiError
+from millrace.inference.server.limits import Limits
+from millrace.inference.server.service import Service
+
+# After the running requests were ended, so long is waited for their answers to be sent.
+LAST_ANSWERS_S = 10
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with an end in three steps: nothing new, some seconds for what runs, then what there is."""
+
+    def __init__(
+        self,
+        service: Service,
+        limits: Limits,
+        *,
+        grace_s: float = 5.0,
+        ready: Callable[[str], None],
+    ) -> None:
+        """A server that is not started; `run` it on sockets from `address.bind`.
+
+        Args:
+            service: what it serves.
+            limits: what it takes.
+            grace_s: seconds that running requests get when the server is told to end.
+            ready: is told the URL once the server listens.
+        """
+        super().__init__(
+            uvicorn.Config(
+                create_app(service, limits),
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                ws="none",
+                timeout_graceful_shutdown=round(grace_s) + LAST_ANSWERS_S,
+            )
+        )
+        self._service = service
+        self._grace_s = grace_s
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready(url_of(self.servers[0].sockets[0]))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End: running requests get the grace, then what they have drawn."""
+        self._service.closing = True
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        await asyncio.sleep(self._grace_s)
+        # An engine that has stopped has ended its requests itself.
+        with contextlib.suppress(ApiError):
+            await self._service.abort_all()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the server, a second Ctrl-C at once.
+
+        uvicorn's own handlers would raise the signal again afterwards, and the process would die of it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)

@@ -1,0 +1,255 @@
+"""The bodies that clients send. A name that is not listed is an error that tells the nearest one."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_SAMPLES = 128
+MAX_STOPS = 64
+MAX_NAME = 60
+Count = Annotated[int, Field(ge=0)]
+# One mistake is enough: a list of another kind must not give a million of them.
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+
+
+class Body(BaseModel):
+    """A JSON object whose fields are all known; null is the same as not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    # OpenAI's options that this server has not, with the values that ask for nothing and so may stand.
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kept = {}
+        for name, value in given.items():
+            if name in cls.model_fields:
+                if value is not None:
+                    kept[name] = value
+            elif name not in cls.unsupported:
+                # As it can be shown: neither endless nor with half a character.
+                name = ascii(name)[1:-1][:MAX_NAME]
+                near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise _field(name, f"there is no field {name}{hint}")
+            elif value is not None and not any(value is v or value == v for v in cls.unsupported[name]):
+                raise _field(name, f"{name} is not supported by this server; leave it out")
+        return kept
+
+
+def _field(name: str, sentence: str) -> PydanticCustomError:
+    return PydanticCustomError("field", "{sentence}", {"sentence": sentence, "param": name})
+
+
+class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+
+
+class Sampling(Body):
+    """How to draw; names and meanings are those of `SamplingParams`, and OpenAI's where OpenAI has them.
+
+    Attributes:
+        n: samples of each prompt.
+        seed: sample i of the request uses one derived from (seed, i), and sample 0 the seed itself; without
+            one, the seed is random.
+        ignore_eos: draw on past the model's end-of-text tokens.
+        request_id: a name no unfinished request has, by which `/abort` finds it; made up without one.
+        priority: lower goes first.
+    """
+
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Count = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    allowed_token_ids: Tokens = []
+    forbidden_token_ids: Tokens = []
+    logit_bias: dict[str, float] = {}
+    stop_token_ids: Tokens = []
+    stop: str | Annotated[Texts, Field(max_length=MAX_STOPS)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    request_id: Name | None = None
+    priority: int = 0
+
+
+class OpenAIBody(Sampling):
+    """What OpenAI's two endpoints share."""
+
+    model: str | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _usage_of_a_stream(self) -> OpenAIBody:
+        if self.stream_options is not None and not self.stream:
+            raise _field("stream_options", "stream_options has no effect without stream: true; leave it out")
+        return self
+
+
+class CompletionBody(OpenAIBody):
+    """Of `/v1/completions`: texts, or texts as tokens."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+        "user": (),
+    }
+
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
+    logprobs: Count | None = None
+
+    @model_validator(mode="after")
+    def _only_the_drawn(self) -> CompletionBody:
+        if self.logprobs:
+            raise _field("logprobs", _no_alternatives("logprobs", self.logprobs, "ask for logprobs: 0"))
+        return self
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+
+class ChatBody(OpenAIBody):
+    """Of `/v1/chat/completions`."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "reasoning_effort": ("none",),
+        "response_format": ({"type": "text"},),
+        "safety_identifier": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none",),
+        "tools": ([],),
+        "user": (),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Count | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatBody:
+        if self.top_logprobs:
+            sentence = _no_alternatives("top_logprobs", self.top_logprobs, "leave it out")
+            raise _field("top_logprobs", sentence)
+        two = self.max_tokens, self.max_completion_tokens
+        if None not in two and two[0] != two[1]:
+            raise _field(
+                "max_tokens", f"max_tokens is {two[0]} and max_completion_tokens {two[1]}; give one of them"
+            )
+        return self
+
+
+def _no_alternatives(name: str, value: int, way_out: str) -> str:
+    return (
+        f"{name} is {value}, but only the log-probability of the drawn token is held, none of alternatives; "
+        f"{way_out}"
+    )
+
+
+class GenerateBody(Sampling):
+    """Of `/generate`: tokens in, tokens out.
+
+    Attributes:
+        prompt_token_ids: the prompt.
+        logprobs: of the distribution after (`processed`) or before (`raw`) temperature and penalties.
+        prompt_logprobs: score the prompt's tokens too.
+    """
+
+    prompt_token_ids: Tokens
+    logprobs: Literal["processed", "raw"] = "processed"
+    prompt_logprobs: bool = False
+
+
+class TokenizeBody(Body):
+    """Of `/tokenize`: a text, or a conversation as the model would read it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise _field("prompt", "give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Tokens
+
+
+class PauseBody(Body):
+    """Of `/pause`: let what runs finish, abort it, or keep it where it is."""
+
+    mode: Literal["finish", "abort", "keep"]
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+
+
+class AbortBody(Body):
+    """Of `/abort`."""
+
+    id: str
+
+
+class TagsBody(Body):
+    """Of `/sleep` and `/wake`: what gives its memory back, or takes it again."""
+
+    tags: Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)]
+
+
+class LoadWeightsBody(Body):
+    """Of `/load_weights`: a folder below the weights root, and what becomes of cached keys and values."""
+
+    path: str
+    version: Annotated[int, Field(ge=0, lt=1 << 31)]
+    kv: Literal["keep", "recompute"] = "recompute"

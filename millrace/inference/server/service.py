@@ -1,0 +1,343 @@
+"""What the routes share: the model being served, the samples under way, and how a request becomes samples."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from millrace.data.chat import CHAT
+from millrace.inference.async_engine import AsyncEngine, EngineClosed, EngineFull, Piece, Stream
+from millrace.inference.server.errors import ApiError, bad_request
+from millrace.inference.server.metrics import Meter
+from millrace.inference.server.schemas import Sampling
+from millrace.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+NAMES = {field.name: None for field in fields(SamplingParams)}
+# Fields that a body and SamplingParams have in common, value for value.
+SHARED = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """A model as the server shows it.
+
+    Attributes:
+        engine: draws; the server starts and stops it.
+        tokenizer: the server's own, since it is not made for two threads.
+        name: by which clients ask for the model.
+        max_length: tokens of prompt and completion together that the model and the cache allow.
+        vocab_size: of the model.
+        dtype: of its weights.
+        stop_token_ids: the model's end-of-text tokens.
+        template: how a conversation is written: `chat`, the tokenizer's own template, or text around
+            `{prompt}`, which takes a single message.
+        weights_root: the folder that `/load_weights` may read below; None allows none.
+    """
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    name: str
+    max_length: int
+    vocab_size: int
+    dtype: torch.dtype
+    stop_token_ids: tuple[int, ...]
+    template: str = CHAT
+    weights_root: Path | None = None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Tokens to text, special tokens left out."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+class Samples:
+    """The samples of one HTTP request. Close them whatever happens: that ends those still being drawn."""
+
+    def __init__(
+        self, service: Service, id: str, num_prompt_tokens: list[int], streams: list[Stream]
+    ) -> None:
+        """Samples under way, and the length of the prompt of each."""
+        self.id = id
+        self.num_samples = len(streams)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._service = service
+        self._streams = streams
+        self._started_s = time.monotonic()
+        self._unfinished = set(range(len(streams)))
+
+    async def events(self) -> AsyncGenerator[tuple[int, Piece | Completion], None]:
+        """Pieces of all samples as they come, with the number of the sample; a Completion ends it.
+
+        Raises:
+            ApiError: the engine has stopped.
+        """
+        queue: asyncio.Queue[tuple[int, Piece | Completion | ApiError]] = asyncio.Queue()
+        pumps = [asyncio.create_task(self._pump(i, s, queue)) for i, s in enumerate(self._streams)]
+        try:
+            while self._unfinished:
+                index, event = await queue.get()
+                if isinstance(event, ApiError):
+                    raise event
+                if isinstance(event, Completion):
+                    self._end(index, event)
+                yield index, event
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def completions(self) -> list[Completion]:
+        """Every sample, in order, once all have ended.
+
+        Raises:
+            ApiError: one of them failed; the others are given up.
+        """
+        ended: dict[int, Completion] = {}
+        async with aclosing(self.events()) as events:
+            async for index, event in events:
+                if isinstance(event, Completion):
+                    ended[index] = require_success(event)
+        return [ended[index] for index in sorted(ended)]
+
+    async def close(self) -> None:
+        """Abort what is still being drawn and forget the request."""
+        left = sorted(self._unfinished)
+        try:
+            for index, aborted in zip(left, await self._abort(left), strict=True):
+                # None: it ended, and nobody has read its end.
+                self._end(index, aborted or await self._streams[index].completion())
+        except (ValueError, EngineClosed):
+            # The engine stopped, or never took them: there is nothing to abort, and the client was told why.
+            self._unfinished.clear()
+        finally:
+            self._service.forget(self.id)
+
+    async def abort(self) -> list[Completion]:
+        """End what is still being drawn and give it; whoever waits for the samples gets it too.
+
+        Raises:
+            ApiError: the engine has stopped.
+        """
+        try:
+            found = await self._abort(sorted(self._unfinished))
+        except EngineClosed as error:
+            raise _refusal(error) from None
+        return [completion for completion in found if completion is not None]
+
+    async def _abort(self, indices: Sequence[int]) -> list[Completion | None]:
+        """All between the same two steps of the engine."""
+        engine = self._service.served.engine
+        return await asyncio.gather(*(engine.abort(self._streams[index].id) for index in indices))
+
+    async def _pump(
+        self, index: int, stream: Stream, queue: asyncio.Queue[tuple[int, Piece | Completion | ApiError]]
+    ) -> None:
+        meter, last_s = self._service.meter, None
+        try:
+            async for piece in stream:
+                now_s = time.monotonic()
+                if last_s is None:
+                    meter.first_token(now_s - self._started_s)
+                else:
+                    meter.next_tokens(len(piece.token_ids), now_s - last_s)
+                last_s = now_s
+                queue.put_nowait((index, piece))
+            queue.put_nowait((index, await stream.completion()))
+        except (ValueError, EngineClosed) as error:
+            queue.put_nowait((index, _refusal(error)))
+
+    def _end(self, index: int, completion: Completion) -> None:
+        self._unfinished.discard(index)
+        self._service.meter.ended(
+            self._num_prompt_tokens[index],
+            completion,
+            time.monotonic() - self._started_s,
+            version=self._service.served.engine.version,
+        )
+
+
+class Service:
+    """The samples under way, by the name of their request.
+
+    Attributes:
+        served: the model.
+        meter: counts what happens.
+        closing: no new requests are taken.
+    """
+
+    def __init__(self, served: Served, *, max_samples: int) -> None:
+        """A service with nothing under way.
+
+        Args:
+            served: the model.
+            max_samples: that the engine can hold, running and waiting; a request for more never fits.
+        """
+        self.served = served
+        self.meter = Meter(served.name, served.engine)
+        self.closing = False
+        self._max_samples = max_samples
+        self._running: dict[str, Samples] = {}
+
+    async def submit(
+        self,
+        id: str,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        priority: int,
+    ) -> Samples:
+        """Begin the samples of a request, each prompt computed once for all of its own.
+
+        Args:
+            id: of the request; no unfinished one has it.
+            prompts: as tokens.
+            params: how to draw each sample, those of the first prompt first, equally many a prompt.
+            priority: lower goes first.
+
+        Raises:
+            ApiError: a sample cannot be served, too many wait, or the server is closing; none is begun.
+        """
+        if self.closing:
+            raise ApiError(503, "the server is shutting down; ask another one")
+        if id in self._running:
+            raise ApiError(
+                400, f"request_id {id} is taken by an unfinished request; choose another", param="request_id"
+            )
+        if len(params) > self._max_samples:
+            raise ApiError(
+                400,
+                f"the request asks for {len(params)} samples and the server holds {self._max_samples} at "
+                "once; split it",
+            )
+        engine, streams = self.served.engine, list[Stream]()
+        each = len(params) // len(prompts)
+        try:
+            for prompt in prompts:
+                first = len(streams)
+                names = [f"{id}-{first + sample}" for sample in range(each)]
+                wanted = params[first : first + each]
+                streams += engine.submit_siblings(prompt, wanted, ids=names, priority=priority)
+        except (ValueError, EngineFull, EngineClosed) as error:
+            for stream in streams:
+                await engine.abort(stream.id)
+            raise _refusal(error) from None
+        lengths = [len(prompt) for prompt in prompts for _ in range(each)]
+        samples = self._running[id] = Samples(self, id, lengths, streams)
+        return samples
+
+    @property
+    def num_requests(self) -> int:
+        """Under way."""
+        return len(self._running)
+
+    def forget(self, id: str) -> None:
+        """The name is free again."""
+        self._running.pop(id, None)
+
+    async def abort(self, id: str) -> list[Completion]:
+        """End a request now; what its unfinished samples had, none where there is no such request."""
+        samples = self._running.get(id)
+        return [] if samples is None else await samples.abort()
+
+    async def abort_all(self) -> None:
+        """End every request now.
+
+        Raises:
+            ApiError: the engine has stopped.
+        """
+        await asyncio.gather(*(samples.abort() for samples in self._running.values()))
+
+
+def _refusal(error: ValueError | EngineFull | EngineClosed) -> ApiError:
+    if isinstance(error, EngineFull):
+        return ApiError(429, f"{error}; ask again later", code="queue_full")
+    if isinstance(error, EngineClosed):
+        return ApiError(503, str(error))
+    return bad_request(error, NAMES)
+
+
+def require_success(completion: Completion) -> Completion:
+    """The completion.
+
+    Raises:
+        ApiError: it failed; the message is the engine's reason.
+    """
+    if completion.finish_reason == "error":
+        raise ApiError(500, f"the request failed: {completion.reason}", code="request_failed")
+    return completion
+
+
+def new_id(prefix: str) -> str:
+    """A name nobody else has."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a request's sample: its own for sample 0, one derived from (seed, index) for the others."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()) >> 1
+
+
+def sampling_params(
+    body: Sampling,
+    served: Served,
+    num_samples: int,
+    *,
+    max_tokens: int,
+    **more: object,
+) -> list[SamplingParams]:
+    """How to draw each sample of a request.
+
+    Args:
+        body: what the client sent.
+        served: gives the end-of-text tokens.
+        num_samples: of the whole request.
+        max_tokens: of each sample.
+        more: fields that only one endpoint has.
+
+    Raises:
+        ApiError: a value no distribution has.
+    """
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    ends = () if body.ignore_eos else served.stop_token_ids
+    values = {name: getattr(body, name) for name in SHARED} | {
+        "allowed_token_ids": tuple(body.allowed_token_ids),
+        "forbidden_token_ids": tuple(body.forbidden_token_ids),
+        "logit_bias": tuple((_token_id(key), bias) for key, bias in body.logit_bias.items()),
+        "stop_token_ids": tuple(dict.fromkeys([*ends, *body.stop_token_ids])),
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+        **more,
+    }
+    try:
+        return [
+            SamplingParams(**values, max_tokens=max_tokens, seed=sample_seed(seed, i))
+            for i in range(num_samples)
+        ]
+    except ValueError as error:
+        raise bad_request(error, NAMES) from None
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise ApiError(400, f"logit_bias names {key[:20]!r}, which is not a token id", param="logit_bias")
+    return int(key)

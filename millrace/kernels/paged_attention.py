@@ -1,0 +1,113 @@
+"""Causal attention over a paged pool of keys and values: the layout, and the plain reference.
+
+T = packed query tokens, B = rows (one request each), H = query heads, J = key heads, K = head width,
+P = blocks of the pool, S = slots of a block, C = blocks of the longest row.
+
+A pool is a pair of tensors [P, J, S, K], one for keys and one for values, for each layer. Position i of row b
+lies in slot i % S of block `block_BC[b, i // S]`. On a CPU the keys of a block are stored the other way
+round, [P, J, K, S] in memory, since products then run along the slots; the tensor is a view and looks alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Which queries a forward holds, and where the keys of each row lie.
+
+    Attributes:
+        block_BC: block table, int32 [B, C]; entries beyond a row's last block may be anything.
+        start_B: position of the first query of each row, int64 [B].
+        first_B: index of that query in the packed row of T queries, int64 [B].
+        count_B: queries of each row, at least 1, int64 [B]; they follow each other in the packed row.
+        slot_T: block * S + slot of each query's own key and value, int64 [T]; -1 is stored nowhere.
+        max_count: the largest of count_B.
+        max_length: the largest of start_B + count_B: keys the longest row sees.
+        exact: a query's bits must not depend on how many queries come with it, so one kernel serves all.
+    """
+
+    block_BC: Tensor
+    start_B: Tensor
+    first_B: Tensor
+    count_B: Tensor
+    slot_T: Tensor
+    max_count: int
+    max_length: int
+    exact: bool = False
+
+
+def new_pool(
+    num_blocks: int, num_heads: int, block_size: int, width: int, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer, both [P, J, S, K], zero."""
+    if device.type == "cpu":
+        key = torch.zeros(num_blocks, num_heads, width, block_size, dtype=dtype).transpose(2, 3)
+    else:
+        key = torch.zeros(num_blocks, num_heads, block_size, width, dtype=dtype, device=device)
+    return key, torch.zeros(num_blocks, num_heads, block_size, width, dtype=dtype, device=device)
+
+
+def store_kv_plain(
+    key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
+) -> None:
+    """Write each token's key and value into its slot; those with slot -1 are left out."""
+    size = key_PJSK.shape[2]
+    stored_T = slot_T >= 0
+    slot_N = slot_T[stored_T]
+    key_PJSK[slot_N // size, :, slot_N % size] = key_TJK[stored_T].to(key_PJSK.dtype)
+    value_PJSK[slot_N // size, :, slot_N % size] = value_TJK[stored_T].to(value_PJSK.dtype)
+
+
+def paged_attention_plain(
+    query_THK: Tensor,
+    key_PJSK: Tensor,
+    value_PJSK: Tensor,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v of each query over positions 0 to its own, a row at a time, in float32 or wider.
+
+    Args:
+        query_THK: queries.
+        key_PJSK: the keys' pool, the queries' own keys already in it; J divides H.
+        value_PJSK: the values' pool.
+        rows: whose queries they are.
+        scale: factor of the scores.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+
+    Returns:
+        [T, H, K] in the dtype of the queries.
+    """
+    wide = torch.promote_types(query_THK.dtype, torch.float32)
+    groups = query_THK.shape[1] // key_PJSK.shape[1]
+    out_THK = torch.empty_like(query_THK)
+    size = key_PJSK.shape[2]
+    triples = zip(rows.start_B.tolist(), rows.first_B.tolist(), rows.count_B.tolist(), strict=True)
+    for b, (start, first, count) in enumerate(triples):
+        length = start + count
+        block_N = rows.block_BC[b, : -(-length // size)].long()
+        key_HLK, value_HLK = (
+            pool[block_N].transpose(0, 1).flatten(1, 2)[:, :length].to(wide).repeat_interleave(groups, 0)
+            for pool in (key_PJSK, value_PJSK)
+        )
+        query_HNK = query_THK[first : first + count].to(wide).transpose(0, 1)
+        score_HNL = query_HNK @ key_HLK.transpose(1, 2) * scale
+        if softcap is not None:
+            score_HNL = softcap * torch.tanh(score_HNL / softcap)
+        position_N = torch.arange(start, length, device=query_THK.device)[:, None]
+        key_position_L = torch.arange(length, device=query_THK.device)
+        seen_NL = key_position_L <= position_N
+        if window is not None:
+            seen_NL &= key_position_L > position_N - window
+        share_HNL = score_HNL.masked_fill(~seen_NL, float("-inf")).softmax(-1)
+        out_THK[first : first + count] = (share_HNL @ value_HLK).transpose(0, 1).to(out_THK.dtype)
+    return out_THK

@@ -1,0 +1,408 @@
+"""Attention over the paged pool compiled for the CPU, with the same bits whatever else is in the batch.
+
+T = packed query tokens, B = rows, H = query heads, J = key heads, G = query heads that share a key head,
+K = head width, P = blocks of the pool, S = slots of a block, C = blocks of the longest row, L = positions,
+M, N = rows and columns of any matrix.
+
+An item is one query token at one key head. It reads the pool in place and is computed on its own: scores of
+all positions, their maximum, exponentials and sum, then values. Every sum runs in the order of head width or
+of positions, so no bit of a result depends on the batch, on how a prompt was cut into chunks, on the size of
+blocks and where they lie, or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from math import factorial
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace.kernels.paged_attention import PagedRows
+
+# Partial sums of the exponentials: position i goes to sum i % 16, in whatever block it lies.
+LANES = 16
+# Tiles of a product: several vectors, so that no sum waits for the last. Each size divides the one before.
+TILE_HEADS = (4, 2, 1)
+TILE_LANES = (32, 16, 4, 1)
+# What an item costs before it reads a position, in positions.
+ITEM_WORK = 16
+# A part of the work that pays for the thread it runs on: positions times query heads times head width.
+PART_WORK = 1 << 19
+# More parts than threads: a thread that was held up leaves its rest to the others.
+PARTS_PER_THREAD = 2
+
+LOG2_E = 1.4426950408889634
+# log 2 in two numbers, of which the first times a small integer is exact.
+LOG_2_HIGH, LOG_2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
+# A number plus this is rounded to an integer, which then stands in the lowest bits.
+ROUND = 1.5 * 2**52
+EXPONENT_BIAS, EXPONENT_SHIFT = np.uint64(1023), np.uint64(52)
+# Below this an exponential is taken for 0.
+LOWEST = -700.0
+TAYLOR = tuple(1 / factorial(k) for k in range(12, -1, -1))
+
+# A vector may begin at any address.
+ALIGNED = 1
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+Array = NDArray[Any]
+Arrays = tuple[Array, ...]
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Machine code that lets other threads run, kept on disk where numba finds a folder it may write to."""
+    options = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:
+        return njit(**options)(function)
+
+
+def store_kv(
+    key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
+) -> None:
+    """Write each token's key and value into its slot; those with slot -1 are left out.
+
+    Raises:
+        ValueError: the pool does not lie as `new_pool` makes it, or has no such slot; the tokens before are
+            stored then.
+    """
+    pools = _pools(key_PJSK, value_PJSK)
+    news = tuple(_array(new.to(key_PJSK.dtype)) for new in (key_TJK, value_TJK))
+    slot = _store(news, pools, slot_T.contiguous().numpy())
+    if slot >= 0:
+        num_blocks, size = pools[1].shape[0], pools[1].shape[2]
+        raise ValueError(f"slot_T holds {slot}; the pool has {num_blocks} blocks of {size} slots")
+
+
+def paged_attention(
+    query_THK: Tensor,
+    key_PJSK: Tensor,
+    value_PJSK: Tensor,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `paged_attention_plain`; float32 and bfloat16 may meet, and the pool is never copied.
+
+    Raises:
+        ValueError: dtypes do not fit, the pool does not lie as `new_pool` makes it, or a row points outside
+            the pool or the queries.
+    """
+    if query_THK.dtype not in DTYPES or (query_THK.dtype == torch.float64) != (
+        key_PJSK.dtype == torch.float64
+    ):
+        raise ValueError(
+            f"query_THK is {query_THK.dtype} and the pool {key_PJSK.dtype}; on the CPU both are float64, or "
+            "each is float32 or bfloat16"
+        )
+    query = _array(query_THK.to(torch.promote_types(query_THK.dtype, torch.float32)))
+    pools = _pools(key_PJSK, value_PJSK)
+    tables = tuple(x.contiguous().numpy() for x in (rows.block_BC, rows.start_B, rows.first_B, rows.count_B))
+    reach = sys.maxsize if window is None else window
+    total = _work(tables, pools, len(query), reach)
+    if total < 0:
+        b = -1 - total
+        raise ValueError(
+            f"row {b} has {rows.count_B[b]} queries at {rows.first_B[b]}, the first at position "
+            f"{rows.start_B[b]}, and blocks {rows.block_BC[b].tolist()}; there are {len(query)} queries and "
+            f"{len(key_PJSK)} blocks of {key_PJSK.shape[2]}"
+        )
+    out = np.empty_like(query)
+    options = reach, query.dtype.type(scale), float(softcap or 0)
+    _in_parts(
+        lambda part: _attend(query, out, pools, tables, options, part),
+        total,
+        total * (query.shape[1] // pools[1].shape[1]) * query.shape[2] // PART_WORK,
+    )
+    return torch.from_numpy(out).to(query_THK.dtype)
+
+
+def _in_parts(attend: Callable[[tuple[int, int]], None], total: int, most: int) -> None:
+    """Call `attend` for all work from 0 to `total`, in at most `most` parts, on as many threads as torch."""
+    num_parts = max(1, min(PARTS_PER_THREAD * torch.get_num_threads(), most))
+    parts = iter([*pairwise(total * n // num_parts for n in range(num_parts + 1))])
+
+    def work() -> None:
+        for part in parts:
+            attend(part)
+
+    num_helpers = min(torch.get_num_threads(), num_parts) - 1
+    helpers = [_helpers(os.getpid(), num_helpers).submit(work) for _ in range(num_helpers)]
+    work()
+    for helper in helpers:
+        # One that has not begun has nothing left to do. Asking the others lets errors travel.
+        if not helper.cancel():
+            helper.result()
+
+
+@cache
+def _helpers(process: int, num_threads: int) -> ThreadPoolExecutor:
+    """Threads that stay, since starting one takes as long as a layer; a forked child needs its own."""
+    return ThreadPoolExecutor(num_threads)
+
+
+def _array(tensor: Tensor) -> Array:
+    """Its numbers; bfloat16, which numba does not know, as the bits that stand for it."""
+    tensor = tensor.contiguous()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _pools(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
+    """Keys [P J K S] and values [P J S K] as they lie in memory."""
+    key_PJKS = key_PJSK.transpose(2, 3)
+    if not (key_PJKS.is_contiguous() and value_PJSK.is_contiguous()):
+        raise ValueError(
+            f"the pool's keys have strides {key_PJSK.stride()} and its values {value_PJSK.stride()}; "
+            "make it with new_pool"
+        )
+    return _array(key_PJKS), _array(value_PJSK)
+
+
+def _add_product(x_GM: Array, matrix_MN: Array, y_GN: Array) -> None:
+    """Add x @ matrix to y, row after row; a matrix of uint16 holds the bits of bfloat16."""
+    for x_G, row_N in zip(x_GM.T, matrix_MN, strict=True):
+        if row_N.dtype == np.uint16:
+            row_N = (row_N.astype(np.uint32) << 16).view(np.float32)
+        y_GN += x_G[:, None] * row_N
+
+
+@overload(_add_product, strict=False)
+def _add_product_compiled(x_GM: Any, matrix_MN: Any, y_GN: Any) -> Callable[..., None]:
+    return lambda x_GM, matrix_MN, y_GN: _add_product_in_tiles(x_GM, matrix_MN, y_GN)
+
+
+@intrinsic
+def _add_product_in_tiles(context: Any, x: Any, matrix: Any, y: Any) -> tuple[Any, Callable[..., Any]]:
+    """As `_add_product`, a tile of y at a time, which stays in registers for all rows of the matrix.
+
+    The matrix is contiguous; so are the rows of x and y.
+    """
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pairs = zip(signature.args, arguments, strict=True)
+        arrays = tuple(target.make_array(kind)(target, builder, value) for kind, value in pairs)
+        (num_heads, _), (_, width) = (cgutils.unpack_tuple(builder, array.shape, 2) for array in arrays[:2])
+        for heads, head in _steps(builder, num_heads, TILE_HEADS):
+            for lanes, column in _steps(builder, width, TILE_LANES):
+                _add_tile(builder, arrays, (head, column), (heads, lanes))
+        return target.get_dummy_value()
+
+    return types.void(x, matrix, y), generate
+
+
+def _steps(builder: Any, length: Any, sizes: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
+    """Machine code for loops over a length in steps of the first size, and of the others what that leaves."""
+    done = ir.Constant(length.type, 0)
+    for size in sizes:
+        step = ir.Constant(length.type, size)
+        end = builder.mul(builder.udiv(length, step), step)
+        with cgutils.for_range_slice(builder, done, end, step) as (index, _):
+            yield size, index
+        done = end
+
+
+def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[int, int]) -> None:
+    """Machine code for heads by lanes of y from a corner (head, column) on."""
+    (x, matrix, y), (head, column), (heads, lanes) = arrays, corner, tile
+    height, width = cgutils.unpack_tuple(builder, matrix.shape, 2)
+    number, stored = y.data.type.pointee, matrix.data.type.pointee
+    vector, bits = ir.VectorType(number, lanes), ir.VectorType(ir.IntType(32), lanes)
+
+    def row_of(array: Any, number_of: int) -> Any:
+        """Where the row of one of the tile's heads begins."""
+        stride = cgutils.unpack_tuple(builder, array.strides, 2)[0]
+        offset = builder.mul(builder.add(head, ir.Constant(head.type, number_of)), stride)
+        return cgutils.pointer_add(builder, array.data, offset)
+
+    def vector_at(start: Any, element: Any) -> Any:
+        return builder.bitcast(start, ir.VectorType(element, lanes).as_pointer())
+
+    rows = [row_of(x, h) for h in range(heads)]
+    places = [vector_at(builder.gep(row_of(y, h), [column]), number) for h in range(heads)]
+    totals = [cgutils.alloca_once(builder, vector) for _ in range(heads)]
+    for place, total in zip(places, totals, strict=True):
+        builder.store(builder.load(place, align=ALIGNED), total)
+    with cgutils.for_range(builder, height) as loop:
+        start = builder.gep(matrix.data, [builder.add(builder.mul(loop.index, width), column)])
+        right = builder.load(vector_at(start, stored), align=ALIGNED)
+        if stored == ir.IntType(16):
+            right = builder.shl(builder.zext(right, bits), ir.Constant(bits, [16] * lanes))
+            right = builder.bitcast(right, vector)
+        for row, total in zip(rows, totals, strict=True):
+            left = ir.Constant(vector, ir.Undefined)
+            left = builder.insert_element(
+                left, builder.load(builder.gep(row, [loop.index])), ir.IntType(32)(0)
+            )
+            left = builder.shuffle_vector(left, left, ir.Constant(bits, None))
+            product = builder.fmul(left, right, flags=("contract",))
+            builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+    for place, total in zip(places, totals, strict=True):
+        builder.store(builder.load(total), place, align=ALIGNED)
+
+
+@_compiled
+def exponential(x: float) -> float:
+    """e^x of a float64 up to 700 to within rounding, in operations that run on vectors; NaN stays NaN."""
+    # x = n log 2 + r with |r| < 0.35: e^x is 2^n times a polynomial in r.
+    inside = LOWEST if x < LOWEST else x
+    rounded = inside * LOG2_E + ROUND
+    n = rounded - ROUND
+    r = inside - n * LOG_2_HIGH - n * LOG_2_LOW
+    y = 0.0
+    for k in range(len(TAYLOR)):
+        y = y * r + TAYLOR[k]
+    exponent = np.float64(rounded).view(np.uint64) + EXPONENT_BIAS
+    power = np.uint64(exponent << EXPONENT_SHIFT).view(np.float64)
+    return 0.0 if x < LOWEST else y * power
+
+
+@_compiled
+def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
+    """exp(score - highest score) from `start` to `stop`, in place; 0 on both sides."""
+    if softcap > 0:
+        for i in range(start, stop):
+            z = np.float64(score_L[i]) / softcap
+            e = exponential(-2 * abs(z))
+            tanh = (1 - e) / (1 + e)
+            score_L[i] = softcap * (tanh if z > 0 else -tanh)
+    highest = score_L[start]
+    for i in range(start, stop):
+        highest = score_L[i] if score_L[i] > highest else highest
+    # Scores of other tokens and of slots that nothing was written to, which may hold NaN.
+    for i in range(start):
+        score_L[i] = -np.inf
+    for i in range(stop, len(score_L)):
+        score_L[i] = -np.inf
+    for i in range(len(score_L)):
+        score_L[i] = exponential(np.float64(score_L[i] - highest))
+
+
+@_compiled
+def _item(
+    query_GK: Array,
+    pools: Arrays,
+    place: tuple[Array, int],
+    seen: tuple[int, int],
+    softcap: float,
+    into: tuple[Array, Array, Array, Array],
+) -> None:
+    """Attention of one item over positions `seen` (first, end).
+
+    Args:
+        query_GK: queries times scale.
+        pools: keys [P J K S] and values [P J S K].
+        place: the row's blocks [C], and which key head.
+        seen: first position and the one behind the last.
+        softcap: as in `paged_attention`, or 0.
+        into: result [G K], zero; room for scores [G L]; ones [1 L/LANES]; room for sums [1 LANES].
+    """
+    (key_PJKS, value_PJSK), (block_C, j), (start, stop) = pools, place, seen
+    out_GK, score_GL, one_1L, sum_1N = into
+    group, width = query_GK.shape
+    size = value_PJSK.shape[2]
+    blocks = range(start // size, -(-stop // size))
+    for c in blocks:
+        score_GS = score_GL[:, c * size : (c + 1) * size]
+        score_GS[:] = 0
+        _add_product(query_GK, key_PJKS[block_C[c], j], score_GS)
+    # Whole strips of lanes, so that a position meets the same partial sum wherever its window begins.
+    low, high = start // LANES, -(-stop // LANES)
+    for g in range(group):
+        score_L = score_GL[g, low * LANES : high * LANES]
+        _softmax(score_L, start - low * LANES, stop - low * LANES, softcap)
+    for c in blocks:
+        head, tail = max(start, c * size), min(stop, (c + 1) * size)
+        value_NK = value_PJSK[block_C[c], j, head - c * size : tail - c * size]
+        _add_product(score_GL[:, head:tail], value_NK, out_GK)
+    for g in range(group):
+        sum_1N[:] = 0
+        share_LN = score_GL[g, low * LANES : high * LANES].reshape(high - low, LANES)
+        _add_product(one_1L[:, : high - low], share_LN, sum_1N)
+        total = sum_1N[0, 0]
+        for lane in range(1, LANES):
+            total += sum_1N[0, lane]
+        for k in range(width):
+            out_GK[g, k] /= total
+
+
+@_compiled
+def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
+    """Fill the slots; gives back one that the pool does not have, else -1."""
+    (key_TJK, value_TJK), (key_PJKS, value_PJSK) = news, pools
+    num_blocks, num_heads, size, width = value_PJSK.shape
+    for t in range(len(slot_T)):
+        block, slot = divmod(slot_T[t], size)
+        if block >= num_blocks:
+            return slot_T[t]
+        if block >= 0:
+            for j in range(num_heads):
+                value_PJSK[block, j, slot] = value_TJK[t, j]
+                for k in range(width):
+                    key_PJKS[block, j, k, slot] = key_TJK[t, j, k]
+    return -1
+
+
+@_compiled
+def _work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
+    """What all items cost together, in positions; -1 - b where row b lies outside the pool or the queries."""
+    block_BC, start_B, first_B, count_B = rows
+    num_blocks, num_heads, size, _ = pools[1].shape
+    total = 0
+    for b in range(len(start_B)):
+        stop = start_B[b] + count_B[b]
+        if start_B[b] < 0 or first_B[b] < 0 or first_B[b] + count_B[b] > num_queries:
+            return -1 - b
+        for c in range(max(0, start_B[b] + 1 - reach) // size, -(-stop // size)):
+            if c >= block_BC.shape[1] or not 0 <= block_BC[b, c] < num_blocks:
+                return -1 - b
+        for end in range(start_B[b] + 1, stop + 1):
+            total += num_heads * (min(end, reach) + ITEM_WORK)
+    return total
+
+
+@_compiled
+def _attend(
+    query_THK: Array, out_THK: Array, pools: Arrays, rows: Arrays, options: Any, part: tuple[int, int]
+) -> None:
+    """The items before which the work done lies in `part` (from, below)."""
+    block_BC, start_B, first_B, count_B = rows
+    _, num_heads, size, width = pools[1].shape
+    group = query_THK.shape[1] // num_heads
+    reach, scale, softcap = options
+    longest = block_BC.shape[1] * size + LANES
+    query_GK = np.empty((group, width), query_THK.dtype)
+    score_GL = np.empty((group, longest), query_THK.dtype)
+    one_1L, sum_1N = np.ones((1, longest // LANES), query_THK.dtype), np.empty((1, LANES), query_THK.dtype)
+    work = 0
+    for b in range(len(start_B)):
+        for i in range(count_B[b]):
+            t, stop = first_B[b] + i, start_B[b] + i + 1
+            seen = max(0, stop - reach), stop
+            for j in range(num_heads):
+                if part[0] <= work < part[1]:
+                    asked_GK = query_THK[t, j * group :]
+                    out_GK = out_THK[t, j * group : (j + 1) * group]
+                    for g in range(group):
+                        for k in range(width):
+                            query_GK[g, k] = asked_GK[g, k] * scale
+                            out_GK[g, k] = 0
+                    into = out_GK, score_GL, one_1L, sum_1N
+                    _item(query_GK, pools, (block_BC[b], j), seen, softcap, into)
+                work += min(stop, reach) + ITEM_WORK

@@ -1,0 +1,445 @@
+"""Attention over the paged pool as Triton kernels: decode, split along the keys, and ragged prefill.
+
+T = packed query tokens, B = rows (one request each), H = query heads, J = key heads, K = head width,
+P = blocks of the pool, S = slots of a block, C = blocks of the longest row, N = splits of the longest row.
+
+One program attends with all query heads of one key head, for one query (decode) or a tile of neighbouring
+queries (prefill), so that keys and values are read once a group. It walks the keys in tiles, which begin at
+multiples of a size that only the pool decides, with a running maximum and sum (Dao 2023, "FlashAttention-2").
+A decode cuts a long row into splits of fixed size, each a program of its own, and merges them (Dao et al.
+2023, "Flash-Decoding"): a fixed size and not a fixed number, so that no result depends on what else is in the
+batch. A tile that a query does not see leaves its numbers as they are, bit for bit, so neither does a
+prefill's result depend on its chunks.
+
+Scores are exponents of 2, which is what the hardware has. Keys that no query of a program sees are not even
+read: 0 times NaN is NaN, and a slot that was never written holds anything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.kernels.paged_attention import PagedRows
+
+# Bytes of a tile of keys. The next tile and its values are on their way while one is worked on: 32 KiB a
+# program, of which a multiprocessor of an H200 runs four; its share of the bandwidth needs about 30 KiB.
+TILE_BYTES = 2**14
+# Keys of a tile: no fewer than tensor cores take; a split is a whole number of the largest.
+LEAST_TILE, LARGEST_TILE = 16, 64
+# Keys of a split: 128 KiB of a usual head in bfloat16, for at most 4 KiB of partial results.
+SPLIT = 256
+# Rows of the product of queries and keys: the fewest that tensor cores take, and what four warps share.
+DECODE_ROWS, PREFILL_ROWS = 16, 64
+# Splits merged at once.
+PARTS = 8
+# Rows among which a tile looks for its own at once.
+FOUND = tl.constexpr(256)
+# Below every score, yet finite: the difference of two of them is 0, where that of two infinities is NaN.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LOG2E = math.log2(math.e)
+# A product of float32 as three of tf32 rounds much like float32, but has tensor cores.
+PRECISION = tl.constexpr("tf32x3")
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def store_kv(
+    key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
+) -> None:
+    """Write each token's key and value into its slot; those with slot -1 are left out.
+
+    Args:
+        key_TJK: keys of this forward, in any strides.
+        value_TJK: values, likewise.
+        key_PJSK: the keys' pool, whose dtype may be another.
+        value_PJSK: the values' pool.
+        slot_T: block * S + slot of each token, int64.
+    """
+    num_heads, block_size, width = key_PJSK.shape[1:]
+    given, pools = (key_TJK, value_TJK), (key_PJSK, value_PJSK)
+    sizes = {"HEADS": num_heads, "SIZE": block_size, "WIDTH": width}
+    powers = {"HEADS_2": triton.next_power_of_2(num_heads), "WIDTH_2": triton.next_power_of_2(width)}
+    strides = [tuple(one.stride() for one in pair) for pair in (given, pools)]
+    with torch.cuda.device_of(key_PJSK):
+        _store_kv[(len(slot_T),)](given, pools, *strides, slot_T, **sizes, **powers)
+
+
+def paged_attention(
+    query_THK: Tensor,
+    key_PJSK: Tensor,
+    value_PJSK: Tensor,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    split: int | None = SPLIT,
+) -> Tensor:
+    """As `paged_attention_plain`: `paged_decode` where every row has one query, else `paged_prefill`.
+
+    The two round differently, so rows that are to be `exact` all go through `paged_prefill`.
+    """
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    if rows.max_count == 1 and not rows.exact:
+        return paged_decode(query_THK, key_PJSK, value_PJSK, rows, split=split, **options)
+    return paged_prefill(query_THK, key_PJSK, value_PJSK, rows, **options)
+
+
+def paged_decode(
+    query_BHK: Tensor,
+    key_PJSK: Tensor,
+    value_PJSK: Tensor,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    split: int | None = SPLIT,
+) -> Tensor:
+    """As `paged_attention_plain`, for rows of one query each.
+
+    Args:
+        query_BHK: queries, in any strides.
+        key_PJSK: the keys' pool, the queries' own keys already in it; J divides H.
+        value_PJSK: the values' pool.
+        rows: whose queries they are.
+        scale: factor of the scores.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        split: keys that one program attends to at most; None leaves rows whole. Results differ from one
+            split to another by rounding, and are the same bits for any batch with the same one.
+
+    Returns:
+        [B, H, K] in the dtype of the queries.
+
+    Raises:
+        ValueError: split is not a positive multiple of 64, or a dtype is not one of DTYPES.
+    """
+    if split is not None and (split < LARGEST_TILE or split % LARGEST_TILE):
+        raise ValueError(f"split is {split}; it is a positive multiple of {LARGEST_TILE}, or None")
+    num_splits = 1 if split is None else _most_splits(rows.max_length, window, split)
+    num_rows, num_heads, width = query_BHK.shape
+    options = _options(query_BHK, key_PJSK, scale, window, softcap)
+    options["ROWS"] = max(DECODE_ROWS, triton.next_power_of_2(options["GROUP"]))
+    grid = (num_rows, key_PJSK.shape[1], num_splits)
+    out_BHK = query_BHK.new_empty(query_BHK.shape)
+    if num_splits == 1:
+        _launch(grid, query_BHK, (key_PJSK, value_PJSK), rows, (out_BHK,), DECODE=True, SPLIT=None, **options)
+        return out_BHK
+    part_BNHK = out_BHK.new_empty(num_rows, num_splits, num_heads, width, dtype=torch.float32)
+    highest_BNH, total_BNH = part_BNHK.new_empty(2, num_rows, num_splits, num_heads).unbind()
+    parts = (part_BNHK, highest_BNH, total_BNH)
+    _launch(grid, query_BHK, (key_PJSK, value_PJSK), rows, parts, DECODE=True, SPLIT=split, **options)
+    sizes = {"WINDOW": window, "SPLIT": split, "WIDTH": width, "WIDTH_2": options["WIDTH_2"]}
+    with torch.cuda.device_of(out_BHK):
+        _merge[(num_rows, num_heads)](
+            parts, out_BHK, (rows.start_B, rows.first_B), num_splits, **sizes, PARTS=PARTS, num_warps=1
+        )
+    return out_BHK
+
+
+def paged_prefill(
+    query_THK: Tensor,
+    key_PJSK: Tensor,
+    value_PJSK: Tensor,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `paged_attention_plain`, for rows of any number of queries, in the order of the packed row.
+
+    Arguments, result and errors are those of `paged_decode`. A query's result is the same bits whatever else
+    is in the batch and wherever its row was cut into chunks.
+    """
+    options = _options(query_THK, key_PJSK, scale, window, softcap)
+    options["ROWS"] = max(PREFILL_ROWS, triton.next_power_of_2(options["GROUP"]))
+    # Row b has its tiles from first_b // queries + b on: a place that needs no sum over the rows before it,
+    # and leaves at most one tile a row without work.
+    num_tiles = len(query_THK) // (options["ROWS"] // options["GROUP"]) + len(rows.start_B)
+    grid = (num_tiles, key_PJSK.shape[1], 1)
+    out_THK = query_THK.new_empty(query_THK.shape)
+    _launch(grid, query_THK, (key_PJSK, value_PJSK), rows, (out_THK,), DECODE=False, SPLIT=None, **options)
+    return out_THK
+
+
+def _most_splits(max_length: int, window: int | None, split: int) -> int:
+    """Splits that a row reaches into at most: a window may begin with the last key of one."""
+    return triton.cdiv(max_length if window is None else min(max_length, window - 1 + split), split)
+
+
+def _options(
+    query_THK: Tensor, key_PJSK: Tensor, scale: float, window: int | None, softcap: float | None
+) -> dict[str, Any]:
+    """What `_attend` is told of the sizes, and of the scores: powers of 2, and of tanh, which takes 2 x.
+
+    Raises:
+        ValueError: queries or pool have a dtype that the kernels do not take.
+    """
+    for name, dtype in (("query_THK", query_THK.dtype), ("key_PJSK", key_PJSK.dtype)):
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} is {dtype}; the Triton kernels take {', '.join(map(str, DTYPES))}")
+    _, num_heads, size, width = key_PJSK.shape
+    width_2 = max(triton.next_power_of_2(width), LEAST_TILE)
+    tile = TILE_BYTES // (width_2 * key_PJSK.element_size())
+    # Arithmetic in bfloat16 is wrong in the interpreter, where tensors are on the CPU.
+    factor = torch.promote_types(query_THK.dtype, key_PJSK.dtype) if query_THK.is_cuda else torch.float32
+    return {
+        "scale": scale * LOG2E if softcap is None else 2 * scale * LOG2E / softcap,
+        "CAP": None if softcap is None else softcap * LOG2E,
+        "WINDOW": window,
+        "FACTOR": DTYPES[factor],
+        "GROUP": query_THK.shape[1] // num_heads,
+        "WIDTH": width,
+        "WIDTH_2": width_2,
+        "SIZE": size,
+        "TILE": min(max(tile, LEAST_TILE), LARGEST_TILE),
+    }
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    query_THK: Tensor,
+    pools: tuple[Tensor, Tensor],
+    rows: PagedRows,
+    outs: tuple[Tensor, ...],
+    **options: Any,
+) -> None:
+    """Run `_attend` over tiles of queries (rows, for decode), key heads and splits."""
+    tensors = (query_THK, *pools)
+    inputs = (*tensors, *(one.stride() for one in tensors))
+    spans = (rows.start_B, rows.first_B, rows.count_B, len(rows.start_B))
+    where = (*spans, rows.block_BC, rows.block_BC.stride(0))
+    with torch.cuda.device_of(query_THK):
+        _attend[grid](inputs, outs, where, num_warps=4, **options)
+
+
+@triton.jit
+def _store_kv(
+    given: tl.tensor,
+    pools: tl.tensor,
+    given_strides: tl.tensor,
+    pool_strides: tl.tensor,
+    slot: tl.tensor,
+    *,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS_2: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+) -> None:
+    """One program a token: all heads of its key and its value."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(slot + token)
+    if place < 0:
+        return
+    j = tl.arange(0, HEADS_2).to(tl.int64)[:, None]
+    d = tl.arange(0, WIDTH_2)[None, :]
+    inside = (j < HEADS) & (d < WIDTH)
+    for kind in tl.static_range(2):
+        to_token, to_head, to_lane = given_strides[kind]
+        number = tl.load(given[kind] + token * to_token + j * to_head + d * to_lane, inside)
+        to_block, to_head, to_slot, to_lane = pool_strides[kind]
+        at = place // SIZE * to_block + j * to_head + place % SIZE * to_slot + d * to_lane
+        tl.store(pools[kind] + at, number, inside)
+
+
+@triton.jit
+def _attend(
+    inputs: tl.tensor,
+    outs: tl.tensor,
+    where: tl.tensor,
+    *,
+    scale: tl.tensor,
+    DECODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CAP: tl.constexpr,
+    FACTOR: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: the queries of a tile, all heads of a group, over their keys or a split of them."""
+    start, first, count, num_rows, table, to_row = where
+    if DECODE:
+        b, before, num_queries = tl.program_id(0), 0, 1
+    else:
+        b, before, num_queries = _queries(first, count, num_rows, QUERIES=ROWS // GROUP)
+    start_b = tl.load(start + b).to(tl.int32) + before
+    begin, end = _keys(start_b, num_queries, WINDOW=WINDOW, SPLIT=SPLIT)
+    if (num_queries <= 0) | (begin >= end):
+        return
+    # Rows beyond the last query repeat it, and are not stored.
+    r = tl.arange(0, ROWS)
+    n = tl.minimum(r // GROUP, num_queries - 1)
+    token = tl.load(first + b) + before + n
+    head = tl.program_id(1).to(tl.int64) * GROUP + r % GROUP
+    d = tl.arange(0, WIDTH_2)
+    to_token, to_head, to_lane = inputs[3]
+    at = token[:, None] * to_token + head[:, None] * to_head + d[None, :] * to_lane
+    query = tl.load(inputs[0] + at, (d < WIDTH)[None, :], other=0).to(FACTOR)
+    share, highest, total = _walk(
+        query,
+        start_b + n,
+        inputs,
+        table + b.to(tl.int64) * to_row,
+        begin=begin,
+        end=end,
+        scale=scale,
+        WINDOW=WINDOW,
+        CAP=CAP,
+        WIDTH=WIDTH,
+        SIZE=SIZE,
+        TILE=TILE,
+    )
+    kept = r // GROUP < num_queries
+    line = token * (tl.num_programs(1) * GROUP) + head
+    if SPLIT is None:
+        share = share / total[:, None]
+    else:
+        line = (b * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (tl.num_programs(1) * GROUP) + head
+        tl.store(outs[1] + line, highest, kept)
+        tl.store(outs[2] + line, total, kept)
+    tl.store(outs[0] + line[:, None] * WIDTH + d[None, :], share, kept[:, None] & (d < WIDTH)[None, :])
+
+
+@triton.jit
+def _walk(
+    query: tl.tensor,
+    position: tl.tensor,
+    inputs: tl.tensor,
+    blocks: tl.tensor,
+    *,
+    begin: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Values weighed by powers of two of (score - highest), the highest score, and the sum of the weights."""
+    highest = tl.full((query.shape[0],), LOWEST, tl.float32)
+    total = tl.zeros((query.shape[0],), tl.float32)
+    share = tl.zeros(query.shape, tl.float32)
+    for tile in range(begin // TILE * TILE, end, TILE):
+        i = tile + tl.arange(0, TILE)
+        there = (i >= begin) & (i < end)
+        block = tl.load(blocks + i // SIZE, there).to(tl.int64)
+        key = _read(inputs[1], inputs[4], block, i % SIZE, there, query, WIDTH=WIDTH)
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        if CAP is not None:
+            score = CAP - 2 * CAP / (tl.exp2(score) + 1)
+        seen = there[None, :] & (i[None, :] <= position[:, None])
+        if WINDOW is not None:
+            seen &= i[None, :] > position[:, None] - WINDOW
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weight, 1)
+        value = _read(inputs[2], inputs[5], block, i % SIZE, there, query, WIDTH=WIDTH)
+        share = tl.dot(weight.to(query.dtype), value, share * shrink[:, None], input_precision=PRECISION)
+        highest = higher
+    return share, highest, total
+
+
+@triton.jit
+def _read(
+    pool: tl.tensor,
+    strides: tl.tensor,
+    block: tl.tensor,
+    slot: tl.tensor,
+    there: tl.tensor,
+    like: tl.tensor,
+    *,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """The keys or values of some slots, 0 where nothing is there: what is not read cannot be NaN."""
+    d = tl.arange(0, like.shape[1])
+    to_block, to_head, to_slot, to_lane = strides
+    at = (block * to_block + tl.program_id(1) * to_head + slot * to_slot)[:, None] + d[None, :] * to_lane
+    return tl.load(pool + at, there[:, None] & (d < WIDTH)[None, :], other=0).to(like.dtype)
+
+
+@triton.jit
+def _queries(first: tl.tensor, count: tl.tensor, num_rows: tl.tensor, *, QUERIES: tl.constexpr) -> tl.tensor:
+    """The row whose tile this program has, how many of its queries come before, and how many are in it."""
+    tile = tl.program_id(0)
+    b = -1
+    for start in range(0, num_rows, FOUND):
+        row = start + tl.arange(0, FOUND)
+        begun = row + tl.load(first + row, row < num_rows) // QUERIES <= tile
+        b += tl.sum((begun & (row < num_rows)).to(tl.int32), 0)
+    before = (tile - b - tl.load(first + b) // QUERIES) * QUERIES
+    return b, before.to(tl.int32), tl.minimum(tl.load(count + b) - before, QUERIES).to(tl.int32)
+
+
+@triton.jit
+def _keys(
+    position: tl.tensor, num_queries: tl.tensor, *, WINDOW: tl.constexpr, SPLIT: tl.constexpr
+) -> tl.tensor:
+    """From which key on, and up to which, a tile whose first query stands there attends in this program."""
+    begin = _first_key(position, WINDOW=WINDOW)
+    end = position + num_queries
+    if SPLIT is not None:
+        split = begin // SPLIT + tl.program_id(2)
+        begin = tl.maximum(begin, split * SPLIT)
+        end = tl.minimum(end, split * SPLIT + SPLIT)
+    return begin, end
+
+
+@triton.jit
+def _first_key(position: tl.tensor, *, WINDOW: tl.constexpr) -> tl.tensor:
+    """The first key that a query sees."""
+    return 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0)
+
+
+@triton.jit
+def _merge(
+    parts: tl.tensor,
+    out: tl.tensor,
+    spans: tl.tensor,
+    num_splits: tl.tensor,
+    *,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """One program a row and query head: its splits, a few at a time, in the same order for any batch."""
+    b, h, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start, first = spans
+    position = tl.load(start + b)
+    num_parts = position // SPLIT - _first_key(position, WINDOW=WINDOW) // SPLIT + 1
+    d = tl.arange(0, WIDTH_2)
+    highest = tl.full((), LOWEST, tl.float32)
+    total = tl.zeros((), tl.float32)
+    share = tl.zeros((WIDTH_2,), tl.float32)
+    for begin in range(0, num_parts, PARTS):
+        n = begin + tl.arange(0, PARTS)
+        there = n < num_parts
+        line = (b.to(tl.int64) * num_splits + n) * num_heads + h
+        reached = tl.load(parts[1] + line, there, other=LOWEST)
+        higher = tl.maximum(highest, tl.max(reached, 0))
+        weight = tl.exp2(reached - higher)
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weight * tl.load(parts[2] + line, there, other=0), 0)
+        inside = there[:, None] & (d < WIDTH)[None, :]
+        part = tl.load(parts[0] + line[:, None] * WIDTH + d[None, :], inside, other=0)
+        share = share * shrink + tl.sum(weight[:, None] * part, 0)
+        highest = higher
+    line = tl.load(first + b) * num_heads + h
+    tl.store(out + line * WIDTH + d, share / total, d < WIDTH)

@@ -1,0 +1,107 @@
+"""A model behind HTTP, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+
+import httpx
+import pytest
+import torch
+
+from millrace.cli.serve import open_served
+
+
+@pytest.fixture
+def trained(lab):
+    assert lab.train("steps=1", "--quiet").code == 0
+    return lab
+
+
+def best_model(run):
+    return run / "checkpoints" / json.loads((run / "best.json").read_text())["checkpoint"] / "model"
+
+
+def test_a_run_is_served_until_sigterm(trained):
+    run = trained.folder / "runs" / "tiny-1"
+    best = best_model(run)
+    words = ["--served-name", "sums", "--port", "0", "--token", "secret", "--weights-root", str(run)]
+    server = trained.start("serve", str(run), *words)
+    try:
+        line = server.stdout.readline()
+        assert re.fullmatch(
+            r"sums answers at http://127\.0\.0\.1:\d+/v1 \(a prompt and its answer have at most 64 tokens\); "
+            r"Ctrl-C ends it\n",
+            line,
+        ), line + server.stderr.read()
+        url = line.split()[3].removesuffix("/v1")
+        assert httpx.get(f"{url}/version").status_code == 401
+        with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+            ask = {"prompt": "1+1=", "temperature": 0, "max_tokens": 3}
+            choice = client.post("/v1/completions", json=ask).json()["choices"][0]
+            (expected,) = trained("generate", "runs/tiny-1", "1+1=").out.splitlines() or ("",)
+            assert choice["text"] == expected
+            chat = {"messages": [{"role": "user", "content": "1+1="}], "temperature": 0, "max_tokens": 3}
+            answer = client.post("/v1/chat/completions", json=chat)
+            assert answer.json()["choices"][0]["message"]["content"] == choice["text"]
+            before = client.get("/fingerprint").json()
+            loaded = client.post("/load_weights", json={"path": str(best.relative_to(run)), "version": 7})
+            assert loaded.json()["version"] == 7
+            assert client.get("/fingerprint").json() == before | {"version": 7}
+    finally:
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=30)
+    assert (server.returncode, errors) == (0, "")
+
+
+def test_a_model_folder_is_served_under_its_own_name_and_template(trained):
+    folder = best_model(trained.folder / "runs" / "tiny-1")
+    options = {"name": None, "max_concurrent": 2, "max_waiting": 3, "precision": "bfloat16", "device": "cpu"}
+    served = open_served(str(folder), None, cache_tokens=100, weights_root=None, **options)
+    assert (served.name, served.template, served.dtype) == ("model", "chat", torch.bfloat16)
+    assert served.max_length == 64
+    assert served.vocab_size > max(served.tokenizer.get_vocab().values())
+    assert served.stop_token_ids[0] == served.tokenizer.eos_token_id
+    # Whole blocks alone can be used.
+    small = open_served(str(folder), None, cache_tokens=63, weights_root=None, **options)
+    assert small.max_length == 48
+
+
+def test_an_address_for_everybody_needs_a_token(lab):
+    result = lab("serve", "runs/tiny-1", "--host", "0.0.0.0")
+    assert (result.code, result.err) == (
+        2,
+        "error: host 0.0.0.0 can be reached from other machines; set a token with --token or the environment "
+        "variable MILLRACE_TOKEN, or listen on 127.0.0.1\n",
+    )
+    # With a token the next mistake is found: there is no such model.
+    lab.patch.setenv("MILLRACE_TOKEN", "secret")
+    result = lab("serve", "runs/tiny-1", "--host", "0.0.0.0", "--port", "0")
+    assert (result.code, result.err) == (1, "error: model folder runs/tiny-1 does not exist\n")
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(lab):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = lab("serve", "runs/tiny-1", "--port", str(port))
+    assert (result.code, result.err) == (
+        2,
+        f"error: port {port} of 127.0.0.1 cannot be used: Address already in use; choose another --host or "
+        "--port\n",
+    )
+
+
+def test_a_root_that_is_no_folder_is_refused(lab):
+    result = lab("serve", "runs/tiny-1", "--port", "0", "--weights-root", "gone")
+    assert (result.code, result.err) == (2, "error: --weights-root gone is not a folder; make it first\n")
+
+
+def test_a_checkpoint_of_a_model_folder_is_refused(trained):
+    model = best_model(trained.folder / "runs" / "tiny-1")
+    result = trained("serve", str(model), "--port", "0", "--checkpoint", "last")
+    assert (result.code, result.err) == (
+        2,
+        f"error: --checkpoint has no effect because {model} is a model and not a run; leave it out\n",
+    )

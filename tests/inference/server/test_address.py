@@ -1,0 +1,62 @@
+"""Where a server listens, and who could reach it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from millrace.inference.server.address import bind, check_address, is_loopback, url_of
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.1.5", False),
+        ("example.org", False),
+    ],
+)
+def test_only_a_loopback_address_needs_no_token(host, expected):
+    assert is_loopback(host) == expected
+    check_address(host, "secret")
+    if expected:
+        check_address(host, None)
+        return
+    with pytest.raises(ValueError, match=f"host {host} can be reached from other machines; set a token with"):
+        check_address(host, None)
+
+
+@pytest.mark.parametrize("token", ["", " a", "a b", "a\n", "ä"])
+def test_a_token_that_no_header_can_carry_is_refused(token):
+    with pytest.raises(
+        ValueError, match="the token must be printable ASCII without spaces, or no header could carry it"
+    ):
+        check_address("127.0.0.1", token)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_listens():
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        first.listen()
+        assert url_of(first) == f"http://127.0.0.1:{port}"
+        sentence = f"port {port} of 127.0.0.1 cannot be used: Address already in use; choose another --host"
+        with pytest.raises(ValueError, match=sentence):
+            bind("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(ValueError, match=r"port 80 of 192\.0\.2\.1 cannot be used: Cannot assign"):
+        bind("192.0.2.1", 80)
+
+
+def test_an_address_of_six_parts_stands_in_brackets():
+    with bind("::1", 0) as found:
+        assert url_of(found) == f"http://[::1]:{found.getsockname()[1]}"

@@ -1,0 +1,159 @@
+"""The door: tokens, bodies, and how many at once."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import pytest
+
+from millrace.inference.server.limits import Limits
+from tests.inference.server.running import DEADLINE_S, asking, fake_served, running, wait_until
+
+TEXT = {"prompt": "the", "max_tokens": 2}
+
+
+def exchange(url: str, *parts: bytes) -> bytes:
+    """What a server answers to raw bytes, until it closes."""
+    place = urlsplit(url)
+    with socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S) as wire:
+        for part in parts:
+            wire.sendall(part)
+        answer = b""
+        while more := wire.recv(4096):
+            answer += more
+        return answer
+
+
+def test_without_the_token_only_health_answers():
+    with running(limits=Limits(token="right")) as mill:
+        assert mill.get("/health").json() == {"status": "ok"}
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}):
+            answer = mill.post("/v1/completions", TEXT, headers=header)
+            assert answer.status_code == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            assert answer.json()["error"] == {
+                "message": "the token is missing or wrong; send the header Authorization: Bearer TOKEN",
+                "type": "authentication_error",
+                "param": None,
+                "code": "invalid_api_key",
+            }
+        for path in ("/metrics", "/version", "/v1/models", "/openapi.json", "/nothing"):
+            assert mill.get(path).status_code == 401
+        right = {"Authorization": "Bearer right"}
+        assert mill.post("/v1/completions", TEXT, headers=right).status_code == 200
+        assert mill.get("/metrics", headers=right).status_code == 200
+
+
+def test_a_body_may_be_as_long_as_the_limit_and_no_longer():
+    with running(limits=Limits(max_body_bytes=2_000)) as mill:
+        for size, status in ((2_000, 200), (2_001, 413), (12_000, 413)):
+            body = b'{"prompt": "the"}'.ljust(size)
+            assert mill.post("/v1/completions", content=body).status_code == status
+        # Said by nobody beforehand, and found out while it is read.
+        pieces = iter([b'{"prompt": "the"}', b" " * 2_000])
+        answer = mill.post("/v1/completions", content=pieces)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["message"] == "the body has more than 2000 bytes; send less at once"
+        assert mill.post("/v1/completions", TEXT).status_code == 200
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for():
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: mill\r\nContent-Length: 100\r\n\r\n{"
+    with running(limits=Limits(body_timeout_s=0.1)) as mill:
+        answer = exchange(mill.url, head)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"the body did not arrive within 0.1 s" in answer
+
+
+def test_too_many_at_once_are_told_to_come_back_and_the_verbs_get_through():
+    served = fake_served(delay_s=60.0)
+    with running(served, limits=Limits(max_concurrent=2)) as mill:
+        with asking(mill), asking(mill):
+            wait_until(lambda: mill.engine.num_live == 2)
+            refused = mill.post("/generate", {"prompt_token_ids": [5]})
+            assert refused.status_code == 429
+            assert refused.headers["Retry-After"] == "1"
+            assert refused.json()["error"]["message"] == (
+                "2 requests are being answered already; ask again later"
+            )
+            assert mill.post("/pause", {"mode": "keep"}).status_code == 200
+            assert mill.get("/health").status_code == 200
+        mill.engine.delay_s = 0.0
+        wait_until(lambda: mill.post("/v1/completions", TEXT).status_code == 200)
+
+
+def test_a_full_queue_is_told_to_come_back_and_nothing_of_the_request_stays():
+    served = fake_served(delay_s=60.0, max_waiting=5)
+    with running(served) as mill, asking(mill, n=2):
+        refused = mill.post("/v1/completions", {"prompt": [[5], [6], [7]], "n": 2})
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        assert refused.json()["error"] == {
+            "message": "4 requests wait; the engine queues at most 5; ask again later",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "queue_full",
+        }
+        assert mill.engine.num_live == 2
+
+
+def test_a_stopped_engine_is_not_healthy():
+    with running() as mill:
+        mill.engine.closed = "the engine stopped: its thread failed: RuntimeError: out of memory"
+        for answer in (mill.get("/health"), mill.post("/v1/completions", TEXT)):
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == mill.engine.closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_stops_meanwhile_tells_whoever_waits(stream):
+    with running(fake_served(stopped=7)) as mill, ThreadPoolExecutor(2) as crowd:
+        ask = {"n": 2, "max_tokens": 9, "stream": stream, "ignore_eos": True}
+        paths = {"/generate": {"prompt_token_ids": [7]}, "/v1/completions": {"prompt": [7]}}
+        answers = list(crowd.map(lambda item: mill.post(item[0], item[1] | ask), paths.items()))
+        for answer in answers:
+            assert answer.status_code in ((200, 503) if stream else (503,))
+            assert (
+                '"message":"the engine stopped: its thread failed: RuntimeError: out of memory"'
+                in answer.text
+            )
+        assert mill.post("/abort", {"id": "gone"}).status_code == 404
+        assert mill.service.num_requests == 0
+
+
+def test_whoever_leaves_while_waiting_is_forgotten():
+    served = fake_served(delay_s=60.0)
+    with running(served) as mill:
+        place = urlsplit(mill.url)
+        body = b'{"prompt": "the", "n": 3, "request_id": "gone"}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: mill\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((place.hostname, place.port)) as wire:
+            wire.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            wait_until(lambda: mill.engine.num_live == 3)
+        wait_until(lambda: mill.engine.num_live == 0)
+        assert mill.engine.ended == {f"gone-{n}": "abort" for n in range(3)}
+        assert mill.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("delay_s", [0.01, 60.0])
+def test_whoever_leaves_a_stream_is_forgotten(delay_s):
+    served = fake_served(delay_s=delay_s)
+    with running(served) as mill:
+        with asking(mill, n=2, request_id="gone") as answer:
+            if delay_s < 1:
+                next(answer.iter_lines())
+        wait_until(lambda: mill.engine.num_live == 0)
+        assert mill.engine.ended == {"gone-0": "abort", "gone-1": "abort"}
+        text = mill.get("/metrics").text
+        assert 'vllm:request_success_total{finished_reason="abort",model_name="mill"} 2.0' in text
+
+
+def test_many_at_once_are_all_answered():
+    served = fake_served(max_waiting=1000, delay_s=0.001)
+    with running(served) as mill, ThreadPoolExecutor(16) as crowd:
+        bodies = [TEXT | {"seed": seed, "n": 2} for seed in range(64)]
+        answers = list(crowd.map(lambda body: mill.post("/v1/completions", body), bodies))
+        assert [answer.status_code for answer in answers] == [200] * 64
+        again = list(crowd.map(lambda body: mill.post("/v1/completions", body), bodies))
+        assert [a.json()["choices"] for a in again] == [a.json()["choices"] for a in answers]

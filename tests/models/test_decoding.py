@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.inference.reference import ReferenceEngine
+from millrace.models.decoding import prepare
+from millrace.models.fused import fuse, set_deterministic
+from millrace.models.load import Model, save_model
+from tests.close import close_fp32
+from tests.inference.fresh import decode, paged, random_requests, same
+from tests.models.tiny import SHAPES, tiny_model
+
+# How many modules of two layers take part: attention and feed-forward, one of them, or none.
+REPLACED = {
+    "llama": 4,
+    "qwen2": 4,
+    "qwen3": 4,
+    "mistral": 4,
+    "gemma2": 2,
+    "gemma3_text": 0,
+    "phi3": 0,
+    "gpt_neox": 0,
+    "olmo2": 2,
+    "qwen3_moe": 2,
+    "mixtral": 2,
+}
+
+
+def replaced(model: Model) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "millrace_joint")]
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_a_prepared_model_draws_the_same(architecture: str) -> None:
+    model = tiny_model(architecture).requires_grad_(False)
+    prompts, params = random_requests(7, 24)
+    theirs = ReferenceEngine(copy.deepcopy(model), decode).generate(prompts, params)
+    prepare(model)
+    assert len(replaced(model)) == REPLACED[architecture]
+    ours = paged(model).generate(prompts, params)
+    assert same(ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        close_fp32(one.logprobs, other.logprobs, atol=3e-5)
+
+
+def test_many_rows_take_the_other_way_to_the_same_numbers() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    prompts, params = random_requests(8, 150)
+    theirs = ReferenceEngine(copy.deepcopy(model), decode).generate(prompts, params)
+    prepare(model)
+    sizes = {"max_cache_tokens": 8192, "max_batch_tokens": 2048, "max_requests": 256}
+    assert same(paged(model, **sizes).generate(prompts, params), theirs)
+
+
+def test_new_weights_are_packed_anew() -> None:
+    first, second = (tiny_model("qwen3", seed=seed).requires_grad_(False) for seed in (1, 2))
+    prompts, params = random_requests(9, 12)
+    expected = ReferenceEngine(copy.deepcopy(second), decode).generate(prompts, params)
+    prepare(first)
+    engine = paged(first)
+    engine.generate(prompts, params)
+    engine.load_weights(list(second.named_parameters()), 1)
+    assert same(engine.generate(prompts, params), expected)
+
+
+def test_names_weights_and_files_stay_as_they_are(tmp_path: Any) -> None:
+    model = tiny_model("qwen3")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    prepare(model)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    save_model(model, tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_copy_has_joint_weights_of_its_own() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    prepare(model)
+    prompts, params = random_requests(3, 6)
+    before = paged(model).generate(prompts, params)
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.add_(0.05)
+    changed = paged(copied).generate(prompts, params)
+    assert not same(changed, before)
+    assert same(paged(model).generate(prompts, params), before)
+
+
+def test_bfloat16_is_close_to_what_the_modules_compute() -> None:
+    model = tiny_model("qwen3", dtype=torch.bfloat16).requires_grad_(False)
+    prompts, params = random_requests(5, 30)
+    plain = paged(copy.deepcopy(model)).generate(prompts, params)
+    prepare(model)
+    assert len(replaced(model)) == 4
+    ours = paged(model).generate(prompts, params)
+    gaps = [abs(one.logprobs[0] - other.logprobs[0]) for one, other in zip(ours, plain, strict=True)]
+    assert sum(gaps) / len(gaps) < 0.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_what_cannot_be_packed_stays_as_it_is(dtype: torch.dtype) -> None:
+    model = tiny_model("llama", dtype=dtype)
+    prepare(model)
+    assert replaced(model) == []
+
+
+def test_a_deterministic_model_stays_as_it_is() -> None:
+    model = tiny_model("llama")
+    fuse(model)
+    set_deterministic(model)
+    prepare(model)
+    assert replaced(model) == []

@@ -1,0 +1,109 @@
+"""In deterministic mode the engine's log-probabilities are the trainer's, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.data.packing import pack
+from millrace.models.fused import fuse, set_deterministic
+from millrace.models.load import Model
+from millrace.models.logprobs import chosen_logprobs
+from millrace.types import Completion, Outcome, Trajectory, Turn
+from tests.close import close_fp64
+from tests.inference.fresh import paged, random_requests
+from tests.models.tiny import SHAPES, tiny_model
+
+DENSE = [name for name in SHAPES if name not in ("qwen3_moe", "mixtral")]
+DTYPES = [torch.float32, torch.float64]
+TEMPERATURE = 0.7
+
+
+def deterministic_model(architecture: str, dtype: torch.dtype = torch.float32) -> Model:
+    model = tiny_model(architecture, dtype=dtype)
+    fuse(model)
+    set_deterministic(model)
+    return model
+
+
+def drawn(model: Model, seed: int, **sizes: Any) -> tuple[list[tuple[int, ...]], list[Completion]]:
+    prompts, params = random_requests(seed, 30)
+    params = [replace(wanted, temperature=TEMPERATURE) for wanted in params]
+    engine = paged(copy.deepcopy(model).requires_grad_(False), **sizes)
+    completions = engine.generate(prompts, params)
+    engine.check()
+    return prompts, completions
+
+
+def recomputed(
+    model: Model, prompts: list[tuple[int, ...]], completions: list[Completion]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The trainer's log-probabilities and the engine's, of all drawn tokens."""
+    pairs = zip(prompts, completions, strict=True)
+    batch = pack([Trajectory((Turn(prompt, said),), Outcome("score", 1.0)) for prompt, said in pairs])
+    logprob_N, _ = chosen_logprobs(model, batch, temperature=TEMPERATURE)
+    return logprob_N.detach().float(), batch.sampler_logprob_T[batch.action_mask_T]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", DENSE)
+def test_the_trainer_finds_every_bit_of_the_engines_log_probabilities(
+    architecture: str, dtype: torch.dtype
+) -> None:
+    model = deterministic_model(architecture, dtype)
+    ours_N, theirs_N = recomputed(model, *drawn(model, 1))
+    assert len(ours_N) > 200
+    assert torch.equal(ours_N, theirs_N)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batch_chunks_prefixes_and_preemptions_change_no_bit(seed: int) -> None:
+    model = deterministic_model("qwen3")
+    _, expected = drawn(model, seed, max_cache_tokens=4096, max_batch_tokens=4096, max_requests=64)
+    numbers = np.random.default_rng(seed)
+    for _ in range(4):
+        sizes = {
+            "block_size": int(numbers.choice([1, 4, 8, 16])),
+            "max_cache_tokens": int(numbers.choice([64, 96, 1024])),
+            "max_batch_tokens": int(numbers.choice([1, 5, 40])),
+            "max_requests": int(numbers.choice([1, 4, 32])),
+            "prefix_caching": bool(numbers.integers(2)),
+        }
+        _, completions = drawn(model, seed, **sizes)
+        for one, other in zip(completions, expected, strict=True):
+            assert one.token_ids == other.token_ids, sizes
+            assert np.array_equal(one.logprobs, other.logprobs), sizes
+
+
+def test_without_it_bits_differ() -> None:
+    model = tiny_model("qwen3")
+    ours_N, theirs_N = recomputed(model, *drawn(model, 1))
+    assert not torch.equal(ours_N, theirs_N)
+
+
+def test_the_gradient_is_that_of_the_ordinary_model() -> None:
+    plain = tiny_model("qwen3", dtype=torch.float64)
+    model = deterministic_model("qwen3", torch.float64)
+    prompts, completions = drawn(model, 2)
+    for each in (plain, model):
+        pairs = zip(prompts, completions, strict=True)
+        batch = pack([Trajectory((Turn(prompt, said),), Outcome("score", 1.0)) for prompt, said in pairs])
+        logprob_N, entropy_N = chosen_logprobs(each, batch, temperature=TEMPERATURE)
+        (logprob_N.sum() - 0.1 * entropy_N.sum()).backward()
+    theirs = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        close_fp64(parameter.grad, theirs[name].grad, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_a_mixture_of_experts_is_refused_by_name(architecture: str) -> None:
+    model = tiny_model(architecture)
+    fuse(model)
+    with pytest.raises(ValueError, match="whose rows are not known to be independent of the batch"):
+        set_deterministic(model)

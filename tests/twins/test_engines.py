@@ -1,0 +1,42 @@
+"""The paged engine is the reference engine, for every architecture, whatever its sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from millrace.inference.reference import ReferenceEngine
+from tests.close import close_fp32
+from tests.inference.fresh import decode, paged, random_requests, same
+from tests.models.tiny import SHAPES, tiny_model
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_the_paged_engine_draws_what_the_reference_engine_draws(architecture: str) -> None:
+    model = tiny_model(architecture)
+    prompts, params = random_requests(5, 24)
+    theirs = ReferenceEngine(model, decode).generate(prompts, params)
+    ours = paged(model).generate(prompts, params)
+    assert same(ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        close_fp32(one.logprobs, other.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sizes_change_nothing(seed: int) -> None:
+    model = tiny_model("qwen3")
+    prompts, params = random_requests(seed, 30)
+    theirs = ReferenceEngine(model, decode).generate(prompts, params)
+    numbers = np.random.default_rng(seed)
+    for _ in range(3):
+        sizes = {
+            "block_size": int(numbers.choice([1, 3, 4, 16])),
+            "max_cache_tokens": int(numbers.choice([64, 128, 1024])),
+            "max_batch_tokens": int(numbers.choice([1, 7, 64, 512])),
+            "max_requests": int(numbers.choice([1, 3, 16, 64])),
+            "prefix_caching": bool(numbers.integers(2)),
+        }
+        engine = paged(model, **sizes)
+        assert same(engine.generate(prompts, params), theirs), sizes
+        engine.check()
+        assert engine.stats().num_running == engine.stats().num_waiting == 0

@@ -1,11 +1,13 @@
 """One GRPO step on a tiny model: millrace against TRL's GRPOTrainer, in one run on one machine.
 
-    python benchmarks/grpo_step.py                              # millrace alone
-    python benchmarks/grpo_step.py --rival path/to/python       # a Python that has TRL installed, too
+    python benchmarks/grpo_step.py            # millrace alone
+    python benchmarks/grpo_step.py --peers    # and TRL, in an environment that is made once
 
 Both train the same shape (Qwen3, 0.80 M parameters, 16 prompts `a+b=` x 8 samples, 8 tokens each, float32)
-from random weights. A step is sampling, scoring, loss and update. TRL runs without gradient checkpointing,
-its faster setting here.
+from random weights. A step is sampling, scoring, loss, update, and handing over the weights. TRL runs twice:
+
+- `trl`: its defaults without gradient checkpointing, which costs time here and saves nothing.
+- `trl at its best`: compiled, too, and with MKL told to use its fast code on other processors than Intel's.
 """
 
 from __future__ import annotations
@@ -14,35 +16,27 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-SHAPE = {
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 384,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
-PROMPTS, SAMPLES, TOKENS, WARM, STEPS = 16, 8, 8, 5, 30
-SUMS = [(a, b) for a in range(40) for b in range(40)]
+from peers import environments
+from peers.grpo_task import MARK, PROMPTS, SAMPLES, SHAPE, STEPS, SUMS, TOKENS, WARM, Parts, tell
+
 REWARD = '"""The same arithmetic as on the other side."""\n\n\n' + (
     "def by_letters(prompt, completion, answer, row):\n    return float(sum(map(ord, completion)) % 7)\n"
 )
+OURS = "millrace"
 
 
-def millrace_parts(threads: int) -> tuple[Any, Any]:
+def our_parts(threads: int) -> tuple[Any, Any]:
     """The configuration and parts of a run in the current folder."""
     from millrace.config.recipe import validate
     from millrace.orchestration.build import build
@@ -66,110 +60,113 @@ def millrace_parts(threads: int) -> tuple[Any, Any]:
     return config, build(config, None)
 
 
-def millrace_steps(threads: int) -> Iterator[float]:
-    """Seconds of each step."""
+def our_steps(threads: int) -> list[tuple[float, dict[str, float]]]:
+    """Seconds of each step, and of its parts."""
     from millrace.data.prompts import PromptStream
     from millrace.observability.metrics import Spans
     from millrace.orchestration.learn import Learner, train_on
     from millrace.orchestration.step import Sampled, sample_and_score, sampling
 
-    config, parts = millrace_parts(threads)
-    trainer = parts.reinforcer(0, None, None)
-    learner = Learner(trainer, parts.method)
-    stream = PromptStream(parts.train_prompts, seed=0, shuffle=True)
+    config, built = our_parts(threads)
+    trainer = built.reinforcer(0, None, None)
+    learner = Learner(trainer, built.method)
+    stream = PromptStream(built.train_prompts, seed=0, shuffle=True)
+    parts, spans = Parts(), Spans()
+    trainer.forward_backward = parts.around("forward, backward", trainer.forward_backward)
+    trainer.optim_step = parts.around("update", trainer.optim_step)
     # No stop token: every completion has full length, as on the other side.
-    params, spans = sampling(config.rollout, ()), Spans()
+    params = sampling(config.rollout, ())
+    found = []
     for step in range(WARM + STEPS):
         start = time.perf_counter()
         prompts = stream.next(PROMPTS)
-        groups = sample_and_score(parts, prompts, params, num_samples=SAMPLES, seed=(0, step), spans=spans)
-        train_on(learner, Sampled(groups), seed=0, step=step)
-        parts.transport.send(trainer.named_tensors(), trainer.version)
-        yield time.perf_counter() - start
-    parts.reward.close()
+        groups = sample_and_score(built, prompts, params, num_samples=SAMPLES, seed=(0, step), spans=spans)
+        with parts("batch"):
+            train_on(learner, Sampled(groups), seed=0, step=step)
+        with parts("hand over weights"):
+            built.transport.send(trainer.named_tensors(), trainer.version)
+        found.append((time.perf_counter() - start, spans.take() | parts.take()))
+    built.reward.close()
+    return found
 
 
-def trl_model() -> tuple[Any, Any]:
-    """A model of the same shape and a tokenizer of single letters."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+@dataclass(frozen=True)
+class Side:
+    """How one side is started."""
 
-    letters = ["<eos>", "<pad>", *"0123456789+="]
-    ids = {letter: number for number, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(letters), **SHAPE)), fast
+    python: str
+    script: Path
+    words: tuple[str, ...] = ()
+    preload: str = ""
 
 
-def trl_steps(threads: int) -> Iterator[float]:
-    """Seconds of each step of TRL's GRPOTrainer. Runs in the rival's Python."""
-    import torch
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    torch.set_num_threads(threads)
-    seconds: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args: object, **kwargs: object) -> None:
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: object, **kwargs: object) -> None:
-            seconds.append(time.perf_counter() - self.start)
-
-    def by_letters(completions: list[str], **kwargs: object) -> list[float]:
-        return [float(sum(map(ord, text)) % 7) for text in completions]
-
-    options = GRPOConfig(
-        output_dir="trl",
-        per_device_train_batch_size=PROMPTS * SAMPLES,
-        num_generations=SAMPLES,
-        max_completion_length=TOKENS,
-        generation_kwargs={"min_new_tokens": TOKENS},
-        max_steps=WARM + STEPS,
-        learning_rate=1e-4,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1000,
-        disable_tqdm=True,
-    )
-    model, tokenizer = trl_model()
-    GRPOTrainer(
-        model=model,
-        reward_funcs=by_letters,
-        args=options,
-        train_dataset=Dataset.from_list([{"prompt": f"{a}+{b}="} for a, b in SUMS]),
-        processing_class=tokenizer,
-        callbacks=[Clock()],
-    ).train()
-    yield from seconds
+def sides(peers: bool, folder: Path, scratch: Path) -> dict[str, Side]:
+    """Every side by its name."""
+    found = {OURS: Side(sys.executable, Path(__file__).resolve(), ("--side",))}
+    if peers:
+        python = str(environments.ensure("trl", folder))
+        script = Path(__file__).resolve().parent / "peers" / "trl_grpo.py"
+        found["trl"] = Side(python, script)
+        found["trl at its best"] = Side(python, script, ("compile",), without_brake(scratch))
+    return found
 
 
-def run_side(side: str, python: str, threads: int) -> dict[str, Any]:
-    """Measure one side in a process of its own."""
-    words = [python, str(Path(__file__).resolve()), "--side", side, "--threads", str(threads)]
+def without_brake(scratch: Path) -> str:
+    """A library that tells MKL to take its fast code; empty, and said so, where there is no C compiler.
+
+    MKL asks this function whether the processor is Intel's, and has slower code for all others.
+    """
+    compiler = shutil.which("cc")
+    if compiler is None:
+        print("no C compiler was found; MKL keeps its slower code for processors that are not Intel's")
+        return ""
+    source, library = scratch / "mkl.c", scratch / "mkl.so"
+    source.write_text("int mkl_serv_intel_cpu_true(void) { return 1; }\n", encoding="utf-8")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return str(library)
+
+
+def run_side(name: str, side: Side, threads: int) -> dict[str, Any]:
+    """Measure one side in a process of its own.
+
+    Raises:
+        SystemExit: it gave no result; its last messages say why.
+    """
+    words = [side.python, str(side.script), str(threads), *side.words]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if side.preload:
+        environment["LD_PRELOAD"] = side.preload
+    # One core each, so that no library can take more than it was given.
+    cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_setaffinity") else []
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
-        raise SystemExit(f"{side} did not run:\n{done.stderr[-2000:]}")
-    told: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+        raise SystemExit(f"{name} did not run:\n{done.stderr[-2000:]}")
+    told: dict[str, Any] = json.loads(lines[0].removeprefix(MARK))
     return told
 
 
-def tell(side: str, threads: int) -> None:
-    """Measure in this process and print the result for `run_side`."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        seconds = list(millrace_steps(threads) if side == "millrace" else trl_steps(threads))[WARM:]
-        os.chdir("/")
-    versions = {name: metadata.version(name) for name in ("torch", "transformers", side)}
-    print("RESULT " + json.dumps({"seconds": seconds, "versions": versions}))
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median step of the median run, what it is made of, and sequences per second."""
+    step_s = statistics.median(statistics.median(run["seconds"]) for run in runs)
+    parts: dict[str, float] = {}
+    for name in dict.fromkeys(name for run in runs for step in run["parts"] for name in step):
+        parts[name] = statistics.median(step.get(name, 0.0) for run in runs for step in run["parts"])
+    parts["rest"] = step_s - sum(parts.values())
+    return {
+        "step_s": step_s,
+        "sequences_per_s": PROMPTS * SAMPLES / step_s,
+        "runs_s": [statistics.median(run["seconds"]) for run in runs],
+        "parts_s": parts,
+        "versions": runs[0]["versions"],
+    }
 
 
 def processor() -> str:
@@ -179,33 +176,46 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def show(name: str, found: dict[str, Any]) -> None:
+    """One side's line, and where its time goes."""
+    runs = ", ".join(f"{seconds * 1000:.1f}" for seconds in found["runs_s"])
+    rate = f"{found['sequences_per_s']:6.0f} sequences/s"
+    print(f"{name:16s} {found['step_s'] * 1000:7.1f} ms a step, {rate} (runs: {runs})")
+    print(" " * 17 + ", ".join(f"{part} {spent * 1000:.1f}" for part, spent in found["parts_s"].items()))
+
+
 def main() -> None:
     """Measure, print, and write results/grpo_step.json."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rival", help="a Python interpreter that has trl installed")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--side", choices=["millrace", "trl"], help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.side:
-        tell(given.side, given.threads)
+    if sys.argv[2:] == ["--side"]:  # the process of our own side
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            tell(our_steps(int(sys.argv[1])), (OURS, "torch", "transformers"))
+            os.chdir("/")
         return
-    sides = {"millrace": sys.executable} | ({"trl": given.rival} if given.rival else {})
-    machine = f"{processor()}, {given.threads} of {os.cpu_count()} cores, shared"
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--peers", action="store_true", help="measure TRL, too; makes its environment")
+    parser.add_argument("--environments", type=Path, default=environments.home(), help="where it lies")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=3, help="processes of each side")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        every = sides(given.peers, given.environments, Path(scratch))
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in every}
+        # Turn by turn, so that a busy minute of the machine hits all sides.
+        for _ in range(given.turns):
+            for name, side in every.items():
+                runs[name].append(run_side(name, side, given.threads))
+    machine = f"{processor()}, {given.threads} of {os.cpu_count()} cores"
     result: dict[str, Any] = {"benchmark": "grpo_step", "date": date.today().isoformat(), "machine": machine}
-    medians: dict[str, list[float]] = {side: [] for side in sides}
-    # Turn by turn, so that a busy minute of the machine hits both sides.
-    for side in list(sides) * 3:
-        told = run_side(side, sides[side], given.threads)
-        medians[side].append(statistics.median(told["seconds"]))
-        result[f"{side}_versions"] = told["versions"]
-    for side, seconds in medians.items():
-        result[f"{side}_step_s"] = statistics.median(seconds)
-        result[f"{side}_runs_s"] = seconds
-        runs = ", ".join(f"{one * 1000:.1f}" for one in seconds)
-        print(f"{side:10s} {statistics.median(seconds) * 1000:7.1f} ms a step (runs: {runs})")
-    if "trl" in medians:
-        result["ratio_trl_over_millrace"] = result["trl_step_s"] / result["millrace_step_s"]
-        print(f"millrace is {result['ratio_trl_over_millrace']:.1f} times as fast")
+    result["sides"] = {name: summary(told) for name, told in runs.items()}
+    for name, found in result["sides"].items():
+        show(name, found)
+    ours = result["sides"][OURS]["step_s"]
+    result["ratios"] = {
+        name: found["step_s"] / ours for name, found in result["sides"].items() if name != OURS
+    }
+    for name, ratio in result["ratios"].items():
+        print(f"millrace is {ratio:.2f} times as fast as {name}")
     target = Path(__file__).parent / "results" / "grpo_step.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

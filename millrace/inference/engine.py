@@ -7,7 +7,6 @@ array over rows; a request is touched alone only when it begins, ends, or asked 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,6 +19,7 @@ from millrace.inference.results import Results
 from millrace.inference.runner import Runner
 from millrace.inference.sampler import check_vocabulary
 from millrace.inference.scheduler import Scheduler
+from millrace.inference.stats import EngineStats
 from millrace.inference.weights import load_in_place, release_weights, restore_weights
 from millrace.models.load import Model
 from millrace.transport.fingerprint import fingerprint
@@ -32,31 +32,6 @@ KvPolicy = Literal["keep", "recompute"]
 
 class RequestFailed(RuntimeError):
     """A request of a `generate` call failed; the message says which and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine holds and has done.
-
-    Attributes:
-        num_running: requests that have a row.
-        num_waiting: requests that have none yet.
-        kv_usage: share of the pool's blocks that running requests hold, in [0, 1].
-        prefix_queries: prompt tokens looked up in the prefix cache so far.
-        prefix_hits: those of them that were found there.
-        num_preemptions: times a running request gave its blocks back.
-        prompt_tokens: of all requests so far.
-        generation_tokens: drawn so far.
-    """
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    prefix_queries: int
-    prefix_hits: int
-    num_preemptions: int
-    prompt_tokens: int
-    generation_tokens: int
 
 
 class PagedEngine:
@@ -97,8 +72,6 @@ class PagedEngine:
         self._model = model
         self._vocab_size = int(text.vocab_size)
         max_length = int(getattr(text, "max_position_embeddings", 0) or 1 << 31)
-        if cuda_graphs and model.device.type != "cuda":
-            raise ValueError(f"cuda_graphs is on but the model is on {model.device}; turn it off")
         self._runner = Runner(
             model,
             num_blocks=num_blocks,
@@ -122,9 +95,7 @@ class PagedEngine:
         self._asleep: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}
         self._weights_missing = False
-        self._next_id = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+        self._next_id, self._prompt_tokens, self._generation_tokens = 0, 0, 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]

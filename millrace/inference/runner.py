@@ -35,8 +35,13 @@ class Runner:
             block_size: slots of a block.
             max_graph_rows: decode steps of at most so many rows are replayed as CUDA graphs; 0 for none.
             max_length: tokens of the longest request, for graphs.
+
+        Raises:
+            ValueError: graphs are asked for a model that is not on a CUDA device.
         """
         like = next(model.parameters())
+        if max_graph_rows and like.device.type != "cuda":
+            raise ValueError(f"cuda_graphs is on but the model is on {like.device}; turn it off")
         shape = CacheShape.of(model.config)
         self.model = model
         self.device = like.device

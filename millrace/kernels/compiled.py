@@ -20,7 +20,8 @@ def compiled(*fastmath: str) -> Callable[[Callable[..., Any]], Callable[..., Any
         fastmath: liberties the compiler may take, such as `contract` (a * b + c rounded once) or `reassoc`
             (sums in another order). None: every operation is rounded as written.
     """
-    options = {"nogil": True, "fastmath": set(fastmath)}
+    # Division by 0 gives an infinity or NaN as everywhere else, and no check for it stops the use of vectors.
+    options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         try:

@@ -89,8 +89,10 @@ def _norm_rotate(qkv_TN: Any, angles: Any, gains: Any, eps: Any, num_heads: int,
 def _gated(both_TN: Any, out_TF: Any) -> None:
     width = out_TF.shape[1]
     for t in range(len(out_TF)):
+        # Rows by themselves: only then does the compiler see that they do not overlap, and uses vectors.
+        gate_F, up_F, out_F = both_TN[t, :width], both_TN[t, width:], out_TF[t]
         for f in range(width):
-            gate = np.float64(both_TN[t, f])
+            gate = np.float64(gate_F[f])
             # Of the two exponentials the one that cannot overflow.
             power = exponential(-abs(gate))
-            out_TF[t, f] = (gate if gate > 0 else gate * power) / (1.0 + power) * both_TN[t, width + f]
+            out_F[f] = (gate if gate > 0 else gate * power) / (1.0 + power) * up_F[f]

@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace.kernels.compiled import array, compiled
 from millrace.kernels.paged_attention import PagedRows
 
 # Partial sums of the exponentials: position i goes to sum i % 16, in whatever block it lies.
@@ -63,15 +64,6 @@ Array = NDArray[Any]
 Arrays = tuple[Array, ...]
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Machine code that lets other threads run, kept on disk where numba finds a folder it may write to."""
-    options = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:
-        return njit(**options)(function)
-
-
 def store_kv(
     key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
 ) -> None:
@@ -82,7 +74,7 @@ def store_kv(
             stored then.
     """
     pools = _pools(key_PJSK, value_PJSK)
-    news = tuple(_array(new.to(key_PJSK.dtype)) for new in (key_TJK, value_TJK))
+    news = tuple(array(new.to(key_PJSK.dtype)) for new in (key_TJK, value_TJK))
     slot = _store(news, pools, slot_T.contiguous().numpy())
     if slot >= 0:
         num_blocks, size = pools[1].shape[0], pools[1].shape[2]
@@ -112,7 +104,7 @@ def paged_attention(
             f"query_THK is {query_THK.dtype} and the pool {key_PJSK.dtype}; on the CPU both are float64, or "
             "each is float32 or bfloat16"
         )
-    query = _array(query_THK.to(torch.promote_types(query_THK.dtype, torch.float32)))
+    query = array(query_THK.to(torch.promote_types(query_THK.dtype, torch.float32)))
     pools = _pools(key_PJSK, value_PJSK)
     tables = tuple(x.contiguous().numpy() for x in (rows.block_BC, rows.start_B, rows.first_B, rows.count_B))
     reach = sys.maxsize if window is None else window
@@ -158,12 +150,6 @@ def _helpers(process: int, num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads)
 
 
-def _array(tensor: Tensor) -> Array:
-    """Its numbers; bfloat16, which numba does not know, as the bits that stand for it."""
-    tensor = tensor.contiguous()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
 def _pools(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
     """Keys [P J K S] and values [P J S K] as they lie in memory."""
     key_PJKS = key_PJSK.transpose(2, 3)
@@ -172,7 +158,7 @@ def _pools(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
             f"the pool's keys have strides {key_PJSK.stride()} and its values {value_PJSK.stride()}; "
             "make it with new_pool"
         )
-    return _array(key_PJKS), _array(value_PJSK)
+    return array(key_PJKS), array(value_PJSK)
 
 
 def _add_product(x_GM: Array, matrix_MN: Array, y_GN: Array) -> None:
@@ -257,7 +243,7 @@ def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[in
         builder.store(builder.load(total), place, align=ALIGNED)
 
 
-@_compiled
+@compiled("contract")
 def exponential(x: float) -> float:
     """e^x of a float64 up to 700 to within rounding, in operations that run on vectors; NaN stays NaN."""
     # x = n log 2 + r with |r| < 0.35: e^x is 2^n times a polynomial in r.
@@ -273,7 +259,7 @@ def exponential(x: float) -> float:
     return 0.0 if x < LOWEST else y * power
 
 
-@_compiled
+@compiled("contract")
 def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
     """exp(score - highest score) from `start` to `stop`, in place; 0 on both sides."""
     if softcap > 0:
@@ -294,7 +280,7 @@ def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
         score_L[i] = exponential(np.float64(score_L[i] - highest))
 
 
-@_compiled
+@compiled("contract")
 def _item(
     query_GK: Array,
     pools: Arrays,
@@ -342,7 +328,7 @@ def _item(
             out_GK[g, k] /= total
 
 
-@_compiled
+@compiled("contract")
 def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
     """Fill the slots; gives back one that the pool does not have, else -1."""
     (key_TJK, value_TJK), (key_PJKS, value_PJSK) = news, pools
@@ -359,7 +345,7 @@ def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
     return -1
 
 
-@_compiled
+@compiled("contract")
 def _work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
     """What all items cost together, in positions; -1 - b where row b lies outside the pool or the queries."""
     block_BC, start_B, first_B, count_B = rows
@@ -377,7 +363,7 @@ def _work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
     return total
 
 
-@_compiled
+@compiled("contract")
 def _attend(
     query_THK: Array, out_THK: Array, pools: Arrays, rows: Arrays, options: Any, part: tuple[int, int]
 ) -> None:

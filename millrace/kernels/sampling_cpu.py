@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace.kernels.compiled import compiled
 from millrace.kernels.sampling_plain import TILE, heat, numbers
 
 # A thread costs more than it saves on fewer logits.
@@ -34,14 +34,6 @@ Tile = tuple[Array, Array, Array]
 # (zero, least, per_ln2, rounder, ln2_high, ln2_low), series, (bias, shift) of `sampling_plain.Numbers`. Plain
 # tuples: machine code kept on disk for a class could not be read once the class has moved.
 Numbers = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, Any]]
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Machine code that lets other threads run and fuses nothing, kept on disk where numba finds a folder."""
-    try:
-        return njit(cache=True, nogil=True)(function)
-    except RuntimeError:
-        return njit(nogil=True)(function)
 
 
 def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +75,7 @@ def _over_rows(kernel: Callable[..., None], logit_NV: Tensor, *columns: Tensor) 
         list(pool.map(work, cuts[:-1], cuts[1:]))
 
 
-@_compiled
+@compiled()
 def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
     greedy, heat, uniform, token, logprob = columns
     tile, sums = _buffers(n, logit)
@@ -97,7 +89,7 @@ def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop
         logprob[row] = _logprob(x[v], scale, sums)
 
 
-@_compiled
+@compiled()
 def _row_logprob(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
     target, heat, logprob = columns
     tile, sums = _buffers(n, logit)
@@ -108,7 +100,7 @@ def _row_logprob(n: Numbers, logit: Array, columns: tuple[Array, ...], start: in
         logprob[row] = _logprob(x[target[row]], scale, sums)
 
 
-@_compiled
+@compiled()
 def _buffers(n: Numbers, logit: Array) -> tuple[Tile, Array]:
     """Three tiles (masses, rounded powers, their bits), and a zero for each tile of a row, or a few more.
 
@@ -124,7 +116,7 @@ def _buffers(n: Numbers, logit: Array) -> tuple[Tile, Array]:
     return tile, np.zeros(num_sums)
 
 
-@_compiled
+@compiled()
 def _greatest(x: Array) -> Any:
     """The greatest logit; NaN may be passed over."""
     lanes = np.full(LANES, -np.inf, x.dtype)
@@ -141,7 +133,7 @@ def _greatest(x: Array) -> Any:
     return greatest
 
 
-@_compiled
+@compiled()
 def _masses(n: Numbers, x: Array, scale: tuple[Any, Any], tile: Tile) -> None:
     """The masses of at most TILE logits into the tile, then zeros."""
     mass, rounded, whole = tile
@@ -169,7 +161,7 @@ def _masses(n: Numbers, x: Array, scale: tuple[Any, Any], tile: Tile) -> None:
     mass[len(x) :] = zero
 
 
-@_compiled
+@compiled()
 def _halved(numbers: Array) -> Any:
     """As `sampling_plain._halved`; writes over the first half."""
     half = len(numbers) // 2
@@ -180,20 +172,20 @@ def _halved(numbers: Array) -> Any:
     return numbers[0]
 
 
-@_compiled
+@compiled()
 def _add_up(n: Numbers, x: Array, scale: tuple[Any, Any], tile: Tile, sums: Array) -> None:
     for first in range(0, len(x), TILE):
         _masses(n, x[first : first + TILE], scale, tile)
         sums[first // TILE] = _halved(tile[0])
 
 
-@_compiled
+@compiled()
 def _logprob(logit: Any, scale: tuple[Any, Any], sums: Array) -> float:
     heat, peak = scale
     return np.float64(logit / heat - peak) - math.log(_halved(sums))
 
 
-@_compiled
+@compiled()
 def _first_equal(x: Array, value: Any) -> int:
     for v in range(len(x)):
         if x[v] == value:
@@ -201,7 +193,7 @@ def _first_equal(x: Array, value: Any) -> int:
     return 0
 
 
-@_compiled
+@compiled()
 def _chosen(n: Numbers, x: Array, scale: tuple[Any, Any], sizes: tuple[Tile, Array], uniform: float) -> int:
     """The first token whose cumulative mass exceeds u times the whole."""
     tile, sums = sizes
@@ -228,7 +220,7 @@ def _chosen(n: Numbers, x: Array, scale: tuple[Any, Any], sizes: tuple[Tile, Arr
     return chosen
 
 
-@_compiled
+@compiled()
 def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
     heat, top_k, top_p, min_p = columns
     tile, _ = _buffers(n, logit)
@@ -255,7 +247,7 @@ def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, 
             x[kept[k]] = kept_x[k]
 
 
-@_compiled
+@compiled()
 def _sort_into_buckets(n: Numbers, x: Array, heat: Any, min_p: float, tile: Tile, found: Arrays) -> None:
     """Mass and bucket of each token, count and mass of each bucket; what min-p drops goes into one more."""
     share, bucket, count, mass = found
@@ -276,7 +268,7 @@ def _sort_into_buckets(n: Numbers, x: Array, heat: Any, min_p: float, tile: Tile
             mass[b] += share[first + k]
 
 
-@_compiled
+@compiled()
 def _likeliest(x: Array, found: Arrays, max_count: int, max_mass: float) -> tuple[int, Array, float]:
     """The most likely tokens until there are `max_count`, or they hold `max_mass`.
 

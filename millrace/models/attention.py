@@ -172,27 +172,39 @@ def attention(
     query_THK, key_TJK, value_TJK = (x[0].transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
     layer: int = module.layer_idx  # type: ignore[assignment]
+    return _attended(layer, query_THK, key_TJK, value_TJK, context, options)[None], None
+
+
+def _attended(
+    layer: int,
+    query_THK: Tensor,
+    key_TJK: Tensor,
+    value_TJK: Tensor,
+    context: Context,
+    options: dict[str, Any],
+) -> Tensor:
+    """What the tokens of one layer attend to, as the context says, [T, H, K]."""
     if isinstance(context, Recorder):
         context.heads, context.options = (query_THK, key_TJK, value_TJK), options
-        return torch.zeros_like(query_THK)[None], None
+        return torch.zeros_like(query_THK)
     if isinstance(context, Paged):
         key_PJSK, value_PJSK = context.pools[layer]
         store_kv(key_TJK, value_TJK, key_PJSK, value_PJSK, context.rows.slot_T)
-        return paged_attention(query_THK, key_PJSK, value_PJSK, context.rows, **options)[None], None
+        return paged_attention(query_THK, key_PJSK, value_PJSK, context.rows, **options)
     if isinstance(context, Decode):
-        rows = torch.arange(query_THK.shape[0], device=query.device)
+        rows = torch.arange(query_THK.shape[0], device=query_THK.device)
         context.cache.write(layer, rows, context.position_B, key_TJK, value_TJK)
         keys, values = context.cache.keys[layer], context.cache.values[layer]
-        return cached_attention(query_THK, keys, values, context.position_B, **options)[None], None
+        return cached_attention(query_THK, keys, values, context.position_B, **options)
     if context.paged is not None:
-        out_THK = _Invariant.apply(
+        out_THK: Tensor = _Invariant.apply(
             query_THK, key_TJK, value_TJK, context.segments, context.paged, tuple(options.items())
         )
-        return out_THK[None], None
+        return out_THK
     if context.cache is not None:
         assert context.row_T is not None and context.slot_T is not None
         context.cache.write(layer, context.row_T, context.slot_T, key_TJK, value_TJK)
-    return packed_attention(query_THK, key_TJK, value_TJK, context.segments, **options)[None], None
+    return packed_attention(query_THK, key_TJK, value_TJK, context.segments, **options)
 
 
 def contiguous_rows(length_B: Tensor, *, block_size: int, device: torch.device) -> PagedRows:

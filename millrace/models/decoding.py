@@ -1,10 +1,10 @@
 """Attention and feed-forward of an engine's model in few calls, on a CPU.
 
-With a row for each of some dozen requests a layer's products take tens of microseconds, and every other call,
-however small, about as long. So where no gradient is recorded and the cache is paged, queries, keys and values
-come from one product, norms and rotary positions from one pass, and both halves of a feed-forward from one
-product. Names and parameters stay. A module takes part only where a trial on random numbers shows that it
-computes just this; any other stays as it is.
+With a row for each of some dozen requests a layer's products take tens of microseconds, and any other call,
+however small, about as long. So where no gradient is recorded and the cache is paged, one product gives
+queries, keys and values, one pass norms and turns them, and one product gives both halves of a feed-forward.
+Names and parameters stay. A module takes part only where a trial on random numbers shows that it computes
+just this; any other stays as it is.
 
 T = tokens, D = model width, H = query heads, J = key heads, K = head width.
 """

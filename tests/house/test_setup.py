@@ -151,6 +151,7 @@ def test_make_lists_every_target():
         "train",
         "test",
         "slow",
+        "soak",
         "lint",
         "type",
         "bench",

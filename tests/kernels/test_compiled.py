@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from millrace.kernels import compiled as kernels
 from millrace.kernels.compiled import array, narrow, readable, wide
 
 
@@ -54,3 +56,21 @@ def test_an_array_is_the_memory_of_its_tensor() -> None:
     array(y)[1, 2] = 7.0
     assert y[1, 2] == 7.0
     assert array(y.T).tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 7.0]]
+
+
+def test_without_a_folder_for_machine_code_each_process_compiles_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def njit(**options: Any) -> Callable[[Any], Any]:
+        asked.append(options)
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: ("compiled", function)
+
+    monkeypatch.setattr(kernels, "njit", njit)
+    assert kernels.compiled("contract")(len) == ("compiled", len)
+    # Only machine code without the interpreter's lock runs on several threads.
+    plain = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+    assert asked == [plain | {"cache": True}, plain]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -381,23 +380,6 @@ def test_threads_work_in_a_forked_child_too(monkeypatch: pytest.MonkeyPatch) -> 
     if child == 0:
         os._exit(int(not torch.equal(attended(case), expected)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_without_a_folder_for_machine_code_each_process_compiles_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def njit(**options: Any) -> Callable[[Any], Any]:
-        asked.append(options)
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return partial(lambda kind, function: (kind, function), "compiled")
-
-    monkeypatch.setattr(cpu, "njit", njit)
-    assert cpu._compiled(len) == ("compiled", len)
-    # Only machine code without the interpreter's lock runs on several threads.
-    assert [options["nogil"] for options in asked] == [True, True]
 
 
 def product_case(heads: int, rows: int, columns: int, dtype: str) -> tuple[Any, ...]:

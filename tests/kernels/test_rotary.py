@@ -50,6 +50,7 @@ def test_slopes_are_those_of_the_plain_twin(seed: int, dtype: torch.dtype) -> No
         (expected,) = torch.autograd.grad(rotate_plain(x, cos, sin), x, given)
         # In bfloat16 autograd adds two rounded products, and so do we.
         CLOSE[dtype](slope, expected)
+        assert slope.shape == x.shape
 
 
 def test_a_key_that_alone_is_trained_gets_its_slope() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -249,20 +248,3 @@ def test_threads_work_in_a_forked_child_too(monkeypatch: pytest.MonkeyPatch) -> 
     if child == 0:
         os._exit(int(not torch.equal(sampling_cpu.draw(logit_NV, *columns)[0], expected_N)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_without_a_folder_for_machine_code_each_process_compiles_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def njit(**options: Any) -> Callable[[Any], Any]:
-        asked.append(options)
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return lambda function: ("compiled", function)
-
-    monkeypatch.setattr(sampling_cpu, "njit", njit)
-    assert sampling_cpu._compiled(len) == ("compiled", len)
-    # Fused operations would give other bits than the plain twin.
-    assert [(options["nogil"], "fastmath" in options) for options in asked] == [(True, False)] * 2

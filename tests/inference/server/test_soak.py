@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from millrace.inference.engine import EngineStats
+from millrace.inference.stats import EngineStats
 from tests.house.source import ROOT
 
 SECONDS = 20

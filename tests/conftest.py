@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ os.environ.update(
     WANDB_MODE="offline",
     RAY_USAGE_STATS_ENABLED="0",
 )
+
+# Without a GPU, Triton kernels run in its interpreter, which must be asked for before anybody imports one.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The examples depend on the test alone, and a slow machine is not a failure.
 settings.register_profile(

@@ -55,7 +55,7 @@ REINFORCEMENT = {
     "policy/gradient_norm",
     "policy/learning_rate",
     "policy/skipped_steps",
-    *(f"mismatch/{name}" for name in ("k1", "k3", "max", "chi_square_token", "chi_square_sequence")),
+    *(f"mismatch/{name}" for name in ("k1", "k3", "mean", "max", "chi_square_token", "chi_square_sequence")),
     *(f"mismatch/perplexity_{name}" for name in ("trainer", "sampler", "ratio")),
     "tokens/sampled",
     "tokens/trained",

@@ -21,6 +21,7 @@ from millrace.inference.sampler import check_vocabulary
 from millrace.inference.scheduler import Scheduler
 from millrace.inference.stats import EngineStats
 from millrace.inference.weights import load_in_place, release_weights, restore_weights
+from millrace.models.decoding import forget_packed
 from millrace.models.load import Model
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import Completion, SamplingParams
@@ -294,6 +295,7 @@ class PagedEngine:
             self._runner.release()
         if "weights" in tags and "weights" not in self._asleep:
             self._shapes = release_weights(self._model)
+            forget_packed(self._model)
             self._weights_missing = True
         self._asleep |= set(tags)
 

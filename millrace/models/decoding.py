@@ -56,6 +56,10 @@ class Joint:
         assert self._packed is not None
         return products.packed_linear(x_TD, self._packed, self._bias)
 
+    def forget(self) -> None:
+        """Give the packed weight's memory back; it is made again when it is next needed."""
+        self._key, self._packed = None, None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Joint:
         # A copy packs weights of its own.
         return Joint([memo.get(id(layer), layer) for layer in self.layers])
@@ -83,6 +87,16 @@ def prepare(model: PreTrainedModel) -> None:
             joint = Joint([children[name] for name in HALVES])
             if _is_gated_alike(module, joint):
                 _replace(module, _feed_forward, joint, {})
+
+
+def forget_packed(model: PreTrainedModel) -> None:
+    """Give the memory of all packed weights back; they are made again when they are next needed."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.forget_packed()
+        joint = getattr(module, "millrace_joint", None)
+        if joint is not None:
+            joint.forget()
 
 
 def _replace(module: Any, forward: Any, joint: Joint, options: dict[str, Any]) -> None:

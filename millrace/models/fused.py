@@ -61,6 +61,10 @@ class Linear(nn.Linear):
             self._packed = key, products.pack(self.weight, num_rows=PACKED_ROWS)
         return self._packed[1]
 
+    def forget_packed(self) -> None:
+        """Give the packed copy's memory back; it is made again when it is next needed."""
+        self._packed = (None, None)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy packs its own weight.
         return {**self.__dict__, "_packed": (None, None)}
@@ -151,7 +155,8 @@ def pack(model: PreTrainedModel) -> None:
 def unpack(model: PreTrainedModel) -> None:
     """Drop the packed copies and make no more."""
     for module in _linears(model):
-        module.packs, module._packed = False, (None, None)
+        module.packs = False
+        module.forget_packed()
 
 
 def set_deterministic(model: PreTrainedModel, *, tile: int = 32) -> None:

@@ -78,6 +78,23 @@ def test_names_weights_and_files_stay_as_they_are(tmp_path: Any) -> None:
     assert (tmp_path / "model.safetensors").exists()
 
 
+def test_packed_weights_sleep_with_the_others() -> None:
+    model = tiny_model("llama", seed=1).requires_grad_(False)
+    sent = [(name, parameter.clone()) for name, parameter in model.named_parameters()]
+    prepare(model)
+    engine = paged(model)
+    prompts, params = random_requests(3, 6)
+    before = engine.generate(prompts, params)
+    joints = [module.millrace_joint for module in replaced(model)]
+    assert [joint._packed is None for joint in joints] == [False] * 4
+    engine.sleep(["weights"])
+    assert [joint._packed is None for joint in joints] == [True] * 4
+    assert model.lm_head._packed == (None, None)
+    engine.wake(["weights"])
+    engine.load_weights(sent, 1)
+    assert same(engine.generate(prompts, params), before)
+
+
 def test_a_copy_has_joint_weights_of_its_own() -> None:
     model = tiny_model("llama").requires_grad_(False)
     prepare(model)

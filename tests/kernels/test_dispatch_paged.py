@@ -57,6 +57,14 @@ def attend(case: Case, **changes: Any) -> Tensor:
     return paged_attention(case.query_THK, *case.pool, rows, **options)
 
 
+@pytest.mark.parametrize("limits", [{"window": 1}, {"softcap": 0.5}])
+def test_the_least_limits_are_taken(limits: dict[str, Any]) -> None:
+    case = random_case(3, [5, 9])
+    plain = paged_attention_plain(*case.arguments(), scale=1.0, **limits)
+    close_fp32(attend(case, **limits), plain, atol=3e-6)
+    assert not torch.equal(plain, paged_attention_plain(*case.arguments(), scale=1.0))
+
+
 KEY, VALUE = new_pool(4, 2, 8, 6, dtype=torch.float32, device=torch.device("cpu"))
 
 

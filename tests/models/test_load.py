@@ -232,3 +232,29 @@ def test_an_architecture_that_cannot_run_packed_is_refused(
     with pytest.raises(ModelError) as error:
         fresh_model(config, seed=0, dtype=torch.float32)
     assert str(error.value).startswith(f"model type {architecture} cannot be trained by millrace: {message}")
+
+
+@pytest.mark.parametrize(
+    ("rope", "hint"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, ""),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 64,
+            },
+            "; set max_position_embeddings to 64 in config.json to use it",
+        ),
+    ],
+)
+def test_positions_that_depend_on_the_batch_are_refused_by_name(rope: dict[str, Any], hint: str) -> None:
+    config = fresh_config("llama", {**SIZES, "rope_parameters": rope}, vocab_size=VOCABULARY, eos_token_id=0)
+    with pytest.raises(ModelError) as error:
+        fresh_model(config, seed=0, dtype=torch.float32)
+    assert str(error.value) == (
+        f"model type llama with rope_type {rope['rope_type']} cannot be used by millrace: its positions depend "
+        f"on the longest sequence of a batch, so no two batches agree{hint}"
+    )

@@ -255,6 +255,6 @@ def test_positions_that_depend_on_the_batch_are_refused_by_name(rope: dict[str, 
     with pytest.raises(ModelError) as error:
         fresh_model(config, seed=0, dtype=torch.float32)
     assert str(error.value) == (
-        f"model type llama with rope_type {rope['rope_type']} cannot be used by millrace: its positions depend "
-        f"on the longest sequence of a batch, so no two batches agree{hint}"
+        f"model type llama with rope_type {rope['rope_type']} cannot be used by millrace: its positions "
+        f"depend on the longest sequence of a batch, so no two batches agree{hint}"
     )

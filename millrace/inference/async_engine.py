@@ -142,8 +142,9 @@ class AsyncEngine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._closed = self._closed or "it was closed"
-        self._mailbox.put(None)
+        with self._lock:
+            self._closed = self._closed or "it was closed"
+            self._mailbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -182,10 +183,10 @@ class AsyncEngine:
             EngineFull: too many requests wait.
             EngineClosed: the engine has stopped.
         """
-        self._require_open()
         for wanted in params:
-            self._engine.check_request("the prompt", prompt, wanted)
+            self._engine.check_request(prompt, wanted)
         with self._lock:
+            self._require_open()
             taken = next((id for id in ids or () if id in self._live), None)
             if taken is not None:
                 raise ValueError(f"request id {taken!r} is taken by an unfinished request; choose another")
@@ -200,19 +201,19 @@ class AsyncEngine:
             lives = [_Live(Stream(name, asyncio.get_running_loop())) for name in names]
             self._live.update(zip(names, lives, strict=True))
 
-        def add() -> None:
-            with self._lock:
-                self._num_unseen -= len(params)
-            try:
-                requests = self._engine.add(prompt, params, ids=names, priority=priority)
-            except Exception as error:
-                for live in lives:
-                    self._end(live, None, error)
-                raise
-            for request, live in zip(requests, lives, strict=True):
-                live.request = request
+            def add() -> None:
+                with self._lock:
+                    self._num_unseen -= len(params)
+                try:
+                    requests = self._engine.add(prompt, params, ids=names, priority=priority)
+                except Exception as error:  # nobody awaits this call, so the streams must tell
+                    for live in lives:
+                        self._end(live, None, error)
+                    return
+                for request, live in zip(requests, lives, strict=True):
+                    live.request = request
 
-        self._mailbox.put(_Call(add, Future()))
+            self._mailbox.put(_Call(add, Future()))
         return [live.stream for live in lives]
 
     async def abort(self, id: str) -> Completion | None:
@@ -234,6 +235,7 @@ class AsyncEngine:
 
         Raises:
             TimeoutError: with mode finish, the running requests did not end in time; they go on.
+            RuntimeError: with mode finish, somebody called `resume` before they had ended.
         """
         if mode != "finish":
             await self._call(lambda: self._pause_at_once(mode))
@@ -253,7 +255,7 @@ class AsyncEngine:
         """Go on after `pause`."""
 
         def action() -> None:
-            self._finished.clear()
+            self._settle(RuntimeError("the engine was resumed before its running requests had ended"))
             self._engine.resume()
 
         await self._call(action)
@@ -282,9 +284,11 @@ class AsyncEngine:
 
     async def _call(self, action: Callable[[], T]) -> T:
         """Do something in the engine's thread between two steps."""
-        self._require_open()
         call = _Call(action, Future())
-        self._mailbox.put(call)
+        # One lock with the thread's end: no call may arrive when nobody empties the mailbox any more.
+        with self._lock:
+            self._require_open()
+            self._mailbox.put(call)
         result: T = await asyncio.wrap_future(call.result)
         return result
 
@@ -305,7 +309,8 @@ class AsyncEngine:
             self._pause_at_once("abort")
         except Exception as error:  # every waiting caller must hear of it, whatever it was
             reason = f"its thread failed: {type(error).__name__}: {error}"
-        self._closed = reason
+        with self._lock:
+            self._closed = reason
         self._end_everything(reason)
 
     def _empty_mailbox(self) -> bool:
@@ -338,9 +343,18 @@ class AsyncEngine:
     def _report_idle(self) -> None:
         if self._finished and not self._engine.stats().num_running:
             self._engine.pause("keep")
-            for idle in self._finished:
+            self._settle(None)
+
+    def _settle(self, error: Exception | None) -> None:
+        """Tell those who wait for the running requests to end; some may have stopped waiting."""
+        for idle in self._finished:
+            if not idle.set_running_or_notify_cancel():
+                continue
+            if error is None:
                 idle.set_result(None)
-            self._finished.clear()
+            else:
+                idle.set_exception(error)
+        self._finished.clear()
 
     def _give(self, touched: Sequence[Request]) -> None:
         """Hand the new tokens of these requests to their streams."""
@@ -377,8 +391,7 @@ class AsyncEngine:
         closed = EngineClosed(f"the engine stopped: {reason}")
         for live in list(self._live.values()):
             self._end(live, None, closed)
-        for idle in self._finished:
-            idle.set_exception(closed)
+        self._settle(closed)
         while not self._mailbox.empty():
             call = self._mailbox.get()
             if call is not None and call.result.set_running_or_notify_cancel():

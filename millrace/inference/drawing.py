@@ -58,7 +58,7 @@ class Drawing:
     def draw(self, plan: Plan, inputs: Inputs, hidden_TD: Tensor) -> Drawn:
         """A token and its log-probability for each row that draws."""
         table, row_N = self._table, plan.draw_row_N
-        requests = [request for row in row_N.tolist() if (request := table.requests[row]) is not None]
+        requests = [table.request(row) for row in row_N.tolist()]
         new_N = np.flatnonzero(table.arrival_R[row_N] != self._arrival_R[row_N])
         if len(new_N):
             self._sampling.put(row_N[new_N].tolist(), [requests[n].params for n in new_N.tolist()])

@@ -115,7 +115,10 @@ class PagedEngine:
             raise RuntimeError("the engine is paused; call resume() before generate()")
         pairs = list(zip(prompts, params, strict=True))
         for index, (prompt, wanted) in enumerate(pairs):
-            self.check_request(f"prompt {index}", prompt, wanted)
+            try:
+                self.check_request(prompt, wanted)
+            except ValueError as error:
+                raise ValueError(f"prompt {index} of {len(prompts)}: {error}") from None
         requests = [self._new(prompt, wanted) for prompt, wanted in pairs]
         self._scheduler.add(requests)
         try:
@@ -155,7 +158,7 @@ class PagedEngine:
             name = repr(taken) if taken is not None else "given twice"
             raise ValueError(f"request id {name} is taken by an unfinished request; choose another")
         for wanted in params:
-            self.check_request("the prompt", prompt, wanted)
+            self.check_request(prompt, wanted)
         names = ids if ids is not None else [None] * len(params)
         requests = [
             self._new(prompt, p, id=id, priority=priority) for p, id in zip(params, names, strict=True)
@@ -332,11 +335,8 @@ class PagedEngine:
         )
 
     def memory_bytes(self) -> dict[str, int]:
-        """Memory that weights and keys and values hold now, by tag."""
-        weights = {
-            parameter.untyped_storage().data_ptr(): parameter for parameter in self._model.parameters()
-        }
-        held = sum(parameter.untyped_storage().nbytes() for parameter in weights.values())
+        """Memory of the model's parameters, and of keys and values, by tag; packed copies come on top."""
+        held = sum(parameter.untyped_storage().nbytes() for parameter in self._model.parameters())
         return {"weights": held, "kv_cache": self._runner.pool_bytes}
 
     def check(self) -> None:
@@ -359,7 +359,7 @@ class PagedEngine:
         self._prompt_tokens += len(prompt)
         return request
 
-    def check_request(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Refuse what cannot be served.
 
         Raises:
@@ -370,7 +370,7 @@ class PagedEngine:
         check_vocabulary(params, self._vocab_size)
         outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocab_size]
         if outside:
-            raise ValueError(f"{name} holds token {outside[0]}; the vocabulary has {self._vocab_size} tokens")
+            raise ValueError(f"the prompt holds token {outside[0]}; the vocabulary has {self._vocab_size}")
 
     def _check_tags(self, tags: Collection[str]) -> None:
         unknown = sorted(set(tags) - set(get_args(Tag)))

@@ -71,12 +71,6 @@ class Holdings:
         """Requests with a row, those that wait for the leader of their family included."""
         return len(self.table.requests) - len(self.table.free_rows)
 
-    def request(self, row: int) -> Request:
-        """Who has this row; somebody does."""
-        request = self.table.requests[row]
-        assert request is not None, f"row {row} is free"
-        return request
-
     def heirs(self, row: int) -> list[int]:
         """The rows that wait for this one to compute their prompt."""
         family = self.families.get(row)
@@ -184,7 +178,7 @@ class Holdings:
         token_ML = table.token_RL[row_M[:, None], place_M[:, None] * size + np.arange(size)]
         places = zip(row_M.tolist(), place_M.tolist(), table.block_RC[row_M, place_M].tolist(), strict=True)
         for (row, place, block), token_L in zip(places, token_ML, strict=True):
-            request = self.request(row)
+            request = table.request(row)
             parent = table.digests[row] if place else root((request.version, request.adapter))
             table.digests[row] = self.cache.register(block, parent, token_L)
         table.num_hashed_R[row_N] = full_N

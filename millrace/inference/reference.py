@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.inference.results import first_stop, joined
 from millrace.inference.sampler import Drawn, SamplingTable, check_vocabulary
 from millrace.inference.weights import load_in_place
 from millrace.kernels.packed_attention import Segments
@@ -22,7 +23,7 @@ from millrace.models.attention import Decode, DenseCache, Packed
 from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head
 from millrace.transport.fingerprint import fingerprint
-from millrace.types import Completion, SamplingParams, Support
+from millrace.types import Completion, SamplingParams
 
 
 @dataclass(slots=True)
@@ -233,9 +234,9 @@ class ReferenceEngine:
                 request.finish_reason = "stop"
             elif params.stop and len(request.tokens) >= params.min_tokens:
                 text = self._decode(request.tokens)
-                found = [at for at in (text.find(stop) for stop in params.stop) if at >= 0]
-                if found:
-                    request.finish_reason, request.text = "stop", text[: min(found)]
+                cut = first_stop(text, params.stop)
+                if cut is not None:
+                    request.finish_reason, request.text = "stop", text[:cut]
             if request.finish_reason is None and len(request.tokens) >= params.max_tokens:
                 request.finish_reason = "length"
 
@@ -247,7 +248,7 @@ class ReferenceEngine:
             versions=np.full(len(request.tokens), self.version, dtype=np.int32),
             finish_reason=request.finish_reason,
             text=self._decode(request.tokens) if request.text is None else request.text,
-            support=_support(request.supports) if request.supports else None,
+            support=joined(request.supports),
             prompt_logprobs=request.prompt_logprobs,
         )
 
@@ -256,9 +257,3 @@ def _history(requests: Sequence[_Request], n: int) -> tuple[np.ndarray, np.ndarr
     """Prompt and drawn tokens of a request, for its penalties."""
     prompt, drawn = requests[n].prompt, requests[n].tokens
     return np.array(prompt, dtype=np.int64), np.array(drawn, dtype=np.int64)
-
-
-def _support(supports: list[tuple[np.ndarray, float]]) -> Support:
-    token_ids, log_masses = zip(*supports, strict=True)
-    counts = np.array([len(ids) for ids in token_ids], dtype=np.int32)
-    return Support(np.concatenate(token_ids), counts, np.array(log_masses, dtype=np.float32))

@@ -140,6 +140,12 @@ class RequestTable:
     def _counts(self, num: int) -> list[np.ndarray]:
         return [np.zeros(len(self.requests), np.int64) for _ in range(num)]
 
+    def request(self, row: int) -> Request:
+        """Who has this row; somebody does."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is free"
+        return request
+
     def put(self, rows: Sequence[int], requests: Sequence[Request], known: Sequence[np.ndarray]) -> None:
         """Give rows to requests, with nothing computed and no blocks yet.
 

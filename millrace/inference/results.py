@@ -21,8 +21,7 @@ class _Extra:
     """What few requests have."""
 
     text: str | None = None
-    supports: list[np.ndarray] = field(default_factory=list)
-    log_masses: list[float] = field(default_factory=list)
+    supports: list[tuple[np.ndarray, float]] = field(default_factory=list)
     prompt_logprobs: list[np.ndarray] = field(default_factory=list)
 
 
@@ -36,9 +35,7 @@ class Results:
 
     def add_support(self, request: Request, token_ids: np.ndarray, log_mass: float) -> None:
         """Keep the tokens that a draw chose among, and the logarithm of their mass."""
-        extra = self._extra(request)
-        extra.supports.append(token_ids)
-        extra.log_masses.append(log_mass)
+        self._extra(request).supports.append((token_ids, log_mass))
 
     def add_prompt_logprobs(self, request: Request, logprob_N: np.ndarray) -> None:
         """Keep the log-probabilities of the prompt's next tokens."""
@@ -54,13 +51,13 @@ class Results:
         if len(token_ids) < request.params.min_tokens:
             return False
         reach = WINDOW_MARGIN + WINDOW_TOKENS * max(map(len, stops))
-        if len(token_ids) > reach and not _first(self._decode(token_ids[-reach:]), stops):
+        if len(token_ids) > reach and first_stop(self._decode(token_ids[-reach:]), stops) is None:
             return False
         text = self._decode(token_ids)
-        found = _first(text, stops)
-        if found:
-            self._extra(request).text = text[: found[0]]
-        return bool(found)
+        cut = first_stop(text, stops)
+        if cut is not None:
+            self._extra(request).text = text[:cut]
+        return cut is not None
 
     def completion(self, request: Request, texts: dict[tuple[int, ...], str]) -> Completion:
         """The completion of an ended request, which is forgotten here.
@@ -74,20 +71,13 @@ class Results:
         token_ids = tuple(request.drawn.tolist())
         if extra.text is None and token_ids not in texts:
             texts[token_ids] = self._decode(token_ids)
-        support = None
-        if extra.supports:
-            support = Support(
-                np.concatenate(extra.supports).astype(np.int32),
-                np.array([len(ids) for ids in extra.supports], dtype=np.int32),
-                np.array(extra.log_masses, dtype=np.float32),
-            )
         return Completion(
             token_ids=token_ids,
             logprobs=request.logprobs,
             versions=request.versions,
             finish_reason=request.finish_reason,
             text=texts[token_ids] if extra.text is None else extra.text,
-            support=support,
+            support=joined(extra.supports),
             prompt_logprobs=np.concatenate(extra.prompt_logprobs) if extra.prompt_logprobs else None,
             reason=request.reason,
         )
@@ -96,7 +86,16 @@ class Results:
         return self._extras.setdefault(request.id, _Extra())
 
 
-def _first(text: str, stops: Sequence[str]) -> list[int]:
-    """Where the first of the stop strings begins, as a list of one; empty without any."""
+def joined(supports: Sequence[tuple[np.ndarray, float]]) -> Support | None:
+    """A completion's supports as one; each is (tokens, logarithm of their mass). None without any."""
+    if not supports:
+        return None
+    token_ids, log_masses = zip(*supports, strict=True)
+    counts = np.array([len(ids) for ids in token_ids], dtype=np.int32)
+    return Support(np.concatenate(token_ids), counts, np.array(log_masses, dtype=np.float32))
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of the stop strings begins; None without any."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return [min(found)] if found else []
+    return min(found, default=None)

@@ -253,7 +253,7 @@ class Scheduler:
             return []
         now = self._clock()
         for row in row_N[first_N].tolist():
-            self._holdings.request(row).first_token_s = now
+            table.request(row).first_token_s = now
         ended = []
         for row, stopped in zip(row_N[ended_N].tolist(), stopped_N[ended_N].tolist(), strict=True):
             request = self._holdings.leave(row)

@@ -159,6 +159,35 @@ def test_a_pause_that_takes_too_long_says_what_it_waited_for(llama: Model) -> No
     assert serve(paged(llama), use).finish_reason == "length"
 
 
+def test_resuming_ends_a_pause_that_waits(llama: Model) -> None:
+    async def use(engine: AsyncEngine) -> Any:
+        stream = engine.submit((1, 2), LONG)
+        await first_piece(stream)
+        pause = asyncio.create_task(engine.pause("finish"))
+        await asyncio.sleep(0)  # the pause must be asked for first
+        await engine.resume()
+        with pytest.raises(RuntimeError, match="resumed before its running requests had ended"):
+            await pause
+        return await stream.completion()
+
+    assert serve(paged(llama), use).finish_reason == "length"
+
+
+def test_a_pause_nobody_waits_for_any_more_leaves_the_engine_alive(llama: Model) -> None:
+    async def use(engine: AsyncEngine) -> Any:
+        stream = engine.submit((1, 2), LONG)
+        await first_piece(stream)
+        pause = asyncio.create_task(engine.pause("finish"))
+        await asyncio.sleep(0)
+        pause.cancel()
+        first = await stream.completion()
+        await engine.resume()
+        return first, await engine.submit((1, 2), LONG).completion()
+
+    first, second = serve(paged(llama), use)
+    assert same([first], [second])
+
+
 def test_weights_change_between_tokens() -> None:
     second = tiny_model("llama", seed=2)
     sent = [(name, parameter.detach()) for name, parameter in second.named_parameters()]

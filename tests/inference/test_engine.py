@@ -209,8 +209,8 @@ def test_unknown_tags_are_refused(llama: Model, tags: Any) -> None:
     ("prompt", "params", "message"),
     [
         ((), GREEDY, "the prompt is empty"),
-        ((1, VOCABULARY), GREEDY, "prompt 0 holds token 40; the vocabulary has 40 tokens"),
-        ((1, -1), GREEDY, "prompt 0 holds token -1; the vocabulary has 40 tokens"),
+        ((1, VOCABULARY), GREEDY, "prompt 0 of 1: the prompt holds token 40; the vocabulary has 40"),
+        ((1, -1), GREEDY, "prompt 0 of 1: the prompt holds token -1; the vocabulary has 40"),
         ((1,) * 120, GREEDY, "the model allows 128 in all"),
         ((1,) * 60, replace(GREEDY, max_tokens=10), "the whole KV pool holds 64"),
         ((1,), replace(GREEDY, stop_token_ids=(VOCABULARY,)), "40"),

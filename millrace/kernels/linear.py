@@ -14,7 +14,7 @@ whether there are few rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +58,27 @@ def pack(weight_ND: Tensor, *, num_rows: int) -> Tensor | None:
     return torch.ops.mkldnn._reorder_linear_weight(weight_ND.detach(), num_rows)
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b with what `pack` made of a weight, [..., N], without gradient."""
-    return _onednn(x, packed, bias_N)
+def packed_linear(
+    x: Tensor,
+    packed: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    then: Literal["none", "silu", "mul", "add"] = "none",
+    other: Tensor | None = None,
+) -> Tensor:
+    """Compute x W^T + b with what `pack` made of a weight, [..., N], without gradient.
+
+    Args:
+        x: [..., D].
+        packed: the weight.
+        bias_N: the bias, if any.
+        then: what is done to each number while it is at hand.
+        other: what it is multiplied with, or added to, [..., N].
+    """
+    if other is not None:
+        both: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, bias_N, then)
+        return both
+    return _onednn(x, packed, bias_N, "swish" if then == "silu" else "none")
 
 
 def invariant_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, tile: int = 32) -> Tensor:
@@ -150,5 +168,6 @@ def _onednn_has(*tensors: Tensor) -> bool:
     return readable(*tensors) and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
-def _onednn(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight_ND, bias_N, "none", [], "")
+def _onednn(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, then: str = "none") -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_ND, bias_N, then, [], "")
+    return product

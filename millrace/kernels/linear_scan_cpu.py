@@ -9,35 +9,25 @@ length of a segment shows in a float32 result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace.kernels.compiled import compiled
+from millrace.kernels.team import cuts, share_out
+
 # A thread costs more than it saves on fewer tokens.
 PART_TOKENS = 1 << 17
-# More parts than threads: a thread that was held up leaves its rest to the others.
-PARTS_PER_THREAD = 4
 # Tokens that are scanned in the first-level cache, between one pass over the inputs and one over each output.
 TILE = 64
 
 Array = NDArray[Any]
 Arrays = tuple[Array, ...]
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Machine code that lets other threads run, kept on disk where numba finds a folder it may write to."""
-    options = {"nogil": True, "fastmath": {"contract"}}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:
-        return njit(**options)(function)
+# Rows, segments (begin, end, decay, bootstrap) and gamma.
+Common = tuple[Arrays, Arrays, float]
 
 
 def linear_scan(x_T: Tensor, w_T: Tensor, out_T: Tensor, *, reverse: bool) -> None:
@@ -46,7 +36,7 @@ def linear_scan(x_T: Tensor, w_T: Tensor, out_T: Tensor, *, reverse: bool) -> No
     x, w, out = (row_T.numpy() for row_T in (_wide(x_T), _wide(w_T), wide_T))
     if not reverse:
         x, w, out = x[::-1], w[::-1], out[::-1]
-    _in_parts(len(x), partial(_head, x, w), partial(_scan, x, w, out))
+    _scan_all((x, w, out), *cuts(len(x) // PART_TOKENS))
     _narrow(wide_T, out_T)
 
 
@@ -77,7 +67,7 @@ def gae(
     rows = tuple(row_T.numpy() for row_T in (*map(_wide, inputs), *wide))
     segments = end_B - length_B, end_B, decay_B.contiguous(), _wide(bootstrap_B)
     common = rows, tuple(one_B.numpy() for one_B in segments), gamma
-    _in_parts(len(value_T), partial(_gae_head, *common), partial(_gae_scan, *common))
+    _gae_all(common, *cuts(len(value_T) // PART_TOKENS))
     for wide_T, out_T in zip(wide, out, strict=True):
         _narrow(wide_T, out_T)
 
@@ -92,66 +82,84 @@ def _narrow(wide_T: Tensor, out_T: Tensor) -> None:
         out_T.copy_(wide_T)
 
 
-def _in_parts(
-    num_tokens: int,
-    head: Callable[[int, int], tuple[float, float]],
-    scan: Callable[[int, int, float], None],
-) -> None:
-    """Call `scan(start, stop, carry)` for every part of a row, on as many threads as torch uses."""
-    num_threads = torch.get_num_threads()
-    num_parts = min(PARTS_PER_THREAD * num_threads, num_tokens // PART_TOKENS)
-    if num_threads == 1 or num_parts < 2:
-        scan(0, num_tokens, 0.0)
-        return
-    cuts = [num_tokens * part // num_parts for part in range(num_parts + 1)]
-    with ThreadPoolExecutor(num_threads) as pool:
-        carries = [0.0]
-        for value, share in reversed(list(pool.map(head, cuts[1:-1], cuts[2:]))):
-            carries.append(value + share * carries[-1] if share != 0 else value)
-        # The results say nothing, but asking for them lets errors travel.
-        list(pool.map(scan, cuts[:-1], cuts[1:], reversed(carries)))
+@compiled("contract")
+def _chained(head_P2: Array) -> Array:
+    """The carry into each part, from what each says of the one to its right (value, share)."""
+    carry_P = np.zeros(len(head_P2))
+    for part in range(len(head_P2) - 2, -1, -1):
+        value, share = head_P2[part + 1]
+        carry_P[part] = value if share == 0 else value + share * carry_P[part + 1]
+    return carry_P
 
 
-@_compiled
-def _head(x: Array, w: Array, start: int, stop: int) -> tuple[float, float]:
-    """A at `start` as (value, share): value + share times A at `stop`."""
+@compiled("contract")
+def _bounds(num_tokens: int, num_parts: int, part: int) -> tuple[int, int]:
+    return num_tokens * part // num_parts, num_tokens * (part + 1) // num_parts
+
+
+@compiled("contract")
+def _scan_all(rows: Arrays, num_parts: int, num_members: int) -> None:
+    head_P2 = np.zeros((num_parts, 2))
+    share_out(_head, (rows, head_P2), num_parts - 1, num_members)
+    share_out(_scan, (rows, _chained(head_P2)), num_parts, num_members)
+
+
+@compiled("contract")
+def _gae_all(common: Common, num_parts: int, num_members: int) -> None:
+    head_P2 = np.zeros((num_parts, 2))
+    share_out(_gae_head, (common, head_P2), num_parts - 1, num_members)
+    share_out(_gae_scan, (common, _chained(head_P2)), num_parts, num_members)
+
+
+@compiled("contract")
+def _head(rows: Arrays, head_P2: Array, before: int) -> None:
+    """A where the part behind `before` starts as (value, share): value + share times A where it stops."""
+    x, w, _ = rows
+    start, stop = _bounds(len(x), len(head_P2), before + 1)
     value, share = 0.0, 1.0
     for t in range(start, stop):
         value += share * x[t]
         share *= w[t]
         if share == 0:
             break
-    return value, share
+    head_P2[before + 1] = value, share
 
 
-@_compiled
-def _scan(x: Array, w: Array, out: Array, start: int, stop: int, carry: float) -> None:
+@compiled("contract")
+def _scan(rows: Arrays, carry_P: Array, part: int) -> None:
+    x, w, out = rows
+    start, stop = _bounds(len(x), len(carry_P), part)
+    carry = carry_P[part]
     for t in range(stop - 1, start - 1, -1):
         carry = x[t] + w[t] * carry if w[t] != 0 else x[t]
         out[t] = carry
 
 
-@_compiled
-def _gae_head(rows: Arrays, segments: Arrays, gamma: float, start: int, stop: int) -> tuple[float, float]:
+@compiled("contract")
+def _gae_head(common: Common, head_P2: Array, before: int) -> None:
     """As `_head`, of the advantage."""
+    rows, segments, gamma = common
     _, end, decay, _ = segments
+    start, stop = _bounds(len(rows[0]), len(head_P2), before + 1)
     b = np.searchsorted(end, start, side="right")
     top = min(stop, end[b])
     value = _gae_stretch(rows, segments, gamma, (b, start, top), 0.0, False)
-    return value, decay[b] ** (top - start) if stop < end[b] else 0.0
+    head_P2[before + 1] = value, decay[b] ** (top - start) if stop < end[b] else 0.0
 
 
-@_compiled
-def _gae_scan(rows: Arrays, segments: Arrays, gamma: float, start: int, stop: int, carry: float) -> None:
+@compiled("contract")
+def _gae_scan(common: Common, carry_P: Array, part: int) -> None:
+    rows, segments, gamma = common
+    start, stop = _bounds(len(rows[0]), len(carry_P), part)
     begin, end, _, _ = segments
     top, b = stop, np.searchsorted(end, stop)
     while top > start:
         bottom = max(start, begin[b])
-        _gae_stretch(rows, segments, gamma, (b, bottom, top), carry, True)
+        _gae_stretch(rows, segments, gamma, (b, bottom, top), carry_P[part], True)
         top, b = bottom, b - 1
 
 
-@_compiled
+@compiled("contract")
 def _gae_stretch(
     rows: Arrays, segments: Arrays, gamma: float, stretch: tuple[int, int, int], carry: float, keep: bool
 ) -> float:
@@ -191,7 +199,7 @@ def _gae_stretch(
     return carry
 
 
-@_compiled
+@compiled("contract")
 def _chain(x: Array, w: float, carry: float) -> float:
     """A_k = x_k + w A_{k+1} of a tile in place; gives back A_0.
 

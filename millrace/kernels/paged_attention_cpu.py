@@ -12,12 +12,8 @@ blocks and where they lie, or on the number of threads.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import pairwise
 from math import factorial
 from typing import Any
 
@@ -32,6 +28,7 @@ from torch import Tensor
 
 from millrace.kernels.compiled import array, compiled
 from millrace.kernels.paged_attention import PagedRows
+from millrace.kernels.team import cuts, share_out
 
 # Partial sums of the exponentials: position i goes to sum i % 16, in whatever block it lies.
 LANES = 16
@@ -41,9 +38,7 @@ TILE_LANES = (32, 16, 4, 1)
 # What an item costs before it reads a position, in positions.
 ITEM_WORK = 16
 # A part of the work that pays for the thread it runs on: positions times query heads times head width.
-PART_WORK = 1 << 19
-# More parts than threads: a thread that was held up leaves its rest to the others.
-PARTS_PER_THREAD = 2
+PART_WORK = 1 << 16
 
 LOG2_E = 1.4426950408889634
 # log 2 in two numbers, of which the first times a small integer is exact.
@@ -55,6 +50,7 @@ EXPONENT_BIAS, EXPONENT_SHIFT = np.uint64(1023), np.uint64(52)
 LOWEST = -700.0
 TAYLOR = tuple(1 / factorial(k) for k in range(12, -1, -1))
 
+LINE_BYTES = 64
 # A vector may begin at any address.
 ALIGNED = 1
 
@@ -73,7 +69,7 @@ def store_kv(
         ValueError: the pool does not lie as `new_pool` makes it, or has no such slot; the tokens before are
             stored then.
     """
-    pools = _pools(key_PJSK, value_PJSK)
+    pools = pool_arrays(key_PJSK, value_PJSK)
     news = tuple(array(new.to(key_PJSK.dtype)) for new in (key_TJK, value_TJK))
     slot = _store(news, pools, slot_T.contiguous().numpy())
     if slot >= 0:
@@ -105,7 +101,7 @@ def paged_attention(
             "each is float32 or bfloat16"
         )
     query = array(query_THK.to(torch.promote_types(query_THK.dtype, torch.float32)))
-    pools = _pools(key_PJSK, value_PJSK)
+    pools = pool_arrays(key_PJSK, value_PJSK)
     tables = tuple(x.contiguous().numpy() for x in (rows.block_BC, rows.start_B, rows.first_B, rows.count_B))
     reach = sys.maxsize if window is None else window
     total = _work(tables, pools, len(query), reach)
@@ -118,39 +114,13 @@ def paged_attention(
         )
     out = np.empty_like(query)
     options = reach, query.dtype.type(scale), float(softcap or 0)
-    _in_parts(
-        lambda part: _attend(query, out, pools, tables, options, part),
-        total,
-        total * (query.shape[1] // pools[1].shape[1]) * query.shape[2] // PART_WORK,
-    )
+    most = total * (query.shape[1] // pools[1].shape[1]) * query.shape[2] // PART_WORK
+    num_parts, num_members = cuts(most)
+    _attend_all(query, out, (pools, tables), options, (total, num_parts), num_members)
     return torch.from_numpy(out).to(query_THK.dtype)
 
 
-def _in_parts(attend: Callable[[tuple[int, int]], None], total: int, most: int) -> None:
-    """Call `attend` for all work from 0 to `total`, in at most `most` parts, on as many threads as torch."""
-    num_parts = max(1, min(PARTS_PER_THREAD * torch.get_num_threads(), most))
-    parts = iter([*pairwise(total * n // num_parts for n in range(num_parts + 1))])
-
-    def work() -> None:
-        for part in parts:
-            attend(part)
-
-    num_helpers = min(torch.get_num_threads(), num_parts) - 1
-    helpers = [_helpers(os.getpid(), num_helpers).submit(work) for _ in range(num_helpers)]
-    work()
-    for helper in helpers:
-        # One that has not begun has nothing left to do. Asking the others lets errors travel.
-        if not helper.cancel():
-            helper.result()
-
-
-@cache
-def _helpers(process: int, num_threads: int) -> ThreadPoolExecutor:
-    """Threads that stay, since starting one takes as long as a layer; a forked child needs its own."""
-    return ThreadPoolExecutor(num_threads)
-
-
-def _pools(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
+def pool_arrays(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
     """Keys [P J K S] and values [P J S K] as they lie in memory."""
     key_PJKS = key_PJSK.transpose(2, 3)
     if not (key_PJKS.is_contiguous() and value_PJSK.is_contiguous()):
@@ -159,6 +129,34 @@ def _pools(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
             "make it with new_pool"
         )
     return array(key_PJKS), array(value_PJSK)
+
+
+def _fetch(block: Array) -> None:
+    """Have a contiguous matrix on its way to the cache, where there is one."""
+
+
+@overload(_fetch, strict=False)
+def _fetch_compiled(block: Any) -> Callable[..., None]:
+    return lambda block: _fetch_lines(block)
+
+
+@intrinsic
+def _fetch_lines(context: Any, block: Any) -> tuple[Any, Callable[..., Any]]:
+    """Machine code that asks for every line of it."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        matrix = target.make_array(block)(target, builder, arguments[0])
+        size = builder.mul(matrix.nitems, matrix.itemsize)
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        start = builder.bitcast(matrix.data, byte)
+        step = ir.Constant(size.type, LINE_BYTES)
+        with cgutils.for_range_slice(builder, ir.Constant(size.type, 0), size, step) as (offset, _):
+            builder.call(prefetch, [builder.gep(start, [offset]), word(0), word(3), word(1)])
+        return target.get_dummy_value()
+
+    return types.void(block), generate
 
 
 def _add_product(x_GM: Array, matrix_MN: Array, y_GN: Array) -> None:
@@ -305,15 +303,20 @@ def _item(
     size = value_PJSK.shape[2]
     blocks = range(start // size, -(-stop // size))
     for c in blocks:
+        if c + 1 < blocks.stop:
+            _fetch(key_PJKS[block_C[c + 1], j])
         score_GS = score_GL[:, c * size : (c + 1) * size]
         score_GS[:] = 0
         _add_product(query_GK, key_PJKS[block_C[c], j], score_GS)
+    _fetch(value_PJSK[block_C[blocks.start], j])
     # Whole strips of lanes, so that a position meets the same partial sum wherever its window begins.
     low, high = start // LANES, -(-stop // LANES)
     for g in range(group):
         score_L = score_GL[g, low * LANES : high * LANES]
         _softmax(score_L, start - low * LANES, stop - low * LANES, softcap)
     for c in blocks:
+        if c + 1 < blocks.stop:
+            _fetch(value_PJSK[block_C[c + 1], j])
         head, tail = max(start, c * size), min(stop, (c + 1) * size)
         value_NK = value_PJSK[block_C[c], j, head - c * size : tail - c * size]
         _add_product(score_GL[:, head:tail], value_NK, out_GK)
@@ -365,9 +368,11 @@ def _work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
 
 @compiled("contract")
 def _attend(
-    query_THK: Array, out_THK: Array, pools: Arrays, rows: Arrays, options: Any, part: tuple[int, int]
+    query_THK: Array, out_THK: Array, lies: tuple[Arrays, Arrays], options: Any, whole: Any, part: int
 ) -> None:
-    """The items before which the work done lies in `part` (from, below)."""
+    """The items of one part; `lies` are pools and rows, `whole` is all the work and the number of parts."""
+    (pools, rows), (total, num_parts) = lies, whole
+    low, high = total * part // num_parts, total * (part + 1) // num_parts
     block_BC, start_B, first_B, count_B = rows
     _, num_heads, size, width = pools[1].shape
     group = query_THK.shape[1] // num_heads
@@ -382,7 +387,7 @@ def _attend(
             t, stop = first_B[b] + i, start_B[b] + i + 1
             seen = max(0, stop - reach), stop
             for j in range(num_heads):
-                if part[0] <= work < part[1]:
+                if low <= work < high:
                     asked_GK = query_THK[t, j * group :]
                     out_GK = out_THK[t, j * group : (j + 1) * group]
                     for g in range(group):
@@ -392,3 +397,8 @@ def _attend(
                     into = out_GK, score_GL, one_1L, sum_1N
                     _item(query_GK, pools, (block_BC[b], j), seen, softcap, into)
                 work += min(stop, reach) + ITEM_WORK
+
+
+@compiled("contract")
+def _attend_all(query: Array, out: Array, lies: Any, options: Any, whole: Any, num_members: int) -> None:
+    share_out(_attend, (query, out, lies, options, whole), whole[1], num_members)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,10 @@ from torch import Tensor
 
 from millrace.kernels.compiled import compiled
 from millrace.kernels.sampling_plain import TILE, heat, numbers
+from millrace.kernels.team import cuts, share_out
 
-# A thread costs more than it saves on fewer logits.
-PART_LOGITS = 1 << 19
+# Logits that pay for the thread they are drawn from.
+PART_LOGITS = 1 << 14
 # Running maxima side by side, so that one instruction compares many logits.
 LANES = 64
 # Truncation counts tokens in buckets of z, each a 32nd wide, down from the greatest; the last takes the rest.
@@ -40,14 +39,14 @@ def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Te
     """See `sampling.draw`; the logits are contiguous, u is float64."""
     token_N, logprob_N = torch.empty(len(logit_NV), dtype=torch.int64), logit_NV.new_empty(len(logit_NV))
     heat_N = heat(logit_NV, temperature_N)
-    _over_rows(_draw, logit_NV, temperature_N == 0, heat_N, uniform_N, token_N, logprob_N)
+    _over_rows(_draw_all, logit_NV, temperature_N == 0, heat_N, uniform_N, token_N, logprob_N)
     return token_N, logprob_N
 
 
 def row_logprob(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
     """See `sampling.row_logprob`; the logits are contiguous, targets are int64 and within the vocabulary."""
     logprob_N = logit_NV.new_empty(len(logit_NV))
-    _over_rows(_row_logprob, logit_NV, target_N, heat(logit_NV, temperature_N), logprob_N)
+    _over_rows(_row_logprob_all, logit_NV, target_N, heat(logit_NV, temperature_N), logprob_N)
     return logprob_N
 
 
@@ -55,31 +54,24 @@ def truncate(
     logit_NV: Tensor, temperature_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
 ) -> None:
     """See `sampling.truncate`; the logits are contiguous, top-k is int64, top-p and min-p are float64."""
-    _over_rows(_truncate, logit_NV, heat(logit_NV, temperature_N), top_k_N, top_p_N, min_p_N)
+    _over_rows(_truncate_all, logit_NV, heat(logit_NV, temperature_N), top_k_N, top_p_N, min_p_N)
 
 
 def _over_rows(kernel: Callable[..., None], logit_NV: Tensor, *columns: Tensor) -> None:
-    """Run a kernel over the rows, in as many parts as torch uses threads."""
+    """Run a kernel over the rows, in as many parts as pay."""
     num_rows = len(logit_NV)
     arrays = logit_NV.numpy(), tuple(column_N.numpy() for column_N in columns)
     n = numbers(logit_NV.dtype)
     reals = n.zero, n.least, n.per_ln2, n.rounder, n.ln2_high, n.ln2_low
-    work = partial(kernel, (reals, n.series, (n.bias, n.shift)), *arrays)
-    num_parts = min(torch.get_num_threads(), num_rows, logit_NV.numel() // PART_LOGITS)
-    if num_parts < 2:
-        work(0, num_rows)
-        return
-    cuts = [num_rows * part // num_parts for part in range(num_parts + 1)]
-    with ThreadPoolExecutor(num_parts) as pool:
-        # The results say nothing, but asking for them lets errors travel.
-        list(pool.map(work, cuts[:-1], cuts[1:]))
+    num_parts, num_members = cuts(min(num_rows, logit_NV.numel() // PART_LOGITS))
+    kernel((reals, n.series, (n.bias, n.shift)), *arrays, num_parts, num_members)
 
 
 @compiled()
-def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
+def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, part: int) -> None:
     greedy, heat, uniform, token, logprob = columns
     tile, sums = _buffers(n, logit)
-    for row in range(start, stop):
+    for row in range(_first(logit, num_parts, part), _first(logit, num_parts, part + 1)):
         x = logit[row]
         greatest = _greatest(x)
         scale = heat[row], greatest / heat[row]
@@ -90,14 +82,20 @@ def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop
 
 
 @compiled()
-def _row_logprob(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
+def _row_logprob(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, part: int) -> None:
     target, heat, logprob = columns
     tile, sums = _buffers(n, logit)
-    for row in range(start, stop):
+    for row in range(_first(logit, num_parts, part), _first(logit, num_parts, part + 1)):
         x = logit[row]
         scale = heat[row], _greatest(x) / heat[row]
         _add_up(n, x, scale, tile, sums)
         logprob[row] = _logprob(x[target[row]], scale, sums)
+
+
+@compiled()
+def _first(logit: Array, num_parts: int, part: int) -> int:
+    """The first row of a part."""
+    return len(logit) * part // num_parts
 
 
 @compiled()
@@ -221,7 +219,7 @@ def _chosen(n: Numbers, x: Array, scale: tuple[Any, Any], sizes: tuple[Tile, Arr
 
 
 @compiled()
-def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, stop: int) -> None:
+def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, part: int) -> None:
     heat, top_k, top_p, min_p = columns
     tile, _ = _buffers(n, logit)
     num_tokens = logit.shape[1]
@@ -231,7 +229,7 @@ def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], start: int, 
         np.empty(LAST_BUCKET + 2, np.int64),
         np.empty(LAST_BUCKET + 2),
     )
-    for row in range(start, stop):
+    for row in range(_first(logit, num_parts, part), _first(logit, num_parts, part + 1)):
         x = logit[row]
         _sort_into_buckets(n, x, heat[row], min_p[row], tile, found)
         max_count = top_k[row] if top_k[row] > 0 else num_tokens
@@ -290,3 +288,22 @@ def _likeliest(x: Array, found: Arrays, max_count: int, max_mass: float) -> tupl
         taken += count[b]
         held += mass[b]
     return LAST_BUCKET + 1, np.empty(0, np.int64), held
+
+
+@compiled()
+def _draw_all(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, num_members: int) -> None:
+    share_out(_draw, (n, logit, columns, num_parts), num_parts, num_members)
+
+
+@compiled()
+def _row_logprob_all(
+    n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, num_members: int
+) -> None:
+    share_out(_row_logprob, (n, logit, columns, num_parts), num_parts, num_members)
+
+
+@compiled()
+def _truncate_all(
+    n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, num_members: int
+) -> None:
+    share_out(_truncate, (n, logit, columns, num_parts), num_parts, num_members)

@@ -124,7 +124,7 @@ ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Replace linear layers, norms, gated feed-forwards and rotary positions in place; twice is harmless."""
+    """Replace linear layers, norms and rotary positions in place; twice is harmless."""
     trials: dict[Any, Any] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -135,8 +135,6 @@ def fuse(model: PreTrainedModel) -> None:
                 if form is not None:
                     setattr(parent, name, RMSNorm(child.weight, _eps(child), form))
     for module in model.modules():
-        if _once(trials, module, _is_gated):
-            module.forward = MethodType(_gated_forward, module)
         forward = _once(trials, module, _with_our_rotary)
         if forward is not None:
             module.forward = MethodType(forward, module)
@@ -228,26 +226,6 @@ def _norm_form(norm: Any) -> Form | None:
         if torch.equal(trial(x_TD), rms_norm_plain(x_TD, trial.weight, _eps(norm), form=form)):
             return form
     return None
-
-
-@torch.no_grad()
-def _is_gated(module: Any) -> bool:
-    """Whether a feed-forward is down(act(gate x) * up x) and nothing else."""
-    names = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-    if dict(module.named_children()).keys() != names:
-        return False
-    weight = module.gate_proj.weight
-    x_TD = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    gate, up = module.gate_proj(x_TD), module.up_proj(x_TD)
-    return torch.equal(module(x_TD), module.down_proj(module.act_fn(gate) * up))
-
-
-def _gated_forward(module: Any, x: Tensor) -> Tensor:
-    """A gated feed-forward that takes no new memory for the product, where no gradient needs its factors."""
-    if torch.is_grad_enabled():
-        return type(module).forward(module, x)
-    gated = module.act_fn(module.gate_proj(x)).mul_(module.up_proj(x))
-    return module.down_proj(gated)
 
 
 def _with_our_rotary(module: nn.Module) -> Callable[..., Any] | None:

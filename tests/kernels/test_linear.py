@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millrace.kernels import linear as module
-from millrace.kernels.linear import invariant_linear, linear, pack
+from millrace.kernels.linear import invariant_linear, linear, pack, packed_linear
 from tests.close import close_bf16, close_fp32, close_fp64
 
 ONEDNN = torch.backends.mkldnn.is_available()
@@ -121,6 +121,29 @@ def test_a_packed_weight_gives_the_same_product(dtype: torch.dtype) -> None:
     # Where a gradient is recorded, it is the weight itself.
     trained = torch.zeros_like(weight).requires_grad_()
     assert float(linear(x, trained, packed=packed).detach().abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_follows_a_product_is_done_with_it(dtype: torch.dtype, biased: bool) -> None:
+    x, weight_ND, other = (
+        torch.randn(size, generator=torch.Generator().manual_seed(n)).to(dtype)
+        for n, size in enumerate([(5, 7), (6, 7), (5, 6)])
+    )
+    bias_N = torch.linspace(-1, 1, 6).to(dtype) if biased else None
+    packed = pack(weight_ND, num_rows=5)
+    assert packed is not None
+    product = x.float() @ weight_ND.float().T + (0 if bias_N is None else bias_N.float())
+    close = close_fp32 if dtype == torch.float32 else close_bf16
+    expected = {
+        "silu": product * product.sigmoid(),
+        "mul": product * other.float(),
+        "add": product + other.float(),
+    }
+    close(packed_linear(x, packed, bias_N), product.to(dtype))
+    close(packed_linear(x, packed, bias_N, then="silu"), expected["silu"].to(dtype))
+    close(packed_linear(x, packed, bias_N, then="mul", other=other), expected["mul"].to(dtype))
+    close(packed_linear(x, packed, bias_N, then="add", other=other), expected["add"].to(dtype))
 
 
 def test_float64_has_no_packed_form() -> None:

@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from millrace.kernels import linear_scan as plain
 from millrace.kernels import linear_scan_cpu as cpu
+from millrace.kernels import team
 from tests.close import close_bf16, close_fp32, close_fp64
 from tests.kernels.packed_rows import Rows, gae_by_sums, random_rows
 
@@ -70,47 +72,29 @@ def test_parts_on_threads_equal_one_part(monkeypatch: pytest.MonkeyPatch, thread
     monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: threads)
     expected = estimated(rows, 0.97), scanned(rows, reverse=True), scanned(rows, reverse=False)
     monkeypatch.setattr(cpu, "PART_TOKENS", tokens)
-    monkeypatch.setattr(cpu, "PARTS_PER_THREAD", 100)
+    monkeypatch.setattr(team, "PARTS_PER_THREAD", 100)
     for ours_T, whole_T in zip(estimated(rows, 0.97), expected[0], strict=True):
         close_fp64(ours_T, whole_T)
     close_fp64(scanned(rows, reverse=True), expected[1])
     close_fp64(scanned(rows, reverse=False), expected[2])
 
 
-def parts_of(num_tokens: int) -> list[list[tuple[Any, ...]]]:
-    heads: list[tuple[Any, ...]] = []
-    scans: list[tuple[Any, ...]] = []
-
-    def head(start: int, stop: int) -> tuple[float, float]:
-        heads.append((start, stop))
-        return start + 0.5, 0.0 if stop == 60 else 2.0
-
-    cpu._in_parts(num_tokens, head, lambda *part: scans.append(part))
-    return [sorted(heads), sorted(scans)]
-
-
-def test_each_part_gets_the_carry_of_the_parts_to_its_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu, "PARTS_PER_THREAD", 2)
-    monkeypatch.setattr(cpu, "PART_TOKENS", 20)
-    heads, scans = parts_of(81)
-    assert heads == [(20, 40), (40, 60), (60, 81)]
+def test_each_part_gets_the_carry_of_the_parts_to_its_right() -> None:
+    heads = np.array([[0.0, 0.0], [20.5, 2.0], [40.5, 0.0], [60.5, 2.0]])
     # From the right: 60.5, then 40.5 whose share of it is 0, then 20.5 + 2 * 40.5.
-    assert scans == [(0, 20, 101.5), (20, 40, 40.5), (40, 60, 60.5), (60, 81, 0.0)]
-    assert parts_of(59)[1] == [(0, 29, 29.5), (29, 59, 0.0)]
+    assert cpu._chained(heads).tolist() == [101.5, 40.5, 60.5, 0.0]
+    assert cpu._chained(heads[:1]).tolist() == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("threads", "tokens", "num_parts"),
-    [(1, 10**6, 1), (2, 2 * 131_071, 1), (2, 2 * 131_072, 2), (2, 10**8, 8)],
-)
-def test_short_rows_and_one_thread_are_one_part(
-    monkeypatch: pytest.MonkeyPatch, threads: int, tokens: int, num_parts: int
-) -> None:
-    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: threads)
-    heads, scans = parts_of(tokens)
-    assert (len(heads), len(scans)) == (num_parts - 1, num_parts)
-    assert scans[-1][1:] == (tokens, 0.0)
+def test_rows_are_cut_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(cpu, "cuts", lambda most: asked.append(most) or (1, 1))
+    rows = random_rows(4, torch.float64, lengths=LENGTHS)
+    for tokens in (sum(LENGTHS), sum(LENGTHS) + 1, 10):
+        monkeypatch.setattr(cpu, "PART_TOKENS", tokens)
+        scanned(rows, reverse=True)
+        estimated(rows, 0.97)
+    assert asked == [1, 1, 0, 0, sum(LENGTHS) // 10, sum(LENGTHS) // 10]
 
 
 def test_a_carry_that_nothing_gets_through_is_left_behind_even_if_it_is_nan(
@@ -123,15 +107,6 @@ def test_a_carry_that_nothing_gets_through_is_left_behind_even_if_it_is_nan(
     out_T = torch.empty(6)
     cpu.linear_scan(x_T, w_T, out_T, reverse=True)
     close_fp32(out_T, [2.75, 3.5, 3.0, float("nan"), float("nan"), 6.0], equal_nan=True)
-
-
-def test_an_error_in_a_part_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*part: object) -> None:
-        raise ArithmeticError("in a thread")
-
-    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: 2)
-    with pytest.raises(ArithmeticError, match="in a thread"):
-        cpu._in_parts(10**6, lambda start, stop: (0.0, 0.0), fail)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # where it runs as Python
@@ -201,20 +176,3 @@ def test_threads_work_in_a_forked_child_too(monkeypatch: pytest.MonkeyPatch) -> 
     if child == 0:
         os._exit(int(not torch.equal(scanned(rows, reverse=True), expected_T)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_without_a_folder_for_machine_code_each_process_compiles_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def njit(**options: Any) -> Callable[[Any], Any]:
-        asked.append(options)
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return lambda function: ("compiled", function)
-
-    monkeypatch.setattr(cpu, "njit", njit)
-    assert cpu._compiled(len) == ("compiled", len)
-    # Only machine code without the interpreter's lock runs on several threads.
-    assert [options["nogil"] for options in asked] == [True, True]

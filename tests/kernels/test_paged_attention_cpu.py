@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numba
@@ -276,7 +275,7 @@ def test_nothing_to_do_gives_nothing() -> None:
 def tables_of(case: Case) -> tuple[Any, ...]:
     rows = case.rows
     tables = tuple(x.numpy() for x in (rows.block_BC, rows.start_B, rows.first_B, rows.count_B))
-    return tables, cpu._pools(*case.pool)
+    return tables, cpu.pool_arrays(*case.pool)
 
 
 def test_work_counts_positions_and_what_an_item_costs_at_each_key_head() -> None:
@@ -286,57 +285,31 @@ def test_work_counts_positions_and_what_an_item_costs_at_each_key_head() -> None
 
 
 @pytest.mark.parametrize("window", [100, 3])
-def test_parts_of_the_work_are_disjoint_and_together_the_whole(window: int) -> None:
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 50])
+def test_parts_of_the_work_are_disjoint_and_together_the_whole(window: int, num_parts: int) -> None:
     case = random_case(0, [3, 4], heads=(2, 2), width=3)
     tables, pools = tables_of(case)
     total, whole = cpu._work(tables, pools, 7, window), attended(case, window=window).numpy()
     options = window, np.float32(0.6), 0.0
-    for cut in (1, 17, 18, total - 19, total - 1):
-        halves = []
-        for part in ((0, cut), (cut, total)):
-            out = np.full_like(whole, 99)
-            cpu._attend(case.query_THK.numpy(), out, pools, tables, options, part)
-            halves.append(out)
-        first, second = (half != 99 for half in halves)
-        assert (first ^ second).all()
-        assert np.array_equal(np.where(first, *halves), whole)
-    # An item belongs to the part in which it begins: the second item begins where the first ends, at 17.
-    out = np.full_like(whole, 99)
-    cpu._attend(case.query_THK.numpy(), out, pools, tables, options, (1, 34))
-    assert (out[0] != 99).all(-1).tolist() == [False, True] and (out[1:] == 99).all()
+    together, times = np.zeros_like(whole), np.zeros(whole.shape, np.int64)
+    for part in range(num_parts):
+        out = np.full_like(whole, 99)
+        cpu._attend(case.query_THK.numpy(), out, (pools, tables), options, (total, num_parts), part)
+        together[out != 99] = out[out != 99]
+        times += out != 99
+    assert (times == 1).all()
+    assert np.array_equal(together, whole)
 
 
-def parts_of(total: int, most: int) -> list[tuple[int, int]]:
-    parts: list[tuple[int, int]] = []
-    cpu._in_parts(parts.append, total, most)
-    return sorted(parts)
-
-
-def test_work_is_cut_for_the_threads_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: 2)
-    assert parts_of(10, 0) == parts_of(10, 1) == [(0, 10)]
-    assert parts_of(10, 3) == [(0, 3), (3, 6), (6, 10)]
-    assert parts_of(11, 9) == [(0, 2), (2, 5), (5, 8), (8, 11)]
-    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: 1)
-    assert parts_of(10, 9) == [(0, 5), (5, 10)]
-
-
-@pytest.mark.parametrize(("threads", "most", "asked"), [(1, 9, []), (2, 1, []), (2, 9, [1]), (4, 3, [2, 2])])
-def test_a_thread_helps_only_where_there_is_a_part_for_it(
-    monkeypatch: pytest.MonkeyPatch, threads: int, most: int, asked: list[int]
-) -> None:
-    helpers = []
-    real = cpu._helpers
-
-    def noted(process: int, num_threads: int) -> Any:
-        assert process == os.getpid()
-        helpers.append(num_threads)
-        return real(process, num_threads)
-
-    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(cpu, "_helpers", noted)
-    assert parts_of(100, most)[-1][1] == 100
-    assert helpers == asked
+def test_an_item_belongs_to_the_part_in_which_it_begins() -> None:
+    case = random_case(0, [3, 4], heads=(2, 2), width=3)
+    tables, pools = tables_of(case)
+    # The first item costs 17, so of parts of 17 the second begins with the second item, and ends with it.
+    for cost, begun in ((17, [False, True]), (18, [False, False]), (16, [False, True])):
+        out = np.full((7, 2, 3), 99, np.float32)
+        whole = 9 * cost, 9
+        cpu._attend(case.query_THK.numpy(), out, (pools, tables), (100, np.float32(0.6), 0.0), whole, 1)
+        assert (out[0] != 99).all(-1).tolist() == begun
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -351,23 +324,12 @@ def test_no_bit_depends_on_the_threads(monkeypatch: pytest.MonkeyPatch, threads:
 
 def test_parts_are_as_many_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     case, asked = random_case(7, [3], heads=(6, 2), width=5), []
-    monkeypatch.setattr(cpu, "_in_parts", lambda attend, total, most: asked.append((total, most)))
+    monkeypatch.setattr(cpu, "cuts", lambda most: asked.append(most) or (1, 1))
     # 2 key heads, 3 items of 1, 2 and 3 positions each: work of 108, for 3 query heads of width 5.
     for part_work, most in ((1620, 1), (1621, 0), (405, 4)):
         monkeypatch.setattr(cpu, "PART_WORK", part_work)
         attended(case)
-        assert asked.pop() == (108, most)
-
-
-def test_an_error_in_a_part_travels_from_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(bad: int, part: tuple[int, int]) -> None:
-        if part[0] == bad:
-            raise ArithmeticError(f"in part {part}")
-
-    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: 2)
-    for bad in (0, 25, 50, 75):
-        with pytest.raises(ArithmeticError, match=f"in part .{bad},"):
-            cpu._in_parts(partial(fail, bad), 100, 9)
+        assert asked.pop() == most
 
 
 @compiled_only

@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,34 +154,30 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, threads: int, vo
 
 
 @pytest.mark.parametrize(
-    ("threads", "shape", "parts"),
-    [
-        (2, (7, 11), [(0, 3), (3, 7)]),
-        (3, (7, 11), [(0, 2), (2, 4), (4, 7)]),
-        (9, (7, 11), [(0, 2), (2, 4), (4, 7)]),  # 77 logits are three times 25
-        (9, (2, 50), [(0, 1), (1, 2)]),
-        (2, (7, 7), [(0, 7)]),
-        (2, (10, 5), [(0, 5), (5, 10)]),
-        (1, (7, 11), [(0, 7)]),
-        (2, (0, 11), [(0, 0)]),
-    ],
+    ("shape", "most"), [((7, 11), 3), ((2, 50), 2), ((7, 7), 1), ((10, 5), 2), ((3, 8), 0), ((0, 11), 0)]
 )
 def test_rows_are_shared_out_where_there_is_enough_to_do(
-    monkeypatch: pytest.MonkeyPatch, threads: int, shape: tuple[int, int], parts: list[tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], most: int
 ) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(sampling_cpu.torch, "get_num_threads", lambda: threads)
+    asked: list[int] = []
+    monkeypatch.setattr(sampling_cpu, "cuts", lambda most: asked.append(most) or (5, 3))
     monkeypatch.setattr(sampling_cpu, "PART_LOGITS", 25)
     sampling_cpu._over_rows(lambda *given: calls.append(given), torch.zeros(shape), torch.ones(shape[0]))
-    assert sorted(call[-2:] for call in calls) == parts
-    constants, logits, columns = calls[0][:3]
+    assert asked == [most]
+    ((constants, logits, columns, *shares),) = calls
+    assert shares == [5, 3]
     reals, series, integers = constants
     assert (*reals, series, *integers) == sampling_plain.numbers(torch.float32) and logits.shape == shape
     assert [column.sum() for column in columns] == [shape[0]]
 
 
-def test_half_a_million_logits_are_worth_a_thread() -> None:
-    assert (sampling_cpu.PART_LOGITS, sampling_cpu.LANES) == (524_288, 64)
+def test_parts_of_rows_follow_each_other() -> None:
+    assert [sampling_cpu._first(np.zeros((7, 2)), 3, part) for part in range(4)] == [0, 2, 4, 7]
+
+
+def test_the_sizes_of_buckets_and_lanes() -> None:
+    assert (sampling_cpu.PART_LOGITS, sampling_cpu.LANES) == (16_384, 64)
     assert (sampling_cpu.BUCKETS_PER_NAT, sampling_cpu.LAST_BUCKET) == (32, 1023)
 
 
@@ -196,16 +193,6 @@ def test_tiles_and_their_sums_come_in_powers_of_two(vocabulary: int, width: int,
     )
     assert [len(part) for part in tile] == [width] * 3 and sums.tolist() == [0] * num_sums
     assert [part.dtype for part in tile] == ["float64", "float64", "int64"]
-
-
-def test_an_error_in_a_part_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*given: object) -> None:
-        raise ArithmeticError("in a thread")
-
-    monkeypatch.setattr(sampling_cpu.torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(sampling_cpu, "PART_LOGITS", 1)
-    with pytest.raises(ArithmeticError, match="in a thread"):
-        sampling_cpu._over_rows(fail, torch.zeros(2, 3))
 
 
 def test_the_greatest_logit_is_found_wherever_it_stands() -> None:

@@ -1,0 +1,148 @@
+"""Compiled loops on torch's own threads.
+
+Between two products torch's OpenMP threads spin, each on a core of its own. Threads of anybody else would
+share cores with them, so our loops are called on the same team, through the runtime that torch itself loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+Arguments = tuple[Any, ...]
+
+# GNU's entry point, which the runtimes of LLVM and Intel offer too.
+PARALLEL = "GOMP_parallel"
+SYMBOL = "millrace_parallel"
+PROCESS = os.getpid()
+# More parts than threads: a thread that was held up leaves its rest to the others.
+PARTS_PER_THREAD = 4
+
+
+@cache
+def _parallel() -> Any:
+    """Torch's OpenMP runtime; None where it has none or a foreign one."""
+    for path in (None, *sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))):
+        try:
+            return getattr(ctypes.CDLL(None if path is None else str(path)), PARALLEL)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def num_threads() -> int:
+    """Threads of the team that `share_out` may call, as `torch.set_num_threads` says."""
+    # A forked child has none of its parent's threads, and the runtime would wait for them.
+    known = _parallel() is not None and os.getpid() == PROCESS
+    return torch.get_num_threads() if known else 1
+
+
+def cuts(most: int) -> tuple[int, int]:
+    """Parts that work worth `most` of them is cut into, and the threads they are shared among."""
+    num_parts = max(1, min(PARTS_PER_THREAD * num_threads(), most))
+    return num_parts, min(num_threads(), num_parts)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+def _alone(member: int, shared: int, num_members: int, flags: int) -> None:
+    """What stands in for a runtime that torch does not have: a team of one."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(member)(shared)
+
+
+# Machine code kept on disk names the symbol, so it must be known before any is loaded.
+binding.add_symbol(SYMBOL, ctypes.cast(_parallel() or _alone, ctypes.c_void_p).value)
+
+
+def share_out(function: Callable[..., None], arguments: Arguments, num_parts: int, num_members: int) -> None:
+    """Call `function(*arguments, part)` for every part from 0 on; whoever is done takes the next.
+
+    Args:
+        function: compiled; what it raises is lost.
+        arguments: of every call.
+        num_parts: of the work.
+        num_members: threads of the team, at most `num_threads()`.
+    """
+    for part in range(num_parts):
+        function(*arguments, part)
+
+
+@overload(share_out, strict=False)
+def _share_out_compiled(
+    function: Any, arguments: Any, num_parts: Any, num_members: Any
+) -> Callable[..., None]:
+    return lambda function, arguments, num_parts, num_members: _share_out(
+        function, arguments, num_parts, num_members
+    )
+
+
+@intrinsic
+def _share_out(
+    typing: Any, function: Any, arguments: Any, num_parts: Any, num_members: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """As `share_out`, by the members of torch's team."""
+    inner = (*arguments.types, types.intp)
+    function.get_call_type(typing, inner, {})
+    compiled = function.dispatcher.overloads[inner]
+
+    def generate(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        target.active_code_library.add_linking_library(compiled.library)
+        number, pointer = target.get_value_type(types.intp), ir.IntType(8).as_pointer()
+        given = [builder.extract_value(values[1], i) for i in range(len(arguments.types))]
+        # What the threads see: the next part, the number of parts, the arguments.
+        shared_type = ir.LiteralStructType([number, number, *(value.type for value in given)])
+        shared = cgutils.alloca_once(builder, shared_type)
+        for i, value in enumerate((ir.Constant(number, 0), values[2], *given)):
+            builder.store(value, cgutils.gep_inbounds(builder, shared, 0, i))
+        name = f"{compiled.fndesc.mangled_name}.share"
+        member = builder.module.globals.get(name)
+        if member is None:
+            member = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [pointer]), name)
+            member.linkage = "internal"
+            _member(target, member, shared_type.as_pointer(), compiled)
+        data = builder.bitcast(shared, pointer)
+        with builder.if_else(builder.icmp_signed("<", values[3], ir.Constant(number, 2))) as (one, many):
+            with one:
+                builder.call(member, [data])
+            with many:
+                count = ir.IntType(32)
+                kind = ir.FunctionType(ir.VoidType(), [member.type, pointer, count, count])
+                parallel = cgutils.get_or_insert_function(builder.module, kind, SYMBOL)
+                members = builder.trunc(values[3], count)
+                builder.call(parallel, [member, data, members, ir.Constant(count, 0)])
+        return target.get_dummy_value()
+
+    return types.void(function, arguments, num_parts, num_members), generate
+
+
+def _member(target: Any, member: Any, shared_type: Any, compiled: Any) -> None:
+    """Machine code of what each thread does: take the next part until none is left."""
+    builder = ir.IRBuilder(member.append_basic_block("entry"))
+    shared = builder.bitcast(member.args[0], shared_type)
+    next_part = cgutils.gep_inbounds(builder, shared, 0, 0)
+    num_parts = builder.load(cgutils.gep_inbounds(builder, shared, 0, 1))
+    kinds = compiled.signature.args[:-1]
+    given = [builder.load(cgutils.gep_inbounds(builder, shared, 0, 2 + i)) for i in range(len(kinds))]
+    function = target.declare_function(builder.module, compiled.fndesc)
+    loop, body, end = (member.append_basic_block(name) for name in ("next", "part", "end"))
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    part = builder.atomic_rmw("add", next_part, ir.Constant(num_parts.type, 1), "monotonic")
+    builder.cbranch(builder.icmp_signed("<", part, num_parts), body, end)
+    builder.position_at_end(body)
+    # Room for the call is taken once, in the entry block.
+    target.call_conv.call_function(
+        builder, function, compiled.signature.return_type, compiled.signature.args, (*given, part)
+    )
+    builder.branch(loop)
+    builder.position_at_end(end)
+    builder.ret_void()

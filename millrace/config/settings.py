@@ -23,6 +23,7 @@ from pydantic import (
 
 from millrace.config.engine import EngineConfig, idle_engine
 from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig
+from millrace.config.mesh import MeshConfig
 from millrace.config.methods import (
     ACTING,
     COMPARING,
@@ -201,6 +202,7 @@ class RunConfig(Section):
     )
     critic: CriticConfig | None = Field(None, description="the value of each state; null is none")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="how a batch becomes new weights")
+    mesh: MeshConfig = Field(default_factory=MeshConfig, description="how the run is spread over ranks")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out accuracy")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="what is kept")
     kernels: KernelConfig = Field(
@@ -247,6 +249,10 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
             has_folder,
             ("model.architecture", "model.shape"),
         ),
+        "with model.adapter, beside which no weight of the model learns": (
+            config.model.adapter is not None,
+            ("model.frozen",),
+        ),
         "because the tokenizer comes from a folder": (
             untrained,
             ("tokenizer.vocab_size", "tokenizer.alphabet", "tokenizer.across_words"),
@@ -264,6 +270,10 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
             section, _, name = key.partition(".")
             if holds and name in given[section]:
                 yield f"{key} has no effect {why}; remove it"
+    adapter = config.model.adapter
+    if adapter is not None and adapter.path is not None:
+        for name in sorted(_given(adapter) - {"path"}):
+            yield f"model.adapter.{name} has no effect because model.adapter.path fixes it; remove it"
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
         yield f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
 

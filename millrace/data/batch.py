@@ -5,6 +5,7 @@ T = packed tokens, B = segments (one trajectory each).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -89,10 +90,8 @@ class Batch:
         """
         if not segments or min(segments) < 0 or max(segments) >= self.num_segments:
             raise ValueError(f"segments {segments} were asked of a batch of {self.num_segments}")
-        length_B = self.length_B
-        chosen_B = torch.tensor(segments, device=length_B.device)
-        start_B, length_B = (length_B.cumsum(0) - length_B)[chosen_B], length_B[chosen_B]
-        index_T = runs(start_B, length_B)
+        index_T, length_B = self.places(segments), self.length_B
+        length_B = length_B[torch.tensor(segments, device=length_B.device)]
         batch = self._each(lambda column: column[index_T])
         new_B = torch.arange(len(segments), device=length_B.device)
         batch.segment_T = torch.repeat_interleave(new_B, length_B)
@@ -135,14 +134,32 @@ class Batch:
             raise ValueError(
                 f"{self.num_segments} sequences cannot be dealt to {world} ranks; sample more per step"
             )
+        return self.select(self.deal(world)[rank])
+
+    def deal(self, world: int, *, even_tokens: float = math.inf) -> list[list[int]]:
+        """The segments of each of `world` ranks, dealt so that their work is even; some may get none.
+
+        A segment of n tokens costs n + n^2 / even_tokens. The most expensive are dealt first, each to the
+        rank with the least work.
+
+        Args:
+            world: ranks.
+            even_tokens: length at which attending costs as much as everything else.
+        """
         held: list[list[int]] = [[] for _ in range(world)]
-        load = [0] * world
-        length = self.length_B.tolist()
-        for b in sorted(range(len(length)), key=lambda b: (-length[b], b)):
+        load = [0.0] * world
+        work = [length + length**2 / even_tokens for length in self.length_B.tolist()]
+        for b in sorted(range(len(work)), key=lambda b: (-work[b], b)):
             to = min(range(world), key=lambda r: (load[r], r))
             held[to].append(b)
-            load[to] += length[b]
-        return self.select(sorted(held[rank]))
+            load[to] += work[b]
+        return [sorted(segments) for segments in held]
+
+    def places(self, segments: list[int]) -> Tensor:
+        """Where the tokens of the named segments stand in this batch, in the order given."""
+        length_B = self.length_B
+        chosen_B = torch.tensor(segments, device=length_B.device)
+        return runs((length_B.cumsum(0) - length_B)[chosen_B], length_B[chosen_B])
 
     def _each(self, change: Callable[[Tensor | Supports], Tensor | Supports]) -> Batch:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -138,3 +138,23 @@ def test_to_moves_every_field() -> None:
     for field in fields(moved):
         value = getattr(moved, field.name)
         assert value is None or (value.is_meta and value.shape == (15,)), field.name
+
+
+def test_work_is_dealt_by_what_attention_costs() -> None:
+    # By tokens 8 balances 3 + 3 + 2; with the square counted it outweighs all three.
+    batch = batch_of([8, 3, 3, 2])
+    assert batch.deal(2) == [[0], [1, 2, 3]]
+    assert batch.deal(2, even_tokens=1.0) == [[0], [1, 2, 3]]
+    long = batch_of([8, 5, 5, 5])
+    assert long.deal(2) == [[0, 3], [1, 2]]
+    # 8 + 64 = 72 and 5 + 25 = 30.
+    assert long.deal(2, even_tokens=1.0) == [[0], [1, 2, 3]]
+    # 8 + 8 = 16 and 5 + 3.125 = 8.125.
+    assert long.deal(2, even_tokens=8.0) == [[0, 3], [1, 2]]
+    assert long.deal(6) == [[0], [1], [2], [3], [], []]
+
+
+def test_places_say_where_the_tokens_of_segments_stand() -> None:
+    batch = batch_of([3, 1, 2])
+    assert batch.places([2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert torch.equal(batch.token_T[batch.places([1, 2])], batch.select([1, 2]).token_T)

@@ -1,0 +1,126 @@
+"""The ranks of a run, and the little they tell each other besides gradients.
+
+Every rank runs the same program on the same numbers, so that each decision is the same on all of them. What
+only one may do (console, files), the first rank does. What must be the same and is not computed by all
+(completions, rewards, the user's wish to leave) is handed around here, as bytes that hold no code.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# What a rank may wait for another: it may be sampling, scoring or saving meanwhile.
+PATIENCE = timedelta(hours=1)
+
+
+class Ranks:
+    """All ranks of a run; a run of one process has one, which waits for nobody."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        """The ranks as one of them sees them; with more than one the process group exists.
+
+        Args:
+            rank: which one this is.
+            size: how many there are.
+        """
+        self.rank, self.size = rank, size
+        # Of its own: what is told here lies in host memory, whatever gradients travel by.
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes and speaks for all."""
+        return self.rank == 0
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What every rank gave, by rank, on every rank."""
+        if self._group is None:
+            return [mine]
+        length_R = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(length_R, torch.tensor([len(mine)]), group=self._group)
+        longest = max(int(length) for length in length_R)
+        padded = _bytes(mine.ljust(longest, b"\0"))
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, length_R, strict=True)]
+
+    def share(self, text: str) -> str:
+        """What the first rank says; the others' words are dropped."""
+        return self.gather(text.encode() if self.first else b"")[0].decode()
+
+    def agree(self, wish: bool) -> bool:
+        """Whether any rank wishes it."""
+        return b"1" in self.gather(b"1" if wish else b"0")
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        self.gather(b"")
+
+
+def share_of(count: int, rank: int, size: int) -> slice:
+    """Neighbouring ones out of `count` that fall to a rank; all ranks together have all of them."""
+    return slice(count * rank // size, count * (rank + 1) // size)
+
+
+def given_ranks() -> tuple[int, int] | None:
+    """Rank and number of ranks, as torchrun and our own launcher give them; None outside of both.
+
+    Raises:
+        ValueError: the environment names one and not the other, or no number.
+    """
+    names = ("RANK", "WORLD_SIZE")
+    given = [os.environ.get(name) for name in names]
+    if given == [None, None]:
+        return None
+    try:
+        rank, size = (int(value or "") for value in given)
+    except ValueError:
+        told = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
+        raise ValueError(
+            f"the environment says {told}; a rank needs both, as torchrun sets them"
+        ) from None
+    return rank, size
+
+
+def join(num_ranks: int, *, device: torch.device) -> Ranks:
+    """Meet the other ranks of this run, as the environment names them.
+
+    Args:
+        num_ranks: ranks that the recipe asks for.
+        device: where the weights are.
+
+    Raises:
+        ValueError: the environment and the recipe do not agree.
+    """
+    given = given_ranks()
+    rank, size = given if given is not None else (0, 1)
+    if size != num_ranks:
+        raise ValueError(
+            f"the recipe's mesh asks for {num_ranks} ranks, and {size} were started; make "
+            "mesh.dp_shard x mesh.dp_replicate and the number of processes the same"
+        )
+    if size == 1:
+        return Ranks()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE)
+    return Ranks(rank, size)
+
+
+def leave(ranks: Ranks) -> None:
+    """Part from the others, at the end of a run."""
+    if ranks.size > 1:
+        dist.destroy_process_group()
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def lost_others(error: BaseException) -> bool:
+    """Whether an error says that another rank has gone, rather than that something is wrong here."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

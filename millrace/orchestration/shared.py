@@ -1,0 +1,145 @@
+"""Sampling and scoring shared out over the ranks of a run: each does its part, all get the whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from millrace.orchestration.ranks import Ranks, share_of
+from millrace.protocols import Engine, NamedTensors, Reward
+from millrace.types import Completion, Outcome, Prompt, SamplingParams, Support
+
+_WORDS = "words"
+
+
+class SharedEngine:
+    """An engine on each rank; completions are drawn where their prompt falls, and known everywhere."""
+
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        """The ranks' engines, through this rank's own.
+
+        Args:
+            engine: this rank's.
+            ranks: of the run.
+        """
+        self._engine, self._ranks = engine, ranks
+
+    @property
+    def version(self) -> int:
+        """The weight version in force."""
+        return self._engine.version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Draw one completion for each prompt, in order; see `protocols.Engine`."""
+        mine = share_of(len(prompts), self._ranks.rank, self._ranks.size)
+        drawn = self._engine.generate(prompts[mine], params[mine]) if mine.start < mine.stop else []
+        return [
+            completion
+            for part in self._ranks.gather(pack_completions(drawn))
+            for completion in unpack_completions(part)
+        ]
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace this rank's weights; every rank calls it with the same."""
+        self._engine.load_weights(named_tensors, version)
+
+    def fingerprint(self) -> dict[str, str]:
+        """A checksum of each weight as this rank's engine holds it."""
+        return self._engine.fingerprint()
+
+
+class SharedReward:
+    """A reward on each rank; answers are judged where they fall, and the outcomes known everywhere."""
+
+    def __init__(self, reward: Reward, ranks: Ranks) -> None:
+        """The ranks' rewards, through this rank's own.
+
+        Args:
+            reward: this rank's.
+            ranks: of the run.
+        """
+        self._reward, self._ranks = reward, ranks
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        """One outcome for each completion, in order; see `protocols.Reward`."""
+        mine = share_of(len(prompts), self._ranks.rank, self._ranks.size)
+        outcomes = self._reward.score(prompts[mine], completions[mine]) if mine.start < mine.stop else []
+        told = json.dumps([asdict(outcome) for outcome in outcomes]).encode()
+        return [Outcome(**outcome) for part in self._ranks.gather(told) for outcome in json.loads(part)]
+
+    def close(self) -> None:
+        """Give back what this rank's reward holds."""
+        self._reward.close()
+
+
+def pack_completions(completions: Sequence[Completion]) -> bytes:
+    """Completions as bytes: numbers as safetensors, words as JSON in it."""
+    supports = [completion.support for completion in completions if completion.support is not None]
+    scored = [c.prompt_logprobs for c in completions if c.prompt_logprobs is not None]
+    words = [
+        {
+            "num_tokens": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "text": completion.text,
+            "reason": completion.reason,
+            "support": None if completion.support is None else len(completion.support.token_ids),
+            "prompt": None if completion.prompt_logprobs is None else len(completion.prompt_logprobs),
+        }
+        for completion in completions
+    ]
+    columns = {
+        "token_ids": _joined([np.array(c.token_ids, np.int64) for c in completions], np.int64),
+        "logprobs": _joined([c.logprobs for c in completions], np.float32),
+        "versions": _joined([c.versions for c in completions], np.int32),
+        "support_token_ids": _joined([support.token_ids for support in supports], np.int32),
+        "support_counts": _joined([support.counts for support in supports], np.int32),
+        "support_log_mass": _joined([support.log_mass for support in supports], np.float32),
+        "prompt_logprobs": _joined(scored, np.float32),
+        _WORDS: np.frombuffer(json.dumps(words).encode(), np.uint8),
+    }
+    packed: bytes = save(columns)
+    return packed
+
+
+def unpack_completions(data: bytes) -> list[Completion]:
+    """What `pack_completions` packed."""
+    columns = load(data)
+    words: list[dict[str, Any]] = json.loads(columns.pop(_WORDS).tobytes())
+    at = dict.fromkeys(columns, 0)
+
+    def take(name: str, count: int) -> np.ndarray:
+        at[name] += count
+        taken: np.ndarray = columns[name][at[name] - count : at[name]]
+        return taken
+
+    completions = []
+    for one in words:
+        count = one["num_tokens"]
+        support = None
+        if one["support"] is not None:
+            tokens = take("support_token_ids", one["support"])
+            support = Support(tokens, take("support_counts", count), take("support_log_mass", count))
+        completions.append(
+            Completion(
+                token_ids=tuple(take("token_ids", count).tolist()),
+                logprobs=take("logprobs", count),
+                versions=take("versions", count),
+                finish_reason=one["finish_reason"],
+                text=one["text"],
+                support=support,
+                prompt_logprobs=None if one["prompt"] is None else take("prompt_logprobs", one["prompt"]),
+                reason=one["reason"],
+            )
+        )
+    return completions
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype)

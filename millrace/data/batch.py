@@ -6,7 +6,7 @@ T = packed tokens, B = segments (one trajectory each).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -103,23 +103,12 @@ class Batch:
         Raises:
             ValueError: one segment alone is longer than `max_tokens`.
         """
-        if self.num_tokens <= max_tokens:
+        spans = micro_batches(self.length_B.tolist(), max_tokens)
+        if len(spans) < 2:
             yield self
             return
-        chosen: list[int] = []
-        size = 0
-        for b, length in enumerate(self.length_B.tolist()):
-            if length > max_tokens:
-                raise ValueError(
-                    f"a sequence has {length} tokens but a micro-batch holds {max_tokens}; "
-                    f"raise policy.tokens_per_micro_batch to at least {length}"
-                )
-            if size + length > max_tokens:
-                yield self.select(chosen)
-                chosen, size = [], 0
-            chosen.append(b)
-            size += length
-        yield self.select(chosen)
+        for span in spans:
+            yield self.select(list(range(span.start, span.stop)))
 
     def shard(self, rank: int, world: int) -> Batch:
         """The segments of one of `world` ranks, dealt so that token counts are even.
@@ -167,3 +156,24 @@ class Batch:
             name: None if value is None else change(value) for name, value in values.items()
         }
         return Batch(**changed)
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[slice]:
+    """Neighbouring segments of at most `max_tokens` tokens together, as many as fit each time.
+
+    Raises:
+        ValueError: one segment alone is longer.
+    """
+    spans: list[slice] = []
+    first = size = 0
+    for b, length in enumerate(lengths):
+        if length > max_tokens:
+            raise ValueError(
+                f"a sequence has {length} tokens but a micro-batch holds {max_tokens}; "
+                f"raise policy.tokens_per_micro_batch to at least {length}"
+            )
+        if size + length > max_tokens:
+            spans.append(slice(first, b))
+            first, size = b, 0
+        size += length
+    return [*spans, slice(first, len(lengths))] if lengths else []

@@ -25,6 +25,7 @@ from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.learn import Learner
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
+from millrace.orchestration.ranks import Ranks
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.step import greedy
 from millrace.training.checkpoint import (
@@ -56,6 +57,7 @@ class Controller:
         parts: Parts,
         folder: RunFolder,
         *,
+        ranks: Ranks,
         recipe: str,
         console: Console,
         interrupts: Interrupts,
@@ -70,6 +72,7 @@ class Controller:
             config: of the run.
             parts: what it is made of.
             folder: where it is kept.
+            ranks: who takes part; the first one keeps checkpoints.
             recipe: name of the recipe.
             console: where it is shown.
             interrupts: tells when the user wants to leave.
@@ -81,6 +84,7 @@ class Controller:
         self.config = config
         self.parts = parts
         self.folder = folder
+        self.ranks = ranks
         self.console = console
         self.progress = progress
         self.spans = Spans()
@@ -234,8 +238,10 @@ class Controller:
             write_state(folder, progress.to_json(), tensors)
 
         with self.spans("save"):
-            write_checkpoint(self.folder.checkpoints / progress.checkpoint_name, fill)
-            self.tidy()
+            if self.ranks.first:
+                write_checkpoint(self.folder.checkpoints / progress.checkpoint_name, fill)
+                self.tidy()
+            self.ranks.wait()
         self._saved = progress.checkpoint_name
 
     def tidy(self) -> None:
@@ -251,7 +257,8 @@ class Controller:
         Raises:
             Interrupted: the user did.
         """
-        if self._interrupts.asked:
+        # Each hears of Ctrl-C in its own time; they leave after the same step.
+        if self.ranks.agree(self._interrupts.asked):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint()
             raise Interrupted

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,13 @@ from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_wandb import WandbSink
 from millrace.observability.sinks import JsonlSink, Sink, TensorBoardSink
 from millrace.orchestration.alarms import RunStopped
-from millrace.orchestration.build import build
+from millrace.orchestration.build import build, choose_device
 from millrace.orchestration.controller import Controller, Interrupted
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.loops import run
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
+from millrace.orchestration.ranks import Ranks, joined
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
 from millrace.training.checkpoint import newest_checkpoint, read_state, read_tensors
 
@@ -38,6 +42,7 @@ class _Start:
     refused: list[str]
     progress: Progress
     tensors: dict[str, Tensor] | None
+    ranks: Ranks
 
 
 def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> RunReport:
@@ -57,14 +62,16 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
         KeyboardInterrupt: the user pressed Ctrl-C twice.
     """
     started_s = time.monotonic()
-    # Everything that can be wrong with a recipe is found before a folder is made for it.
-    parts = build(config, None)
-    with closing(parts.reward), RunFolder.create(config.output, config.name, recipe) as folder:
-        (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
-        # Last, because it makes the folder one that can be resumed.
-        folder.write_text(folder.recipe, to_yaml(config))
-        start = _Start(config, recipe, None, [], Progress(), None)
-        return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+    with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
+        # Everything that can be wrong with a recipe is found before a folder is made for it.
+        parts = build(config, None, ranks)
+        make = partial(RunFolder.create, config.output, config.name, recipe)
+        with closing(parts.reward), _folder(ranks, make) as folder:
+            (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
+            # Last, because it makes the folder one that can be resumed.
+            folder.write_text(folder.recipe, to_yaml(config))
+            start = _Start(config, recipe, None, [], Progress(), None, ranks)
+            return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
 def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
@@ -79,21 +86,53 @@ def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
         ValueError, RuntimeError: as `train`.
     """
     started_s = time.monotonic()
-    folder = RunFolder.open(path)
-    folder.lock()
-    with folder:
-        if _status(folder) == "finished":
-            raise RunFolderError(f"run {path} is finished; look at {folder.path / 'report.html'}")
-        config = from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
-        origin = folder.path / "origin.txt"
-        recipe = origin.read_text(encoding="utf-8") if origin.is_file() else folder.path.name
-        checkpoint, refused = newest_checkpoint(folder.checkpoints)
+    given = RunFolder.open(path)
+    config = run_config(path)
+    device = choose_device(config.device)
+    with (
+        joined(config.mesh.num_ranks, device=device) as ranks,
+        _folder(ranks, partial(_locked, given)) as folder,
+    ):
+        origin = given.path / "origin.txt"
+        recipe = origin.read_text(encoding="utf-8") if origin.is_file() else given.path.name
+        checkpoint, refused = newest_checkpoint(given.checkpoints)
         progress = Progress() if checkpoint is None else Progress.from_json(read_state(checkpoint))
         tensors = None if checkpoint is None else read_tensors(checkpoint)
-        parts = build(config, checkpoint)
+        parts = build(config, checkpoint, ranks)
         with closing(parts.reward):
-            start = _Start(config, recipe, checkpoint, refused, progress, tensors)
+            start = _Start(config, recipe, checkpoint, refused, progress, tensors, ranks)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+
+
+def run_config(path: str | Path) -> RunConfig:
+    """The settings that a run was started with.
+
+    Raises:
+        RunFolderError: it is not a run folder.
+    """
+    folder = RunFolder.open(path)
+    return from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
+
+
+def _locked(folder: RunFolder) -> RunFolder:
+    folder.lock()
+    if _status(folder) == "finished":
+        folder.unlock()
+        raise RunFolderError(f"run {folder.path} is finished; look at {folder.path / 'report.html'}")
+    return folder
+
+
+@contextmanager
+def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
+    """The run's folder for the first rank; the others keep notes of their own, which nobody reads."""
+    if ranks.first:
+        with make() as folder:
+            ranks.share(str(folder.path.resolve()))
+            yield folder
+        return
+    path = Path(ranks.share(""))
+    with tempfile.TemporaryDirectory() as notes:
+        yield RunFolder(Path(notes), checkpoints=path / "checkpoints")
 
 
 def _status(folder: RunFolder) -> str | None:
@@ -105,17 +144,20 @@ def _status(folder: RunFolder) -> str | None:
 
 
 def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started_s: float) -> RunReport:
-    console = Console(folder.path.name, _facts(start, parts), quiet=quiet)
+    ranks = start.ranks
+    console = Console(folder.path.name, _facts(start, parts), quiet=quiet or not ranks.first)
     with ExitStack() as held:
         metrics = held.enter_context(closing(JsonlSink(folder.metrics)))
         metrics.rewind(start.progress.metrics_bytes)
-        trackers = [held.enter_context(closing(sink)) for sink in _trackers(start, folder)]
+        chosen = _trackers(start, folder) if ranks.first else []
+        trackers = [held.enter_context(closing(sink)) for sink in chosen]
         held.enter_context(console)
         interrupts = held.enter_context(Interrupts(lambda text: console.say(text, "bold")))
         controller = Controller(
             start.config,
             parts,
             folder,
+            ranks=ranks,
             recipe=start.recipe,
             console=console,
             interrupts=interrupts,

@@ -31,7 +31,7 @@ def run(controller: Controller, tensors: dict[str, Any] | None) -> None:
     """
     config, progress = controller.config, controller.progress
     controller.try_demonstrations()
-    if progress.order:
+    if progress.order and controller.ranks.first:
         controller.tidy()
     if progress.stage == "warmup" and config.warmup is None:
         begin_reinforcement(controller)

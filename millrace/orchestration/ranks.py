@@ -8,6 +8,8 @@ only one may do (console, files), the first rank does. What must be the same and
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -81,14 +83,13 @@ def given_ranks() -> tuple[int, int] | None:
         rank, size = (int(value or "") for value in given)
     except ValueError:
         told = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
-        raise ValueError(
-            f"the environment says {told}; a rank needs both, as torchrun sets them"
-        ) from None
+        raise ValueError(f"the environment says {told}; a rank needs both, as torchrun sets them") from None
     return rank, size
 
 
-def join(num_ranks: int, *, device: torch.device) -> Ranks:
-    """Meet the other ranks of this run, as the environment names them.
+@contextmanager
+def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
+    """The ranks of this run, as the environment names them, until the end of the block.
 
     Args:
         num_ranks: ranks that the recipe asks for.
@@ -105,16 +106,15 @@ def join(num_ranks: int, *, device: torch.device) -> Ranks:
             "mesh.dp_shard x mesh.dp_replicate and the number of processes the same"
         )
     if size == 1:
-        return Ranks()
+        yield Ranks()
+        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE)
-    return Ranks(rank, size)
-
-
-def leave(ranks: Ranks) -> None:
-    """Part from the others, at the end of a run."""
-    if ranks.size > 1:
-        dist.destroy_process_group()
+    ranks = Ranks(rank, size)
+    yield ranks
+    # Nobody leaves while another still talks to it. After an error nobody waits.
+    ranks.wait()
+    dist.destroy_process_group()
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -20,15 +20,20 @@ class RunFolderError(RuntimeError):
 class RunFolder:
     """The paths of a run, and the lock that keeps a second process out."""
 
-    def __init__(self, path: Path) -> None:
-        """The folder at `path`; see `create` and `open`."""
+    def __init__(self, path: Path, *, checkpoints: Path | None = None) -> None:
+        """The folder at `path`; see `create` and `open`.
+
+        Args:
+            path: the folder.
+            checkpoints: where they lie; None for below `path`.
+        """
         self.path = path
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
         self.tensorboard = path / "tensorboard"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = checkpoints or path / "checkpoints"
         self.evidence = path / "evidence"
         self.summary = path / "summary.json"
         self.best = path / "best.json"
@@ -102,6 +107,10 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         """Let others in."""
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Let others in; once more does nothing."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

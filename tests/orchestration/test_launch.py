@@ -119,8 +119,8 @@ def test_workers_and_the_lock_are_given_back_also_when_a_tracker_cannot_start(tm
     closed = []
     real = launch.build
 
-    def build(config, checkpoint):
-        parts = real(config, checkpoint)
+    def build(config, checkpoint, ranks):
+        parts = real(config, checkpoint, ranks)
         parts.reward.close = lambda: closed.append(True)
         return parts
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.orchestration.ranks import given_ranks, join, leave, lost_others
+from millrace.orchestration.ranks import given_ranks, joined, lost_others
 from millrace.orchestration.runtime.local import INTERRUPTED, LOST, RankFailed, run_ranks
 
 CPU = torch.device("cpu")
@@ -28,18 +28,20 @@ def test_ranks_are_those_the_environment_names(monkeypatch: pytest.MonkeyPatch) 
         given_ranks()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert given_ranks() == (1, 2)
-    with pytest.raises(ValueError, match="the recipe's mesh asks for 4 ranks, and 2 were started"):
-        join(4, device=CPU)
+    with (
+        pytest.raises(ValueError, match="the recipe's mesh asks for 4 ranks, and 2 were started"),
+        joined(4, device=CPU),
+    ):
+        pass
 
 
 def test_a_process_alone_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    ranks = join(1, device=CPU)
-    leave(ranks)
-    assert (ranks.rank, ranks.size) == (0, 1)
-    with pytest.raises(ValueError, match="asks for 2 ranks, and 1 were started"):
-        join(2, device=CPU)
+    with joined(1, device=CPU) as ranks:
+        assert (ranks.rank, ranks.size) == (0, 1)
+    with pytest.raises(ValueError, match="asks for 2 ranks, and 1 were started"), joined(2, device=CPU):
+        pass
 
 
 def test_who_lost_the_others_is_told_from_who_failed() -> None:

@@ -15,6 +15,7 @@ from millrace.cli.config import config
 from millrace.cli.doctor import doctor
 from millrace.cli.evaluate import evaluate
 from millrace.cli.generate import generate
+from millrace.cli.plan import plan
 from millrace.cli.recipes import recipes
 from millrace.cli.resume import resume
 from millrace.cli.reward_model import reward_model
@@ -27,7 +28,8 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 # A bare ValueError or RuntimeError is a bug, not a message to a user, and keeps its traceback.
 KNOWN = {
     "millrace.config.recipe.ConfigError": MISUSED,
-    "millrace.orchestration.build.SetupError": MISUSED,
+    "millrace.orchestration.parts.SetupError": MISUSED,
+    "millrace.planner.errors.PlanError": MISUSED,
     "millrace.data.rows.DataError": FAILED,
     "millrace.models.load.ModelError": FAILED,
     "millrace.rewards.errors.RewardError": FAILED,
@@ -35,6 +37,8 @@ KNOWN = {
     "millrace.training.checkpoint.CheckpointError": FAILED,
     "millrace.transport.local.WeightSyncError": FAILED,
     "millrace.orchestration.alarms.RunStopped": FAILED,
+    "millrace.orchestration.ranks.RanksError": MISUSED,
+    "millrace.orchestration.runtime.local.RankFailed": FAILED,
     "builtins.OSError": FAILED,
 }
 
@@ -84,7 +88,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (train, resume, evaluate, generate, serve, reward_model, recipes, config, doctor):
+for _command in (train, resume, evaluate, generate, serve, reward_model, recipes, config, plan, doctor):
     app.command()(guarded(_command))
 
 

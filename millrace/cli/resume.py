@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli.train import Quiet, show_result
+from millrace.cli.train import Quiet, as_a_rank, show_result, start_ranks
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, such as runs/quickstart-1.")]
 
@@ -17,5 +17,7 @@ def resume(run: Run, quiet: Quiet = False) -> None:
     It ends bit for bit as it would have without the interruption. Exit codes are those of train.
     """
     from millrace.orchestration.launch import resume as continue_run
+    from millrace.orchestration.launch import run_config
 
-    show_result(continue_run(run, quiet=quiet))
+    start_ranks(run_config(run).mesh.num_ranks)
+    show_result(as_a_rank(lambda: continue_run(run, quiet=quiet)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from millrace.orchestration.progress import RunReport
 
 INTERRUPTED = 130
+# Set for ranks whose launcher tells which of them failed first.
+QUIETLY = "MILLRACE_RANKS_WATCHED"
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a file of your own (my.yaml).")
@@ -33,9 +37,43 @@ def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> 
 
     # A mistake in the recipe shows before the seconds it takes to load torch.
     config = load_recipe(recipe, parse_overrides(overrides or []))
+    start_ranks(config.mesh.num_ranks)
     from millrace.orchestration.launch import train as start
 
-    show_result(start(config, recipe=Path(recipe).stem, quiet=quiet))
+    show_result(as_a_rank(lambda: start(config, recipe=Path(recipe).stem, quiet=quiet)))
+
+
+def start_ranks(num_ranks: int) -> None:
+    """Run this command as each of several ranks, and leave as they do; nothing for one, or for a rank.
+
+    Raises:
+        typer.Exit: with the exit code of the run.
+        RankFailed: one of them failed; the message holds the last of what it said.
+    """
+    # Those torchrun starts are ranks already.
+    if num_ranks == 1 or "RANK" in os.environ:
+        return
+    from millrace.orchestration.runtime.local import run_ranks, this_command
+
+    raise typer.Exit(run_ranks(this_command(), num_ranks, environment={QUIETLY: "1"}))
+
+
+def as_a_rank(work: Callable[[], RunReport]) -> RunReport:
+    """Do the work of a run; a rank that lost the others says no more than that, for one of them says why.
+
+    Raises:
+        typer.Exit: another rank has gone.
+    """
+    try:
+        return work()
+    except Exception as error:
+        from millrace.orchestration.ranks import LOST, lost_others
+
+        if not lost_others(error):
+            raise
+        if QUIETLY not in os.environ:
+            typer.echo(f"error: another rank of this run has gone ({error})", err=True)
+        raise typer.Exit(LOST) from None
 
 
 def show_result(report: RunReport) -> None:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from millrace.config.section import Section, compiled
 
 TASK_PREFIX = "reasoning-gym:"
+
+
+class AdapterConfig(Section):
+    """A low-rank adapter (LoRA): the model stays as it is, and a pair of small matrices learns beside it."""
+
+    path: str | None = Field(
+        None, description="adapter folder in peft's format to go on from; null makes a fresh adapter"
+    )
+    rank: PositiveInt = Field(16, description="width of each pair, the adapter's capacity")
+    alpha: PositiveFloat = Field(32.0, description="what a pair adds is multiplied by alpha / rank")
+    rank_stabilised: bool = Field(
+        False, description="multiply by alpha / sqrt(rank) instead, so that ranks compare (rsLoRA)"
+    )
+    targets: tuple[str, ...] = Field(
+        ("all-linear",),
+        description="linear layers that get a pair, such as q_proj; all-linear is every one but the output "
+        "head",
+        min_length=1,
+    )
 
 
 class ModelConfig(Section):
@@ -21,6 +41,25 @@ class ModelConfig(Section):
     shape: dict[str, Any] = Field(
         default_factory=dict, description="transformers config fields of a fresh model, such as hidden_size"
     )
+    adapter: AdapterConfig | None = Field(
+        None, description="a low-rank adapter that learns in the model's stead; null trains the model"
+    )
+    frozen: tuple[str, ...] = Field(
+        (), description="names of weights that do not learn, * standing for any part"
+    )
+
+
+def idle_model(config: ModelConfig) -> Iterator[str]:
+    """One sentence for each setting of what learns that was given and can have no effect."""
+    adapter = config.adapter
+    if adapter is None:
+        return
+    if config.frozen:
+        yield "model.frozen has no effect with model.adapter, which leaves nothing else to learn; remove it"
+    fresh = AdapterConfig(path=adapter.path)
+    for name in AdapterConfig.model_fields:
+        if adapter.path is not None and getattr(adapter, name) != getattr(fresh, name):
+            yield f"model.adapter.{name} has no effect because model.adapter.path fixes it; remove it"
 
 
 class TokenizerConfig(Section):

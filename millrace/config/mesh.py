@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, PositiveInt
@@ -34,3 +35,15 @@ class MeshConfig(Section):
     def num_ranks(self) -> int:
         """Processes of the run."""
         return self.dp_shard * self.dp_replicate
+
+
+def idle_mesh(mesh: MeshConfig, *, precision: str, adapter: bool) -> Iterator[str]:
+    """One sentence for each setting of the mesh that can have no effect, or does not go with another."""
+    if mesh.num_ranks == 1:
+        for name in ("compute", "reshard_after_forward", "offload", "checkpointing"):
+            if getattr(mesh, name) != type(mesh).model_fields[name].default:
+                yield f"mesh.{name} has no effect with one rank; remove it, or raise mesh.dp_shard"
+    elif adapter:
+        yield "model.adapter trains on one rank only; remove it, or mesh.dp_shard and mesh.dp_replicate"
+    if mesh.compute is not None and precision != "float32":
+        yield f"mesh.compute needs weights in float32, and precision is {precision}; remove one of them"

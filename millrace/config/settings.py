@@ -22,8 +22,8 @@ from pydantic import (
 )
 
 from millrace.config.engine import EngineConfig, idle_engine
-from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig
-from millrace.config.mesh import MeshConfig
+from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig, idle_model
+from millrace.config.mesh import MeshConfig, idle_mesh
 from millrace.config.methods import (
     ACTING,
     COMPARING,
@@ -231,7 +231,8 @@ class RunConfig(Section):
 
 def ineffective_settings(config: RunConfig) -> list[str]:
     """One sentence for each setting that was given and can have no effect in this recipe."""
-    found = [*_idle_inputs(config), *idle_engine(config.engine)]
+    found = [*_idle_inputs(config), *idle_model(config.model), *idle_engine(config.engine)]
+    found += idle_mesh(config.mesh, precision=config.precision, adapter=config.model.adapter is not None)
     if config.deterministic and config.engine.name == "reference":
         found.append("deterministic needs engine.name paged; remove one of them")
     if config.steps == 0:
@@ -248,10 +249,6 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
         "because model.path names a folder that fixes it": (
             has_folder,
             ("model.architecture", "model.shape"),
-        ),
-        "with model.adapter, beside which no weight of the model learns": (
-            config.model.adapter is not None,
-            ("model.frozen",),
         ),
         "because the tokenizer comes from a folder": (
             untrained,
@@ -270,10 +267,6 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
             section, _, name = key.partition(".")
             if holds and name in given[section]:
                 yield f"{key} has no effect {why}; remove it"
-    adapter = config.model.adapter
-    if adapter is not None and adapter.path is not None:
-        for name in sorted(_given(adapter) - {"path"}):
-            yield f"model.adapter.{name} has no effect because model.adapter.path fixes it; remove it"
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
         yield f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
 

@@ -1,7 +1,7 @@
 """Which kernel runs: the only place that looks at the device, and the door where inputs are checked.
 
 T = packed tokens, B = segments, or rows of a paged forward, H = query heads, J = key heads, K = head width,
-P = blocks of the pool, S = slots of a block.
+P = blocks of the pool, S = slots of a block, N = chosen tokens, D = model width.
 
 | scan | what it is | runs on |
 |---|---|---|
@@ -13,7 +13,8 @@ P = blocks of the pool, S = slots of a block.
 `auto` is triton on CUDA and numba on the CPU; the loop on other devices, and for short rows on the CPU: both
 are exact to the rounding of the result, so which of the two ran hardly ever shows.
 
-Attention over the paged pool is numba on the CPU, triton on CUDA, and plain torch on other devices.
+Attention over the paged pool is numba on the CPU, triton on CUDA, and plain torch on other devices. The
+log-probability of chosen tokens is triton on CUDA, and chunks of torch elsewhere.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from millrace.kernels.paged_attention import PagedRows
 Scan = Literal["auto", "loop", "chunked", "numba", "triton"]
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 # The loop takes about a millisecond for so many tokens; starting numba takes a second.
 LOOP_TOKENS = 10_000
@@ -201,6 +203,24 @@ def paged_attention(
     return _paged(key_PJSK)[1](
         query_THK, key_PJSK, value_PJSK, rows, scale=scale, window=window, softcap=softcap
     )
+
+
+def fused_logprob(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What makes log-probabilities without logits for such hidden states, or None where chunks of torch do.
+
+    It takes what `token_logprob` takes, without a support and without a tile. float64, and two dtypes at
+    once, go through torch everywhere.
+
+    Args:
+        hidden_ND: final hidden states.
+        weight_VD: the weight of the output head, or of a shard of it.
+    """
+    dtype = hidden_ND.dtype
+    if hidden_ND.device.type != "cuda" or dtype not in FUSED_DTYPES or dtype != weight_VD.dtype:
+        return None
+    from millrace.kernels import token_logprob_triton
+
+    return token_logprob_triton.token_logprob
 
 
 def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -17,97 +17,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from millrace.kernels.linear import invariant_linear, linear
+from millrace.kernels import dispatch
+
+# Named again, so that who needs log-probabilities finds in one place what they are made of.
+from millrace.kernels.head import Head as Head
+from millrace.kernels.head import Supports as Supports
+from millrace.kernels.head import runs as runs
 from millrace.kernels.sampling import row_logprob
+from millrace.kernels.token_logprob_parts import (
+    ShardedLogprob,
+    add_product,
+    at_least_float32,
+    merged,
+    summed,
+    zeros,
+)
 
 # float32 elements of one chunk of logits (28 MiB). From 32 MiB on, the C library gives memory back at once,
 # and touching it anew for each chunk costs more than the arithmetic; smaller chunks read the head too often.
 CHUNK_ELEMENTS = 7 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What turns a hidden state into logits: softcap * tanh(scale (W h + b) / softcap).
-
-    Attributes:
-        weight_VD: the output embedding.
-        bias_V: its bias, if any.
-        scale: factor of the logits (Cohere, Granite).
-        softcap: bound of the logits (Gemma 2), above 0; None leaves them.
-        tile: rows of one product where a row's bits must be its own, as in `kernels.linear`; None otherwise.
-        packed: what `kernels.linear.pack` made of the weight, if anything.
-
-    Raises:
-        ValueError: the softcap is not above 0, or the bias is not one number for each row of the weight.
-    """
-
-    weight_VD: Tensor
-    bias_V: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    tile: int | None = None
-    packed: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap is {self.softcap}; it must be above 0, or None for no bound")
-        if self.bias_V is not None and self.bias_V.shape != self.weight_VD.shape[:1]:
-            raise ValueError(
-                f"bias_V has shape {tuple(self.bias_V.shape)}, the weight {tuple(self.weight_VD.shape)}"
-            )
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits in float32 (float64 stays float64), [N, V]."""
-        if self.tile is not None:
-            logit_NV = invariant_linear(hidden_ND, self.weight_VD, self.bias_V, tile=self.tile)
-        else:
-            logit_NV = linear(hidden_ND, self.weight_VD, self.bias_V, packed=self.packed)
-        logit_NV = logit_NV if logit_NV.dtype == torch.float64 else logit_NV.float()
-        if self.scale != 1.0:
-            logit_NV = logit_NV * self.scale
-        if self.softcap is not None:
-            logit_NV = self.softcap * torch.tanh(logit_NV / self.softcap)
-        return logit_NV
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Supports:
-    """The tokens that each of N draws was made among, end to end; it is indexed like a column [N].
-
-    Attributes:
-        token_M: integers in [0, V), those of the first draw before those of the second.
-        count_N: int64, how many belong to each draw; 0 means the whole vocabulary.
-    """
-
-    token_M: Tensor
-    count_N: Tensor
-
-    @property
-    def row_M(self) -> Tensor:
-        """The draw that each token belongs to."""
-        row_N = torch.arange(len(self.count_N), device=self.count_N.device)
-        return row_N.repeat_interleave(self.count_N)
-
-    def __getitem__(self, index: Tensor | slice) -> Supports:
-        start_N = self.count_N.cumsum(0) - self.count_N
-        count_N = self.count_N[index]
-        return Supports(self.token_M[runs(start_N[index], count_N)], count_N)
-
-    def to(self, device: torch.device | str) -> Supports:
-        """The same supports on another device."""
-        return Supports(self.token_M.to(device), self.count_N.to(device))
-
-
-def runs(start_N: Tensor, count_N: Tensor) -> Tensor:
-    """Where runs of neighbours stand, [M]: start, start + 1, ..., so many as the count, for each of N.
-
-    Args:
-        start_N: int64, the first place of each run.
-        count_N: int64, 0 or more.
-    """
-    # Within the result run n begins at the sum of the counts before it; each place moves as far as its run.
-    shift_M = (start_N - count_N.cumsum(0) + count_N).repeat_interleave(count_N)
-    return shift_M + torch.arange(len(shift_M), device=shift_M.device)
 
 
 def rows_per_chunk(weight_VD: Tensor) -> int:
@@ -126,9 +54,14 @@ def token_logprob(
     the logits take one more each, supports a few numbers for each of their tokens in a chunk. No token gives
     empty results and a gradient of 0.
 
+    With a head that is a shard, each rank of its group calls this with the same tokens and gets the same
+    numbers; in the backward each gets the whole gradient of the hidden states and that of its own rows. A
+    target in no shard, or on CUDA in no row, has log-probability minus infinity. Ranks exchange two tensors
+    [2, N] and the gradient.
+
     Args:
         hidden_ND: final hidden states, one per token to be judged.
-        head: the output head; gradients flow to its weight and bias.
+        head: the output head, or a shard of it; gradients flow to its weight and bias.
         target_N: the tokens, integers in [0, V).
         temperature: above 0.
         support: the tokens that each target was drawn among, itself one of them; p is 0 outside of them, and
@@ -136,18 +69,24 @@ def token_logprob(
 
     Raises:
         ValueError: shapes do not fit, the temperature is not above 0, a support holds what is not in the
-            vocabulary, or it lacks its target.
+            vocabulary, lacks its target, or stands beside a shard.
 
     Source for the support: DeepSeek-AI 2025, "DeepSeek-V3.2" ("keep sampling mask").
     """
-    _check(hidden_ND, head, temperature, support)
+    _check(hidden_ND, head, temperature, support, shards=True)
     if target_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"target_N has shape {tuple(target_N.shape)}; hidden_ND holds {len(hidden_ND)} tokens"
         )
     if support is not None:
         _check_holds(support, target_N)
-    measure = _Logprob(head, temperature, support)
+    # A tile asks for the sampler's own bits.
+    if support is None and head.tile is None:
+        fused = dispatch.fused_logprob(hidden_ND, head.weight_VD)
+        if fused is not None:
+            return fused(hidden_ND, head, target_N, temperature=temperature)
+    whole = head.group is None
+    measure = _Logprob(head, temperature, support) if whole else ShardedLogprob(head, temperature)
     logprob_N, entropy_N = _Chunked.apply(hidden_ND, head.weight_VD, head.bias_V, target_N, measure)
     return logprob_N, entropy_N
 
@@ -174,8 +113,8 @@ def token_squares(
         support: the tokens that each draw was made among, as for `token_logprob`.
 
     Raises:
-        ValueError: shapes do not fit, the temperature is not above 0, or a support holds what is not in the
-            vocabulary.
+        ValueError: shapes do not fit, the temperature is not above 0, a support holds what is not in the
+            vocabulary, or a head is a shard.
     """
     _check(hidden_ND, head, temperature, support)
     square_N = _empty_numbers(hidden_ND)
@@ -212,8 +151,8 @@ def token_divergence(
         support: the tokens that each draw was made among, as for `token_logprob`; p and q are both over them.
 
     Raises:
-        ValueError: shapes do not fit, the temperature is not above 0, or a support holds what is not in the
-            vocabulary.
+        ValueError: shapes do not fit, the temperature is not above 0, a support holds what is not in the
+            vocabulary, or a head is a shard.
     """
     _check(hidden_ND, head, temperature, support)
     _check(reference_hidden_ND, reference_head, temperature, name="reference_hidden_ND")
@@ -327,7 +266,7 @@ class _Chunked(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         known_N: Tensor,
-        measure: _Logprob | _Divergence,
+        measure: _Logprob | ShardedLogprob | _Divergence,
     ) -> tuple[Tensor, ...]:
         numbers = tuple(_empty_numbers(hidden_ND) for _ in range(measure.num_numbers))
         ctx.kept_NV = None
@@ -335,10 +274,14 @@ class _Chunked(torch.autograd.Function):
             z_NV = _z(measure.head, hidden_ND[rows], measure.temperature, among)
             for number_N, chunk_N in zip(numbers, measure.numbers(z_NV, known_N[rows], among), strict=True):
                 number_N[rows] = chunk_N
-            if len(z_NV) == len(hidden_ND) and measure.head.softcap is None:
+            if len(z_NV) == len(hidden_ND) and measure.head.softcap is None and measure.head.group is None:
                 ctx.kept_NV = z_NV
             del z_NV  # or it would stand beside the next chunk's
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, known_N)
+        told_3N = None
+        if measure.head.group is not None:
+            number_2N, told_3N = merged(torch.stack(numbers)[:, None], measure.head.group)
+            numbers = number_2N.unbind()
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, known_N, told_3N)
         ctx.measure = measure
         # A number the loss does not use then comes back as None, and costs nothing.
         ctx.set_materialize_grads(False)
@@ -346,32 +289,34 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, known_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, known_N, told_3N = ctx.saved_tensors
         # Taken, since it is written over; a second backward through a retained graph makes the logits again.
         kept_NV, ctx.kept_NV = ctx.kept_NV, None
         factor = ctx.measure.head.scale / ctx.measure.temperature
         hidden_gradient_ND = torch.empty_like(hidden_ND)
         # A frozen head needs neither the memory nor a third of the work.
-        weight_gradient_VD = _zeros(weight_VD) if ctx.needs_input_grad[1] else None
-        bias_gradient_V = None if bias_V is None else _zeros(bias_V)
+        weight_gradient_VD = zeros(weight_VD) if ctx.needs_input_grad[1] else None
+        bias_gradient_V = None if bias_V is None else zeros(bias_V)
         for rows, among in _chunks(hidden_ND, ctx.measure.head, ctx.measure.support):
             chunks = [None if gradient_N is None else gradient_N[rows] * factor for gradient_N in gradients]
-            slope_NV = _slope(ctx.measure, hidden_ND[rows], known_N[rows], among, chunks, kept_NV)
+            known = known_N[rows] if told_3N is None else (known_N[rows], told_3N[:, rows])
+            slope_NV = _slope(ctx.measure, hidden_ND[rows], known, among, chunks, kept_NV)
             torch.mm(slope_NV, weight_VD, out=hidden_gradient_ND[rows])
             if weight_gradient_VD is not None:
-                _add_product(weight_gradient_VD, slope_NV.T, hidden_ND[rows])
+                add_product(weight_gradient_VD, slope_NV.T, hidden_ND[rows])
             if bias_gradient_V is not None:
                 bias_gradient_V += slope_NV.sum(0, dtype=bias_gradient_V.dtype)
             del slope_NV
+        summed(hidden_gradient_ND, ctx.measure.head.group)
         totals = (weight_gradient_VD, bias_gradient_V)
         of_head = [None if total is None else total.to(weight_VD.dtype) for total in totals]
         return hidden_gradient_ND, *of_head, None, None
 
 
 def _slope(
-    measure: _Logprob | _Divergence,
+    measure: _Logprob | ShardedLogprob | _Divergence,
     hidden_ND: Tensor,
-    known_N: Tensor,
+    known: Any,
     among: Supports | None,
     gradients: list[Any],
     z_NV: Tensor | None,
@@ -383,7 +328,7 @@ def _slope(
         if softcap is not None:
             bend_NV = 1 - (logit_NV / softcap).square_()
         z_NV = _truncated(logit_NV.div_(measure.temperature), among)
-    slope_NV = measure.slope(z_NV, known_N, among, *gradients)
+    slope_NV = measure.slope(z_NV, known, among, *gradients)
     return (slope_NV if bend_NV is None else slope_NV.mul_(bend_NV)).to(hidden_ND.dtype)
 
 
@@ -418,22 +363,7 @@ def _chunks(
 
 
 def _empty_numbers(hidden_ND: Tensor) -> Tensor:
-    return hidden_ND.new_empty(len(hidden_ND), dtype=_at_least_float32(hidden_ND))
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=_at_least_float32(like))
-
-
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _add_product(total_VD: Tensor, left_VN: Tensor, right_ND: Tensor) -> None:
-    if total_VD.dtype == right_ND.dtype:
-        total_VD.addmm_(left_VN, right_ND)  # spares a second [V, D] for each chunk
-    else:
-        total_VD += left_VN @ right_ND
+    return hidden_ND.new_empty(len(hidden_ND), dtype=at_least_float32(hidden_ND))
 
 
 def _check(
@@ -441,7 +371,9 @@ def _check(
     head: Head,
     temperature: float,
     support: Supports | None = None,
+    *,
     name: str = "hidden_ND",
+    shards: bool = False,
 ) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
@@ -449,6 +381,11 @@ def _check(
         raise ValueError(
             f"{name} has shape {tuple(hidden_ND.shape)}, but its head is {tuple(head.weight_VD.shape)}; "
             f"[N, {head.weight_VD.shape[1]}] is needed"
+        )
+    if head.group is not None and not (shards and support is None):
+        raise ValueError(
+            "head is a shard of the vocabulary, for which there is only token_logprob without a support; "
+            "gather the weight and leave out the group"
         )
     if support is None:
         return

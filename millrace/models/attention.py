@@ -2,12 +2,14 @@
 
 The model is called with `use_cache=False` and one extra keyword, `context`, which transformers passes through
 to every layer untouched. It says what this forward is: a packed row of segments (training, scoring, prefill),
-new tokens of any number of rows over a paged pool (the paged engine), or one new token per row over a dense
-cache (the reference engine). Nothing is hidden in module state.
+the same with its tokens spread over ranks, new tokens of any number of rows over a paged pool (the paged
+engine), or one new token per row over a dense cache (the reference engine). Nothing is hidden in module
+state.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +90,16 @@ class Packed:
     paged: PagedRows | None = None
 
 
+class Dealt(ABC):
+    """A packed row whose tokens lie on several ranks, which exchange in every layer; see `models.context`."""
+
+    @abstractmethod
+    def attend(
+        self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """What the tokens of this rank attend to, [T, H, K]; the options are scale, window and softcap."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decode:
     """One new token per row of the cache, at `position_B`."""
@@ -123,7 +135,7 @@ class Recorder:
         self.options: dict[str, Any] = {}
 
 
-Context = Packed | Paged | Decode | Recorder
+Context = Packed | Dealt | Paged | Decode | Recorder
 
 
 def attention(
@@ -196,15 +208,24 @@ def _attended(
         context.cache.write(layer, rows, context.position_B, key_TJK, value_TJK)
         keys, values = context.cache.keys[layer], context.cache.values[layer]
         return cached_attention(query_THK, keys, values, context.position_B, **options)
-    if context.paged is not None:
-        out_THK: Tensor = _Invariant.apply(
-            query_THK, key_TJK, value_TJK, context.segments, context.paged, tuple(options.items())
-        )
-        return out_THK
+    if isinstance(context, Dealt):
+        return context.attend(query_THK, key_TJK, value_TJK, options)
     if context.cache is not None:
         assert context.row_T is not None and context.slot_T is not None
         context.cache.write(layer, context.row_T, context.slot_T, key_TJK, value_TJK)
-    return packed_attention(query_THK, key_TJK, value_TJK, context.segments, **options)
+    return attend_packed(query_THK, key_TJK, value_TJK, context, options)
+
+
+def attend_packed(
+    query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, packed: Packed, options: dict[str, Any]
+) -> Tensor:
+    """What the tokens of a packed row attend to, [T, H, K]; the options are scale, window and softcap."""
+    if packed.paged is None:
+        return packed_attention(query_THK, key_TJK, value_TJK, packed.segments, **options)
+    out_THK: Tensor = _Invariant.apply(
+        query_THK, key_TJK, value_TJK, packed.segments, packed.paged, tuple(options.items())
+    )
+    return out_THK
 
 
 def contiguous_rows(length_B: Tensor, *, block_size: int, device: torch.device) -> PagedRows:

@@ -24,6 +24,7 @@ from millrace.models.fused import fuse
 from millrace.models.load import (
     Model,
     ModelError,
+    Weights,
     check_folder,
     checked,
     load_model,
@@ -99,9 +100,9 @@ def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Mode
     return scalar_model(load_model(path, dtype=dtype))
 
 
-def save_scalar_model(model: Model, folder: Path) -> None:
-    """An ordinary Hugging Face folder that `AutoModelForSequenceClassification` loads."""
-    save_model(model, folder)
+def save_scalar_model(model: Model, folder: Path, weights: Weights | None = None) -> None:
+    """An ordinary Hugging Face folder that `AutoModelForSequenceClassification` loads; see `save_model`."""
+    save_model(model, folder, weights)
 
 
 def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: Tensor) -> Tensor:

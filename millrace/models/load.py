@@ -23,8 +23,9 @@ from millrace.models.logprobs import hidden_states, output_head
 # Its progress bars would be drawn over the console of the run.
 transformers_logging.disable_progress_bar()
 
-# The one name by which other packages call a transformers model.
+# The one name by which other packages call a transformers model, and its weights by name.
 Model = PreTrainedModel
+Weights = dict[str, Tensor]
 
 
 class ModelError(ValueError):
@@ -151,9 +152,15 @@ def sentences(path: Path) -> Iterator[None]:
         raise ModelError(f"model folder {path} cannot be loaded: {_first_line(error)}") from None
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """An ordinary Hugging Face folder that `AutoModelForCausalLM` loads."""
-    model.save_pretrained(folder, safe_serialization=True)
+def save_model(model: PreTrainedModel, folder: Path, weights: Weights | None = None) -> None:
+    """An ordinary Hugging Face folder that `AutoModelForCausalLM` loads.
+
+    Args:
+        model: whose config is saved.
+        folder: it is made.
+        weights: by name, tied ones once, where the model itself has parts of them; None takes the model's.
+    """
+    model.save_pretrained(folder, safe_serialization=True, state_dict=weights)
 
 
 def num_parameters(model: PreTrainedModel) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from functools import partial
@@ -12,17 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from millrace.config.inputs import TASK_PREFIX
-from millrace.config.methods import TeacherAdvantage
 from millrace.config.rewards import RewardConfig
 from millrace.config.settings import RunConfig
-from millrace.data.prompts import corpus, make_demonstrations, make_prompts, read_split
+from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.environments.single_turn import SingleTurn
 from millrace.inference.engine import PagedEngine
 from millrace.inference.reference import ReferenceEngine
+from millrace.models.adapters import merged, trained_weights
 from millrace.models.decoding import prepare
 from millrace.models.fused import set_deterministic
-from millrace.models.heads import load_scalar_model, save_scalar_model, scalar_model
 from millrace.models.load import (
     Model,
     check_folder,
@@ -30,13 +28,15 @@ from millrace.models.load import (
     fresh_model,
     load_model,
     num_parameters,
-    save_model,
 )
+from millrace.orchestration.companions import critic, reference, save_critic, teacher
 from millrace.orchestration.memory import cache_tokens
 from millrace.orchestration.methods import build_control, build_method, build_objective
-from millrace.orchestration.parts import Parts
-from millrace.orchestration.run_folder import model_folder
-from millrace.protocols import Reward
+from millrace.orchestration.parts import Parts, SetupError
+from millrace.orchestration.ranks import Ranks
+from millrace.orchestration.shared import SharedEngine, SharedReward
+from millrace.orchestration.trainable import choose_weights, save_policy
+from millrace.protocols import Engine, Reward
 from millrace.rewards.combine import CombinedReward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.text import ExactReward, Gsm8kReward
@@ -47,47 +47,29 @@ from millrace.training.policy import PolicyTrainer
 from millrace.training.reward_model import load_reward_model
 from millrace.training.schedule import learning_rate
 from millrace.training.scorer import ModelScorer
-from millrace.training.value import ValueTrainer
+from millrace.training.spread import Spread, mesh_of, spread_over
 from millrace.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
 
-# Folder of the critic within a checkpoint.
-CRITIC = "critic"
-
-
-class SetupError(ValueError):
-    """Settings that fit the schema and not each other or this machine; the message says what to change."""
-
-
-def build(config: RunConfig, checkpoint: Path | None) -> Parts:
-    """Every part of a run, with the weights of `checkpoint` if there is one.
+def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> Parts:
+    """Every part of a run as one rank has it, with the weights of `checkpoint` if there is one.
 
     Raises:
         ValueError: a DataError, ModelError, RewardError or SetupError that says what to change.
     """
-    device = choose_device(config.device)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    device, ranks = choose_device(config.device), ranks or Ranks()
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // neighbours))
     if checkpoint is None and config.model.path is not None:
         check_folder(config.model.path)
     split = read_split(config.data, seed=config.seed)
     saved = None if checkpoint is None else checkpoint / "model"
-    tokenizer_folder = config.tokenizer.path or config.model.path
-    if saved is not None or tokenizer_folder is not None:
-        tokenizer = load_tokenizer(saved or tokenizer_folder or "")
-    else:
-        options = config.tokenizer
-        tokenizer = train_tokenizer(
-            corpus(split, config.data),
-            vocab_size=options.vocab_size,
-            across_words=options.across_words,
-            alphabet=options.alphabet,
-        )
-    model = build_model(config, tokenizer, saved).to(device)
-    if config.deterministic:
-        set_deterministic(model)
+    tokenizer = _tokenizer(config, saved, split)
+    model, base = _policy(config, tokenizer, saved, device)
+    count = num_parameters(model)
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
     limit = longest_prompt(config, model)
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
@@ -97,31 +79,62 @@ def build(config: RunConfig, checkpoint: Path | None) -> Parts:
     if config.warmup:
         longest = _longest_sequence(config, model)
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
-    engine = build_engine(config, model, tokenizer)
-    method = build_method(config)
+    engine: Engine = build_engine(config, model, tokenizer)
+    reward = build_reward(config, device)
+    if ranks.size > 1:
+        engine, reward = SharedEngine(engine, ranks), SharedReward(reward, ranks)
+    mesh = mesh_of(config.mesh, device)
+    # Last: from here on each rank has a part of the weights.
+    spread = spread_over(model, mesh, config.mesh)
     return Parts(
         engine=engine,
         transport=build_transport(engine),
-        reward=build_reward(config, device),
+        reward=reward,
         full_marks=full_marks(config),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         num_filtered=num_dropped + num_dropped_eval,
         stop_token_ids=stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
-        imitator=partial(_imitator, config, model),
-        reinforcer=partial(_reinforcer, config, model),
-        critic=partial(_critic, config, model, checkpoint) if config.critic else None,
-        save_critic=_save_critic,
-        reference=partial(_frozen, config, model) if config.policy.kl else None,
-        teacher=_teacher(config, model, tokenizer),
+        imitator=partial(_imitator, config, spread),
+        reinforcer=partial(_reinforcer, config, spread),
+        critic=partial(critic, config, spread, mesh, checkpoint, rate=_rate) if config.critic else None,
+        save_critic=save_critic,
+        reference=partial(reference, config, model, mesh) if config.policy.kl else None,
+        teacher=teacher(config, model, mesh, tokenizer),
         control=build_control(config),
-        method=method,
+        method=build_method(config),
         demonstrations=demonstrations,
-        save_model=partial(_save, model, tokenizer),
-        num_parameters=num_parameters(model),
+        save_model=partial(save_policy, model, tokenizer, base),
+        num_parameters=count,
         device=_device_name(device),
         environment=SingleTurn,
     )
+
+
+def _tokenizer(config: RunConfig, saved: Path | None, split: Split) -> Tokenizer:
+    """From a checkpoint, from a folder of the recipe, or trained on the data."""
+    folder = saved or config.tokenizer.path or config.model.path
+    if folder is not None:
+        return load_tokenizer(folder)
+    options = config.tokenizer
+    return train_tokenizer(
+        corpus(split, config.data),
+        vocab_size=options.vocab_size,
+        across_words=options.across_words,
+        alphabet=options.alphabet,
+    )
+
+
+def _policy(
+    config: RunConfig, tokenizer: Tokenizer, saved: Path | None, device: torch.device
+) -> tuple[Model, str]:
+    """The policy, in which it is settled what learns, and a checksum of an adapter's base."""
+    # An adapter goes on beside the model it began with; what a checkpoint calls its model is both, merged.
+    model = build_model(config, tokenizer, None if config.model.adapter else saved).to(device)
+    if config.deterministic:
+        set_deterministic(model)
+    # A fresh model is drawn from the seed itself.
+    return model, choose_weights(config.model, model, saved, seed=config.seed + 1)
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> Model:
@@ -142,7 +155,7 @@ def build_model(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
 
 def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> PagedEngine | ReferenceEngine:
     """A sampler with weights of its own, equal to the model's at first."""
-    copied = copy.deepcopy(model).requires_grad_(False)
+    copied = merged(model).requires_grad_(False)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     options = config.engine
     if options.cuda_graphs and model.device.type != "cuda":
@@ -167,7 +180,7 @@ def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> Paged
     )
 
 
-def build_transport(engine: PagedEngine | ReferenceEngine) -> LocalTransport:
+def build_transport(engine: Engine) -> LocalTransport:
     """Weights go to a sampler in this process."""
     return LocalTransport(engine.load_weights, engine.fingerprint)
 
@@ -261,22 +274,23 @@ def _longest_sequence(config: RunConfig, model: Model) -> int:
 
 
 def _trainer(
-    config: RunConfig, model: Model, version: int, *, objective: Objective, rate: Callable[[int], float]
+    config: RunConfig, spread: Spread, version: int, *, objective: Objective, rate: Callable[[int], float]
 ) -> PolicyTrainer:
-    options = config.policy.optimizer
+    options, model = config.policy.optimizer, spread.model
     return PolicyTrainer(
         model,
         objective,
-        adamw(model, betas=options.betas, weight_decay=options.weight_decay),
+        adamw(trained_weights(model), betas=options.betas, weight_decay=options.weight_decay),
         learning_rate=rate,
         temperature=1.0 if objective is imitation else config.rollout.temperature,
         max_tokens=config.policy.tokens_per_micro_batch,
         max_gradient_norm=options.max_gradient_norm,
         version=version,
+        spread=spread,
     )
 
 
-def _imitator(config: RunConfig, model: Model, version: int) -> PolicyTrainer:
+def _imitator(config: RunConfig, spread: Spread, version: int) -> PolicyTrainer:
     assert config.warmup is not None
     warmup = config.warmup
     options = config.policy.optimizer
@@ -288,15 +302,15 @@ def _imitator(config: RunConfig, model: Model, version: int) -> PolicyTrainer:
         ramp_steps=options.ramp_steps,
         total_steps=warmup.steps,
     )
-    return _trainer(config, model, version, objective=imitation, rate=rate)
+    return _trainer(config, spread, version, objective=imitation, rate=rate)
 
 
 def _reinforcer(
-    config: RunConfig, model: Model, version: int, control: KlControl | None, reference: ModelScorer | None
+    config: RunConfig, spread: Spread, version: int, control: KlControl | None, reference: ModelScorer | None
 ) -> PolicyTrainer:
     objective = build_objective(config, control, reference)
     rate = _rate(config, config.policy.optimizer.learning_rate)
-    return _trainer(config, model, version, objective=objective, rate=rate)
+    return _trainer(config, spread, version, objective=objective, rate=rate)
 
 
 def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:
@@ -309,65 +323,6 @@ def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:
         ramp_steps=options.ramp_steps,
         total_steps=config.steps * config.policy.optimizer_steps_per_batch,
     )
-
-
-def _critic(config: RunConfig, model: Model, checkpoint: Path | None) -> ValueTrainer:
-    """The critic of a checkpoint, or a fresh one on the policy's present weights."""
-    assert config.critic is not None
-    saved = None if checkpoint is None else checkpoint / CRITIC
-    if saved is not None and saved.is_dir():
-        critic = load_scalar_model(saved, dtype=model.dtype).to(model.device)
-    else:
-        critic = scalar_model(model)
-    options = config.policy.optimizer
-    return ValueTrainer(
-        critic,
-        adamw(critic, betas=options.betas, weight_decay=options.weight_decay),
-        learning_rate=_rate(config, config.critic.learning_rate),
-        clip=config.critic.clip,
-        coefficient=config.critic.coefficient,
-        max_tokens=config.policy.tokens_per_micro_batch,
-        max_gradient_norm=options.max_gradient_norm,
-    )
-
-
-def _save_critic(critic: ValueTrainer, folder: Path) -> None:
-    save_scalar_model(critic.model, folder / CRITIC)
-
-
-def _frozen(config: RunConfig, model: Model, folder: Path) -> ModelScorer:
-    """What the weights of a folder say of tokens; they never change."""
-    frozen = load_model(folder, dtype=model.dtype).to(model.device).requires_grad_(False)
-    limit = config.policy.tokens_per_micro_batch
-    return ModelScorer(frozen, temperature=config.rollout.temperature, max_tokens=limit)
-
-
-def _teacher(config: RunConfig, model: Model, tokenizer: Tokenizer) -> ModelScorer | None:
-    """Whom on-policy distillation follows.
-
-    Raises:
-        SetupError: the teacher is not there, or reads other tokens than the policy.
-    """
-    if not isinstance(config.advantage, TeacherAdvantage):
-        return None
-    path = Path(config.advantage.path)
-    if not path.is_dir():
-        raise SetupError(
-            f"teacher {path} does not exist; train one first (millrace train quickstart makes "
-            "runs/quickstart-1) or set advantage.path to a run or a model folder"
-        )
-    folder = model_folder(path)
-    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-        raise SetupError(
-            f"teacher {folder} reads other tokens than the policy; distillation needs one tokenizer, so "
-            "train both on the same data and tokenizer settings, or set tokenizer.path to the teacher's"
-        )
-    return _frozen(config, model, folder)
-
-
-def _save(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
-    save_model(model, folder)
-    tokenizer.save_pretrained(folder)
 
 
 def _device_name(device: torch.device) -> str:

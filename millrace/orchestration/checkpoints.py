@@ -17,7 +17,6 @@ from millrace.data.tokenizers import load_tokenizer, stop_token_ids
 from millrace.models.load import load_model
 from millrace.orchestration.alarms import check_evaluation
 from millrace.orchestration.build import (
-    SetupError,
     build_engine,
     build_reward,
     choose_device,
@@ -25,6 +24,7 @@ from millrace.orchestration.build import (
     longest_prompt,
 )
 from millrace.orchestration.evaluate import Evaluation, evaluate
+from millrace.orchestration.parts import SetupError
 from millrace.orchestration.run_folder import RunFolder, find_checkpoint
 from millrace.orchestration.step import greedy
 from millrace.protocols import Engine

@@ -14,6 +14,7 @@ from typing import Any
 
 from millrace.config.settings import RunConfig
 from millrace.data.prompts import PromptStream
+from millrace.models.load import Weights
 from millrace.observability.console import Console
 from millrace.observability.metrics import Spans
 from millrace.observability.report import write_report
@@ -42,6 +43,7 @@ from millrace.training.optimizer import (
     split_tensors,
 )
 from millrace.training.policy import PolicyTrainer
+from millrace.training.value import ValueTrainer
 
 
 class Interrupted(Exception):
@@ -231,10 +233,13 @@ class Controller:
         progress.metrics_bytes = self._metrics.position
         flush(self.folder.metrics)
 
+        weights = self._gathered(trainer)
+        critic_weights = None if critic is None else self._gathered(critic)
+
         def fill(folder: Path) -> None:
-            self.parts.save_model(folder / "model")
+            self.parts.save_model(folder / "model", weights)
             if critic is not None:
-                self.parts.save_critic(critic, folder)
+                self.parts.save_critic(critic, folder, critic_weights)
             write_state(folder, progress.to_json(), tensors)
 
         with self.spans("save"):
@@ -243,6 +248,12 @@ class Controller:
                 self.tidy()
             self.ranks.wait()
         self._saved = progress.checkpoint_name
+
+    def _gathered(self, trainer: PolicyTrainer | ValueTrainer) -> Weights | None:
+        """Whole weights for the first rank, of which every rank has a part; None where there is one rank."""
+        if self.ranks.size == 1:
+            return None
+        return {name: tensor.cpu() for name, tensor in trainer.named_tensors() if self.ranks.first}
 
     def tidy(self) -> None:
         """Say which checkpoint is the best and forget old ones; a killed process may not have come to it."""

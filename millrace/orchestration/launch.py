@@ -148,7 +148,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
     console = Console(folder.path.name, _facts(start, parts), quiet=quiet or not ranks.first)
     with ExitStack() as held:
         metrics = held.enter_context(closing(JsonlSink(folder.metrics)))
-        metrics.rewind(start.progress.metrics_bytes)
+        metrics.rewind(start.progress.metrics_bytes if ranks.first else 0)
         chosen = _trackers(start, folder) if ranks.first else []
         trackers = [held.enter_context(closing(sink)) for sink in chosen]
         held.enter_context(console)

@@ -28,10 +28,10 @@ from millrace.kernels.dispatch import Scan
 from millrace.models.load import Model
 from millrace.observability.metrics import Spans
 from millrace.orchestration.alarms import check_failures
-from millrace.orchestration.build import SetupError, build
+from millrace.orchestration.build import build
 from millrace.orchestration.learn import Learner, estimated, moving_part, one_step
 from millrace.orchestration.methods import build_method
-from millrace.orchestration.parts import Parts
+from millrace.orchestration.parts import Parts, SetupError
 from millrace.orchestration.step import Sampled, sample_batch
 from millrace.training.estimate import usable
 from millrace.types import Trajectory
@@ -124,7 +124,7 @@ def _learner(parts: Parts) -> Learner:
     reference = None
     if parts.reference is not None:
         with tempfile.TemporaryDirectory() as folder:
-            parts.save_model(Path(folder))
+            parts.save_model(Path(folder), None)
             reference = parts.reference(Path(folder))
     trainer = parts.reinforcer(VERSION, parts.control, reference)
     critic = parts.critic() if parts.critic else None

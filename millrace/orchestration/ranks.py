@@ -18,6 +18,12 @@ from torch import Tensor
 
 # What a rank may wait for another: it may be sampling, scoring or saving meanwhile.
 PATIENCE = timedelta(hours=1)
+# The exit code of a rank that lost the others.
+LOST = 75
+
+
+class RanksError(ValueError):
+    """Ranks that do not fit the recipe; the message says what to change."""
 
 
 class Ranks:
@@ -73,7 +79,7 @@ def given_ranks() -> tuple[int, int] | None:
     """Rank and number of ranks, as torchrun and our own launcher give them; None outside of both.
 
     Raises:
-        ValueError: the environment names one and not the other, or no number.
+        RanksError: the environment names one and not the other, or no number.
     """
     names = ("RANK", "WORLD_SIZE")
     given = [os.environ.get(name) for name in names]
@@ -83,7 +89,7 @@ def given_ranks() -> tuple[int, int] | None:
         rank, size = (int(value or "") for value in given)
     except ValueError:
         told = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
-        raise ValueError(f"the environment says {told}; a rank needs both, as torchrun sets them") from None
+        raise RanksError(f"the environment says {told}; a rank needs both, as torchrun sets them") from None
     return rank, size
 
 
@@ -96,12 +102,12 @@ def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
         device: where the weights are.
 
     Raises:
-        ValueError: the environment and the recipe do not agree.
+        RanksError: the environment and the recipe do not agree.
     """
     given = given_ranks()
     rank, size = given if given is not None else (0, 1)
     if size != num_ranks:
-        raise ValueError(
+        raise RanksError(
             f"the recipe's mesh asks for {num_ranks} ranks, and {size} were started; make "
             "mesh.dp_shard x mesh.dp_replicate and the number of processes the same"
         )

@@ -28,11 +28,7 @@ class SharedEngine:
             ranks: of the run.
         """
         self._engine, self._ranks = engine, ranks
-
-    @property
-    def version(self) -> int:
-        """The weight version in force."""
-        return self._engine.version
+        self.version = engine.version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -49,6 +45,7 @@ class SharedEngine:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace this rank's weights; every rank calls it with the same."""
         self._engine.load_weights(named_tensors, version)
+        self.version = version
 
     def fingerprint(self) -> dict[str, str]:
         """A checksum of each weight as this rank's engine holds it."""

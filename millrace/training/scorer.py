@@ -10,6 +10,7 @@ from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import Head
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_hidden, output_head, packed_logprobs, packed_squares
+from millrace.training.spread import Spread
 
 
 class ModelScorer:
@@ -18,15 +19,19 @@ class ModelScorer:
     Over the batch's supports where it has them, so that ratios and divergences compare like with like.
     """
 
-    def __init__(self, model: Model, *, temperature: float, max_tokens: int) -> None:
+    def __init__(
+        self, model: Model, *, temperature: float, max_tokens: int, spread: Spread | None = None
+    ) -> None:
         """A scorer over `model`.
 
         Args:
             model: a model from `models.load`; freeze it where it is a reference.
             temperature: the sampler's.
             max_tokens: tokens of one forward.
+            spread: how the model lies on several ranks; None for this rank alone.
         """
         self._model = model
+        self._spread = spread or Spread(model)
         self._temperature = temperature
         self._max_tokens = max_tokens
 
@@ -43,6 +48,7 @@ class ModelScorer:
         return chosen_hidden(self._model, batch)[0], output_head(self._model)
 
     def _packed(self, score: Callable[..., Tensor], batch: Batch) -> Tensor:
-        here = batch.to(next(self._model.parameters()).device)
-        score_T = score(self._model, here, temperature=self._temperature, max_tokens=self._max_tokens)
-        return score_T.to(batch.token_T.device)
+        options = {"temperature": self._temperature, "max_tokens": self._max_tokens}
+        return self._spread.collect(
+            batch, self._max_tokens, lambda model, here: score(model, here, **options)
+        )

@@ -5,7 +5,8 @@ T = packed tokens, B = segments, N = chosen tokens, in packed order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from millrace.models.heads import packed_scores
 from millrace.models.load import Model
 from millrace.protocols import StepReport
 from millrace.training.optimizer import optimizer_step
+from millrace.training.spread import Spread
 
 
 class ValueTrainer:
@@ -31,6 +33,7 @@ class ValueTrainer:
         coefficient: float,
         max_tokens: int,
         max_gradient_norm: float,
+        spread: Spread | None = None,
     ) -> None:
         """A critic.
 
@@ -42,8 +45,10 @@ class ValueTrainer:
             coefficient: factor of the squared error.
             max_tokens: tokens of one micro-batch.
             max_gradient_norm: gradients are scaled down to this norm.
+            spread: how the model lies on several ranks; None for this rank alone.
         """
         self.model = model
+        self._spread = spread or Spread(model)
         self.optimizer = optimizer
         self.num_attempts = 0
         self._learning_rate = learning_rate
@@ -53,7 +58,6 @@ class ValueTrainer:
         self._max_gradient_norm = max_gradient_norm
         self._seen: list[Tensor] = []
 
-    @torch.no_grad()
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Values under the present weights, in float32 and without gradient.
 
@@ -65,14 +69,10 @@ class ValueTrainer:
         Raises:
             ValueError: one segment alone is longer than `max_tokens`.
         """
-        values, finals = [], []
-        for micro in batch.split(self._max_tokens):
-            here, score_T = self._scored(micro)
-            # The first token of a segment is never chosen, so no value comes from the segment before.
-            values.append(torch.where(here.action_mask_T, score_T.roll(1), 0.0))
-            finals.append(score_T[here.length_B.cumsum(0) - 1])
-        device = batch.token_T.device
-        return torch.cat(values).float().to(device), torch.cat(finals).float().to(device)
+        score_T = self._spread.collect(batch, self._max_tokens, _scores)
+        # The first token of a segment is never chosen, so no value comes from the segment before.
+        value_T = torch.where(batch.action_mask_T, score_T.roll(1), 0.0)
+        return value_T, score_T[batch.length_B.cumsum(0) - 1]
 
     def forward_backward(self, batch: Batch) -> None:
         """Add the gradient of the sum over chosen tokens of value_loss(v, V, R) * weight.
@@ -85,19 +85,31 @@ class ValueTrainer:
         """
         if batch.value_T is None or batch.return_T is None:
             raise ValueError("the critic needs the batch's value_T and return_T; compute them first")
-        for micro in batch.split(self._max_tokens):
-            here, score_T = self._scored(micro)
-            assert here.value_T is not None and here.return_T is not None
-            index_N = here.action_mask_T.nonzero()[:, 0]
-            value_N, return_N, weight_N = score_T[index_N - 1], here.return_T[index_N], here.weight_T[index_N]
-            old_N = here.value_T[index_N]
-            loss_N = value_loss(value_N, old_N, return_N, clip=self._clip, coefficient=self._coefficient)
-            (loss_N * weight_N).sum().backward()
-            held_N = torch.zeros_like(value_N)
-            if self._clip is not None:
-                held_N = value_clipped(value_N, old_N, return_N, clip=self._clip)
-            columns = (loss_N, held_N, value_N, return_N, weight_N)
-            self._seen.append(torch.stack([column_N.detach().double() for column_N in columns]).cpu())
+        columns_5T = torch.zeros(5, batch.num_tokens, dtype=torch.float64)
+        for micro, place_T in self._spread.micro_batches(batch, self._max_tokens):
+            here = micro.to(self.model.device)
+            columns: list[Tensor] = []
+            (loss,) = self._spread.run(partial(self._loss, here, columns))
+            loss.backward()
+            kept_N = place_T[micro.action_mask_T[: len(place_T)]]
+            columns_5T[:, kept_N] = torch.stack([x_N.detach().double().cpu() for x_N in columns])[
+                :, : len(kept_N)
+            ]
+        self._seen.append(self._spread.total(columns_5T)[:, batch.action_mask_T.cpu()])
+
+    def _loss(self, here: Batch, columns: list[Tensor], model: Model) -> tuple[Tensor]:
+        """The loss of one micro-batch; what its tokens come to is added to `columns`."""
+        assert here.value_T is not None and here.return_T is not None
+        score_T = _scores(model, here)
+        index_N = here.action_mask_T.nonzero()[:, 0]
+        value_N, return_N, weight_N = score_T[index_N - 1], here.return_T[index_N], here.weight_T[index_N]
+        old_N = here.value_T[index_N]
+        loss_N = value_loss(value_N, old_N, return_N, clip=self._clip, coefficient=self._coefficient)
+        held_N = torch.zeros_like(value_N)
+        if self._clip is not None:
+            held_N = value_clipped(value_N, old_N, return_N, clip=self._clip)
+        columns += [loss_N, held_N, value_N, return_N, weight_N]
+        return ((loss_N * weight_N).sum(),)
 
     def optim_step(self) -> StepReport:
         """Move the weights, or leave them where the gradient is not finite, and clear the gradient.
@@ -114,14 +126,19 @@ class ValueTrainer:
             learning_rate=self._learning_rate(self.num_attempts),
             max_gradient_norm=self._max_gradient_norm,
             metrics=metrics,
+            clip=self._spread.clip,
         )
         self.num_attempts += 1
         self._seen = []
         return report
 
-    def _scored(self, micro: Batch) -> tuple[Batch, Tensor]:
-        here = micro.to(self.model.device)
-        return here, packed_scores(self.model, here.token_T, here.position_T, here.length_B)
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight whole, under its Hugging Face name; all ranks ask in step."""
+        return self._spread.named_tensors()
+
+
+def _scores(model: Model, here: Batch) -> Tensor:
+    return packed_scores(model, here.token_T, here.position_T, here.length_B)
 
 
 def _metrics(columns_5N: Tensor) -> dict[str, float]:

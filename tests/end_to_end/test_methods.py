@@ -21,7 +21,8 @@ from millrace.data.tokenizers import load_tokenizer, train_tokenizer
 from millrace.models.heads import load_scalar_model, row_scores, save_scalar_model, scalar_model
 from millrace.models.load import fresh_config, fresh_model, load_model
 from millrace.observability.tables import read_table
-from millrace.orchestration.build import SetupError, build
+from millrace.orchestration.build import build
+from millrace.orchestration.parts import SetupError
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
 from tests.end_to_end.tiny import metrics_of, tiny_recipe

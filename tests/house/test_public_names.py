@@ -74,9 +74,11 @@ PINNED = {
         selected_T: Tensor | None = None
         support: Supports | None = None
         chosen_support (property) -> Supports | None
+        deal(self, world: int, *, even_tokens: float = inf) -> list[list[int]]
         length_B (property) -> Tensor
         num_segments (property) -> int
         num_tokens (property) -> int
+        places(self, segments: list[int]) -> Tensor
         select(self, segments: list[int]) -> Batch
         shard(self, rank: int, world: int) -> Batch
         split(self, max_tokens: int) -> Iterator[Batch]
@@ -106,8 +108,8 @@ PINNED = {
         score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]
     """,
     "millrace.orchestration.controller:Controller": """
-        __init__(self, config: RunConfig, parts: Parts, folder: RunFolder, *, recipe: str, console:
-          Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink], progress:
+        __init__(self, config: RunConfig, parts: Parts, folder: RunFolder, *, ranks: Ranks, recipe: str,
+          console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink], progress:
           Progress, started_s: float) -> None
         adopt(self, trainer: PolicyTrainer, tensors: dict[str, Any] | None) -> PolicyTrainer
         checkpoint(self) -> None
@@ -148,6 +150,7 @@ PINNED = {
         advantage: AdvantageConfig = GroupAdvantage()
         critic: CriticConfig | None = None
         policy: PolicyConfig = PolicyConfig()
+        mesh: MeshConfig = MeshConfig()
         evaluation: EvaluationConfig = EvaluationConfig()
         checkpoint: CheckpointConfig = CheckpointConfig()
         kernels: KernelConfig = KernelConfig()

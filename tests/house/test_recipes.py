@@ -14,8 +14,9 @@ from millrace.config.recipe import ConfigError, load_recipe, settings
 from millrace.config.settings import RunConfig
 from tests.house.source import PACKAGE, write
 
-# 78 with nothing but steps, data and rewards; a warm-up and a critic add 3 each, a penalty 4, a correction 5.
-MAX_SETTINGS = 88
+# 86 with nothing but steps, data and rewards; a warm-up and a critic add 3 each, a penalty and an adapter 4,
+# and a correction 5.
+MAX_SETTINGS = 96
 MIN_WORDS = 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,3 +129,15 @@ def one_by_one(
         result = function(*given, temperature=temperature)
         rows.append(result if isinstance(result, tuple) else (result,))
     return tuple(torch.cat(column) for column in zip(*rows, strict=True))
+
+
+# Where a vocabulary of 17 is cut: unevenly, and with a shard of one row.
+CUTS = {2: (0, 6, 17), 3: (0, 9, 10, 17)}
+
+
+def shard(head: Head, cuts: tuple[int, ...], rank: int, group: Any) -> Head:
+    """The rows of one rank, as leaves."""
+    rows = slice(cuts[rank], cuts[rank + 1])
+    weight_VD = head.weight_VD.detach()[rows].clone().requires_grad_()
+    bias_V = None if head.bias_V is None else head.bias_V.detach()[rows].clone().requires_grad_()
+    return replace(head, weight_VD=weight_VD, bias_V=bias_V, group=group, first_row=rows.start)

@@ -86,15 +86,6 @@ def test_two_words_by_hand() -> None:
     close_fp32(cooler_N, [math.log(0.1), math.log(0.9)])
 
 
-def test_the_head_scales_then_caps() -> None:
-    head = Head(torch.tensor([[1.0]]), torch.tensor([1.0]), scale=0.5, softcap=2.0)
-    close_fp32(head.logits(torch.tensor([[3.0]])), [[2 * math.tanh(1.0)]])
-    assert (
-        Head(torch.ones(1, 1, dtype=torch.bfloat16)).logits(torch.ones(1, 1).bfloat16()).dtype
-        == torch.float32
-    )
-
-
 @pytest.mark.parametrize(
     # Softmax, two for the slope, its transpose; the entropy adds five. What one chunk held is kept; otherwise
     # logits and division come again. With a cap nothing is kept: three to make it, four for its derivative.
@@ -267,8 +258,6 @@ def test_shapes_that_do_not_fit_are_an_error() -> None:
         "reference_head has a vocabulary of 18 tokens, head one of 17": lambda: token_divergence(
             hidden_ND, head, hidden_ND, other, temperature=1.0
         ),
-        "bias_V has shape (1,), the weight (17, 5)": lambda: Head(head.weight_VD, torch.zeros(1)),
-        "softcap is 0.0; it must be above 0, or None for no bound": lambda: Head(head.weight_VD, softcap=0.0),
     }
     for sentence, call in calls.items():
         with pytest.raises(ValueError) as error:

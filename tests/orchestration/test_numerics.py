@@ -12,8 +12,8 @@ from millrace.data.batch import Batch
 from millrace.kernels import linear_scan_cpu
 from millrace.orchestration import build, learn, methods, numerics, step
 from millrace.orchestration.alarms import RunStopped
-from millrace.orchestration.build import SetupError
 from millrace.orchestration.numerics import Check, check_numerics
+from millrace.orchestration.parts import SetupError
 from millrace.rewards.text import ExactReward
 from millrace.training import objective, value
 from millrace.training.scorer import ModelScorer

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.orchestration.ranks import given_ranks, joined, lost_others
-from millrace.orchestration.runtime.local import INTERRUPTED, LOST, RankFailed, run_ranks
+from millrace.orchestration.ranks import LOST, given_ranks, joined, lost_others
+from millrace.orchestration.runtime.local import INTERRUPTED, RankFailed, run_ranks
 
 CPU = torch.device("cpu")
 

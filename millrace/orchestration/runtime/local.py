@@ -14,14 +14,15 @@ from typing import IO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from millrace.orchestration.ranks import LOST
+
 # How often the ranks are looked at.
 WATCH_S = 0.1
 # How long the others may take to end once one has failed, and how long the first has to say why itself.
 GRACE_S = 5.0
 TELLING_S = 1.0
-# How ranks end that were asked to leave, and that lost the others.
+# How ranks end that were asked to leave.
 INTERRUPTED = 130
-LOST = 75
 # Lines of a failed rank's error output that are shown.
 SHOWN_LINES = 60
 

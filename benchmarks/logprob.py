@@ -1,0 +1,233 @@
+"""Log-probabilities of chosen tokens, forward and backward: memory and time against full logits.
+
+    python benchmarks/logprob.py                  # T = 4k and 16k on the CPU, some minutes
+    python benchmarks/logprob.py --full           # up to T = 64k
+    python benchmarks/logprob.py --device cuda    # bfloat16, width 4096; the Triton kernels
+
+Everything in one run, turn by turn, medians of three turns or of as many as 5 s allow; gradients of the
+hidden states and of the head:
+
+- `products`: the bare matrix products that must be made where logits are not kept, into buffers made before:
+  the logits twice, and both gradients, so many tokens at a time as `ours` takes.
+- `ours`: `millrace.kernels.token_logprob.token_logprob`; log-probability and entropy, the former in the loss.
+- `torch chunked`: `torch.nn.functional.linear_cross_entropy` with its default `LinearCrossEntropyOptions`. It
+  makes gradients in its forward, so it needs one product less, and takes a loss that is summed or averaged
+  alone: neither a weight for each token, as reinforcement learning needs, nor temperature nor entropy. Left
+  out on the CPU beyond 2 * 10^8 logits, where it takes minutes.
+- `full logits`: `F.linear` and `F.cross_entropy`; left out where the logits take more than 1 GiB on the CPU,
+  8 GiB on a GPU.
+
+Peak extra memory is what the process (on CUDA, torch) holds at most during a call beyond what it held before
+and the two gradients. On the CPU one thread runs and the seconds are those of the processor, since others may
+share the machine; the width is small (1024 in the first case, that of Qwen3-0.6B, otherwise 128), so that a
+run ends, which makes the share of the products smaller than it is in a real model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from grpo_step import processor
+from torch import Tensor
+
+from millrace.kernels.linear import linear
+from millrace.kernels.token_logprob import Head, rows_per_chunk, token_logprob
+
+RESULTS = Path(__file__).parent / "results"
+SIDES = ("products", "ours", "torch chunked", "full logits")
+TOKENS, WORDS = (4096, 16_384, 65_536), (32_000, 152_064)
+LARGEST_LOGITS_BYTES = {"cpu": 2**30, "cuda": 2**33}
+# Beyond so many logits torch's chunks take minutes on one thread.
+MANY_LOGITS = 2 * 10**8
+# A side that has run for so long is not run again.
+ENOUGH_S = 5.0
+
+
+def cases(device: str, full: bool) -> list[tuple[int, int, int]]:
+    """Tokens, words and width."""
+    sizes = [(tokens, words) for tokens in (TOKENS if full else TOKENS[:2]) for words in WORDS]
+    if device == "cuda":
+        return [(tokens, words, 4096) for tokens, words in sizes]
+    return [(tokens, words, 1024 if place == 0 else 128) for place, (tokens, words) in enumerate(sizes)]
+
+
+def sides(tokens: int, words: int, width: int, device: str) -> dict[str, Callable[[], object]]:
+    """One forward and backward of every side that fits."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    normal: dict[str, Any] = {"generator": generator, "device": device}
+    hidden_ND = torch.randn(tokens, width, **normal).to(dtype).requires_grad_()
+    weight_VD = torch.randn(words, width, **normal).mul_(width**-0.5).to(dtype).requires_grad_()
+    target_N = torch.randint(0, words, (tokens,), **normal)
+    inputs = [hidden_ND, weight_VD]
+
+    def ours() -> object:
+        logprob_N, _ = token_logprob(hidden_ND, Head(weight_VD), target_N, temperature=1.0)
+        return torch.autograd.grad(logprob_N.sum().neg(), inputs)
+
+    def torch_chunked() -> object:
+        options = torch.nn.LinearCrossEntropyOptions()
+        loss = F.linear_cross_entropy(hidden_ND, weight_VD, target_N, reduction="sum", options=options)
+        return torch.autograd.grad(loss, inputs)
+
+    def full_logits() -> object:
+        loss = F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), target_N, reduction="sum")
+        return torch.autograd.grad(loss, inputs)
+
+    calls = [bare_products(hidden_ND.detach(), weight_VD.detach()), ours, torch_chunked, full_logits]
+    found = dict(zip(SIDES, calls, strict=True))
+    if logits_bytes(tokens, words) > LARGEST_LOGITS_BYTES[device]:
+        del found["full logits"]
+    if device == "cpu" and tokens * words > MANY_LOGITS:
+        del found["torch chunked"]
+    return found
+
+
+def bare_products(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[[], object]:
+    """Logits twice and both gradients, chunk by chunk, into buffers that are there."""
+    num_rows = 4096 if hidden_ND.is_cuda else rows_per_chunk(weight_VD)
+    slope_NV = hidden_ND.new_zeros(num_rows, len(weight_VD))
+    hidden_gradient_ND, weight_gradient_VD = torch.empty_like(hidden_ND), torch.zeros_like(weight_VD)
+
+    def call() -> None:
+        for start in range(0, len(hidden_ND), num_rows):
+            part_ND = hidden_ND[start : start + num_rows]
+            part_NV = slope_NV[: len(part_ND)]
+            for _ in range(2):
+                linear(part_ND, weight_VD)
+            torch.mm(part_NV, weight_VD, out=hidden_gradient_ND[start : start + num_rows])
+            weight_gradient_VD.addmm_(part_NV.T, part_ND)
+
+    return call
+
+
+def logits_bytes(tokens: int, words: int) -> int:
+    """Bytes of all logits in float32."""
+    return 4 * tokens * words
+
+
+def held_bytes(name: str) -> int:
+    """Memory of this process: VmRSS is held now, VmHWM was held at most since the mark was set back."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no line {name}; on the CPU this script needs Linux")
+
+
+def run_on_cpu(call: Callable[[], object]) -> tuple[float, int]:
+    """Seconds of the processor, and the most memory beyond what was held before."""
+    # What the C library keeps for later would hide what the call takes.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    before = held_bytes("VmRSS")
+    start_s = time.process_time()
+    call()
+    return time.process_time() - start_s, held_bytes("VmHWM") - before
+
+
+def run_on_cuda(call: Callable[[], object]) -> tuple[float, int]:
+    """Seconds, and the most memory beyond what was held before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    start_s = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start_s, torch.cuda.max_memory_allocated() - before
+
+
+def measure(size: tuple[int, int, int], device: str, repeats: int) -> dict[str, Any]:
+    """Medians of all sides for one case."""
+    tokens, words, width = size
+    calls = sides(tokens, words, width, device)
+    run = run_on_cuda if device == "cuda" else run_on_cpu
+    if device == "cuda":
+        for call in calls.values():
+            call()  # compiles
+    runs: dict[str, list[tuple[float, int]]] = {side: [] for side in calls}
+    for _ in range(repeats):
+        for side, call in calls.items():
+            if sum(took_s for took_s, _ in runs[side]) < ENOUGH_S:
+                runs[side].append(run(call))
+    seconds = {side: statistics.median(took_s for took_s, _ in found) for side, found in runs.items()}
+    peaks = {side: max(peak for _, peak in found) for side, found in runs.items() if side != "products"}
+    return summary(size, 2 if device == "cuda" else 4, seconds, peaks)
+
+
+def summary(
+    size: tuple[int, int, int],
+    bytes_each: int,
+    seconds: dict[str, float],
+    peaks: dict[str, int],
+) -> dict[str, Any]:
+    """What is written of one case; extra memory is the peak without the gradients that are asked for."""
+    tokens, words, width = size
+    gradients = bytes_each * width * (tokens + words)
+    extra = {side: peak - gradients for side, peak in peaks.items()}
+    return {
+        "tokens": tokens,
+        "words": words,
+        "width": width,
+        "logits_bytes": logits_bytes(tokens, words),
+        "seconds": seconds,
+        "extra_bytes": extra,
+        "time_over_products": {side: took_s / seconds["products"] for side, took_s in seconds.items()},
+        "extra_over_logits": {side: size / logits_bytes(tokens, words) for side, size in extra.items()},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """One line for each side."""
+    for side, took_s in result["seconds"].items():
+        memory = f"{'':21s}"
+        if side in result["extra_bytes"]:
+            memory = f"{result['extra_bytes'][side] / 1e6:11.0f} {result['extra_over_logits'][side]:9.4f}"
+        print(
+            f"{result['tokens']:6d} {result['words']:7d} {result['width']:6d} {side:>14s} "
+            f"{took_s:10.4f} {result['time_over_products'][side]:9.2f} {memory}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of all sides")
+    parser.add_argument("--full", action="store_true", help="up to 65,536 tokens")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    machine = torch.cuda.get_device_name() if given.device == "cuda" else f"{processor()}, one thread"
+    print(f"{machine}; seconds, and MB beyond the gradients")
+    columns = f"{'seconds':>10s} {'/products':>9s} {'extra MB':>11s} {'/logits':>9s}"
+    print(f"{'T':>6s} {'V':>7s} {'D':>6s} {'':14s} {columns}")
+    written: dict[str, Any] = {
+        "benchmark": "logprob",
+        "date": date.today().isoformat(),
+        "machine": machine,
+        "versions": {name: metadata.version(name) for name in ("torch", "triton", "millrace")},
+        "dtype": "bfloat16" if given.device == "cuda" else "float32",
+        "cases": [],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    name = "logprob_cuda.json" if given.device == "cuda" else "logprob.json"
+    for size in cases(given.device, given.full):
+        written["cases"].append(measure(size, given.device, given.repeats))
+        show(written["cases"][-1])
+        # After each case, so that a run that is cut short keeps what it measured.
+        (RESULTS / name).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Causal attention of one rank's tokens to another's, where a packed row is spread over ranks.
+
+A rank's queries meet the keys of one rank after the other; their softmax stays open until they have met all.
+Forward and backward go tile by tile, so that extra memory does not depend on the length of the row.
+
+T = queries of one rank, U = keys of one rank, H = query heads, J = key heads, K = head width, M = tiles of a
+rectangle, L = queries of a tile, S = keys of a tile, Q = the rows of one key head: the queries of a tile in
+each of the query heads that share it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The largest tile: its scores take 1 MiB of float32 in each head.
+QUERIES = 256
+KEYS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Tiles of similar size, no two of one segment: each is a run of queries and a run of keys.
+
+    Attributes:
+        query_ML: which of the T queries; T beyond a tile's end.
+        key_MS: which of the U keys; U beyond a tile's end.
+        query_at_ML: place of each query in the whole packed row; any place beyond a tile's end.
+        key_at_MS: place of each key; later than all places beyond a tile's end, so that nothing sees it.
+    """
+
+    query_ML: Tensor
+    key_MS: Tensor
+    query_at_ML: Tensor
+    key_at_MS: Tensor
+
+    def to(self, device: torch.device) -> Rectangle:
+        """The same tables on another device."""
+        return Rectangle(
+            self.query_ML.to(device),
+            self.key_MS.to(device),
+            self.query_at_ML.to(device),
+            self.key_at_MS.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What the queries of one rank see of the keys of one rank; empty where they see none.
+
+    Attributes:
+        rectangles: every pair of a query and a key it sees stands in one of them.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    window: int | None
+
+    @classmethod
+    def of(cls, query_at_T: Tensor, first_at_T: Tensor, key_at_U: Tensor, *, window: int | None) -> Tiles:
+        """Cut up the pairs of queries and keys that see each other.
+
+        Args:
+            query_at_T: places of the queries in the whole packed row, ascending, on the CPU.
+            first_at_T: place of the first token of each query's segment.
+            key_at_U: places of the keys, ascending.
+            window: as above.
+
+        Raises:
+            ValueError: places do not ascend.
+        """
+        for name, at_N in (("query_at_T", query_at_T), ("key_at_U", key_at_U)):
+            if bool((at_N.diff() < 1).any()):
+                raise ValueError(f"{name} does not ascend; give a rank's tokens in packed order")
+        query_at, first_at, key_at = query_at_T.tolist(), first_at_T.tolist(), key_at_U.tolist()
+        of_segment: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for begin, end in _runs(query_at, first_at):
+            segment = first_at[begin]
+            first = segment if window is None else max(segment, query_at[begin] - window + 1)
+            last = bisect_right(key_at, query_at[end - 1])
+            for key in range(bisect_left(key_at, first), last, KEYS):
+                of_segment[segment].append((begin, end, key, min(key + KEYS, last)))
+        alike: defaultdict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+        for tiles in of_segment.values():
+            # Tiles of one segment may not share a rectangle: their numbers tell them apart.
+            for n, (begin, end, key, key_end) in enumerate(tiles):
+                size = n, (end - begin).bit_length(), (key_end - key).bit_length()
+                alike[size].append((begin, end, key, key_end))
+        rectangles = []
+        for tiles in alike.values():
+            for few in _split(tiles):
+                rectangles.append(_rectangle(few, query_at_T, key_at_U))
+        return cls(tuple(rectangles), window)
+
+    def to(self, device: torch.device) -> Tiles:
+        """The same tiles on another device."""
+        return Tiles(tuple(rectangle.to(device) for rectangle in self.rectangles), self.window)
+
+
+def _runs(at: list[int], first_at: list[int]) -> list[tuple[int, int]]:
+    """Runs of neighbours of one segment, begin and end, none longer than a tile."""
+    found, begin = [], 0
+    for t in range(1, len(at) + 1):
+        whole = t == len(at) or at[t] != at[t - 1] + 1 or first_at[t] != first_at[begin]
+        if whole or t - begin == QUERIES:
+            found.append((begin, t))
+            begin = t
+    return found
+
+
+def _split(tiles: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Tiles of similar size in lots whose padded scores are no more than those of the largest tile."""
+    longest = max(end - begin for begin, end, _, _ in tiles)
+    widest = max(end - begin for _, _, begin, end in tiles)
+    most = QUERIES * KEYS // (longest * widest)
+    return [tiles[m : m + most] for m in range(0, len(tiles), most)]
+
+
+def _rectangle(tiles: Sequence[tuple[int, ...]], query_at_T: Tensor, key_at_U: Tensor) -> Rectangle:
+    begin_M, end_M, key_M, key_end_M = torch.tensor(tiles).unbind(1)
+    query_ML = _places(begin_M, end_M, len(query_at_T))
+    key_MS = _places(key_M, key_end_M, len(key_at_U))
+    beyond = torch.iinfo(torch.int64).max
+    return Rectangle(
+        query_ML,
+        key_MS,
+        # Queries beyond an end are zeros, and so is their gradient: what they see does not matter.
+        query_at_T[query_ML % len(query_at_T)],
+        torch.cat([key_at_U, key_at_U.new_tensor([beyond])])[key_MS],
+    )
+
+
+def _places(begin_M: Tensor, end_M: Tensor, beyond: int) -> Tensor:
+    place_ML = begin_M[:, None] + torch.arange(int((end_M - begin_M).max()))
+    return place_ML.where(place_ML < end_M[:, None], beyond)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Softmax:
+    """Attention of T queries to the keys met so far. One row more than T takes what padding writes.
+
+    Attributes:
+        top: the highest score of each query so far, [T + 1, H, 1].
+        total: sum of exp(score - top), likewise.
+        value: sum of exp(score - top) v, [T + 1, H, K].
+    """
+
+    top: Tensor
+    total: Tensor
+    value: Tensor
+
+    @classmethod
+    def before(cls, query_THK: Tensor, value_UJK: Tensor) -> Softmax:
+        """No key was met yet; sums are float32 (float64 stays float64)."""
+        like = query_THK.new_zeros(
+            len(query_THK) + 1, query_THK.shape[1], 1, dtype=_at_least_float32(query_THK)
+        )
+        # The lowest number and not -inf, whose difference from itself is no number.
+        top = torch.full_like(like, torch.finfo(like.dtype).min)
+        return cls(top, like, like.repeat(1, 1, value_UJK.shape[2]))
+
+    def after(self) -> tuple[Tensor, Tensor]:
+        """What the queries attend to, [T, H, K], and log sum exp(score), [T, H, 1]: all keys were met."""
+        return (self.value / self.total)[:-1], (self.top + self.total.log())[:-1]
+
+
+def attend(
+    softmax: Softmax,
+    query_THK: Tensor,
+    key_UJK: Tensor,
+    value_UJK: Tensor,
+    tiles: Tiles,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """Let queries meet the keys of one rank.
+
+    Args:
+        softmax: of these queries; written in place.
+        query_THK: queries, rotary positions applied.
+        key_UJK: keys; J divides H.
+        value_UJK: values; their width may differ.
+        tiles: who sees whom.
+        scale: factor of the scores.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+
+    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Liu, Zaharia and Abbeel
+    2023, "Ring attention with blockwise transformers for near-infinite context".
+    """
+    heads = key_UJK.shape[1]
+    query, key, value = _padded(query_THK), _padded(key_UJK), _padded(value_UJK)
+    for tile in tiles.rectangles:
+        met = tile.query_ML
+        score_MJQS = _scores(query, key, tile, tiles.window, scale, softcap)
+        top_MJQ1 = _take(softmax.top, met, heads)
+        new_top_MJQ1 = torch.maximum(top_MJQ1, score_MJQS.amax(-1, keepdim=True))
+        kept_MJQ1 = (top_MJQ1 - new_top_MJQ1).exp_()
+        mass_MJQS = score_MJQS.sub_(new_top_MJQ1).exp_()
+        _put(softmax.top, met, new_top_MJQ1)
+        total_MJQ1 = _take(softmax.total, met, heads) * kept_MJQ1 + mass_MJQS.sum(-1, keepdim=True)
+        _put(softmax.total, met, total_MJQ1)
+        value_MJQK = mass_MJQS @ _take(value, tile.key_MS, heads)
+        _put(softmax.value, met, value_MJQK.add_(_take(softmax.value, met, heads) * kept_MJQ1))
+
+
+def attend_backward(
+    query_THK: Tensor,
+    key_UJK: Tensor,
+    value_UJK: Tensor,
+    tiles: Tiles,
+    *,
+    log_total_TH1: Tensor,
+    gradient_THK: Tensor,
+    agreement_TH1: Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the keys of one rank contribute to the gradients, in float32 (float64 stays float64).
+
+    With p = exp(score - log total), g the gradient of what a query attends to and o what it attends to,
+    d loss / d score = p (g v - g o).
+
+    Args:
+        query_THK: queries, as `attend` took them.
+        key_UJK: keys, likewise.
+        value_UJK: values, likewise.
+        tiles: who sees whom, likewise.
+        log_total_TH1: log sum exp(score) of each query, over the keys of all ranks.
+        gradient_THK: of what the queries attend to.
+        agreement_TH1: g o, over the head's width.
+        scale: factor of the scores.
+        softcap: bound of the scores; None leaves them.
+
+    Returns:
+        This part of the queries' gradient, and the keys' and values' by these queries; shaped as they are.
+    """
+    heads = key_UJK.shape[1]
+    query, key, value = _padded(query_THK), _padded(key_UJK), _padded(value_UJK)
+    gradient, log_total, agreement = _padded(gradient_THK), _padded(log_total_TH1), _padded(agreement_TH1)
+    of_query, of_key, of_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for tile in tiles.rectangles:
+        met, seen = tile.query_ML, tile.key_MS
+        score_MJQS = _scores(query, key, tile, tiles.window, scale, softcap)
+        mass_MJQS = (score_MJQS - _take(log_total, met, heads)).exp_()
+        gradient_MJQK = _take(gradient, met, heads)
+        slope_MJQS = gradient_MJQK @ _take(value, seen, heads).transpose(2, 3)
+        slope_MJQS.sub_(_take(agreement, met, heads)).mul_(mass_MJQS).mul_(scale)
+        if softcap is not None:
+            # A score of -inf, which stands for an unseen key, must not make a number of its own.
+            slope_MJQS.mul_(1 - (score_MJQS.clamp_(min=-softcap) / softcap).square_())
+        _add(of_query, met, slope_MJQS @ _take(key, seen, heads))
+        _add(of_key, seen, slope_MJQS.transpose(2, 3) @ _take(query, met, heads))
+        _add(of_value, seen, mass_MJQS.transpose(2, 3) @ gradient_MJQK)
+    return of_query[:-1], of_key[:-1], of_value[:-1]
+
+
+def _scores(
+    query: Tensor, key: Tensor, tile: Rectangle, window: int | None, scale: float, softcap: float | None
+) -> Tensor:
+    """Scores of a rectangle, -inf where a query does not see a key, [M, J, Q, S]."""
+    heads = key.shape[1]
+    score_MJQS = _take(query, tile.query_ML, heads) @ _take(key, tile.key_MS, heads).transpose(2, 3)
+    score_MJQS.mul_(scale)
+    if softcap is not None:
+        score_MJQS.div_(softcap).tanh_().mul_(softcap)
+    distance_MLS = tile.query_at_ML[:, :, None] - tile.key_at_MS[:, None]
+    unseen_MLS = distance_MLS < 0
+    if window is not None:
+        unseen_MLS |= distance_MLS >= window
+    of_heads = score_MJQS.unflatten(2, (-1, unseen_MLS.shape[1]))
+    of_heads.masked_fill_(unseen_MLS[:, None, None], float("-inf"))
+    return score_MJQS
+
+
+def _padded(x_THK: Tensor) -> Tensor:
+    """The same rows, at least float32, and one of zeros after them."""
+    x_THK = x_THK.to(_at_least_float32(x_THK))
+    return torch.cat([x_THK, x_THK.new_zeros(1, *x_THK.shape[1:])])
+
+
+def _take(x_THK: Tensor, place_ML: Tensor, num_key_heads: int) -> Tensor:
+    """Rows of each tile by key head, [M, J, Q, K]."""
+    rows = x_THK[place_ML].unflatten(2, (num_key_heads, -1))
+    return rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _put(x_THK: Tensor, place_ML: Tensor, rows_MJQK: Tensor) -> None:
+    """Write what `_take` reads."""
+    rows = rows_MJQK.unflatten(2, (-1, place_ML.shape[1]))
+    x_THK[place_ML] = rows.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _add(x_THK: Tensor, place_ML: Tensor, rows_MJQK: Tensor) -> None:
+    # No two tiles of a rectangle share a row but padding's: nothing is lost, and sums have a fixed order.
+    _put(x_THK, place_ML, rows_MJQK.add_(_take(x_THK, place_ML, rows_MJQK.shape[1])))
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

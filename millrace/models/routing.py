@@ -1,0 +1,350 @@
+"""Which experts tokens go to: recorded, replayed, and kept in balance.
+
+A mixture of experts is sampled by one computation and trained by another, and where two experts score nearly
+alike, rounding alone sends a token elsewhere. Replay takes the choice from a record: that of the sampler (R3)
+or that of the weights before the update (R2). Only the choice is taken; its weights are computed from the
+present scores, so the router learns.
+
+T = tokens of a packed row, L = layers with a router in model order, N = experts of a token, E = experts,
+D = model width.
+
+Sources: Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and inference routers"
+(R3); Zheng et al. 2025, "Group sequence policy optimization" (routing replay).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.models.expert import experts_of
+
+BIAS = "e_score_correction_bias"
+TRIAL_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a router makes weights of its logits.
+
+    Attributes:
+        score: of an expert, from the logits in float32.
+        normalised: whether the scores of a token's experts are divided by their sum.
+        scale: what the weights are multiplied with.
+    """
+
+    score: Literal["softmax", "sigmoid"]
+    normalised: bool
+    scale: float
+
+    def weights(self, logit_TE: Tensor, expert_TN: Tensor) -> Tensor:
+        """The weights of the experts given, [T, N] float32."""
+        weight_TN = self._scores(logit_TE).gather(1, expert_TN)
+        if self.normalised:
+            # A forced expert may have lost all its mass; then 0 and not NaN.
+            weight_TN = weight_TN / (weight_TN.sum(1, keepdim=True) + 1e-20)
+        return weight_TN * self.scale
+
+    def probabilities(self, logit_TE: Tensor) -> Tensor:
+        """The scores of all experts, divided by their sum, [T, E] float32."""
+        score_TE = self._scores(logit_TE)
+        return score_TE if self.score == "softmax" else score_TE / score_TE.sum(1, keepdim=True)
+
+    def _scores(self, logit_TE: Tensor) -> Tensor:
+        logit_TE = logit_TE.float()
+        return logit_TE.softmax(1) if self.score == "softmax" else logit_TE.sigmoid()
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    name: str
+    module: nn.Module
+    form: Form
+    num_experts: int
+    num_choices: int
+
+
+class Record:
+    """What the routers of a model decided in one forward."""
+
+    def __init__(self, routers: list[_Router]) -> None:
+        """Made by `Routers.record`; empty until a forward has passed."""
+        self._routers = routers
+        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def expert_TLN(self) -> Tensor:
+        """The experts that each token went to, int32 in [0, E).
+
+        Raises:
+            ValueError: no forward has passed.
+        """
+        return torch.stack([expert_TN.int() for _, expert_TN in self._decisions()], 1)
+
+    @property
+    def probability_TLE(self) -> Tensor:
+        """The routers' probabilities, float32, with the gradient of the forward.
+
+        Where a router scores by sigmoids, the scores divided by their sum.
+
+        Raises:
+            ValueError: no forward has passed.
+        """
+        decisions = zip(self._routers, self._decisions(), strict=True)
+        return torch.stack([router.form.probabilities(logit_TE) for router, (logit_TE, _) in decisions], 1)
+
+    def add(self, name: str, logit_TE: Tensor, expert_TN: Tensor) -> None:
+        """Take down what one router decided; a layer computed again replaces what it said before."""
+        self._seen[name] = logit_TE, expert_TN
+
+    def _decisions(self) -> list[tuple[Tensor, Tensor]]:
+        missing = [router.name for router in self._routers if router.name not in self._seen]
+        if missing:
+            raise ValueError(f"no forward has passed {missing[0]}; run the model inside of `record`")
+        return [self._seen[router.name] for router in self._routers]
+
+
+class Routers:
+    """The routers of a mixture of experts; nothing of the model is changed outside of the contexts.
+
+    Attributes:
+        num_layers: L, layers with a router.
+        num_experts: E.
+        num_choices: N, experts of a token.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the routers of a model, and by a trial of each kind how it makes weights of its scores.
+
+        Raises:
+            ValueError: it has none, or one whose weights we cannot compute.
+        """
+        forms: dict[type[nn.Module], tuple[Form, int, int]] = {}
+        self._routers = []
+        for name, module in _routers_of(model).items():
+            kind = type(module)
+            if kind not in forms:
+                forms[kind] = _tried(name, module)
+            self._routers.append(_Router(name, module, *forms[kind]))
+        if not self._routers:
+            raise ValueError(f"a {model.config.model_type} has no routers; only a mixture of experts has")
+        self.num_layers = len(self._routers)
+        self.num_experts = self._routers[0].num_experts
+        self.num_choices = self._routers[0].num_choices
+
+    @contextmanager
+    def record(self) -> Iterator[Record]:
+        """Take down what the routers decide in one forward inside; read it before the next.
+
+        Inside of `replay`, the forced experts are taken down.
+        """
+        record = Record(self._routers)
+
+        def hook(layer: int, router: _Router) -> Callable[..., None]:
+            return lambda module, args, output: record.add(router.name, output[0], output[2])
+
+        with self._hooked(hook):
+            yield record
+
+    @contextmanager
+    def replay(self, expert_TLN: Tensor) -> Iterator[None]:
+        """Send the tokens of a forward inside to the experts given, with weights from the present scores.
+
+        The backward belongs inside too where layers are computed again in it (activation checkpointing).
+
+        Args:
+            expert_TLN: integers in [0, E), no expert twice; or -1 for all experts of a token in a layer: the
+                router's own choice then stays (for a token that the sampler never computed).
+
+        Raises:
+            ValueError: shape, dtype or numbers do not fit the model; or, in the forward, the row has another
+                number of tokens.
+        """
+        self._check(expert_TLN)
+
+        def hook(layer: int, router: _Router) -> Callable[..., tuple[Tensor, ...]]:
+            forced_TN = expert_TLN[:, layer]
+
+            def force(module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                logit_TE, weight_TN, own_TN = output
+                if len(forced_TN) != len(own_TN):
+                    raise ValueError(
+                        f"expert_TLN has {len(forced_TN)} tokens, but the row that {router.name} sees has "
+                        f"{len(own_TN)}; replay the same tokens that were recorded"
+                    )
+                given_TN = forced_TN.to(own_TN)
+                chosen_TN = torch.where(given_TN < 0, own_TN, given_TN)
+                return logit_TE, router.form.weights(logit_TE, chosen_TN).to(weight_TN.dtype), chosen_TN
+
+            return force
+
+        with self._hooked(hook):
+            yield
+
+    def move_biases(self, load_LE: Tensor, *, step: float) -> None:
+        """Balance without a loss: move each expert's bias, which only the choice sees, against its load.
+
+        Called after each optimizer step, with the same loads on all ranks. The biases are buffers, float32
+        from then on, and belong to the weights that a sampler needs.
+
+        Args:
+            load_LE: choices of each expert over the whole optimizer step, over all ranks; see `expert_load`.
+            step: see `moved_bias`.
+
+        Raises:
+            ValueError: the loads are not [L, E], or the model's routers have no such bias.
+        """
+        if load_LE.shape != (self.num_layers, self.num_experts):
+            raise ValueError(
+                f"load_LE has shape {tuple(load_LE.shape)}; the model has {self.num_layers} layers of "
+                f"{self.num_experts} experts"
+            )
+        for router in self._routers:
+            if BIAS not in router.module._buffers:
+                raise ValueError(
+                    f"router {router.name} has no bias {BIAS} for the choice; balance it by `balance_loss`"
+                )
+        for router, load_E in zip(self._routers, load_LE, strict=True):
+            setattr(router.module, BIAS, moved_bias(getattr(router.module, BIAS), load_E, step=step))
+
+    @contextmanager
+    def _hooked(self, hook: Callable[[int, _Router], Callable[..., Any]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for layer, router in enumerate(self._routers):
+                stack.callback(router.module.register_forward_hook(hook(layer, router)).remove)
+            yield
+
+    def _check(self, expert_TLN: Tensor) -> None:
+        size, dtype = expert_TLN.shape, expert_TLN.dtype
+        if size[1:] != (self.num_layers, self.num_choices) or dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"expert_TLN has shape {tuple(size)} and {dtype}; the model needs integers [T, "
+                f"{self.num_layers}, {self.num_choices}]: tokens, layers with a router, experts of a token"
+            )
+        sorted_TLN = expert_TLN.sort(2).values
+        own_TL = (expert_TLN == -1).all(2)
+        wrong_TL = (sorted_TLN[..., 1:] == sorted_TLN[..., :-1]).any(2)
+        wrong_TL |= ((expert_TLN < 0) | (expert_TLN >= self.num_experts)).any(2)
+        wrong = (wrong_TL & ~own_TL).nonzero()
+        if len(wrong):
+            t, layer = wrong[0].tolist()
+            raise ValueError(
+                f"expert_TLN sends token {t} in layer {layer} to {expert_TLN[t, layer].tolist()}; it must be "
+                f"{self.num_choices} different experts below {self.num_experts}, or -1 throughout"
+            )
+
+
+def expert_load(expert_TLN: Tensor, num_experts: int) -> Tensor:
+    """How many choices fell on each expert, [L, E] int64. Sum it over ranks, and over micro-batches.
+
+    Args:
+        expert_TLN: integers in [0, E), as recorded.
+        num_experts: E.
+    """
+    expert_LN = expert_TLN.long().transpose(0, 1).flatten(1)
+    load_LE = expert_LN.new_zeros(len(expert_LN), num_experts)
+    return load_LE.scatter_add_(1, expert_LN, torch.ones_like(expert_LN))
+
+
+def balance_loss(probability_TLE: Tensor, load_LE: Tensor, *, num_choices: int, coefficient: float) -> Tensor:
+    """Add up E sum_e f_e P_e over the layers, times the coefficient: least where the loads are equal.
+
+    f_e = load_e / tokens is the share of tokens that chose expert e (the shares add up to N) and P_e its mean
+    probability. `load_LE` is of the tokens of all ranks, and where micro-batches shall not matter, of all
+    micro-batches; `probability_TLE` of this rank's and this micro-batch's alone. What is returned is their
+    part of the loss: the parts, and their gradients, add up to the loss of one process.
+
+    Args:
+        probability_TLE: of the routers, with gradient.
+        load_LE: choices of each expert.
+        num_choices: N, experts of a token.
+        coefficient: what the loss is multiplied with, at least 0.
+
+    Raises:
+        ValueError: shapes do not fit, num_choices is below 1, or the coefficient below 0.
+
+    Source: Fedus et al. 2021, "Switch transformers", equations 4 to 6; N experts as in transformers.
+    """
+    if probability_TLE.shape[1:] != load_LE.shape:
+        raise ValueError(
+            f"probability_TLE has shape {tuple(probability_TLE.shape)} and load_LE {tuple(load_LE.shape)}; "
+            f"they must be [T, L, E] and [L, E]"
+        )
+    if num_choices < 1 or coefficient < 0:
+        raise ValueError(
+            f"num_choices is {num_choices} and coefficient {coefficient}; they must be at least 1 and 0"
+        )
+    num_tokens_L1 = (load_LE.sum(1, keepdim=True) / num_choices).clamp(min=1)
+    share_LE = load_LE / num_tokens_L1
+    mean_LE = probability_TLE.sum(0) / num_tokens_L1
+    return coefficient * load_LE.shape[1] * (share_LE * mean_LE).sum()
+
+
+def moved_bias(bias_E: Tensor, load_E: Tensor, *, step: float) -> Tensor:
+    """Move each bias by `step`: up where the load is below the mean, down where it is above; [E] float32.
+
+    Args:
+        bias_E: added to the experts' scores for the choice only.
+        load_E: choices of each expert.
+        step: above 0; DeepSeek-V3 took 0.001.
+
+    Raises:
+        ValueError: the step is not above 0.
+
+    Source: Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts".
+    """
+    if step <= 0:
+        raise ValueError(f"step is {step}; it must be above 0")
+    load_E = load_E.to(bias_E.device, torch.float32)
+    # In bfloat16 a step of 0.001 would soon be lost.
+    return bias_E.float() + step * (load_E.mean() - load_E).sign()
+
+
+def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """What stands beside a layer's experts with a row for each expert, by name."""
+    found = {}
+    for name, experts in experts_of(model).items():
+        beside = name.rpartition(".")[0]
+        for key, child in model.get_submodule(beside).named_children():
+            weight = getattr(child, "weight", None)
+            if child is not experts and weight is not None and len(weight) == experts.num_experts:
+                found[f"{beside}.{key}"] = child
+    return found
+
+
+def _tried(name: str, router: Any) -> tuple[Form, int, int]:
+    """How a router makes weights of its scores, and its numbers of experts and choices."""
+    generator = torch.Generator().manual_seed(0)
+    trial = copy.copy(router)
+
+    def drawn(like: Tensor | None) -> Tensor | None:
+        return None if like is None else torch.randn(like.shape, generator=generator)
+
+    # The copy is shallow: the model keeps its own numbers.
+    trial._parameters = {key: drawn(x) for key, x in router._parameters.items()}
+    trial._buffers = {key: drawn(x) for key, x in router._buffers.items()}
+    try:
+        hidden_TD = torch.randn(TRIAL_TOKENS, router.weight.shape[1], generator=generator)
+        # Small, so that no expert takes all.
+        hidden_TD = hidden_TD / hidden_TD.shape[1] ** 0.5
+        logit_TE, weight_TN, expert_TN = type(router).forward(trial, hidden_TD)
+        for score in ("softmax", "sigmoid"):
+            for normalised in (True, False):
+                form = Form(score, normalised, float(getattr(router, "routed_scaling_factor", 1.0)))
+                if torch.allclose(form.weights(logit_TE, expert_TN), weight_TN.float(), rtol=1e-4):
+                    return form, logit_TE.shape[1], expert_TN.shape[1]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"router {name} is a {type(router).__name__}, which cannot be tried: {error}"
+        ) from None
+    raise ValueError(
+        f"router {name} is a {type(router).__name__}, whose weights are neither a softmax nor sigmoids of "
+        f"its scores; its routing can be neither replayed nor balanced"
+    )

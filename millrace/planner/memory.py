@@ -1,0 +1,329 @@
+"""Bytes that the fullest rank holds while it trains and while it samples.
+
+D = model width, H = query heads, J = key heads, K = head width, F = MLP width, E = experts, k = experts of a
+token, V = vocabulary, L = longest segment, c = bytes of a number in the forward. A token of our packed
+forward keeps for the backward, in each layer:
+
+    residual stream   the input of each norm, and what attention and MLP read                 (norms + 2) D c
+    attention         queries, keys and values at H heads, its result twice, its log-sum-exp  5 H K c + 4 H
+    head norms        queries and keys before them                                            (H + J) K c
+    MLP               gate, its activation, up, their product                                 4 F c
+    experts           the same for each of k, with what goes in and comes out                 k (4 F + 2 D) c
+
+and once its rotary angles, the input of the last norm and the hidden state it is predicted from, 2 (D + K) c.
+Where attention is made of plain products (capped scores, segments up to 32 tokens) one of the five is spared,
+and the shares of all pairs are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import Literal
+
+from millrace.planner.layout import Split
+from millrace.planner.model_shape import ModelShape
+
+Checkpointing = Literal["none", "selective", "full"]
+
+# Logits of one chunk, and the longest segment whose scores are kept: of `kernels.token_logprob` and
+# `kernels.packed_attention`, which this floor cannot import. A test holds them equal.
+CHUNK_ELEMENTS = 7 << 20
+SHORT_LENGTH = 32
+# Of the memory that is free when an engine is built, its cache takes at most so much by itself.
+CACHE_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is asked of the ranks.
+
+    Attributes:
+        prompt_tokens: of the longest prompt.
+        completion_tokens: of the longest completion.
+        num_sequences: completions of a step.
+        samples_per_prompt: of one prompt.
+        micro_batch_tokens: tokens in one forward and backward.
+        weight_bytes: of one number of the weights that are trained, their gradients and sums over ranks.
+        compute_bytes: of one number in a forward, and of the sampler's weights.
+        moment_bytes: of one number of each of AdamW's two moments.
+        checkpointing: what a layer keeps: everything; its input and its products; its input.
+        fused_norms: whether norms run in one pass, as on the CPU; without, they keep what they are made of.
+        sequence: whether tensor parallel shares the residual stream too.
+        offload: whether trainer and sampler leave the device to each other.
+        num_frozen: models besides the policy that score its tokens (reference, teacher).
+        num_scorings: forwards without gradient over each sequence.
+        critic: whether a second model of this shape learns values.
+        max_requests: completions that one engine draws at once.
+        cache_tokens: of one engine's cache; None takes what max_requests need, at most a quarter of what is
+            free.
+        block_size: slots of a block of it.
+        step_tokens: of one forward of an engine.
+        sampler_tp: ranks that share one engine's weights and cache.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    num_sequences: int
+    samples_per_prompt: int
+    micro_batch_tokens: int
+    weight_bytes: int = 4
+    compute_bytes: int = 2
+    moment_bytes: int = 4
+    checkpointing: Checkpointing = "none"
+    fused_norms: bool = False
+    sequence: bool = False
+    offload: bool = False
+    num_frozen: int = 0
+    num_scorings: int = 0
+    critic: bool = False
+    max_requests: int = 1024
+    cache_tokens: int | None = None
+    block_size: int = 16
+    step_tokens: int = 8192
+    sampler_tp: int = 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def micro_tokens(self, split: Split) -> int:
+        """Tokens of the fullest micro-batch on one rank: of its data rank's sequences, shared over cp."""
+        share = ceil(self.num_sequences / split.num_data_ranks) * self.longest
+        return ceil(min(self.micro_batch_tokens, share) / split.cp)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the fullest rank, by what they hold.
+
+    Attributes:
+        weights: the policy's, as they are trained.
+        moments: AdamW's.
+        critic: weights and moments of a critic.
+        frozen: weights of models that only score.
+        gradients: of the policy (those of a critic come when the policy's are gone).
+        gathered: whole layers, embedding and head, put together from the ranks for a while.
+        activations: what forwards keep for their backwards.
+        scratch: what the fullest moment of a backward needs besides: chunks of logits, or slopes of a layer.
+        sampler: the engine's weights.
+        cache: keys and values.
+        drawing: logits and one forward of the engine.
+        offload: as in `Workload`.
+    """
+
+    weights: int
+    moments: int
+    critic: int
+    frozen: int
+    gradients: int
+    gathered: int
+    activations: int
+    scratch: int
+    sampler: int
+    cache: int
+    drawing: int
+    offload: bool
+
+    @property
+    def training(self) -> int:
+        """While it trains."""
+        passing = self.gradients + self.gathered + self.activations + self.scratch
+        return self._trainer + passing + (0 if self.offload else self.sampler + self.cache)
+
+    @property
+    def sampling(self) -> int:
+        """While it samples."""
+        return self.sampler + self.cache + self.drawing + (0 if self.offload else self._trainer)
+
+    @property
+    def peak(self) -> int:
+        """The fuller of the two."""
+        return max(self.training, self.sampling)
+
+    @property
+    def _trainer(self) -> int:
+        return self.weights + self.moments + self.critic + self.frozen
+
+    def parts(self) -> dict[str, int]:
+        """Every part by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
+
+
+def memory_per_rank(shape: ModelShape, split: Split, work: Workload, device_bytes: float) -> Memory:
+    """What the fullest rank holds.
+
+    Args:
+        shape: the model's.
+        split: how ranks share it.
+        work: what they do.
+        device_bytes: memory of one device; only an engine's cache without a size of its own depends on it.
+
+    Raises:
+        PlanError: the model does not divide so.
+    """
+    split.check(shape)
+    held = _held(shape, split)
+    weights = held.sharded * work.weight_bytes
+    moments = 2 * held.sharded * work.moment_bytes
+    sampler = ceil(shape.num_parameters / work.sampler_tp) * work.compute_bytes
+    frozen = work.num_frozen * weights
+    cache = _cache(shape, work, device_bytes - weights - sampler)
+    return Memory(
+        weights=weights,
+        moments=moments,
+        critic=work.critic * (weights + moments),
+        frozen=frozen,
+        gradients=weights,
+        gathered=_gathered(held, split, work),
+        activations=_activations(shape, split, work),
+        scratch=_scratch(shape, split, work, held),
+        sampler=sampler,
+        cache=cache,
+        drawing=_drawing(shape, work),
+        offload=work.offload,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Numbers of weights on the fullest rank: of a whole layer, of embedding and head, of its own share."""
+
+    layer: int
+    ends: int
+    sharded: int
+
+
+def _held(shape: ModelShape, split: Split) -> _Held:
+    around = ceil(shape.attention_parameters / split.tp) + shape.num_norms * shape.width
+    dense = around + ceil(shape.mlp_parameters / split.tp)
+    router = around + shape.num_experts * shape.width
+    experts = ceil(shape.num_experts * shape.expert_parameters / split.tp)
+    num_sparse = ceil(shape.num_expert_layers / split.pp)
+    num_dense = ceil(shape.num_layers / split.pp) - num_sparse
+    num_ends = 1 if split.pp > 1 else 2 - shape.tied
+    ends = num_ends * ceil(shape.head_parameters / split.tp) + shape.width
+    plain = num_dense * dense + num_sparse * router + ends
+    whole = router + ceil(experts / split.ep) if num_sparse else dense
+    return _Held(whole, ends, ceil((plain + num_sparse * experts) / (split.dp_shard * split.cp)))
+
+
+def _is_gathered(split: Split, work: Workload) -> bool:
+    return split.num_data_ranks * split.cp > 1 or work.compute_bytes != work.weight_bytes
+
+
+def _gathered(held: _Held, split: Split, work: Workload) -> int:
+    """Embedding, head and two layers: the next is fetched while one computes."""
+    return (held.ends + 2 * held.layer) * work.compute_bytes if _is_gathered(split, work) else 0
+
+
+def _kept(shape: ModelShape, split: Split, work: Workload, *, sparse: bool) -> float:
+    """Bytes that one token of one layer keeps without checkpointing."""
+    c = work.compute_bytes
+    query, key = (n * shape.head_width / split.tp for n in (shape.num_heads, shape.num_key_heads))
+    width = shape.width / (split.tp if work.sequence else 1)
+    # A norm of several operations keeps float32 copies of what it is made of, the last one where it is wide.
+    steps = 0 if work.fused_norms else 6 if c == 2 and shape.wide_norms else 4
+    total = (shape.num_norms + 2) * width * c + shape.num_norms * (width * steps + 4)
+    if shape.head_norms != "none":
+        rows = (shape.num_heads + shape.num_key_heads) / split.tp if shape.head_norms == "head" else 2
+        total += (query + key) * (c + steps) + 4 * rows
+    heads = shape.num_heads / split.tp
+    if _plain_scores(shape, work):
+        # The softmax is float32; a narrower copy goes on.
+        score = 4 + (c if c == 2 else 0) + (c if shape.capped_scores else 0)
+        total += 4 * query * c + heads * work.longest * score
+    else:
+        total += 5 * query * c + 4 * heads
+    if not sparse:
+        return total + 4 * shape.mlp_width / split.tp * c
+    chosen = shape.experts_per_token
+    # Probabilities of all experts; of those chosen, weights and where their tokens went.
+    routing = 4 * shape.num_experts + 40 * chosen
+    return total + chosen * (4 * shape.expert_width / split.tp + 2 * width) * c + routing
+
+
+def _plain_scores(shape: ModelShape, work: Workload) -> bool:
+    """Whether attention is made of plain products, which keep the shares of all pairs."""
+    return shape.capped_scores or work.longest <= SHORT_LENGTH
+
+
+def _products(shape: ModelShape, split: Split, work: Workload, *, sparse: bool) -> float:
+    """Numbers that the matrix products and the attention of one token and layer give."""
+    heads = 2 * (shape.num_heads + shape.num_key_heads) * shape.head_width
+    if _plain_scores(shape, work):
+        heads += shape.num_heads * work.longest
+    attention = heads / split.tp + shape.width
+    # The products of experts are not among those that selective checkpointing keeps.
+    return attention + (shape.num_experts if sparse else 2 * shape.mlp_width / split.tp + shape.width)
+
+
+def _activations(shape: ModelShape, split: Split, work: Workload) -> int:
+    c, num_tokens = work.compute_bytes, work.micro_tokens(split)
+    width = shape.width / (split.tp if work.sequence else 1)
+    num_sparse = ceil(shape.num_expert_layers / split.pp)
+    num_dense = ceil(shape.num_layers / split.pp) - num_sparse
+    if work.checkpointing == "none":
+        kept = [_kept(shape, split, work, sparse=sparse) for sparse in (False, True)]
+    else:
+        kept = [width * c, width * c]
+    if work.checkpointing == "selective":
+        kept = [kept[sparse] + _products(shape, split, work, sparse=sparse) * c for sparse in (False, True)]
+    layers = num_dense * kept[0] + num_sparse * kept[1]
+    # The first stage of a pipeline has sent this many micro-batches on before the first comes back.
+    in_flight = split.pp
+    ends = width * (2 * c + (0 if work.fused_norms else 4)) + 2 * shape.head_width * c
+    return ceil(num_tokens * (in_flight * layers + ends))
+
+
+def _scratch(shape: ModelShape, split: Split, work: Workload, held: _Held) -> int:
+    """The fuller of two moments: the head's backward, and that of a layer, computed again if need be."""
+    c, num_tokens = work.compute_bytes, work.micro_tokens(split)
+    rows = min(num_tokens, rows_per_chunk(ceil(shape.vocabulary / split.tp), shape.width))
+    vocabulary = shape.vocabulary / split.tp
+    chunk, whole, narrow = rows * vocabulary, shape.width * vocabulary, c if c == 2 else 0
+    # Two chunks of float32 (a third under a cap) and a narrow one where products are narrower; then the
+    # narrow one and its product, which is added to the head's slope in float32.
+    chunks = max(chunk * (8 + narrow + 4 * shape.capped_logits), (chunk + whole) * narrow)
+    head = chunks + 4 * whole + num_tokens * shape.width * c
+    sparse = shape.num_expert_layers > 0
+    inner = shape.experts_per_token * shape.expert_width if sparse else shape.mlp_width
+    layer = (inner / split.tp + 2 * shape.width) * c
+    if work.checkpointing != "none":
+        layer += _kept(shape, split, work, sparse=sparse)
+    if work.checkpointing == "selective":
+        layer -= _products(shape, split, work, sparse=sparse) * c
+    slopes = 0.0
+    if _is_gathered(split, work):
+        # Of the head and of one layer, whole until they are summed over ranks: in the weights' own dtype.
+        slopes = (whole + held.layer) * c + (held.layer * work.weight_bytes if c != work.weight_bytes else 0)
+    return ceil(max(head, num_tokens * layer + slopes))
+
+
+def rows_per_chunk(vocabulary: int, width: int) -> int:
+    """Tokens whose logits are made at once, as `kernels.token_logprob` does it."""
+    return max(1, CHUNK_ELEMENTS // vocabulary, width // 8)
+
+
+def cache_bytes_per_token(shape: ModelShape, number_bytes: int) -> int:
+    """A key and a value for each layer and key head."""
+    return 2 * shape.num_layers * shape.num_key_heads * shape.head_width * number_bytes
+
+
+def _cache(shape: ModelShape, work: Workload, free_bytes: float) -> int:
+    each = ceil(cache_bytes_per_token(shape, work.compute_bytes) / work.sampler_tp)
+    if work.cache_tokens is not None:
+        return work.cache_tokens * each
+    slots = work.longest + work.block_size
+    most = int(max(free_bytes, 0) * CACHE_SHARE) // each
+    return max(slots, min(work.max_requests * slots, most)) * each
+
+
+def _drawing(shape: ModelShape, work: Workload) -> int:
+    """Logits of every request in float32, twice, and one layer of a forward of the engine."""
+    logits = 8 * min(work.max_requests, work.num_sequences) * shape.vocabulary
+    inner = max(shape.mlp_width, shape.experts_per_token * shape.expert_width)
+    query = (shape.num_heads + 2 * shape.num_key_heads) * shape.head_width
+    numbers = work.step_tokens * (3 * inner + query + 3 * shape.width)
+    return ceil(logits + numbers * work.compute_bytes / work.sampler_tp)

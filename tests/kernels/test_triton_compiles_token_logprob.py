@@ -1,0 +1,69 @@
+"""What only Triton's compiler refuses in log-probabilities without logits, and whether they fit a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+
+# In a process of its own: here, the kernels were made for the interpreter.
+CODE = """
+import warnings
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from millrace.kernels import token_logprob_triton as gpu
+from millrace.kernels.head import Head
+
+warnings.simplefilter("ignore")
+
+
+class H200:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            options["FACTOR"] = gpu.DTYPES[arguments[0][0].dtype]
+            made = self.kernel.warmup(*arguments, grid=grid, **options)
+            found = [word for word in ("wgmma.mma", "mma.sync", "cp.async.cg") if word in made.asm["ptx"]]
+            # An H200 has 227 KiB of shared memory for one program.
+            print(self.kernel.__name__, *found, made.metadata.shared <= 227 * 1024)
+
+        return launch
+
+
+driver.set_active(H200())
+for name in ("_walk", "_slope"):
+    setattr(gpu, name, Compiled(getattr(gpu, name)))
+for dtype, everything in ((torch.bfloat16, True), (torch.float32, False)):
+    hidden_ND, weight_VD = torch.zeros(300, 1024, dtype=dtype), torch.zeros(2000, 1024, dtype=dtype)
+    head = Head(weight_VD, torch.zeros(2000, dtype=dtype), 0.5, 30.0)
+    row_N, number_N = torch.zeros(300, dtype=torch.int64), torch.zeros(300)
+    head = head if everything else Head(weight_VD)
+    gpu._parts(hidden_ND, head, row_N, 0.7)
+    gpu._slopes(hidden_ND, head, (row_N, *[number_N] * 4, number_N if everything else None), 0.7)
+"""
+# bfloat16 with everything, and plain float32.
+EXPECTED = 2 * "_walk wgmma.mma cp.async.cg True\n_slope wgmma.mma cp.async.cg True\n"
+
+
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.9."), reason="the compiler's interface changes by version"
+)
+def test_logprobs_without_logits_compile_for_an_h200_with_tensor_cores_and_wide_copies() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == EXPECTED

@@ -1,0 +1,139 @@
+"""A function run by several processes at once, for tests of what ranks compute together.
+
+A process that imports torch and transformers costs some seconds: put many checks into one function, and make
+few calls in a test file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+# Imported once for all ranks of a test session. Only what starts no threads: those would not be copied.
+IMPORTED = [
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "numba",
+    "safetensors.torch",
+]
+# Before the time runs out, a rank that hangs writes down where.
+LAST_WORDS_S = 2.0
+
+
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., dict[str, Tensor] | None],
+    *args: Any,
+    timeout_s: float = 100,
+) -> list[dict[str, Tensor]]:
+    """Call `function(rank, *args)` in `num_ranks` processes joined by gloo, and give what each returned.
+
+    Args:
+        num_ranks: processes, each with one torch thread.
+        function: of a module, so that a process can import it. The process group exists when it is called.
+        args: handed to every rank; plain values and paths.
+        timeout_s: after which everything is killed.
+
+    Returns:
+        Each rank's tensors, by rank; a rank that returned None gives none.
+
+    Raises:
+        AssertionError: a rank failed, with the traceback of the first that did, or the time ran out, with
+            what each rank was doing.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    ends = time.time() + timeout_s
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [
+            context.Process(target=_rank, args=(rank, num_ranks, folder, ends, function, args))
+            for rank in range(num_ranks)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _await(processes, folder, ends)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        return [load_file(folder / f"{rank}.safetensors") for rank in range(num_ranks)]
+
+
+def _await(processes: list[BaseProcess], folder: Path, ends: float) -> None:
+    left = dict(enumerate(processes))
+    while left:
+        ended = wait([process.sentinel for process in left.values()], ends - time.time())
+        if not ended:
+            told = "\n".join(f"{path.stem}: {path.read_text()}" for path in sorted(folder.glob("*.hung")))
+            raise AssertionError(f"ranks {sorted(left)} were still running when the time ran out\n{told}")
+        for rank, process in list(left.items()):
+            if process.sentinel not in ended:
+                continue
+            process.join()
+            if process.exitcode:
+                raise AssertionError(_first_failure(folder, rank, process.exitcode))
+            del left[rank]
+
+
+def _first_failure(folder: Path, rank: int, exitcode: int) -> str:
+    """Of the ranks that left a traceback the first: the others failed because it was gone."""
+    left = sorted(folder.glob("*.failed"), key=lambda path: path.stat().st_mtime_ns)
+    if not left:
+        return f"rank {rank} ended with exit code {exitcode}"
+    return f"rank {left[0].stem} failed\n{left[0].read_text()}"
+
+
+def _rank(
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    ends: float,
+    function: Callable[..., dict[str, Tensor] | None],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    with (folder / f"{rank}.hung").open("w") as hung:
+        left_s = max(ends - time.time(), 1.0)
+        faulthandler.dump_traceback_later(max(left_s - LAST_WORDS_S, 1.0), file=hung)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(folder / "store"), num_ranks),
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=left_s),
+            )
+            tensors = function(rank, *args) or {}
+            save_file(
+                {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
+                folder / f"{rank}.safetensors",
+            )
+            # Nobody leaves while another still talks to it.
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            # Renamed when whole, so that who reads it reads all of it; at once, since the others fail next.
+            (folder / f"{rank}.text").write_text(traceback.format_exc())
+            (folder / f"{rank}.text").rename(folder / f"{rank}.failed")
+            raise SystemExit(1) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()

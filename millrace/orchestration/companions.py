@@ -95,10 +95,12 @@ def reference(config: RunConfig, model: Model, mesh: Mesh | None, folder: Path) 
 
 
 def _frozen(config: RunConfig, model: Model, mesh: Mesh | None, folder: Path) -> ModelScorer:
-    """What the weights of a folder say of tokens; they never change, and are whole on each rank."""
+    """What the weights of a folder say of tokens; they never change."""
     frozen = load_model(folder, dtype=model.dtype).to(model.device).requires_grad_(False)
     limit = config.policy.tokens_per_micro_batch
-    spread = Spread(frozen, mesh=mesh)
+    # A penalty over the whole vocabulary reads its head while the policy computes, so it is whole there.
+    whole = config.policy.kl is not None and config.policy.kl.estimator == "full"
+    spread = Spread(frozen, mesh=mesh) if whole else spread_over(frozen, mesh, config.mesh)
     return ModelScorer(frozen, temperature=config.rollout.temperature, max_tokens=limit, spread=spread)
 
 

@@ -157,7 +157,7 @@ def dealt_and_sharded(rank: int) -> Tensors:
     routers = Routers(model)
     expert.apply(model, mesh.experts)
     sharding = Sharding(precision=None, reshard_after_forward=True, offload=False, checkpointing="full")
-    root = shard(model, mesh, sharding, experts=expert.experts_of(model).values())
+    root = shard(model, mesh, sharding)
     batch = own_batch(rank)
     weight_N = batch.weight_T[batch.action_mask_T]
     with routers.replay(torch.full((batch.num_tokens, 2, NUM_CHOICES), -1)):

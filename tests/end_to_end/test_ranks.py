@@ -90,6 +90,7 @@ def test_what_they_save_is_an_ordinary_model(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_ranks(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     arguments = command(folder, "torchrun", "mesh.dp_shard=2")

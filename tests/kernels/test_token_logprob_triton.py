@@ -220,3 +220,11 @@ def test_the_door_opens_to_the_kernels_unless_a_support_or_a_tile_asks_for_torch
     assert len(asked) == 1
     with pytest.raises(ValueError, match="^temperature is 0; it must be above 0$"):
         token_logprob(hidden_ND, head, target_N, temperature=0)
+
+
+def test_a_shard_counts_words_from_its_first_row() -> None:
+    hidden_ND, head, target_N = case(5, (9, 40, 5))
+    whole = gpu.token_logprob(hidden_ND, head, target_N, temperature=0.7)
+    shifted = gpu.token_logprob(hidden_ND, replace(head, first_row=1000), target_N + 1000, temperature=0.7)
+    for one, other in zip(whole, shifted, strict=True):
+        assert torch.equal(one, other)

@@ -238,6 +238,7 @@ def test_two_ranks_give_the_numbers_of_one_process(case: Case, on_two: list[dict
     assert len(on_two) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_four_ranks_give_the_numbers_of_one_process(case: Case, on_four: list[dict[str, Tensor]]) -> None:
     check_one_process(case, on_four)

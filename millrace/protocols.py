@@ -20,7 +20,10 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 class Engine(Protocol):
     """The sampler: tokens in, tokens out."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Of the weights that draw from now on."""
+        ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]

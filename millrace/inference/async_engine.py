@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -59,7 +60,6 @@ class Stream:
         """The stream of request `id`, read in `loop`."""
         self.id = id
         self.loop = loop
-        self.abandoned = False
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._completion: asyncio.Future[Completion] = loop.create_future()
         # An abandoned stream's failure is nobody's to hear of.
@@ -381,11 +381,9 @@ class AsyncEngine:
     def _tell(
         self, stream: Stream, piece: Piece | None, completion: Completion | None, error: Exception | None
     ) -> None:
-        try:
+        # Where its loop is closed nobody reads this stream any more; the others go on.
+        with suppress(RuntimeError):
             stream.loop.call_soon_threadsafe(stream.put, piece, completion, error)
-        except RuntimeError:
-            # Its loop is closed, so nobody reads this stream any more; the others go on.
-            stream.abandoned = True
 
     def _end_everything(self, reason: str) -> None:
         closed = EngineClosed(f"the engine stopped: {reason}")

@@ -21,7 +21,7 @@ from millrace.inference.sampler import check_vocabulary
 from millrace.inference.scheduler import Scheduler
 from millrace.inference.stats import EngineStats
 from millrace.inference.weights import load_in_place, release_weights, restore_weights
-from millrace.models.decoding import forget_packed
+from millrace.models.fused import forget_packed
 from millrace.models.load import Model
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import Completion, SamplingParams
@@ -49,9 +49,8 @@ class PagedEngine:
         max_requests: int = 1_024,
         prefix_caching: bool = True,
         cuda_graphs: bool = False,
-        version: int = 0,
     ) -> None:
-        """An engine over `model`, which it owns from now on.
+        """An engine at version 0 over `model`, which it owns from now on.
 
         Args:
             model: a model from `models.load`.
@@ -62,14 +61,12 @@ class PagedEngine:
             max_requests: requests that run at once.
             prefix_caching: whether prompts that begin alike share what was computed of them.
             cuda_graphs: whether decode steps are replayed as CUDA graphs.
-            version: of the weights as they are.
 
         Raises:
             ValueError: CUDA graphs are asked for a model that is not on a CUDA device.
         """
         text = model.config.get_text_config()
         num_blocks = max(1, max_cache_tokens // block_size)
-        self.version = version
         self._model = model
         self._vocab_size = int(text.vocab_size)
         max_length = int(getattr(text, "max_position_embeddings", 0) or 1 << 31)
@@ -88,7 +85,6 @@ class PagedEngine:
             max_length=max_length,
             prefix_caching=prefix_caching,
         )
-        self._scheduler.version = version
         self._results = Results(decode)
         self._drawing = Drawing(self._runner, self._scheduler.table, self._results, self._vocab_size)
         self._requests: dict[str, Request] = {}
@@ -97,6 +93,11 @@ class PagedEngine:
         self._shapes: dict[str, torch.Size] = {}
         self._weights_missing = False
         self._next_id, self._prompt_tokens, self._generation_tokens = 0, 0, 0
+
+    @property
+    def version(self) -> int:
+        """Of the weights that draw from now on."""
+        return self._scheduler.version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -218,7 +219,7 @@ class PagedEngine:
         drawn = self._drawing.draw(plan, inputs, hidden_TD)
         for request, why in drawn.failed:
             scheduler.finish(request, "error", why)
-        scheduler.commit(plan, drawn.token_N, drawn.logprob_N, self.version)
+        scheduler.commit(plan, drawn.token_N, drawn.logprob_N)
         self._generation_tokens += len(drawn.token_N) - len(drawn.failed)
         if self._num_special:
             self._stop_at_text(drawn.requests)
@@ -249,7 +250,7 @@ class PagedEngine:
         if kv not in get_args(KvPolicy):
             raise ValueError(f"kv is {kv!r}; it must be keep or recompute")
         load_in_place(self._model, named_tensors)
-        self.version, self._weights_missing = version, False
+        self._weights_missing = False
         if kv == "recompute":
             self._scheduler.preempt_all()
         self._scheduler.restart_prefix(version)
@@ -353,7 +354,7 @@ class PagedEngine:
         if id is None:
             self._next_id += 1
             id = f"#{self._next_id}"
-        request = Request(id, tuple(prompt), params, priority=priority, version=self.version)
+        request = Request(id, tuple(prompt), params, priority=priority)
         self._requests[id] = request
         self._num_special += _is_special(params)
         self._prompt_tokens += len(prompt)

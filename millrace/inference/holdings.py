@@ -19,9 +19,9 @@ from millrace.inference.request import Request, RequestTable
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Requests of one prompt that is being computed: its adapter and tokens, and their rows, leader first."""
+    """Requests of one prompt that is being computed: the prompt, and their rows, leader first."""
 
-    key: tuple[str, tuple[int, ...]]
+    prompt: tuple[int, ...]
     token_L: np.ndarray
     rows: list[int]
 
@@ -54,16 +54,18 @@ class Holdings:
         cache: prefixes that blocks hold.
         running: rows with blocks, in the order in which they got them; replaced, never written.
         families: of rows whose prompt is being computed for several, or may come to be.
+        version: of the weights in force.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, max_requests: int, prefix_caching: bool) -> None:
-        """Nobody holds anything."""
+        """Nobody holds anything, and the weights are at version 0."""
         self.blocks = BlockManager(num_blocks, block_size)
         self.cache = PrefixCache(self.blocks)
         self.table = RequestTable(max_requests, block_size)
         self.running = np.empty(0, np.int64)
         self.families: dict[int, Family] = {}
-        self._open: dict[tuple[str, tuple[int, ...]], Family] = {}
+        self.version = 0
+        self._open: dict[tuple[int, ...], Family] = {}
         self._prefix_caching = prefix_caching
 
     @property
@@ -83,19 +85,17 @@ class Holdings:
         row_B = row_B[priority_B == priority_B.max()]
         return int(row_B[self.table.arrival_R[row_B].argmax()])
 
-    def start(self, request: Request, version: int, *, may_compute: bool) -> Start | None:
+    def start(self, request: Request, *, may_compute: bool) -> Start | None:
         """A row for a request, and blocks or a leader; None, and nothing changed, if it cannot start now.
 
         Args:
             request: it waits, and a row is free.
-            version: of the weights in force.
             may_compute: whether it may start even without a leader.
         """
         # Whoever resumes, or wants log-probabilities of the prompt, computes alone.
         wants_all = not self._prefix_caching or request.params.prompt_logprobs
         alone = wants_all or len(request.drawn) > 0
-        key = (request.adapter, request.prompt)
-        family = None if alone else self._open.get(key)
+        family = None if alone else self._open.get(request.prompt)
         if family is not None:
             row = self.table.free_rows.pop()
             family.rows.append(row)
@@ -104,7 +104,7 @@ class Holdings:
         if not may_compute:
             return None
         token_L = request.known_tokens()
-        hits = [] if wants_all else self.cache.match(token_L, (version, request.adapter))
+        hits = [] if wants_all else self.cache.match(token_L, self.version)
         num_new = -(-len(token_L) // self.blocks.block_size) - len(hits)
         # Everybody who runs keeps a free block to grow into, or would soon preempt whoever starts.
         fresh = self.blocks.allocate(num_new) if num_new + self.num_running <= self.blocks.num_free else None
@@ -115,17 +115,16 @@ class Holdings:
             self.cache.count(len(token_L), len(hits) * self.blocks.block_size)
         row = self.table.free_rows.pop()
         if not alone:
-            self._open[key] = self.families[row] = Family(key, token_L, [row])
+            self._open[request.prompt] = self.families[row] = Family(request.prompt, token_L, [row])
         return Start(request, row, token_L, hits + fresh, len(hits))
 
-    def seat(self, starts: Sequence[Start], version: int) -> None:
+    def seat(self, starts: Sequence[Start]) -> None:
         """Fill in the rows of requests that start."""
         table = self.table
         rows = [start.row for start in starts]
         table.put(rows, [start.request for start in starts], [start.token_L for start in starts])
         table.caches_R[rows] = self._prefix_caching
         for start in starts:
-            start.request.version = version
             if start.held is not None:
                 row, num_hits = start.row, start.num_hits
                 table.block_RC[row, : len(start.held)] = start.held
@@ -178,8 +177,7 @@ class Holdings:
         token_ML = table.token_RL[row_M[:, None], place_M[:, None] * size + np.arange(size)]
         places = zip(row_M.tolist(), place_M.tolist(), table.block_RC[row_M, place_M].tolist(), strict=True)
         for (row, place, block), token_L in zip(places, token_ML, strict=True):
-            request = table.request(row)
-            parent = table.digests[row] if place else root((request.version, request.adapter))
+            parent = table.digests[row] if place else root(self.version)
             table.digests[row] = self.cache.register(block, parent, token_L)
         table.num_hashed_R[row_N] = full_N
 
@@ -228,8 +226,9 @@ class Holdings:
         """Drop the rows that left from those that run."""
         self.running = self.running[self.table.used_R[self.running]]
 
-    def restart(self) -> None:
-        """Share nothing that was computed until now with requests that start from now on."""
+    def restart(self, version: int) -> None:
+        """Other weights: share nothing that was computed until now with requests that start from now on."""
+        self.version = version
         self.cache.drop_all()
         self.table.caches_R[:] = False
         self._open.clear()
@@ -247,5 +246,5 @@ class Holdings:
 
     def _close(self, family: Family) -> None:
         """Nobody joins this family any more."""
-        if self._open.get(family.key) is family:
-            del self._open[family.key]
+        if self._open.get(family.prompt) is family:
+            del self._open[family.prompt]

@@ -1,9 +1,9 @@
 """Which block holds which prefix: a chain of hashes over full blocks.
 
-    digest_0 = H(salt),  digest_{i+1} = H(digest_i, tokens of block i)
+    digest_0 = H(version),  digest_{i+1} = H(digest_i, tokens of block i)
 
-so a digest stands for every token up to the end of its block, under one salt: the weight version and the
-adapter that computed the keys and values.
+so a digest stands for every token up to the end of its block, and for the version of the weights that
+computed its keys and values.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import numpy as np
 
 from millrace.inference.block_manager import BlockManager
 
-Salt = tuple[int, str]
 DIGEST_BYTES = 16
 
 
-def root(salt: Salt) -> bytes:
-    """The digest before the first block, of a (weight version, adapter)."""
-    return blake2b(repr(salt).encode(), digest_size=DIGEST_BYTES).digest()
+def root(version: int) -> bytes:
+    """The digest before the first block, of what weights of this version compute."""
+    return blake2b(str(version).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def _chained(parent: bytes, tokens: bytes) -> bytes:
@@ -53,7 +52,7 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._digests
 
-    def match(self, tokens: Sequence[int] | np.ndarray, salt: Salt) -> list[int]:
+    def match(self, tokens: Sequence[int] | np.ndarray, version: int) -> list[int]:
         """The longest run of cached blocks that `tokens` begin with, each retained for the caller.
 
         At least one token is left over: a request computes its last token, or there would be no logits.
@@ -63,7 +62,7 @@ class PrefixCache:
             return []
         array = np.asarray(tokens, dtype=np.int32)
         data, width = array.tobytes(), size * array.itemsize
-        digest = root(salt)
+        digest = root(version)
         found: list[int] = []
         for start in range(0, len(data) - width, width):
             piece = data[start : start + width]
@@ -96,7 +95,7 @@ class PrefixCache:
 
         Args:
             block: its id.
-            parent: digest of the block before it, or `root(salt)`.
+            parent: digest of the block before it, or `root(version)`.
             tokens: int32 [block_size].
 
         Returns:

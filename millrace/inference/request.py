@@ -35,8 +35,6 @@ class Request:
         prompt: its tokens.
         params: how it is drawn.
         priority: lower goes first; of equals, who came first.
-        version: weight version under which its keys and values were last begun.
-        adapter: whose keys and values it needs.
         row: its place in the table while it runs, else -1.
         arrival: how many requests had been added before it; -1 until it is added.
         drawn: int32 [n], the tokens drawn, while it has no row.
@@ -44,19 +42,12 @@ class Request:
         versions: int32 [n], the weight version that drew each.
         finish_reason: why it ended; None until it does.
         reason: more words on that, for aborts and errors.
-        arrival_s: when it was added, on the scheduler's clock; the other times likewise, None until then.
-        first_scheduled_s: when it first got a row.
-        first_token_s: when its first token was drawn.
-        finished_s: when it ended.
-        num_preemptions: how often it lost its row before it ended.
     """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
-    version: int = 0
-    adapter: str = ""
     row: int = -1
     arrival: int = -1
     drawn: np.ndarray = field(default_factory=_no_tokens)
@@ -64,11 +55,6 @@ class Request:
     versions: np.ndarray = field(default_factory=_no_tokens)
     finish_reason: FinishReason | None = None
     reason: str = ""
-    arrival_s: float | None = None
-    first_scheduled_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    num_preemptions: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a priority that no column holds.

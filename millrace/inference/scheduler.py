@@ -14,9 +14,8 @@ B = rows that compute, N = rows that draw.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +39,6 @@ class Plan:
             that fork from one prompt name the same one.
         copy_from_M: blocks to copy before the forward, M in all.
         copy_to_M: where to; no block is in both.
-        preempted: requests that lost their row to make room.
     """
 
     row_B: np.ndarray
@@ -50,7 +48,6 @@ class Plan:
     draw_from_N: np.ndarray
     copy_from_M: np.ndarray
     copy_to_M: np.ndarray
-    preempted: tuple[Request, ...]
 
 
 class Scheduler:
@@ -65,7 +62,6 @@ class Scheduler:
         blocks: the blocks of the pool.
         cache: prefixes that blocks hold.
         paused: `new`: nothing that waits is admitted; `all`: `schedule` returns None.
-        version: weight version of the requests that start now.
         num_preemptions: requests that lost their row so far.
     """
 
@@ -78,10 +74,8 @@ class Scheduler:
         max_requests: int,
         max_length: int,
         prefix_caching: bool = True,
-        long_prefill_tokens: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing waits and nothing runs.
+        """Nothing waits and nothing runs; the weights are at version 0.
 
         Args:
             num_blocks: blocks of the KV pool.
@@ -91,18 +85,14 @@ class Scheduler:
             max_length: tokens of prompt and completion that the model allows.
             prefix_caching: share the keys and values of equal prefixes; without it every request computes
                 its whole prompt.
-            long_prefill_tokens: of one prompt at most so many tokens in one forward; None for no limit.
-            clock: seconds; it stamps the times of requests and decides nothing.
 
         Raises:
             ValueError: a number is below 1.
         """
-        chunk = max_batch_tokens if long_prefill_tokens is None else long_prefill_tokens
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
             ("max_requests", max_requests),
             ("max_length", max_length),
-            ("long_prefill_tokens", chunk),
         ):
             if value <= 0:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -115,16 +105,18 @@ class Scheduler:
         self.table, self.blocks = self._holdings.table, self._holdings.blocks
         self.cache = self._holdings.cache
         self.paused: Literal["no", "new", "all"] = "no"
-        self.version = 0
         self.num_preemptions = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_length = max_length
-        self._chunk = chunk
-        self._clock = clock
         self._num_arrived = 0
         # Ascending; arrivals differ, so requests themselves are never compared.
         self._waiting: list[tuple[int, int, Request]] = []
         self._plan: Plan | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights in force: tokens that are committed carry it."""
+        return self._holdings.version
 
     @property
     def num_waiting(self) -> int:
@@ -169,9 +161,8 @@ class Scheduler:
             self.check(request.prompt, request.params)
         if len(set(requests)) < len(requests):
             raise ValueError("a request was given twice in one call; make one for each completion")
-        now = self._clock()
         for request in requests:
-            request.arrival, request.arrival_s = self._num_arrived, now
+            request.arrival = self._num_arrived
             self._num_arrived += 1
             insort(self._waiting, (request.priority, request.arrival, request))
 
@@ -179,15 +170,15 @@ class Scheduler:
         """What the next forward does; None where nothing can run or need run now."""
         if self._plan is not None:
             rows, self._plan = self._plan.row_B.tolist(), None
-            self._give_back([row for row in rows if self.table.used_R[row]])
+            self.preempt([row for row in rows if self.table.used_R[row]])
         if self.paused == "all":
             return None
-        preempted: list[Request] = []
+        num_preemptions = self.num_preemptions
         row_B, count_B = self._shares()
         while (copies := self._holdings.make_room(row_B)) is None:
-            preempted += self._give_back([self._holdings.last()])
+            self.preempt([self._holdings.last()])
             row_B, count_B = self._shares()
-        if not preempted and self.paused == "no":
+        if self.num_preemptions == num_preemptions and self.paused == "no":
             rows, counts = self._admit(self._max_batch_tokens - int(count_B.sum()))
             row_B = np.append(row_B, np.array(rows, np.int64))
             count_B = np.append(count_B, np.array(counts, np.int64))
@@ -201,11 +192,11 @@ class Scheduler:
             pairs += [(at, heir) for at, row in pairs for heir in self._holdings.heirs(row)]
             draw_from_N = np.array([at for at, _ in pairs], np.int64)
             draw_row_N = np.array([row for _, row in pairs], np.int64)
-        plan = Plan(row_B, start_B, count_B, draw_row_N, draw_from_N, *copies, tuple(preempted))
+        plan = Plan(row_B, start_B, count_B, draw_row_N, draw_from_N, *copies)
         self._plan = plan
         return plan
 
-    def commit(self, plan: Plan, token_N: np.ndarray, logprob_N: np.ndarray, version: int) -> list[Request]:
+    def commit(self, plan: Plan, token_N: np.ndarray, logprob_N: np.ndarray) -> list[Request]:
         """Take in what a forward gave.
 
         Requests that left since the plan was made are passed over.
@@ -214,7 +205,6 @@ class Scheduler:
             plan: what the last `schedule` returned.
             token_N: the token each of `plan.draw_row_N` drew.
             logprob_N: its log-probability.
-            version: of the weights that drew them.
 
         Returns:
             the requests that ended: by a stop token, or because they are long enough.
@@ -245,19 +235,15 @@ class Scheduler:
         table.reserve(int(table.num_tokens_R.max()))
         table.token_RL[row_N, position_N] = token_N
         table.logprob_RL[row_N, position_N] = logprob_N[valid_N]
-        table.version_RL[row_N, position_N] = version
+        table.version_RL[row_N, position_N] = self.version
         stopped_N = (table.stop_RS[row_N] == token_N[:, None]).any(1) & (position_N >= table.min_R[row_N])
         ended_N = stopped_N | (table.num_tokens_R[row_N] == table.limit_R[row_N])
-        first_N = position_N == table.num_prompt_R[row_N]
-        if not (first_N | ended_N).any():
+        if not ended_N.any():
             return []
-        now = self._clock()
-        for row in row_N[first_N].tolist():
-            table.request(row).first_token_s = now
         ended = []
         for row, stopped in zip(row_N[ended_N].tolist(), stopped_N[ended_N].tolist(), strict=True):
             request = self._holdings.leave(row)
-            request.finish_reason, request.finished_s = "stop" if stopped else "length", now
+            request.finish_reason = "stop" if stopped else "length"
             ended.append(request)
         self._holdings.sweep()
         return ended
@@ -272,27 +258,31 @@ class Scheduler:
         elif request.arrival >= 0:
             # The pair sorts before its triple.
             del self._waiting[bisect_left(self._waiting, (request.priority, request.arrival))]
-        request.finish_reason, request.reason, request.finished_s = reason, why, self._clock()
+        request.finish_reason, request.reason = reason, why
 
-    def preempt(self, request: Request) -> None:
-        """Take the row and the blocks of a running request; it waits again and loses no token.
+    def preempt(self, rows: Sequence[int]) -> None:
+        """Take these rows, each of which somebody has, and their blocks; the requests wait and lose no token.
 
         The family of a leader, which holds nothing yet, waits with it.
         """
-        if request.row >= 0:
-            self._give_back([request.row])
+        # Heirs go first, or they would take over.
+        leaving = dict.fromkeys(member for row in rows for member in (*self._holdings.heirs(row), row))
+        requests = [self._holdings.leave(row) for row in leaving]
+        self._holdings.sweep()
+        for request in requests:
+            insort(self._waiting, (request.priority, request.arrival, request))
+        self.num_preemptions += len(requests)
 
     def preempt_all(self) -> None:
         """Preempt every running request."""
-        self._give_back(self.table.used_R.nonzero()[0].tolist())
+        self.preempt(self.table.used_R.nonzero()[0].tolist())
 
     def restart_prefix(self, version: int) -> None:
         """Other weights are in force: what was computed so far is no prefix of what starts from now on.
 
         Running requests go on with the keys and values they have, but share them with nobody new.
         """
-        self.version = version
-        self._holdings.restart()
+        self._holdings.restart(version)
 
     def check_invariants(self) -> None:
         """Prove that blocks, tables, families and queue agree.
@@ -305,7 +295,7 @@ class Scheduler:
     def _shares(self) -> tuple[np.ndarray, np.ndarray]:
         """The running rows that compute in this step, and how many tokens each."""
         row_B = self._holdings.running
-        lack_B = np.minimum(self.table.num_tokens_R[row_B] - self.table.num_computed_R[row_B], self._chunk)
+        lack_B = self.table.num_tokens_R[row_B] - self.table.num_computed_R[row_B]
         count_B = np.diff(np.minimum(lack_B.cumsum(), self._max_batch_tokens), prepend=0)
         chosen_B = count_B > 0
         return row_B[chosen_B], count_B[chosen_B]
@@ -314,32 +304,16 @@ class Scheduler:
         """Start waiting requests; the rows that compute now, and how many tokens each."""
         starts, rows, counts = [], [], []
         for *_, request in self._waiting[: len(self.table.free_rows)]:
-            start = self._holdings.start(request, self.version, may_compute=budget > 0)
+            start = self._holdings.start(request, may_compute=budget > 0)
             if start is None:
                 break
             starts.append(start)
             if start.held is not None:
                 lack = len(start.token_L) - start.num_hits * self.blocks.block_size
-                counts.append(min(lack, self._chunk, budget))
+                counts.append(min(lack, budget))
                 rows.append(start.row)
                 budget -= counts[-1]
         del self._waiting[: len(starts)]
         if starts:
-            self._holdings.seat(starts, self.version)
-            now = self._clock()
-            for start in starts:
-                if start.request.first_scheduled_s is None:
-                    start.request.first_scheduled_s = now
+            self._holdings.seat(starts)
         return rows, counts
-
-    def _give_back(self, rows: list[int]) -> list[Request]:
-        """Preempt these rows and the heirs of leaders among them; who must wait again."""
-        # Heirs go first, or they would take over.
-        leaving = dict.fromkeys(member for row in rows for member in (*self._holdings.heirs(row), row))
-        requests = [self._holdings.leave(row) for row in leaving]
-        self._holdings.sweep()
-        for request in requests:
-            request.num_preemptions += 1
-            insort(self._waiting, (request.priority, request.arrival, request))
-        self.num_preemptions += len(requests)
-        return requests

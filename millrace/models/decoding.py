@@ -52,13 +52,6 @@ def prepare(model: PreTrainedModel) -> None:
                 module.forward = MethodType(_layer, module)
 
 
-def forget_packed(model: PreTrainedModel) -> None:
-    """Give the memory of all packed weights back; they are made again when they are next needed."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.forget_packed()
-
-
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
     """A layer's forward; anything but a paged one without gradient is the layer's own."""
     context, angles = options.get("context"), options.get("position_embeddings")

@@ -85,10 +85,10 @@ PINNED = {
         to(self, device: torch.device | str) -> Batch
     """,
     "millrace.protocols:Engine": """
-        version: int
         fingerprint(self) -> dict[str, str]
         generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]
         load_weights(self, named_tensors: NamedTensors, version: int) -> None
+        version (property) -> int
     """,
     "millrace.protocols:Trainer": """
         version: int
@@ -108,21 +108,21 @@ PINNED = {
         score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]
     """,
     "millrace.orchestration.controller:Controller": """
-        __init__(self, config: RunConfig, parts: Parts, folder: RunFolder, *, ranks: Ranks, recipe: str,
-          console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink], progress:
-          Progress, started_s: float) -> None
-        adopt(self, trainer: PolicyTrainer, tensors: dict[str, Any] | None) -> PolicyTrainer
+        __init__(self, config: RunConfig, parts: Parts, folder: RunFolder, *, ranks: Ranks, saver: Saver,
+          recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink],
+          progress: Progress, started_s: float) -> None
+        adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer
         checkpoint(self) -> None
         evaluate(self) -> Evaluation
         finish(self, status: str) -> RunReport
         keep_answers(self, name: str, result: Evaluation) -> None
-        learn(self, tensors: dict[str, Any] | None) -> Learner
+        learn(self, checkpoint: Path | None) -> Learner
         leave_if_asked(self) -> None
         note_best(self, accuracy: float) -> bool
         publish(self) -> None
         record(self, stage: str, numbers: dict[str, Any]) -> None
         stream(self) -> PromptStream
-        tidy(self) -> None
+        tidy(self, saved: Progress) -> None
         try_demonstrations(self) -> None
         wall_s (property) -> float
         warn(self, text: str | None) -> None

@@ -108,14 +108,13 @@ def pool_of(scheduler: Scheduler) -> Pool:
     return Pool(scheduler.blocks.num_blocks, scheduler.blocks.block_size)
 
 
-def step(scheduler: Scheduler, pool: Pool, version: int | None = None) -> list[Request] | None:
+def step(scheduler: Scheduler, pool: Pool) -> list[Request] | None:
     """One whole step; those that ended, or None where there was nothing to do."""
     plan = scheduler.schedule()
     if plan is None:
         return None
     scheduler.check_invariants()
-    tokens, logprobs = pool.forward(scheduler.table, plan)
-    ended = scheduler.commit(plan, tokens, logprobs, scheduler.version if version is None else version)
+    ended = scheduler.commit(plan, *pool.forward(scheduler.table, plan))
     scheduler.check_invariants()
     return ended
 
@@ -129,9 +128,9 @@ def run(scheduler: Scheduler, pool: Pool, limit: int = 10_000) -> int:
 
 
 def new_request(prompt: Any, id: str = "", **params: Any) -> Request:
-    """A request; fields of the request itself may be among the parameters."""
-    own = {name: params.pop(name) for name in ("priority", "adapter") if name in params}
-    return Request(id or str(prompt), tuple(prompt), SamplingParams(**params), **own)
+    """A request; its priority may be among the parameters."""
+    priority = params.pop("priority", 0)
+    return Request(id or str(prompt), tuple(prompt), SamplingParams(**params), priority=priority)
 
 
 def check_finished(request: Request) -> None:

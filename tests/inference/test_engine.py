@@ -36,7 +36,8 @@ def drain(engine: PagedEngine, requests: list[Any]) -> list[Completion]:
 
 
 def test_a_token_carries_the_version_that_drew_it(llama: Model) -> None:
-    engine = paged(llama, version=3)
+    engine = paged(llama)
+    engine.load_weights(weights(llama), 3)
     (request,) = engine.add((1, 2, 3), [GREEDY])
     for _ in range(5):
         engine.step()

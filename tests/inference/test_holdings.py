@@ -8,9 +8,8 @@ from tests.inference.pool import new_request
 
 
 def new_holdings(num_blocks: int = 20, *, max_requests: int = 5, prefix_caching: bool = True) -> Holdings:
-    return Holdings(
-        num_blocks=num_blocks, block_size=4, max_requests=max_requests, prefix_caching=prefix_caching
-    )
+    sizes = {"num_blocks": num_blocks, "block_size": 4, "max_requests": max_requests}
+    return Holdings(**sizes, prefix_caching=prefix_caching)
 
 
 def begin(holdings: Holdings, *prompts: range, arrival: int = 0) -> list[Start]:
@@ -19,10 +18,10 @@ def begin(holdings: Holdings, *prompts: range, arrival: int = 0) -> list[Start]:
     for number, prompt in enumerate(prompts, arrival):
         request = new_request(prompt)
         request.arrival = number
-        start = holdings.start(request, 0, may_compute=True)
+        start = holdings.start(request, may_compute=True)
         assert start is not None
         starts.append(start)
-    holdings.seat(starts, 0)
+    holdings.seat(starts)
     return starts
 
 
@@ -47,12 +46,12 @@ def test_a_request_that_cannot_start_leaves_no_trace() -> None:
     late = new_request(range(12))
     # It finds a block or two, and one is missing: the running one must keep one to grow into.
     assert holdings.blocks.num_free == 2 and late.row == -1
-    assert holdings.start(new_request([*range(8), 50, 51, 52, 53, 54]), 0, may_compute=True) is None
-    assert holdings.start(new_request(range(60, 63)), 0, may_compute=False) is None
+    assert holdings.start(new_request([*range(8), 50, 51, 52, 53, 54]), may_compute=True) is None
+    assert holdings.start(new_request(range(60, 63)), may_compute=False) is None
     assert holdings.blocks.num_free == 2 and holdings.table.free_rows == free_rows
     assert [holdings.blocks.num_references(block) for block in first.held or []] == [1, 1]
     assert (holdings.cache.num_queries, holdings.cache.num_hits) == (8, 0)
-    start = holdings.start(late, 0, may_compute=True)
+    start = holdings.start(late, may_compute=True)
     assert start is not None and start.held is not None
     assert start.num_hits == 2 and start.held[:2] == first.held
     assert (holdings.cache.num_queries, holdings.cache.num_hits) == (20, 8)
@@ -61,14 +60,14 @@ def test_a_request_that_cannot_start_leaves_no_trace() -> None:
 def test_who_joins_a_family_needs_no_blocks_and_no_budget() -> None:
     holdings = new_holdings(2)
     (leader,) = begin(holdings, range(5))
-    heir = holdings.start(new_request(range(5)), 0, may_compute=False)
+    heir = holdings.start(new_request(range(5)), may_compute=False)
     assert heir is not None and heir.held is None
     assert holdings.heirs(leader.row) == [heir.row] and holdings.heirs(heir.row) == []
-    holdings.seat([heir], 0)
+    holdings.seat([heir])
     holdings.check([])
     assert holdings.num_running == 2 and holdings.running.tolist() == [leader.row]
     compute(holdings, [leader.row])
-    assert holdings.start(new_request(range(5)), 0, may_compute=False) is None
+    assert holdings.start(new_request(range(5)), may_compute=False) is None
     assert holdings.running.tolist() == [leader.row, heir.row]
     holdings.check([])
 
@@ -132,7 +131,7 @@ def test_several_blocks_of_several_rows_are_registered_at_once() -> None:
     assert len(holdings.cache) == 3 + 0 + 2
     for start, num in zip(starts, (3, 0, 2), strict=True):
         tokens = [*start.token_L.tolist(), 99]
-        found = holdings.cache.match(tokens, (0, ""))
+        found = holdings.cache.match(tokens, 0)
         assert start.held is not None and found == start.held[:num]
         assert holdings.table.num_hashed_R[start.row] == num
         holdings.blocks.release(found)
@@ -161,7 +160,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
 def test_after_a_restart_nobody_shares_with_what_runs() -> None:
     holdings = new_holdings()
     (leader,) = begin(holdings, range(9))
-    holdings.restart()
+    holdings.restart(1)
     (other,) = begin(holdings, range(9), arrival=1)
     assert other.held is not None and holdings.heirs(leader.row) == []
     compute(holdings, [leader.row])

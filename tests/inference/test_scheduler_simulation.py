@@ -15,14 +15,6 @@ NUM_GROUPS, GROUP = 25, 8
 STEP_S, TOKEN_S = 0.010, 0.0005
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def rollouts(seed: int) -> list[Request]:
     """Groups of samples whose lengths have a long tail."""
     rng = random.Random(seed)
@@ -35,63 +27,53 @@ def rollouts(seed: int) -> list[Request]:
     return requests
 
 
-def simulate(scheduler: Scheduler, clock: Clock, requests: list[Request], every: int = 0) -> float:
+def simulate(scheduler: Scheduler, requests: list[Request], every: int = 0) -> float:
     """Run to the end; the seconds it took. Each `every` steps the last request that runs is preempted."""
     pool = pool_of(scheduler)
     scheduler.add(requests)
-    num_steps = 0
+    num_steps, now_s = 0, 0.0
     while (plan := scheduler.schedule()) is not None:
         drawn = pool.forward(scheduler.table, plan)
-        clock.now_s += STEP_S + TOKEN_S * int(plan.count_B.sum())
-        scheduler.commit(plan, *drawn, 0)
+        now_s += STEP_S + TOKEN_S * int(plan.count_B.sum())
+        scheduler.commit(plan, *drawn)
         num_steps += 1
         if every and num_steps % every == 0 and scheduler.num_running:
-            running = [request for request in scheduler.table.requests if request is not None]
-            scheduler.preempt(running[-1])
+            scheduler.preempt(scheduler.table.used_R.nonzero()[0][-1:].tolist())
     check_empty(scheduler)
-    return clock.now_s
+    return now_s
 
 
-def small(clock: Clock, **numbers: bool) -> Scheduler:
+def small(**numbers: bool) -> Scheduler:
     """Blocks for ten requests of 100 tokens."""
     sizes = {"num_blocks": 125, "block_size": 8, "max_batch_tokens": 64, "max_requests": 64}
-    return new_scheduler(clock=clock, **sizes, **numbers)
+    return new_scheduler(**sizes, **numbers)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_hundred_rollouts_finish_in_a_pool_for_ten(seed: int) -> None:
-    clock, requests = Clock(), rollouts(seed)
-    scheduler = small(clock)
-    makespan_s = simulate(scheduler, clock, requests)
+    scheduler, requests = small(), rollouts(seed)
+    simulate(scheduler, requests)
     for request in requests:
         check_finished(request)
-        times = (request.arrival_s, request.first_scheduled_s, request.first_token_s, request.finished_s)
-        assert all(time is not None for time in times)
-        assert list(times) == sorted(times) and times[0] == 0.0 and times[3] <= makespan_s
-        assert times[2] > times[1]
-    assert max(request.finished_s or 0 for request in requests) == makespan_s
-    starts = [request.first_scheduled_s for request in requests]
-    assert starts == sorted(starts)
-    assert scheduler.num_preemptions == sum(request.num_preemptions for request in requests) > 0
+    assert scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sharing_prompts_shortens_the_makespan(seed: int) -> None:
     makespan_s = {}
     for caching in (True, False):
-        clock, requests = Clock(), rollouts(seed)
-        makespan_s[caching] = simulate(small(clock, prefix_caching=caching), clock, requests)
+        requests = rollouts(seed)
+        makespan_s[caching] = simulate(small(prefix_caching=caching), requests)
         for request in requests:
             check_finished(request)
     assert makespan_s[True] < 0.8 * makespan_s[False]
 
 
 def test_preemption_costs_time_and_changes_no_token() -> None:
-    clock, requests = Clock(), rollouts(7)
-    calm_s = simulate(small(clock), clock, requests)
-    clock, disturbed = Clock(), rollouts(7)
-    scheduler = small(clock)
-    assert simulate(scheduler, clock, disturbed, every=5) > calm_s
+    requests, disturbed = rollouts(7), rollouts(7)
+    calm_s = simulate(small(), requests)
+    scheduler = small()
+    assert simulate(scheduler, disturbed, every=5) > calm_s
     for one, other in zip(requests, disturbed, strict=True):
         assert np.array_equal(one.drawn, other.drawn)
         assert np.array_equal(one.logprobs, other.logprobs)

@@ -39,7 +39,6 @@ class World:
             max_batch_tokens=rng.choice([1, 3, 7, 20, 100]),
             max_requests=rng.choice([1, 2, 5, 16]),
             prefix_caching=rng.random() < 0.85,
-            long_prefill_tokens=rng.choice([None, 2, 5]),
         )
         self.pool = pool_of(self.scheduler)
         longest = max(2, min(30, self.num_slots // 2))
@@ -64,7 +63,6 @@ class World:
                     "seed": rng.randrange(99),
                     "prompt_logprobs": rng.random() < 0.1,
                     "priority": rng.choice([0, 0, 0, 1, -1]),
-                    "adapter": rng.choice(["", "", "a"]),
                 }
                 added.append(new_request(prompt, **params))
         self.scheduler.add(added)
@@ -79,9 +77,10 @@ class World:
             check_cut(request)
 
     def preempt(self) -> None:
-        if self.recent:
-            request = self.rng.choice(self.recent)
-            self.scheduler.preempt(request)
+        running = [request for request in self.recent if request.row >= 0]
+        if running:
+            request = self.rng.choice(running)
+            self.scheduler.preempt([request.row])
             assert request.row == -1
             check_cut(request)
 
@@ -106,7 +105,7 @@ class World:
         if self.flying is not None:
             plan, token_N, logprob_N = self.flying
             self.flying = None
-            for request in self.scheduler.commit(plan, token_N, logprob_N, self.scheduler.version):
+            for request in self.scheduler.commit(plan, token_N, logprob_N):
                 check_finished(request)
 
     def settle(self) -> None:

@@ -38,7 +38,8 @@ KNOWN = {
     "millrace.transport.local.WeightSyncError": FAILED,
     "millrace.orchestration.alarms.RunStopped": FAILED,
     "millrace.orchestration.ranks.RanksError": MISUSED,
-    "millrace.orchestration.runtime.local.RankFailed": FAILED,
+    "millrace.orchestration.runtime.ray_trainer.RayTrainerError": MISUSED,
+    "millrace.orchestration.runtime.watch.RankFailed": FAILED,
     "builtins.OSError": FAILED,
 }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +14,9 @@ from millrace.cli.train import Overrides, Recipe
 
 if TYPE_CHECKING:
     from millrace.config.settings import RunConfig
-    from millrace.planner.fit import Fit
+    from millrace.planner.fit import Fit, Refuse
     from millrace.planner.hardware import Gpu
+    from millrace.planner.layout import Layout
     from millrace.planner.memory import Workload
     from millrace.planner.model_shape import ModelShape
 
@@ -22,21 +24,9 @@ Gpus = Annotated[str, typer.Option(help="How many accelerators, and which, such 
 LayoutText = Annotated[
     str | None,
     typer.Option(
-        "--layout", help="How they share the model, such as dp_shard=4,tp=2; without, one is chosen."
+        "--layout",
+        help="How they share the model, such as dp_shard=4,tp=2: short for mesh.dp_shard=4 mesh.tp=2.",
     ),
-]
-Compute = Annotated[
-    Literal["float32", "bfloat16"] | None,
-    typer.Option(help="Dtype of forwards and of the sampler; without, the recipe's precision."),
-]
-Checkpointing = Annotated[
-    Literal["none", "selective", "full"], typer.Option(help="What is computed again in the backward.")
-]
-Offload = Annotated[
-    bool, typer.Option("--offload", help="Trainer and sampler leave the device to each other.")
-]
-SamplerTp = Annotated[
-    int, typer.Option(min=1, help="Ranks that share one engine's weights; our own engine takes 1.")
 ]
 Mfu = Annotated[
     float,
@@ -57,16 +47,7 @@ MEANINGS = {
     "cache": "keys and values",
     "drawing": "logits and a forward of the engine",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the command line says besides the recipe."""
-
-    compute: str | None = None
-    checkpointing: Literal["none", "selective", "full"] = "none"
-    offload: bool = False
-    sampler_tp: int = 1
+OFFLOADED = "of each rank: weights, moments and gradients"
 
 
 def plan(
@@ -75,38 +56,37 @@ def plan(
     *,
     gpus: Gpus,
     layout: LayoutText = None,
-    compute: Compute = None,
-    checkpointing: Checkpointing = "none",
-    offload: Offload = False,
-    sampler_tp: SamplerTp = 1,
     mfu: Mfu = 0.4,
 ) -> None:
     """Say whether a recipe fits some accelerators, what to change if not, and how long a step takes.
 
-    Nothing is run and no weight is read. Exit code: 0 it fits, 1 it does not, 2 a mistake in the words.
+    The layout is that of the recipe's mesh; where the recipe is of one rank and there are more accelerators,
+    the simplest that fits is chosen. Nothing is run and no weight is read.
+
+    Exit code: 0 it fits, 1 it does not, 2 a mistake in the words.
     """
     from millrace.config.recipe import load_recipe, parse_overrides
     from millrace.planner.errors import PlanError
-    from millrace.planner.fit import Fit, choose, fits
+    from millrace.planner.fit import choose, judge
     from millrace.planner.hardware import parse_gpus
-    from millrace.planner.layout import Split
-    from millrace.planner.memory import memory_per_rank
+    from millrace.planner.layout import Layout
 
-    config = load_recipe(recipe, parse_overrides(overrides or []))
+    sizes = Layout.parse(layout).settings() if layout is not None else {}
+    config = load_recipe(recipe, parse_overrides(overrides or []) | sizes)
     num_ranks, gpu = parse_gpus(gpus)
-    shape = read_shape(config)
-    work = workload(config, Options(compute, checkpointing, offload, sampler_tp))
-    if num_ranks % sampler_tp:
-        raise PlanError(f"--sampler-tp {sampler_tp} does not divide the {num_ranks} accelerators of --gpus")
-    if layout is None:
-        fit = choose(shape, work, num_ranks, gpu.memory_bytes)
+    shape, work = read_shape(config), workload(config)
+    refuse = partial(refusal, config, shape)
+    asked = Layout.of(config.mesh.model_dump())
+    if asked.num_ranks > 1:
+        asked.check_ranks(num_ranks)
+        asked.check(shape)
+        reason = refuse(asked)
+        if reason is not None:
+            raise PlanError(reason)
+        fit = judge(shape, asked, work, gpu.memory_bytes, "as the recipe's mesh asks for")
     else:
-        split = Split.parse(layout)
-        if split.num_ranks != num_ranks:
-            raise PlanError(f"--layout {split} needs {split.num_ranks} ranks, but --gpus says {num_ranks}")
-        memory = memory_per_rank(shape, split, work, gpu.memory_bytes)
-        fit = Fit(split, memory, fits(memory, gpu.memory_bytes), "as --layout asks for")
-    for line in plan_lines(shape, work, fit, gpu, free=layout is None, mfu=mfu):
+        fit = choose(shape, work, num_ranks, gpu.memory_bytes, refuse=refuse)
+    for line in plan_lines(shape, work, fit, gpu, refuse=refuse, mfu=mfu):
         typer.echo(line)
     if not fit.fits:
         raise typer.Exit(1)
@@ -149,22 +129,42 @@ def _vocabulary(config: RunConfig) -> int:
     return len(load_tokenizer(config.tokenizer.path))
 
 
-def workload(config: RunConfig, options: Options) -> Workload:
+def refusal(config: RunConfig, shape: ModelShape, layout: Layout) -> str | None:
+    """Why a recipe does not go with a layout that divides its model; None where it does."""
+    from millrace.config.settings import ineffective_settings
+
+    mesh = config.mesh.model_copy(update=asdict(layout))
+    num_stages, heads = layout.pp * mesh.pp_chunks, shape.num_heads // layout.tp
+    reasons = ineffective_settings(config.model_copy(update={"mesh": mesh}))
+    if num_stages > shape.num_layers:
+        reasons.append(
+            f"mesh.pp {layout.pp} x mesh.pp_chunks {mesh.pp_chunks} is {num_stages} stages, but the model "
+            f"has {shape.num_layers} layers; lower one of them"
+        )
+    if mesh.cp_kind == "ulysses" and heads % layout.cp:
+        reasons.append(
+            f"mesh.cp is {layout.cp}, which does not divide the {heads} attention heads of a rank; choose a "
+            "cp that does, or mesh.cp_kind=ring"
+        )
+    return reasons[0] if reasons else None
+
+
+def workload(config: RunConfig) -> Workload:
     """What a recipe asks of its ranks.
 
     Raises:
         PlanError: the precision is float64, or there is no reinforcement to plan.
     """
     from millrace.planner.errors import PlanError
+    from millrace.planner.hardware import NUMBER_BYTES
     from millrace.planner.memory import Workload
 
-    sizes = {"float32": 4, "bfloat16": 2}
-    if config.precision not in sizes:
+    if config.precision not in NUMBER_BYTES:
         raise PlanError(f"precision {config.precision} is for tests; plan float32 or bfloat16")
     if config.steps == 0:
         raise PlanError("steps is 0 (supervised training alone); a plan is of reinforcement, so set steps")
-    rollout, engine, policy = config.rollout, config.engine, config.policy
-    weight_bytes = sizes[config.precision]
+    rollout, engine, policy, mesh = config.rollout, config.engine, config.policy, config.mesh
+    weight_bytes = NUMBER_BYTES[config.precision]
     num_frozen = (policy.kl is not None) + (config.advantage.kind == "teacher")
     return Workload(
         prompt_tokens=config.data.max_prompt_tokens,
@@ -173,30 +173,35 @@ def workload(config: RunConfig, options: Options) -> Workload:
         samples_per_prompt=rollout.samples_per_prompt,
         micro_batch_tokens=policy.tokens_per_micro_batch,
         weight_bytes=weight_bytes,
-        compute_bytes=sizes[options.compute] if options.compute else weight_bytes,
+        compute_bytes=NUMBER_BYTES[mesh.compute or config.precision],
         moment_bytes=weight_bytes,
-        checkpointing=options.checkpointing,
-        offload=options.offload,
+        checkpointing=mesh.checkpointing,
+        reshard_after_forward=mesh.reshard_after_forward,
+        sequence=mesh.sequence_parallel,
+        num_chunks=mesh.pp_chunks,
+        offload=mesh.offload,
         num_frozen=num_frozen,
+        whole_frozen=policy.kl is not None and policy.kl.estimator == "full",
         num_scorings=num_frozen + (policy.proximal == "recompute"),
         critic=config.critic is not None,
         max_requests=engine.max_requests,
         cache_tokens=engine.cache_tokens,
         block_size=engine.block_size,
         step_tokens=engine.tokens_per_step,
-        sampler_tp=options.sampler_tp,
     )
 
 
-def plan_lines(shape: ModelShape, work: Workload, fit: Fit, gpu: Gpu, *, free: bool, mfu: float) -> list[str]:
-    """The plan, line by line; `free` says whether advice may change the layout too."""
-    from millrace.planner.fit import USABLE_SHARE, advice, gigabytes
+def plan_lines(
+    shape: ModelShape, work: Workload, fit: Fit, gpu: Gpu, *, refuse: Refuse, mfu: float
+) -> list[str]:
+    """The plan, line by line; `refuse` says which layouts the recipe does not go with."""
+    from millrace.planner.fit import USABLE_SHARE, gigabytes
     from millrace.planner.step_time import BANDWIDTH_SHARE, step_time
 
     memory, usable = fit.memory, gigabytes(USABLE_SHARE * gpu.memory_bytes)
     active = "" if not shape.num_experts else f", {shape.num_active_parameters:,} of them for a token"
     lines = [
-        f"{fit.split.num_ranks} x {gpu.name}, layout {fit.split} ({fit.why})",
+        f"{fit.layout.num_ranks} x {gpu.name}, layout {fit.layout} ({fit.why})",
         f"model: {shape.num_parameters:,} weights{active}",
         "",
         "memory of the fullest rank, GB",
@@ -206,18 +211,13 @@ def plan_lines(shape: ModelShape, work: Workload, fit: Fit, gpu: Gpu, *, free: b
             lines.append(f"  {name:{NAME_WIDTH}}{gigabytes(size):>{NUMBER_WIDTH}}  {MEANINGS[name]}")
     phases = {"while training": memory.training, "while sampling": memory.sampling}
     lines += [f"  {name:{NAME_WIDTH}}{gigabytes(size):>{NUMBER_WIDTH}}" for name, size in phases.items()]
+    if memory.host:
+        lines.append(f"  {'in the host':{NAME_WIDTH}}{gigabytes(memory.host):>{NUMBER_WIDTH}}  {OFFLOADED}")
     verdict = "it fits" if fit.fits else "it does not fit"
     lines += [f"{verdict}: {gigabytes(memory.peak)} of {usable} GB that may be used", ""]
     if not fit.fits:
-        changes = advice(shape, work, fit, gpu.memory_bytes, free=free)
-        lines += ["what helps, each on top of the ones before"]
-        for change in changes:
-            then = change.fit
-            lines.append(f"  {change.text}: {gigabytes(then.memory.peak)} GB with layout {then.split}")
-        if not changes or not changes[-1].fit.fits:
-            lines += ["  more accelerators, or larger ones"]
-        return lines
-    times = step_time(shape, fit.split, work, memory, gpu, mfu=mfu)
+        return lines + advice_lines(shape, work, fit, gpu, refuse)
+    times = step_time(shape, fit.layout, work, memory, gpu, mfu=mfu)
     rows = {"prefill": times.prefill, "decode": times.decode, "scoring": times.scoring}
     rows |= {"training": times.training, "one after another": times.total}
     lines.append(
@@ -226,4 +226,18 @@ def plan_lines(shape: ModelShape, work: Workload, fit: Fit, gpu: Gpu, *, free: b
         f"{gpu.bandwidth / 1e12:.3g} TB/s"
     )
     lines += [f"  {name:{NAME_WIDTH + 2}}{seconds:>{NUMBER_WIDTH}.3g}" for name, seconds in rows.items()]
+    return lines
+
+
+def advice_lines(shape: ModelShape, work: Workload, fit: Fit, gpu: Gpu, refuse: Refuse) -> list[str]:
+    """What to change where a recipe does not fit, in the words of its settings."""
+    from millrace.planner.fit import advice, gigabytes
+
+    changes = advice(shape, work, fit, gpu.memory_bytes, refuse=refuse)
+    lines = ["what helps, each on top of the ones before"]
+    for change in changes:
+        then = change.fit
+        lines.append(f"  {change.text}: {gigabytes(then.memory.peak)} GB with layout {then.layout}")
+    if not changes or not changes[-1].fit.fits:
+        lines.append("  more accelerators, or larger ones")
     return lines

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from millrace.config.mesh import MeshConfig
     from millrace.orchestration.progress import RunReport
 
 INTERRUPTED = 130
@@ -37,25 +38,39 @@ def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> 
 
     # A mistake in the recipe shows before the seconds it takes to load torch.
     config = load_recipe(recipe, parse_overrides(overrides or []))
-    start_ranks(config.mesh.num_ranks)
-    from millrace.orchestration.launch import train as start
+    if start_ranks(config.mesh):
+        from millrace.orchestration.runtime.ray_trainer import train as start
+    else:
+        from millrace.orchestration.launch import train as start
 
     show_result(as_a_rank(lambda: start(config, recipe=Path(recipe).stem, quiet=quiet)))
 
 
-def start_ranks(num_ranks: int) -> None:
-    """Run this command as each of several ranks, and leave as they do; nothing for one, or for a rank.
+def start_ranks(mesh: MeshConfig) -> bool:
+    """Run this command as each of several processes, and leave as they do; nothing for one, or for a rank.
+
+    Returns:
+        whether Ray is to start the ranks instead.
 
     Raises:
         typer.Exit: with the exit code of the run.
+        PlanError: the sizes of the mesh do not go together.
         RankFailed: one of them failed; the message holds the last of what it said.
     """
     # Those torchrun starts are ranks already.
-    if num_ranks == 1 or "RANK" in os.environ:
-        return
+    if "RANK" in os.environ:
+        return False
+    from millrace.planner.layout import Layout
+
+    # Said once here, and not by every rank.
+    Layout.of(mesh.model_dump())
+    if mesh.launcher == "ray":
+        return True
+    if mesh.num_ranks == 1:
+        return False
     from millrace.orchestration.runtime.local import run_ranks, this_command
 
-    raise typer.Exit(run_ranks(this_command(), num_ranks, environment={QUIETLY: "1"}))
+    raise typer.Exit(run_ranks(this_command(), mesh.num_ranks, environment={QUIETLY: "1"}))
 
 
 def as_a_rank(work: Callable[[], RunReport]) -> RunReport:
@@ -67,7 +82,8 @@ def as_a_rank(work: Callable[[], RunReport]) -> RunReport:
     try:
         return work()
     except Exception as error:
-        from millrace.orchestration.ranks import LOST, lost_others
+        from millrace.orchestration.ranks import lost_others
+        from millrace.orchestration.runtime.watch import LOST
 
         if not lost_others(error):
             raise

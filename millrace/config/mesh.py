@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field, PositiveInt
 
 from millrace.config.section import Section
 
+# What a recipe may use, and the dimensions of the mesh that it does not go with.
+UNDIVIDED = {
+    "deterministic": ("tp",),
+    "policy.kl.estimator full": ("tp", "cp", "pp"),
+    "advantage kind token_baseline": ("tp",),
+    "rollout.top_k": ("tp",),
+    "rollout.top_p": ("tp",),
+}
+
 
 class MeshConfig(Section):
     """How many ranks a run has and what each of them holds; one rank is this process alone."""
 
+    launcher: Literal["processes", "ray"] = Field(
+        "processes",
+        description="who starts the ranks, unless torchrun did: millrace on this machine, or Ray",
+    )
     dp_shard: PositiveInt = Field(
         1, description="ranks that share out a batch, weights, gradients and optimizer states (FSDP2)"
     )
     dp_replicate: PositiveInt = Field(
         1,
         description="groups of such ranks, each of which holds all weights (HSDP)",
+    )
+    tp: PositiveInt = Field(1, description="ranks that share out each layer's matrices (tensor parallel)")
+    pp: PositiveInt = Field(1, description="ranks that share out the layers (pipeline)")
+    cp: PositiveInt = Field(1, description="ranks that share out each sequence (context parallel)")
+    ep: PositiveInt = Field(1, description="ranks of dp_shard that share out the experts of a mixture")
+    sequence_parallel: bool = Field(False, description="with tp, share out the tokens between matrices too")
+    pp_chunks: PositiveInt = Field(1, description="with pp, stages of each rank; more than 1 is interleaved")
+    cp_kind: Literal["ulysses", "ring"] = Field(
+        "ulysses", description="with cp, exchange heads (ulysses) or keys and values (ring)"
     )
     compute: Literal["float32", "bfloat16"] | None = Field(
         None, description="dtype of forward and backward where weights are sharded; null is the precision"
@@ -34,16 +56,32 @@ class MeshConfig(Section):
     @property
     def num_ranks(self) -> int:
         """Processes of the run."""
-        return self.dp_shard * self.dp_replicate
+        return self.dp_shard * self.dp_replicate * self.tp * self.pp * self.cp
 
 
-def idle_mesh(mesh: MeshConfig, *, precision: str, adapter: bool) -> Iterator[str]:
-    """One sentence for each setting of the mesh that can have no effect, or does not go with another."""
+def idle_mesh(mesh: MeshConfig, *, precision: str, adapter: bool, used: Mapping[str, bool]) -> Iterator[str]:
+    """One sentence for each setting of the mesh that can have no effect, or does not go with another.
+
+    Args:
+        mesh: of the recipe.
+        precision: of the weights.
+        adapter: whether one learns.
+        used: which of `UNDIVIDED` the recipe uses.
+    """
+    for name, needs in (("sequence_parallel", "tp"), ("pp_chunks", "pp"), ("cp_kind", "cp")):
+        if getattr(mesh, name) != type(mesh).model_fields[name].default and getattr(mesh, needs) == 1:
+            yield f"mesh.{name} has no effect with mesh.{needs} 1; remove it, or raise mesh.{needs}"
     if mesh.num_ranks == 1:
         for name in ("compute", "reshard_after_forward", "offload", "checkpointing"):
             if getattr(mesh, name) != type(mesh).model_fields[name].default:
                 yield f"mesh.{name} has no effect with one rank; remove it, or raise mesh.dp_shard"
     elif adapter:
-        yield "model.adapter trains on one rank only; remove it, or mesh.dp_shard and mesh.dp_replicate"
+        yield "model.adapter trains on one rank only; remove it, or the settings of mesh that ask for more"
+    for key, names in UNDIVIDED.items():
+        for name in names:
+            if used[key] and getattr(mesh, name) > 1:
+                yield f"{key} does not go with mesh.{name} above 1; set that to 1, or remove {key}"
+    if mesh.cp > 1 and mesh.cp_kind == "ring" and used["deterministic"]:
+        yield "deterministic does not go with mesh.cp_kind ring; set ulysses, or remove deterministic"
     if mesh.compute is not None and precision != "float32":
         yield f"mesh.compute needs weights in float32, and precision is {precision}; remove one of them"

@@ -1,21 +1,7 @@
-"""How ranks are laid out: how many each kind of parallelism takes, and which groups they form.
-
-| dimension | ranks along it hold | tokens they see |
-|---|---|---|
-| pp | other layers | the same |
-| dp_replicate | the same parts of the weights | other segments |
-| dp_shard | other parts of the weights | other segments |
-| cp | other parts of the weights | other tokens of the same segments |
-| tp | other rows or columns of each weight | the same |
-
-Neighbouring ranks differ in the last dimension first. Experts are dealt over `ep` ranks that are neighbours
-along dp_shard.
-"""
+"""The process groups that a layout's ranks form; the dimensions are those of `planner.layout`."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,140 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig
 
-# Outermost first: what talks most lies closest together.
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+from millrace.planner.layout import DIMENSIONS, Layout, Sizes
+
 _EXPERT_DIMENSIONS = ("pp", "dp_replicate", "ep_replicate", "ep", "cp", "tp")
-# What architectures call the number of their experts, and the widths that tp cuts.
+# What architectures call the number of their experts.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How many ranks each kind of parallelism takes.
-
-    Attributes:
-        dp_replicate: groups of ranks that each hold the whole model and see other segments.
-        dp_shard: ranks that share out the weights (FSDP) and see other segments.
-        tp: ranks that share out each layer's matrices.
-        pp: ranks that share out the layers.
-        cp: ranks that share out the tokens of a segment.
-        ep: ranks that share out the experts; a part of dp_shard, so it adds no ranks.
-
-    Raises:
-        ValueError: a number is below 1, ep does not divide dp_shard, or ep and cp are both above 1.
-    """
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-
-    def __post_init__(self) -> None:
-        for name, size in asdict(self).items():
-            if size < 1:
-                raise ValueError(f"mesh.{name} is {size}; it must be at least 1, which means not split")
-        if self.dp_shard % self.ep:
-            raise ValueError(
-                f"mesh.ep is {self.ep}, which does not divide mesh.dp_shard {self.dp_shard}: experts are "
-                f"dealt over a part of it; make dp_shard a multiple of ep"
-            )
-        if self.ep > 1 and self.cp > 1:
-            raise ValueError(f"mesh.ep is {self.ep} and mesh.cp is {self.cp}; set one of them to 1")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes in the order of `DIMENSIONS`."""
-        return tuple(getattr(self, name) for name in DIMENSIONS)
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes it takes."""
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        parts = [f"{name} {size}" for name, size in asdict(self).items() if size > 1 and name != "ep"]
-        return " x ".join(parts) or "of one rank"
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each dimension, and among the ranks that share out the experts (`ep`).
-
-        Raises:
-            ValueError: there is no such rank.
-        """
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank is {rank}, but the layout {self} has ranks 0 to {self.num_ranks - 1}")
-        place = {}
-        left = rank
-        for name, size in reversed(list(zip(DIMENSIONS, self.shape, strict=True))):
-            left, place[name] = divmod(left, size)
-        return {name: place[name] for name in DIMENSIONS} | {"ep": place["dp_shard"] % self.ep}
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of processes that is not the layout's.
-
-        Raises:
-            ValueError: with both numbers.
-        """
-        if num_ranks != self.num_ranks:
-            raise ValueError(
-                f"the layout {self} needs {self.num_ranks} ranks, and there are {num_ranks}; "
-                f"start {self.num_ranks} processes or change the mesh"
-            )
-
-    def check(self, config: PretrainedConfig) -> None:
-        """Refuse a layout that does not divide a model.
-
-        How cp shares out heads is checked where it is used, since only one of its kinds needs it.
-
-        Args:
-            config: the model's.
-
-        Raises:
-            ValueError: with the two numbers that do not fit.
-        """
-        text = config.get_text_config()
-        heads = text.num_attention_heads
-        key_heads = getattr(text, "num_key_value_heads", None) or heads
-        cut = {"attention heads": heads, "key heads": key_heads, "tokens in the vocabulary": text.vocab_size}
-        for field in _WIDTHS:
-            if isinstance(getattr(text, field, None), int):
-                cut[f"{field} (width of the MLP)"] = getattr(text, field)
-        for what, size in cut.items():
-            if size % self.tp:
-                raise ValueError(
-                    f"mesh.tp is {self.tp}, which does not divide the model's {size} {what}; "
-                    f"choose a tp that divides {math.gcd(*cut.values())}"
-                )
-        if text.num_hidden_layers < self.pp:
-            raise ValueError(
-                f"mesh.pp is {self.pp}, but the model has {text.num_hidden_layers} layers; "
-                f"choose a pp of at most that"
-            )
-        experts = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0)
-        if self.ep > 1 and not experts:
-            raise ValueError(
-                f"mesh.ep is {self.ep}, but a {text.model_type} has no experts; set mesh.ep to 1"
-            )
-        if experts % self.ep:
-            raise ValueError(
-                f"mesh.ep is {self.ep}, which does not divide the model's {experts} experts; "
-                f"choose an ep that does"
-            )
-
-    def table(self) -> str:
-        """Rank by rank where it stands, one line each; dimensions of one rank are left out."""
-        names = [name for name in (*DIMENSIONS, "ep") if getattr(self, name) > 1]
-        lines = [("rank", *names)]
-        for rank in range(self.num_ranks):
-            place = self.coordinates(rank)
-            lines.append((str(rank), *(str(place[name]) for name in names)))
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        return "\n".join(
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-        )
 
 
 class Mesh:
@@ -193,7 +50,7 @@ class Mesh:
         Raises:
             ValueError: there is no such dimension.
         """
-        self._check(name)
+        self._check_name(name)
         return int(getattr(self.layout, name))
 
     def rank(self, name: str) -> int:
@@ -202,7 +59,7 @@ class Mesh:
         Raises:
             ValueError: there is no such dimension.
         """
-        self._check(name)
+        self._check_name(name)
         return self._place[name]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
@@ -225,7 +82,7 @@ class Mesh:
     @property
     def num_data_ranks(self) -> int:
         """Into how many shares the segments are dealt."""
-        return self.layout.dp_replicate * self.layout.dp_shard
+        return self.layout.num_data_ranks
 
     @property
     def device(self) -> torch.device:
@@ -256,6 +113,25 @@ class Mesh:
         names = ("dp_replicate", "ep_replicate") if self.layout.dp_replicate > 1 else ("ep_replicate",)
         return self._experts[names]
 
+    def check(self, config: PretrainedConfig) -> None:
+        """Refuse a model that the layout does not divide.
+
+        Raises:
+            PlanError: with the two numbers that do not fit.
+        """
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        self.layout.check(
+            Sizes(
+                num_layers=text.num_hidden_layers,
+                num_heads=heads,
+                num_key_heads=getattr(text, "num_key_value_heads", None) or heads,
+                vocabulary=text.vocab_size,
+                mlp_width=getattr(text, "intermediate_size", None) or 0,
+                num_experts=next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0),
+            )
+        )
+
     def sum_over(self, tensor_N: torch.Tensor, *names: str) -> torch.Tensor:
         """The sum over the ranks along the dimensions named, on `device`, without gradient.
 
@@ -279,7 +155,7 @@ class Mesh:
             return over
         return DeviceMesh._concatenate([device_mesh["dp_replicate"], over])
 
-    def _check(self, name: str) -> None:
+    def _check_name(self, name: str) -> None:
         if name not in self._place:
             raise ValueError(f"the mesh has no dimension {name!r}; it has {', '.join(self._place)}")
 
@@ -294,7 +170,7 @@ def make_mesh(layout: Layout, device_type: str) -> Mesh:
         device_type: "cpu" or "cuda"; the process group must be able to exchange its tensors.
 
     Raises:
-        ValueError: there are not as many ranks as the layout needs.
+        PlanError: there are not as many ranks as the layout needs.
     """
     if not dist.is_initialized():
         layout.check_ranks(1)

@@ -320,7 +320,7 @@ def _time_parts(record: RunRecord) -> list[tuple[str, float, int]]:
     seconds = {first: sum(_number(one.get("time/step_s")) or 0.0 for one in record.warmup)}
     for one in record.reinforcement:
         for key, value in one.items():
-            if key.startswith("time/") and key not in NOT_PARTS:
+            if key.startswith("time/") and key.endswith("_s") and key not in NOT_PARTS:
                 part = key.removeprefix("time/").removesuffix("_s")
                 seconds[part] = seconds.get(part, 0.0) + (_number(value) or 0.0)
     other = seconds.pop("other", 0.0)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from millrace.planner.errors import PlanError
-from millrace.planner.layout import Split
+from millrace.planner.layout import Layout
 from millrace.planner.memory import Memory, Workload, memory_per_rank
 from millrace.planner.model_shape import ModelShape
 
 # Of a device's memory, what tensors may take; the rest is for driver, communication library and holes.
 USABLE_SHARE = 0.95
+# Why a layout cannot be used, None where it can.
+Refuse = Callable[[Layout], str | None]
 # Accelerators that a fast link joins, within which products and experts are shared.
 MACHINE = 8
 
@@ -23,13 +25,13 @@ class Fit:
     """A layout and what it takes.
 
     Attributes:
-        split: the layout.
+        layout: which.
         memory: of its fullest rank.
         fits: whether that is within the usable share of a device.
         why: in a sentence.
     """
 
-    split: Split
+    layout: Layout
     memory: Memory
     fits: bool
     why: str
@@ -53,78 +55,105 @@ def fits(memory: Memory, device_bytes: float) -> bool:
     return memory.peak <= USABLE_SHARE * device_bytes
 
 
-def choose(shape: ModelShape, work: Workload, num_ranks: int, device_bytes: float) -> Fit:
+def judge(shape: ModelShape, layout: Layout, work: Workload, device_bytes: float, why: str = "") -> Fit:
+    """What a layout takes, and whether that fits.
+
+    Raises:
+        PlanError: the layout does not divide the model.
+    """
+    memory = memory_per_rank(shape, layout, work, device_bytes)
+    return Fit(layout, memory, fits(memory, device_bytes), why)
+
+
+def choose(shape: ModelShape, work: Workload, num_ranks: int, device_bytes: float, *, refuse: Refuse) -> Fit:
     """The simplest layout of all ranks that fits; where none does, the one that takes least.
 
     dp_shard alone comes first; tensor, expert, context and pipeline parallel are added in this order, as
     little of each as is needed.
+
+    Args:
+        shape: the model's.
+        work: what the ranks do.
+        num_ranks: how many there are.
+        device_bytes: memory of one device.
+        refuse: why a layout that divides the model cannot be used all the same; None where it can.
+
+    Raises:
+        PlanError: no layout can be used; why the first one cannot.
     """
     tried: list[Fit] = []
-    for split in _candidates(shape, num_ranks):
-        try:
-            memory = memory_per_rank(shape, split, work, device_bytes)
-        except PlanError:
-            continue  # it does not divide this model
-        good = fits(memory, device_bytes)
-        tried.append(Fit(split, memory, good, ""))
-        if good:
+    reasons: list[str] = []
+    for layout in _candidates(num_ranks):
+        reason = layout.misfit(shape) or refuse(layout)
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        tried.append(judge(shape, layout, work, device_bytes))
+        if tried[-1].fits:
             break
+    if not tried:
+        raise PlanError(f"no layout of {num_ranks} ranks can be used: {reasons[0]}")
     if tried[-1].fits:
-        simplest = f"the simplest that fits: {tried[0].split} would take {gigabytes(tried[0].memory.peak)} GB"
+        simplest = (
+            f"the simplest that fits: {tried[0].layout} would take {gigabytes(tried[0].memory.peak)} GB"
+        )
         why = "the simplest layout there is" if len(tried) == 1 else simplest
         return replace(tried[-1], why=why)
     least = min(tried, key=lambda fit: fit.memory.peak)
     return replace(least, why=f"none of {len(tried)} layouts fits, this one takes least")
 
 
-def _candidates(shape: ModelShape, num_ranks: int) -> Iterator[Split]:
-    """Every split into powers of two besides dp_shard, simplest first."""
+def _candidates(num_ranks: int) -> Iterator[Layout]:
+    """Every layout of powers of two besides dp_shard, simplest first."""
     powers = (1, 2, 4, MACHINE)
-    experts = powers if shape.num_experts else (1,)
-    for pp, cp, ep, tp in product(powers, powers, experts, powers):
+    for pp, cp, ep, tp in product(powers, repeat=4):
         inner = pp * cp * tp
-        if num_ranks % inner == 0 and (num_ranks // inner) % ep == 0 and 1 in (ep, cp):
-            yield Split(dp_shard=num_ranks // inner, tp=tp, pp=pp, cp=cp, ep=ep)
+        # What no layout may be, whatever the model.
+        if num_ranks % inner or (num_ranks // inner) % ep or (cp > 1 and max(ep, pp) > 1):
+            continue
+        yield Layout(dp_shard=num_ranks // inner, tp=tp, pp=pp, cp=cp, ep=ep)
 
 
-def advice(shape: ModelShape, work: Workload, fit: Fit, device_bytes: float, *, free: bool) -> list[Advice]:
+def advice(
+    shape: ModelShape, work: Workload, fit: Fit, device_bytes: float, *, refuse: Refuse
+) -> list[Advice]:
     """Changes that help, each on top of the ones before it, until the run fits or nothing is left.
+
+    The layout may change with each of them, and by itself before them.
 
     Args:
         shape: the model's.
         work: what does not fit.
         fit: the layout that it does not fit in.
         device_bytes: memory of one device.
-        free: whether the layout may change too.
+        refuse: as in `choose`.
     """
     found: list[Advice] = []
-    for text, changes in _changes(work, fit.split).items():
+    num_ranks = fit.layout.num_ranks
+    for text, changes in {"another layout": {}, **_changes(work, num_ranks)}.items():
         if fit.fits:
             break
         changed = replace(work, **changes)
-        if free:
-            better = choose(shape, changed, fit.split.num_ranks, device_bytes)
-        else:
-            memory = memory_per_rank(shape, fit.split, changed, device_bytes)
-            better = Fit(fit.split, memory, fits(memory, device_bytes), "")
+        better = choose(shape, changed, num_ranks, device_bytes, refuse=refuse)
         if better.fits or better.memory.peak < fit.memory.peak:
             work, fit = changed, better
             found.append(Advice(text, better))
     return found
 
 
-def _changes(work: Workload, split: Split) -> dict[str, dict[str, Any]]:
-    """What may be changed, cheapest first, and how."""
+def _changes(work: Workload, num_ranks: int) -> dict[str, dict[str, Any]]:
+    """Settings that may be changed, cheapest first, and what of the work they change."""
     requests = max(1, min(work.max_requests, work.num_sequences) // 4)
-    shared = min(split.num_ranks, MACHINE)
-    return {
-        "--compute bfloat16": {"compute_bytes": min(work.compute_bytes, 2)},
-        "--checkpointing full": {"checkpointing": "full"},
+    # These act on sharded weights alone.
+    shared: dict[str, dict[str, Any]] = {
+        "mesh.compute=bfloat16": {"compute_bytes": min(work.compute_bytes, 2)},
+        "mesh.checkpointing=full": {"checkpointing": "full"},
+        "mesh.offload=true": {"offload": True},
+    }
+    return (shared if num_ranks > 1 else {}) | {
         f"policy.tokens_per_micro_batch={work.longest}": {"micro_batch_tokens": work.longest},
-        "--offload": {"offload": True},
         f"engine.max_requests={requests} engine.cache_tokens={requests * work.longest}": {
             "max_requests": requests,
             "cache_tokens": requests * work.longest,
         },
-        f"--sampler-tp {shared}": {"sampler_tp": max(work.sampler_tp, shared)},
     }

@@ -24,17 +24,18 @@ TRAINING = 3
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Operations of one forward, by where they are done."""
+    """Operations of one forward, by where they are done; those of routers are among the experts'."""
 
     projections: int
     scores: int
     mlp: int
+    experts: int
     head: int
 
     @property
     def layers(self) -> int:
         """Without the head."""
-        return self.projections + self.scores + self.mlp
+        return self.projections + self.scores + self.mlp + self.experts
 
     @property
     def total(self) -> int:
@@ -68,11 +69,11 @@ def forward_operations(shape: ModelShape, length_B: Sequence[int], num_predicted
     )
     seen = num_full * _seen(length_B, None) + shape.num_windowed_layers * _seen(length_B, shape.window)
     expert = 6 * shape.experts_per_token * shape.expert_width + 2 * shape.num_experts
-    mlp = shape.width * (num_dense * 6 * shape.mlp_width + shape.num_expert_layers * expert)
     return Operations(
         projections=shape.num_layers * num_tokens * 4 * shape.width * (query + key),
         scores=4 * query * seen,
-        mlp=num_tokens * mlp,
+        mlp=num_tokens * num_dense * 6 * shape.width * shape.mlp_width,
+        experts=num_tokens * shape.num_expert_layers * shape.width * expert,
         head=2 * shape.head_parameters * num_predicted,
     )
 

@@ -23,6 +23,7 @@ class Gpu:
         bfloat16_flops: operations per second of bfloat16 products.
         float32_flops: of float32 products (not TF32, which torch does not use by itself).
         source: who says so.
+        devices: what the driver calls it.
     """
 
     name: str
@@ -31,32 +32,48 @@ class Gpu:
     bfloat16_flops: float
     float32_flops: float
     source: str
+    devices: tuple[str, ...]
 
     def flops(self, compute_bytes: int) -> float:
         """Operations per second of products of numbers of so many bytes."""
         return self.bfloat16_flops if compute_bytes == 2 else self.float32_flops
 
 
-def _gpu(name: str, memory: float, bandwidth: float, bfloat16: float, float32: float, source: str) -> Gpu:
-    """From GB, TB/s and TFLOP/s."""
-    return Gpu(name, memory * 1e9, bandwidth * 1e12, bfloat16 * 1e12, float32 * 1e12, source)
+def _gpu(name: str, numbers: tuple[float, float, float, float], source: str, *devices: str) -> Gpu:
+    """From GB, TB/s, and TFLOP/s of bfloat16 and float32."""
+    memory, bandwidth, bfloat16, float32 = numbers
+    return Gpu(name, memory * 1e9, bandwidth * 1e12, bfloat16 * 1e12, float32 * 1e12, source, devices)
 
 
+_A100, _A100_40 = "NVIDIA A100 datasheet, 80 GB SXM", "NVIDIA A100 datasheet, 40 GB"
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("A100", 80, 2.039, 312, 19.5, "NVIDIA A100 datasheet, 80 GB SXM"),
-        _gpu("A100-40GB", 40, 1.555, 312, 19.5, "NVIDIA A100 datasheet, 40 GB"),
-        _gpu("H100", 80, 3.35, 989, 67, "NVIDIA H100 datasheet, SXM"),
-        _gpu("H200", 141, 4.8, 989, 67, "NVIDIA H200 datasheet, SXM"),
-        _gpu("B200", 180, 8.0, 2250, 75, "NVIDIA DGX B200 datasheet, an eighth of it"),
-        _gpu("L40S", 48, 0.864, 362, 91.6, "NVIDIA L40S datasheet"),
-        _gpu("L4", 24, 0.3, 121, 30.3, "NVIDIA L4 datasheet"),
-        _gpu("3090", 24, 0.936, 71, 35.6, "NVIDIA GA102 whitepaper"),
-        _gpu("4090", 24, 1.008, 165.2, 82.6, "NVIDIA Ada whitepaper"),
-        _gpu("5090", 32, 1.792, 209.5, 104.8, "NVIDIA RTX Blackwell whitepaper"),
+        _gpu("A100", (80, 2.039, 312, 19.5), _A100, "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
+        _gpu("A100-40GB", (40, 1.555, 312, 19.5), _A100_40, "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        _gpu("H100", (80, 3.35, 989, 67), "NVIDIA H100 datasheet, SXM", "NVIDIA H100 80GB HBM3"),
+        _gpu("H200", (141, 4.8, 989, 67), "NVIDIA H200 datasheet, SXM", "NVIDIA H200"),
+        _gpu("B200", (180, 8.0, 2250, 75), "NVIDIA DGX B200 datasheet, an eighth of it", "NVIDIA B200"),
+        _gpu("L40S", (48, 0.864, 362, 91.6), "NVIDIA L40S datasheet", "NVIDIA L40S"),
+        _gpu("L4", (24, 0.3, 121, 30.3), "NVIDIA L4 datasheet", "NVIDIA L4"),
+        _gpu("3090", (24, 0.936, 71, 35.6), "NVIDIA GA102 whitepaper", "NVIDIA GeForce RTX 3090"),
+        _gpu("4090", (24, 1.008, 165.2, 82.6), "NVIDIA Ada whitepaper", "NVIDIA GeForce RTX 4090"),
+        _gpu("5090", (32, 1.792, 209.5, 104.8), "NVIDIA RTX Blackwell whitepaper", "NVIDIA GeForce RTX 5090"),
     )
 }
+# Bytes of a number in the products whose rate is in the table.
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """Operations per second of a device's products, from the table; None for what is not in it.
+
+    Args:
+        device: what the driver calls it, such as "NVIDIA H200"; a part of a device has another name.
+        dtype: of the products' factors, such as "bfloat16".
+    """
+    gpu = next((gpu for gpu in GPUS.values() if device in gpu.devices), None)
+    return None if gpu is None or dtype not in NUMBER_BYTES else gpu.flops(NUMBER_BYTES[dtype])
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import Literal
 
-from millrace.planner.layout import Split
+from millrace.planner.layout import Layout
 from millrace.planner.model_shape import ModelShape
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -44,14 +44,18 @@ class Workload:
         num_sequences: completions of a step.
         samples_per_prompt: of one prompt.
         micro_batch_tokens: tokens in one forward and backward.
-        weight_bytes: of one number of the weights that are trained, their gradients and sums over ranks.
-        compute_bytes: of one number in a forward, and of the sampler's weights.
+        weight_bytes: of one number of the weights that are trained, their gradients and sums over ranks, and
+            of the sampler's weights and cache.
+        compute_bytes: of one number in the trainer's forward.
         moment_bytes: of one number of each of AdamW's two moments.
         checkpointing: what a layer keeps: everything; its input and its products; its input.
         fused_norms: whether norms run in one pass, as on the CPU; without, they keep what they are made of.
+        reshard_after_forward: whether a layer's gathered weights are dropped until its backward.
         sequence: whether tensor parallel shares the residual stream too.
-        offload: whether trainer and sampler leave the device to each other.
-        num_frozen: models besides the policy that score its tokens (reference, teacher).
+        num_chunks: stages of a pipeline on each rank.
+        offload: whether weights, gradients and moments lie in the host's memory.
+        num_frozen: models of the policy's shape that score its tokens (reference, teacher).
+        whole_frozen: whether every rank has the whole of them.
         num_scorings: forwards without gradient over each sequence.
         critic: whether a second model of this shape learns values.
         max_requests: completions that one engine draws at once.
@@ -59,7 +63,6 @@ class Workload:
             free.
         block_size: slots of a block of it.
         step_tokens: of one forward of an engine.
-        sampler_tp: ranks that share one engine's weights and cache.
     """
 
     prompt_tokens: int
@@ -72,31 +75,33 @@ class Workload:
     moment_bytes: int = 4
     checkpointing: Checkpointing = "none"
     fused_norms: bool = False
+    reshard_after_forward: bool = True
     sequence: bool = False
+    num_chunks: int = 1
     offload: bool = False
     num_frozen: int = 0
+    whole_frozen: bool = False
     num_scorings: int = 0
     critic: bool = False
     max_requests: int = 1024
     cache_tokens: int | None = None
     block_size: int = 16
     step_tokens: int = 8192
-    sampler_tp: int = 1
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return self.prompt_tokens + self.completion_tokens
 
-    def micro_tokens(self, split: Split) -> int:
+    def micro_tokens(self, layout: Layout) -> int:
         """Tokens of the fullest micro-batch on one rank: of its data rank's sequences, shared over cp."""
-        share = ceil(self.num_sequences / split.num_data_ranks) * self.longest
-        return ceil(min(self.micro_batch_tokens, share) / split.cp)
+        share = ceil(self.num_sequences / layout.num_data_ranks) * self.longest
+        return ceil(min(self.micro_batch_tokens, share) / layout.cp)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest rank, by what they hold.
+    """Bytes on the device of the fullest rank, by what they hold, and in its host's memory.
 
     Attributes:
         weights: the policy's, as they are trained.
@@ -110,7 +115,7 @@ class Memory:
         sampler: the engine's weights.
         cache: keys and values.
         drawing: logits and one forward of the engine.
-        offload: as in `Workload`.
+        host: weights, moments, critic, frozen and gradients where they lie in the host's memory.
     """
 
     weights: int
@@ -124,18 +129,17 @@ class Memory:
     sampler: int
     cache: int
     drawing: int
-    offload: bool
+    host: int
 
     @property
     def training(self) -> int:
         """While it trains."""
-        passing = self.gradients + self.gathered + self.activations + self.scratch
-        return self._trainer + passing + (0 if self.offload else self.sampler + self.cache)
+        return self._lasting + self.gradients + self.gathered + self.activations + self.scratch
 
     @property
     def sampling(self) -> int:
         """While it samples."""
-        return self.sampler + self.cache + self.drawing + (0 if self.offload else self._trainer)
+        return self._lasting + self.drawing
 
     @property
     def peak(self) -> int:
@@ -143,93 +147,110 @@ class Memory:
         return max(self.training, self.sampling)
 
     @property
-    def _trainer(self) -> int:
-        return self.weights + self.moments + self.critic + self.frozen
+    def _lasting(self) -> int:
+        return self.weights + self.moments + self.critic + self.frozen + self.sampler + self.cache
 
     def parts(self) -> dict[str, int]:
-        """Every part by its name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
+        """Every part on the device by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
 
 
-def memory_per_rank(shape: ModelShape, split: Split, work: Workload, device_bytes: float) -> Memory:
+def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_bytes: float) -> Memory:
     """What the fullest rank holds.
 
     Args:
         shape: the model's.
-        split: how ranks share it.
+        layout: how ranks share it.
         work: what they do.
         device_bytes: memory of one device; only an engine's cache without a size of its own depends on it.
 
     Raises:
         PlanError: the model does not divide so.
     """
-    split.check(shape)
-    held = _held(shape, split)
+    layout.check(shape)
+    held = _held(shape, layout)
     weights = held.sharded * work.weight_bytes
     moments = 2 * held.sharded * work.moment_bytes
-    sampler = ceil(shape.num_parameters / work.sampler_tp) * work.compute_bytes
-    frozen = work.num_frozen * weights
-    cache = _cache(shape, work, device_bytes - weights - sampler)
+    sampler = shape.num_parameters * work.weight_bytes
+    frozen = work.num_frozen * (sampler if work.whole_frozen else weights)
+    critic = work.critic * (weights + moments)
+    # What is whole on each rank is not dealt by FSDP, so it stays on the device.
+    there = 2 * weights + moments + critic + (0 if work.whole_frozen else frozen)
+    here = 0 if work.offload else 1
     return Memory(
-        weights=weights,
-        moments=moments,
-        critic=work.critic * (weights + moments),
-        frozen=frozen,
-        gradients=weights,
-        gathered=_gathered(held, split, work),
-        activations=_activations(shape, split, work),
-        scratch=_scratch(shape, split, work, held),
+        weights=here * weights,
+        moments=here * moments,
+        critic=here * critic,
+        frozen=frozen if work.whole_frozen else here * frozen,
+        gradients=here * weights,
+        gathered=_gathered(held, layout, work),
+        activations=_activations(shape, layout, work),
+        scratch=_scratch(shape, layout, work, held),
         sampler=sampler,
-        cache=cache,
+        cache=_cache(shape, work, device_bytes - 2 * sampler),
         drawing=_drawing(shape, work),
-        offload=work.offload,
+        host=there if work.offload else 0,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Numbers of weights on the fullest rank: of a whole layer, of embedding and head, of its own share."""
+    """Numbers of weights on the fullest rank.
+
+    Attributes:
+        layer: of a whole layer, as it computes with it.
+        ends: of embedding and head.
+        stage: of everything it computes with.
+        sharded: of its own share of that.
+    """
 
     layer: int
     ends: int
+    stage: int
     sharded: int
 
 
-def _held(shape: ModelShape, split: Split) -> _Held:
-    around = ceil(shape.attention_parameters / split.tp) + shape.num_norms * shape.width
-    dense = around + ceil(shape.mlp_parameters / split.tp)
+def _held(shape: ModelShape, layout: Layout) -> _Held:
+    around = ceil(shape.attention_parameters / layout.tp) + shape.num_norms * shape.width
+    dense = around + ceil(shape.mlp_parameters / layout.tp)
     router = around + shape.num_experts * shape.width
-    experts = ceil(shape.num_experts * shape.expert_parameters / split.tp)
-    num_sparse = ceil(shape.num_expert_layers / split.pp)
-    num_dense = ceil(shape.num_layers / split.pp) - num_sparse
-    num_ends = 1 if split.pp > 1 else 2 - shape.tied
-    ends = num_ends * ceil(shape.head_parameters / split.tp) + shape.width
+    # Tensor parallel leaves experts whole.
+    experts = shape.num_experts * shape.expert_parameters
+    num_sparse = ceil(shape.num_expert_layers / layout.pp)
+    num_dense = ceil(shape.num_layers / layout.pp) - num_sparse
+    num_ends = 1 if layout.pp > 1 else 2 - shape.tied
+    ends = num_ends * ceil(shape.head_parameters / layout.tp) + shape.width
     plain = num_dense * dense + num_sparse * router + ends
-    whole = router + ceil(experts / split.ep) if num_sparse else dense
-    return _Held(whole, ends, ceil((plain + num_sparse * experts) / (split.dp_shard * split.cp)))
+    own = ceil(experts / layout.ep)
+    sharded = ceil((plain + num_sparse * experts) / (layout.dp_shard * layout.cp))
+    return _Held(router + own if num_sparse else dense, ends, plain + num_sparse * own, sharded)
 
 
-def _is_gathered(split: Split, work: Workload) -> bool:
-    return split.num_data_ranks * split.cp > 1 or work.compute_bytes != work.weight_bytes
+def _is_gathered(layout: Layout, work: Workload) -> bool:
+    dealt = layout.num_data_ranks * layout.cp > 1
+    return dealt or work.offload or work.compute_bytes != work.weight_bytes
 
 
-def _gathered(held: _Held, split: Split, work: Workload) -> int:
-    """Embedding, head and two layers: the next is fetched while one computes."""
-    return (held.ends + 2 * held.layer) * work.compute_bytes if _is_gathered(split, work) else 0
+def _gathered(held: _Held, layout: Layout, work: Workload) -> int:
+    """Embedding, head and two layers, since the next is fetched while one computes; or all of them."""
+    if not _is_gathered(layout, work):
+        return 0
+    passing = min(held.ends + 2 * held.layer, held.stage)
+    return (passing if work.reshard_after_forward else held.stage) * work.compute_bytes
 
 
-def _kept(shape: ModelShape, split: Split, work: Workload, *, sparse: bool) -> float:
+def _kept(shape: ModelShape, layout: Layout, work: Workload, *, sparse: bool) -> float:
     """Bytes that one token of one layer keeps without checkpointing."""
     c = work.compute_bytes
-    query, key = (n * shape.head_width / split.tp for n in (shape.num_heads, shape.num_key_heads))
-    width = shape.width / (split.tp if work.sequence else 1)
+    query, key = (n * shape.head_width / layout.tp for n in (shape.num_heads, shape.num_key_heads))
+    width = shape.width / (layout.tp if work.sequence else 1)
     # A norm of several operations keeps float32 copies of what it is made of, the last one where it is wide.
     steps = 0 if work.fused_norms else 6 if c == 2 and shape.wide_norms else 4
     total = (shape.num_norms + 2) * width * c + shape.num_norms * (width * steps + 4)
     if shape.head_norms != "none":
-        rows = (shape.num_heads + shape.num_key_heads) / split.tp if shape.head_norms == "head" else 2
+        rows = (shape.num_heads + shape.num_key_heads) / layout.tp if shape.head_norms == "head" else 2
         total += (query + key) * (c + steps) + 4 * rows
-    heads = shape.num_heads / split.tp
+    heads = shape.num_heads / layout.tp
     if _plain_scores(shape, work):
         # The softmax is float32; a narrower copy goes on.
         score = 4 + (c if c == 2 else 0) + (c if shape.capped_scores else 0)
@@ -237,11 +258,12 @@ def _kept(shape: ModelShape, split: Split, work: Workload, *, sparse: bool) -> f
     else:
         total += 5 * query * c + 4 * heads
     if not sparse:
-        return total + 4 * shape.mlp_width / split.tp * c
+        return total + 4 * shape.mlp_width / layout.tp * c
     chosen = shape.experts_per_token
     # Probabilities of all experts; of those chosen, weights and where their tokens went.
     routing = 4 * shape.num_experts + 40 * chosen
-    return total + chosen * (4 * shape.expert_width / split.tp + 2 * width) * c + routing
+    experts = chosen * (4 * shape.expert_width + 2 * shape.width) * c + routing
+    return total + experts / (layout.tp if work.sequence else 1)
 
 
 def _plain_scores(shape: ModelShape, work: Workload) -> bool:
@@ -249,53 +271,58 @@ def _plain_scores(shape: ModelShape, work: Workload) -> bool:
     return shape.capped_scores or work.longest <= SHORT_LENGTH
 
 
-def _products(shape: ModelShape, split: Split, work: Workload, *, sparse: bool) -> float:
+def _products(shape: ModelShape, layout: Layout, work: Workload, *, sparse: bool) -> float:
     """Numbers that the matrix products and the attention of one token and layer give."""
     heads = 2 * (shape.num_heads + shape.num_key_heads) * shape.head_width
     if _plain_scores(shape, work):
         heads += shape.num_heads * work.longest
-    attention = heads / split.tp + shape.width
+    attention = heads / layout.tp + shape.width
     # The products of experts are not among those that selective checkpointing keeps.
-    return attention + (shape.num_experts if sparse else 2 * shape.mlp_width / split.tp + shape.width)
+    return attention + (shape.num_experts if sparse else 2 * shape.mlp_width / layout.tp + shape.width)
 
 
-def _activations(shape: ModelShape, split: Split, work: Workload) -> int:
-    c, num_tokens = work.compute_bytes, work.micro_tokens(split)
-    width = shape.width / (split.tp if work.sequence else 1)
-    num_sparse = ceil(shape.num_expert_layers / split.pp)
-    num_dense = ceil(shape.num_layers / split.pp) - num_sparse
+def _activations(shape: ModelShape, layout: Layout, work: Workload) -> int:
+    c, num_tokens = work.compute_bytes, work.micro_tokens(layout)
+    width = shape.width / (layout.tp if work.sequence else 1)
+    num_sparse = ceil(shape.num_expert_layers / layout.pp)
+    num_dense = ceil(shape.num_layers / layout.pp) - num_sparse
     if work.checkpointing == "none":
-        kept = [_kept(shape, split, work, sparse=sparse) for sparse in (False, True)]
+        kept = [_kept(shape, layout, work, sparse=sparse) for sparse in (False, True)]
     else:
         kept = [width * c, width * c]
     if work.checkpointing == "selective":
-        kept = [kept[sparse] + _products(shape, split, work, sparse=sparse) * c for sparse in (False, True)]
+        kept = [kept[sparse] + _products(shape, layout, work, sparse=sparse) * c for sparse in (False, True)]
     layers = num_dense * kept[0] + num_sparse * kept[1]
-    # The first stage of a pipeline has sent this many micro-batches on before the first comes back.
-    in_flight = split.pp
+    # What the first rank of a pipeline has sent on before the first comes back, in micro-batches.
+    in_flight: float = layout.pp
+    if work.num_chunks > 1:
+        in_flight = (2 * layout.pp - 1 + layout.pp * (work.num_chunks - 1)) / work.num_chunks
     ends = width * (2 * c + (0 if work.fused_norms else 4)) + 2 * shape.head_width * c
     return ceil(num_tokens * (in_flight * layers + ends))
 
 
-def _scratch(shape: ModelShape, split: Split, work: Workload, held: _Held) -> int:
+def _scratch(shape: ModelShape, layout: Layout, work: Workload, held: _Held) -> int:
     """The fuller of two moments: the head's backward, and that of a layer, computed again if need be."""
-    c, num_tokens = work.compute_bytes, work.micro_tokens(split)
-    rows = min(num_tokens, rows_per_chunk(ceil(shape.vocabulary / split.tp), shape.width))
-    vocabulary = shape.vocabulary / split.tp
+    c, num_tokens = work.compute_bytes, work.micro_tokens(layout)
+    rows = min(num_tokens, rows_per_chunk(ceil(shape.vocabulary / layout.tp), shape.width))
+    vocabulary = shape.vocabulary / layout.tp
     chunk, whole, narrow = rows * vocabulary, shape.width * vocabulary, c if c == 2 else 0
     # Two chunks of float32 (a third under a cap) and a narrow one where products are narrower; then the
     # narrow one and its product, which is added to the head's slope in float32.
     chunks = max(chunk * (8 + narrow + 4 * shape.capped_logits), (chunk + whole) * narrow)
     head = chunks + 4 * whole + num_tokens * shape.width * c
     sparse = shape.num_expert_layers > 0
-    inner = shape.experts_per_token * shape.expert_width if sparse else shape.mlp_width
-    layer = (inner / split.tp + 2 * shape.width) * c
+    share = layout.tp if work.sequence else 1
+    inner = shape.mlp_width / layout.tp
+    if sparse:
+        inner = shape.experts_per_token * shape.expert_width / share
+    layer = (inner + 2 * shape.width) * c
     if work.checkpointing != "none":
-        layer += _kept(shape, split, work, sparse=sparse)
+        layer += _kept(shape, layout, work, sparse=sparse)
     if work.checkpointing == "selective":
-        layer -= _products(shape, split, work, sparse=sparse) * c
+        layer -= _products(shape, layout, work, sparse=sparse) * c
     slopes = 0.0
-    if _is_gathered(split, work):
+    if _is_gathered(layout, work):
         # Of the head and of one layer, whole until they are summed over ranks: in the weights' own dtype.
         slopes = (whole + held.layer) * c + (held.layer * work.weight_bytes if c != work.weight_bytes else 0)
     return ceil(max(head, num_tokens * layer + slopes))
@@ -312,7 +339,8 @@ def cache_bytes_per_token(shape: ModelShape, number_bytes: int) -> int:
 
 
 def _cache(shape: ModelShape, work: Workload, free_bytes: float) -> int:
-    each = ceil(cache_bytes_per_token(shape, work.compute_bytes) / work.sampler_tp)
+    """Of an engine that is built beside a whole model, before ranks give their shares of it away."""
+    each = cache_bytes_per_token(shape, work.weight_bytes)
     if work.cache_tokens is not None:
         return work.cache_tokens * each
     slots = work.longest + work.block_size
@@ -326,4 +354,4 @@ def _drawing(shape: ModelShape, work: Workload) -> int:
     inner = max(shape.mlp_width, shape.experts_per_token * shape.expert_width)
     query = (shape.num_heads + 2 * shape.num_key_heads) * shape.head_width
     numbers = work.step_tokens * (3 * inner + query + 3 * shape.width)
-    return ceil(logits + numbers * work.compute_bytes / work.sampler_tp)
+    return logits + numbers * work.weight_bytes

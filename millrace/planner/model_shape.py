@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from millrace.planner.errors import PlanError
+from millrace.planner.layout import Sizes
 
 HeadNorms = Literal["none", "head", "row"]
 
@@ -49,20 +50,14 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes of a decoder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape(Sizes):
+    """All sizes of a decoder: H, J, V, F and E are those of `Sizes`.
 
     Attributes:
         width: D.
-        num_layers: decoder layers.
-        num_heads: H.
-        num_key_heads: J, which divides H.
         head_width: K.
-        vocabulary: V.
         tied: whether the head is the embedding.
-        mlp_width: F of a layer without experts.
-        num_experts: E of a layer with experts; 0 has none.
         experts_per_token: how many of them a token goes through.
         expert_width: F of one expert.
         num_expert_layers: layers whose MLP is experts.
@@ -80,14 +75,8 @@ class ModelShape:
     """
 
     width: int
-    num_layers: int
-    num_heads: int
-    num_key_heads: int
     head_width: int
-    vocabulary: int
     tied: bool
-    mlp_width: int
-    num_experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
     num_expert_layers: int = 0
@@ -140,6 +129,12 @@ class ModelShape:
             capped_scores=config.get("attn_logit_softcapping") is not None,
             capped_logits=config.get("final_logit_softcapping") is not None,
         )
+
+    @classmethod
+    def known(cls, config: Mapping[str, Any]) -> ModelShape | None:
+        """As `of`; None for a model type whose weights are not counted here."""
+        kind = (config.get("text_config") or config).get("model_type")
+        return cls.of(config) if kind in FAMILIES else None
 
     @property
     def attention_parameters(self) -> int:

@@ -11,7 +11,7 @@ from math import ceil
 
 from millrace.planner.flops import TRAINING, forward_operations
 from millrace.planner.hardware import Gpu
-from millrace.planner.layout import Split
+from millrace.planner.layout import Layout
 from millrace.planner.memory import Memory, Workload, cache_bytes_per_token
 from millrace.planner.model_shape import ModelShape
 
@@ -42,17 +42,17 @@ class StepTime:
 
 
 def step_time(
-    shape: ModelShape, split: Split, work: Workload, memory: Memory, gpu: Gpu, *, mfu: float
+    shape: ModelShape, layout: Layout, work: Workload, memory: Memory, gpu: Gpu, *, mfu: float
 ) -> StepTime:
     """Expected time of one batch of reinforcement on all ranks.
 
     Args:
         shape: the model's.
-        split: how ranks share it.
+        layout: how ranks share it.
         work: what they do.
         memory: of `memory_per_rank`; its cache says how many sequences are drawn at once.
         gpu: each rank's.
-        mfu: the share of the peak that products reach, above 0 and at most 1.
+        mfu: the share of the peak that products reach, those computed again too, above 0 and at most 1.
 
     Raises:
         ValueError: the share is not between 0 and 1.
@@ -60,47 +60,46 @@ def step_time(
     if not 0 < mfu <= 1:
         raise ValueError(f"mfu is {mfu}; it must be above 0 and at most 1")
     rate = gpu.flops(work.compute_bytes) * mfu
-    every = rate * split.num_ranks
+    every = rate * layout.num_ranks
+    sampling = gpu.flops(work.weight_bytes) * mfu
     num_tokens = work.num_sequences * work.completion_tokens
     forward = forward_operations(shape, [work.longest] * work.num_sequences, num_tokens)
     num_prompts = ceil(work.num_sequences / work.samples_per_prompt)
     prompts = forward_operations(shape, [work.prompt_tokens] * num_prompts, num_prompts)
     # The backward makes the logits again, and under checkpointing more.
-    again = (
-        forward.head
-        + {
-            "none": 0,
-            "selective": 0 if shape.num_experts == 0 else forward.mlp,
-            "full": forward.layers,
-        }[work.checkpointing]
-    )
-    idle = (split.pp - 1) / _num_micro_batches(split, work)
-    learning = (TRAINING * forward.total + again) * (1 + work.critic) * (1 + idle)
+    again = {"none": 0, "selective": forward.experts, "full": forward.layers}[work.checkpointing]
+    again += forward.head
+    # Without sequence parallel, every rank along tp computes all experts of the same tokens.
+    alike = 0 if work.sequence else (layout.tp - 1) * forward.experts
+    passes = TRAINING + (work.checkpointing != "none")
+    idle = (layout.pp - 1) / (_num_micro_batches(layout, work) * work.num_chunks)
+    learning = TRAINING * forward.total + again + passes * alike
     return StepTime(
-        prefill=prompts.total / every,
-        decode=_decode(shape, split, work, memory, gpu, rate),
-        scoring=forward.total * (work.num_scorings + work.critic) / every,
-        training=learning / every,
+        prefill=prompts.total / (sampling * layout.num_ranks),
+        decode=_decode(shape, layout, work, memory, gpu, sampling),
+        scoring=(forward.total + alike) * (work.num_scorings + work.critic) / every,
+        training=learning * (1 + work.critic) * (1 + idle) / every,
     )
 
 
-def _num_micro_batches(split: Split, work: Workload) -> int:
-    tokens = ceil(work.num_sequences / split.num_data_ranks) * work.longest
+def _num_micro_batches(layout: Layout, work: Workload) -> int:
+    tokens = ceil(work.num_sequences / layout.num_data_ranks) * work.longest
     return ceil(tokens / work.micro_batch_tokens)
 
 
-def _decode(shape: ModelShape, split: Split, work: Workload, memory: Memory, gpu: Gpu, rate: float) -> float:
+def _decode(
+    shape: ModelShape, layout: Layout, work: Workload, memory: Memory, gpu: Gpu, rate: float
+) -> float:
     """Each round draws a token for every sequence at hand: weights are read, and all keys and values."""
-    num_engines = max(1, split.num_ranks // work.sampler_tp)
-    share = ceil(work.num_sequences / num_engines)
-    cached = cache_bytes_per_token(shape, work.compute_bytes) / work.sampler_tp
-    room = max(1, int(memory.cache / cached) // work.longest)
+    share = ceil(work.num_sequences / layout.num_ranks)
+    cached = cache_bytes_per_token(shape, work.weight_bytes)
+    room = max(1, memory.cache // cached // work.longest)
     at_once = min(share, work.max_requests, room)
     waves = ceil(share / at_once)
     context = work.prompt_tokens + work.completion_tokens // 2
     missed = (1 - shape.experts_per_token / max(shape.num_experts, 1)) ** at_once
-    idle = shape.num_expert_parameters * missed * work.compute_bytes / work.sampler_tp
+    idle = shape.num_expert_parameters * missed * work.weight_bytes
     read = memory.sampler - idle + at_once * context * cached
-    products = 2 * at_once * shape.num_active_parameters / work.sampler_tp
+    products = 2 * at_once * shape.num_active_parameters
     seconds = max(read / (gpu.bandwidth * BANDWIDTH_SHARE), products / rate)
     return waves * work.completion_tokens * seconds

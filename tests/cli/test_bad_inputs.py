@@ -94,6 +94,14 @@ def resumed_after_a_crash(lab: Lab) -> Result:
     return lab("resume", "runs/tiny-1")
 
 
+def resumed_with_another_shape(lab: Lab) -> Result:
+    lab.train()
+    Path("runs/tiny-1/summary.json").unlink()
+    recipe = Path("runs/tiny-1/recipe.yaml")
+    recipe.write_text(recipe.read_text().replace("hidden_size: 16", "hidden_size: 32"))
+    return lab("resume", "runs/tiny-1")
+
+
 def two_processes(lab: Lab) -> Result:
     lab.train()
     with open("runs/tiny-1/.lock") as lock:
@@ -239,6 +247,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         "evaluate", "runs/tiny-1", "--checkpoint", "step-000002", damaged=True
     ),
     "the newest checkpoint is damaged, on resume": resumed_after_a_crash,
+    "the checkpoint is of another model than the recipe's": resumed_with_another_shape,
     "there is no such checkpoint": after_a_run("evaluate", "runs/tiny-1", "--checkpoint", "step-9"),
     "the disk is full": full_disk,
     "a file may not grow that large": limited_file_size,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
+from millrace.cli.plan import workload
+from millrace.config.recipe import load_recipe
 from millrace.planner.hardware import GPUS
-from millrace.planner.layout import Split
+from millrace.planner.layout import Layout
 from millrace.planner.memory import Workload, memory_per_rank
 from millrace.planner.model_shape import ModelShape
 from tests.close import close_fp64
@@ -51,13 +54,13 @@ def shown(out: str) -> dict[str, float]:
 
 
 def test_a_plan_shows_the_memory_of_the_fullest_rank(big):
-    result = big("plan", "big.yaml", "--gpus", "2xH200", "--layout", "dp_shard=2", "--checkpointing", "full")
-    work = Workload(**{name: getattr(WORK, name) for name in WORK.__slots__} | {"checkpointing": "full"})
-    memory = memory_per_rank(ModelShape.of(LLAMA_8B), Split(dp_shard=2), work, GPUS["H200"].memory_bytes)
+    result = big("plan", "big.yaml", "--gpus", "2xH200", "--layout", "dp_shard=2", "mesh.checkpointing=full")
+    work = replace(WORK, checkpointing="full")
+    memory = memory_per_rank(ModelShape.of(LLAMA_8B), Layout(dp_shard=2), work, GPUS["H200"].memory_bytes)
     rows = shown(result.out)
     assert result.code == 0
     assert result.out.startswith(
-        "2 x H200, layout dp_shard=2 (as --layout asks for)\nmodel: 8,030,261,248 weights\n"
+        "2 x H200, layout dp_shard=2 (as the recipe's mesh asks for)\nmodel: 8,030,261,248 weights\n"
     )
     for name in ("weights", "moments", "activations", "cache"):
         close_fp64(rows[name], memory.parts()[name] / 1e9, atol=0.05)
@@ -67,7 +70,7 @@ def test_a_plan_shows_the_memory_of_the_fullest_rank(big):
 
 
 def test_a_step_is_timed_at_the_share_that_is_given(big):
-    words = ("plan", "big.yaml", "--gpus", "2xH200", "--checkpointing", "full", "--mfu")
+    words = ("plan", "big.yaml", "--gpus", "2xH200", "mesh.dp_shard=2", "mesh.checkpointing=full", "--mfu")
     slow, quick = (shown(big(*words, mfu).out) for mfu in ("0.2", "0.4"))
     close_fp64(slow["training"], 2 * quick["training"], rtol=0.02)
     assert slow["decode"] == quick["decode"]
@@ -81,24 +84,43 @@ def test_what_does_not_fit_leaves_with_1_and_says_what_helps(big):
     assert "layout dp_shard=1 (none of 1 layouts fits, this one takes least)" in result.out
     advice = result.out.partition("what helps, each on top of the ones before\n")[2].splitlines()
     assert [line.split(":")[0].strip() for line in advice] == [
-        "--checkpointing full",
         "policy.tokens_per_micro_batch=2048",
-        "--offload",
+        "engine.max_requests=4 engine.cache_tokens=8192",
+        "more accelerators, or larger ones",
     ]
-    words = ["--checkpointing", "full", "policy.tokens_per_micro_batch=2048", "--offload"]
-    assert big("plan", "big.yaml", "--gpus", "1xH100", *words).code == 0
     assert "seconds of a step" not in result.out
 
 
+def test_advice_in_the_words_of_settings_leads_to_a_plan_that_fits(big):
+    result = big("plan", "big.yaml", "--gpus", "2xH100", "engine.cache_tokens=20480")
+    lines = result.out.partition("what helps, each on top of the ones before\n")[2].splitlines()
+    words = [line.split(":")[0].strip() for line in lines]
+    assert result.code == 1 and words[0] == "mesh.checkpointing=full"
+    layout = lines[-1].split()[-1]
+    again = big(
+        "plan", "big.yaml", "--gpus", "2xH100", "--layout", layout, "engine.cache_tokens=20480", *words
+    )
+    assert again.code == 0
+    assert f"layout {layout} (as the recipe's mesh asks for)" in again.out
+
+
+def test_weights_in_the_hosts_memory_are_told(big):
+    words = ("plan", "big.yaml", "--gpus", "4xH200", "--layout=dp_shard=4", "mesh.checkpointing=full")
+    plain, moved = shown(big(*words).out), shown(big(*words, "mesh.offload=true").out)
+    # In bfloat16 a gradient is as large as its weight.
+    close_fp64(moved["in the host"], 2 * plain["weights"] + plain["moments"], atol=0.1)
+    assert not {"weights", "moments", "gradients"} & set(moved) and "in the host" not in plain
+
+
 def test_where_nothing_helps_more_accelerators_are_asked_for(big):
-    result = big("plan", "big.yaml", "precision=float32", "--gpus", "1x4090")
+    result = big("plan", "big.yaml", "precision=float32", "--gpus", "2x4090")
     assert result.code == 1
     assert result.out.splitlines()[-1] == "  more accelerators, or larger ones"
-    assert "--compute bfloat16: " in result.out
+    assert "mesh.compute=bfloat16: " in result.out
 
 
 def test_a_model_that_only_scores_and_a_critic_are_counted(big):
-    options = ["--gpus", "8xH200", "--layout", "dp_shard=8", "--checkpointing", "full"]
+    options = ["--gpus", "8xH200", "mesh.dp_shard=8", "mesh.checkpointing=full"]
     plain = shown(big("plan", "big.yaml", *options).out)
     scored = shown(big("plan", "big.yaml", "policy.kl.coefficient=0.1", *options).out)
     assert scored["frozen"] == scored["weights"] == plain["weights"]
@@ -115,6 +137,29 @@ def test_a_fresh_model_is_planned_with_its_architectures_defaults(lab):
     assert "it fits" in result.out
 
 
+def test_what_the_ranks_do_is_what_the_recipe_says(big):
+    shared = {"dp_shard": 2, "tp": 2, "pp": 2, "pp_chunks": 2, "sequence_parallel": True}
+    saving = {"compute": "bfloat16", "checkpointing": "selective", "offload": True}
+    mesh = shared | saving | {"reshard_after_forward": False}
+    config = load_recipe("big.yaml", {"precision": "float32", "mesh": mesh})
+    wide = replace(WORK, weight_bytes=4, moment_bytes=4, checkpointing="selective", offload=True)
+    assert workload(config) == replace(wide, reshard_after_forward=False, sequence=True, num_chunks=2)
+    config = load_recipe("big.yaml", {"policy.kl": {"coefficient": 0.1, "estimator": "full"}})
+    assert workload(config) == replace(WORK, num_frozen=1, num_scorings=1, whole_frozen=True)
+
+
+def test_a_layout_that_the_recipe_does_not_go_with_is_not_chosen(big):
+    words = ("plan", "big.yaml", "--gpus", "8xH200")
+    assert "layout dp_shard=4,tp=2 (the simplest" in big(*words).out
+    # Drawing among few tokens asks for all logits on one rank.
+    assert "layout dp_shard=4,cp=2 (the simplest" in big(*words, "rollout.top_k=5").out
+
+
+def test_ranks_that_exchange_keys_need_not_divide_the_heads(big):
+    words = ("plan", "big.yaml", "--gpus", "3xH200", "--layout", "cp=3", "mesh.checkpointing=full")
+    assert big(*words, "mesh.cp_kind=ring").code == 0
+
+
 def test_nothing_is_run_and_nothing_is_written(big):
     before = sorted(path.name for path in big.folder.rglob("*"))
     assert big("plan", "big.yaml", "--gpus", "8xB200").code == 0
@@ -127,12 +172,21 @@ def test_nothing_is_run_and_nothing_is_written(big):
         (["--gpus", "8xH201"], "there is no accelerator H201 in the table; did you mean H200?"),
         (
             ["--gpus", "8xH200", "--layout", "dp_shard=4"],
-            "--layout dp_shard=4 needs 4 ranks, but --gpus says 8",
+            "the layout dp_shard=4 needs 4 ranks, and there are 8",
         ),
-        (["--gpus", "16xH200", "--layout", "tp=16"], "tp 16 does not divide the model's key heads, 8"),
+        (["--gpus", "16xH200", "--layout", "tp=16"], "does not divide the model's 8 key heads"),
         (
-            ["--gpus", "2xH200", "--sampler-tp", "3"],
-            "--sampler-tp 3 does not divide the 2 accelerators of --gpus",
+            ["--gpus", "8xH200", "--layout", "pp=8", "mesh.pp_chunks=5"],
+            "mesh.pp 8 x mesh.pp_chunks 5 is 40 stages, but the model has 32 layers",
+        ),
+        (
+            ["--gpus", "3xH200", "--layout", "cp=3"],
+            "mesh.cp is 3, which does not divide the 32 attention heads of a rank",
+        ),
+        (["--gpus", "2xH200", "mesh.offload=true"], "mesh.offload has no effect with one rank"),
+        (
+            ["--gpus", "2xH200", "model.adapter={}"],
+            "no layout of 2 ranks can be used: model.adapter trains on one rank only",
         ),
         (
             ["precision=float64", "--gpus", "1xH200"],

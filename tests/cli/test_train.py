@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from millrace.cli.train import result_lines, show_result
+from millrace.cli.train import result_lines, show_result, start_ranks
+from millrace.config.mesh import MeshConfig
 from millrace.orchestration.progress import RunReport
+from millrace.orchestration.runtime import local
+from millrace.planner.errors import PlanError
 
 
 def report(**changes) -> RunReport:
@@ -56,6 +59,13 @@ def test_an_interrupted_run_leaves_with_130_and_how_to_continue(capsys):
         "interrupted after batch 12 at 3:12; everything is saved",
         "continue: millrace resume 'runs/my run-1'",
     ]
+
+
+def test_a_layout_that_cannot_be_is_refused_before_a_process_is_started(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(local, "run_ranks", lambda *given, **more: pytest.fail("ranks were started"))
+    with pytest.raises(PlanError, match="^mesh.ep is 2, which does not divide mesh.dp_shard 3"):
+        start_ranks(MeshConfig(dp_shard=3, ep=2))
 
 
 def test_a_run_is_named_by_its_recipe_and_quiet_shows_the_result_alone(lab):

@@ -85,7 +85,7 @@ def records(num_warmup: int, num_batches: int) -> list[dict[str, Any]]:
             "time/step_s": 3.0,
             "tokens/sampled": 1000,
         }
-        part |= {"time/wall_s": wall_s + 3.0 * step, "time/tokens_per_s": 333.0}
+        part |= {"time/wall_s": wall_s + 3.0 * step, "time/tokens_per_s": 333.0, "time/mfu": 0.4}
         found.append({"stage": "reinforcement", "step": step, **part})
         if step % 10 == 0:
             found.append(evaluation("reinforcement", step, 0.375 + 0.0125 * step, wall_s + 3.0 * step))

@@ -59,7 +59,7 @@ def test_scores_are_counted_pair_by_pair(window):
 def test_a_mixture_counts_the_experts_a_token_goes_through():
     shape = ModelShape.of(shapes.QWEN3_30B)
     ours = forward_operations(shape, [1], 1)
-    assert ours.mlp == 48 * (8 * 6 * 2048 * 768 + 2 * 2048 * 128)
+    assert (ours.mlp, ours.experts) == (0, 48 * (8 * 6 * 2048 * 768 + 2 * 2048 * 128))
     # Twice the active weights but for those that multiply nothing: embedding and norms.
     still = shape.head_parameters + 48 * (2 * 2048 + 2 * 128) + 2048
     assert ours.total - ours.scores == 2 * (shape.num_active_parameters - still)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.planner.errors import PlanError
-from millrace.planner.hardware import GPUS, parse_gpus
+from millrace.planner.hardware import GPUS, parse_gpus, peak_flops
 from tests.close import close_fp64
 
 
@@ -61,3 +61,24 @@ def test_no_entry_is_out_of_the_range_of_its_kind():
         assert 1.5 < gpu.bfloat16_flops / gpu.float32_flops < 35
         assert 15e12 < gpu.float32_flops < 110e12
         assert gpu.source
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA H200", "float32", 67e12),
+        ("NVIDIA A100-SXM4-40GB", "bfloat16", 312e12),
+        ("NVIDIA H200", "float64", None),
+        # A slice, and a card with other rates than the one of the table.
+        ("NVIDIA H200 MIG 1g.18gb", "bfloat16", None),
+        ("NVIDIA H100 PCIe", "bfloat16", None),
+    ],
+)
+def test_the_peak_is_found_by_the_drivers_name(device, dtype, expected):
+    assert peak_flops(device, dtype) == expected
+
+
+def test_no_name_of_the_driver_is_of_two_accelerators():
+    names = [name for gpu in GPUS.values() for name in gpu.devices]
+    assert len(set(names)) == len(names) >= len(GPUS)

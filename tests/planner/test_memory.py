@@ -18,9 +18,10 @@ from millrace.kernels.norm import rms_norm_plain
 from millrace.models.fsdp import PRODUCTS
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.models.logprobs import chosen_hidden, output_head
+from millrace.orchestration import memory as engine_memory
 from millrace.planner import memory as planned
 from millrace.planner.errors import PlanError
-from millrace.planner.layout import Split
+from millrace.planner.layout import Layout
 from millrace.planner.memory import Workload, cache_bytes_per_token, memory_per_rank, rows_per_chunk
 from millrace.planner.model_shape import ModelShape
 from millrace.training.optimizer import adamw
@@ -97,7 +98,7 @@ def planned_for(model: Model, batch: Batch, **changes: Any) -> planned.Memory:
         fused_norms=True,
     )
     shape = ModelShape.of(model.config.to_dict())
-    return memory_per_rank(shape, Split(), replace(work, **changes), 80e9)
+    return memory_per_rank(shape, Layout(), replace(work, **changes), 80e9)
 
 
 def made(kind: str, sizes: dict[str, Any], vocabulary: int, dtype: torch.dtype = torch.float32) -> Model:
@@ -175,6 +176,7 @@ def test_a_large_head_needs_chunks_of_logits():
 def test_the_constants_are_those_of_the_kernels():
     assert planned.CHUNK_ELEMENTS == token_logprob.CHUNK_ELEMENTS
     assert planned.SHORT_LENGTH == packed_attention.SHORT_LENGTH
+    assert planned.CACHE_SHARE == engine_memory.SHARE
     for vocabulary, width in [(700, 192), (151_936, 4096), (9_000_000, 16)]:
         head = torch.empty(vocabulary, width, device="meta")
         assert rows_per_chunk(vocabulary, width) == token_logprob.rows_per_chunk(head)
@@ -193,91 +195,130 @@ def test_keys_and_values_take_what_is_published():
 def test_sharded_state_is_that_of_the_zero_paper():
     # Rajbhandari et al. 2020, figure 1: 7.5 B weights, 120 GB on one device, 1.9 GB on each of 64.
     for num_ranks, expected in ((1, 120.0), (64, 1.9)):
-        memory = memory_per_rank(LLAMA, Split(dp_shard=num_ranks), WORK, 80e9)
+        memory = memory_per_rank(LLAMA, Layout(dp_shard=num_ranks), WORK, 80e9)
         state = memory.weights + memory.gradients + memory.moments
         close_fp64(state / LLAMA.num_parameters * 7.5, expected, rtol=0.02)
 
 
 def test_every_rank_together_holds_the_whole_model():
-    whole = memory_per_rank(LLAMA, Split(), WORK, 80e9).weights
-    for split in (Split(dp_shard=8), Split(tp=8), Split(dp_shard=2, tp=4), Split(dp_shard=2, cp=4)):
-        close_fp64(memory_per_rank(LLAMA, split, WORK, 80e9).weights * 8, whole, rtol=1e-3)
-    assert memory_per_rank(LLAMA, Split(dp_replicate=4), WORK, 80e9).weights == whole
+    whole = memory_per_rank(LLAMA, Layout(), WORK, 80e9).weights
+    for layout in (Layout(dp_shard=8), Layout(tp=8), Layout(dp_shard=2, tp=4), Layout(dp_shard=2, cp=4)):
+        close_fp64(memory_per_rank(LLAMA, layout, WORK, 80e9).weights * 8, whole, rtol=1e-3)
+    assert memory_per_rank(LLAMA, Layout(dp_replicate=4), WORK, 80e9).weights == whole
     # The fullest stage has a head, and all layers of a quarter.
     staged = 32 // 4 * (LLAMA.attention_parameters + LLAMA.mlp_parameters + 2 * 4096)
     staged += LLAMA.head_parameters + 4096
-    assert memory_per_rank(LLAMA, Split(pp=4), WORK, 80e9).weights == staged * 4
+    assert memory_per_rank(LLAMA, Layout(pp=4), WORK, 80e9).weights == staged * 4
 
 
 def test_experts_are_dealt_within_the_ranks_that_share_weights():
     shape = ModelShape.of(shapes.QWEN3_30B)
-    plain, dealt = (memory_per_rank(shape, Split(dp_shard=8, ep=ep), WORK, 80e9) for ep in (1, 8))
+    plain, dealt = (memory_per_rank(shape, Layout(dp_shard=8, ep=ep), WORK, 80e9) for ep in (1, 8))
     assert plain.weights == dealt.weights
     # Two whole layers, of each 7 of 8 experts less; then the slopes of one, in both dtypes.
     assert plain.gathered - dealt.gathered == 2 * 2 * 112 * shape.expert_parameters
     slopes = (2 + 4) * 112 * shape.expert_parameters
     full = replace(WORK, checkpointing="full")
-    plain, dealt = (memory_per_rank(shape, Split(dp_shard=8, ep=ep), full, 80e9) for ep in (1, 8))
+    plain, dealt = (memory_per_rank(shape, Layout(dp_shard=8, ep=ep), full, 80e9) for ep in (1, 8))
     assert plain.scratch - dealt.scratch == slopes
 
 
 def test_ranks_share_activations_as_the_layout_says():
-    one = memory_per_rank(LLAMA, Split(), WORK, 80e9).activations
-    assert memory_per_rank(LLAMA, Split(cp=2), WORK, 80e9).activations == one / 2
-    stages = memory_per_rank(LLAMA, Split(pp=2), WORK, 80e9).activations
+    one = memory_per_rank(LLAMA, Layout(), WORK, 80e9).activations
+    assert memory_per_rank(LLAMA, Layout(cp=2), WORK, 80e9).activations == one / 2
+    stages = memory_per_rank(LLAMA, Layout(pp=2), WORK, 80e9).activations
     close_fp64(stages, one, rtol=0.01)
+    # Interleaved, the first of two ranks has five of its quarters under way, not four.
+    quarters = memory_per_rank(LLAMA, Layout(pp=2), replace(WORK, num_chunks=2), 80e9).activations
+    close_fp64(quarters, one * 5 / 4, rtol=0.01)
     rows = 16384 * 4096 * (4 * 2 + 2 * 4) * 32
-    tensor = memory_per_rank(LLAMA, Split(tp=2), WORK, 80e9).activations
+    tensor = memory_per_rank(LLAMA, Layout(tp=2), WORK, 80e9).activations
     close_fp64(tensor - rows, (one - rows) / 2, rtol=0.01)
-    shared = memory_per_rank(LLAMA, Split(tp=2), replace(WORK, sequence=True), 80e9).activations
+    shared = memory_per_rank(LLAMA, Layout(tp=2), replace(WORK, sequence=True), 80e9).activations
     close_fp64(shared, one / 2, rtol=0.01)
 
 
 def test_a_rank_with_few_sequences_has_smaller_micro_batches():
     few = replace(WORK, num_sequences=8)
-    assert (WORK.micro_tokens(Split()), few.micro_tokens(Split(dp_shard=4))) == (16384, 6000)
-    assert few.micro_tokens(Split(dp_shard=4, cp=4)) == 1500
+    assert (WORK.micro_tokens(Layout()), few.micro_tokens(Layout(dp_shard=4))) == (16384, 6000)
+    assert few.micro_tokens(Layout(dp_shard=4, cp=4)) == 1500
 
 
-def test_offload_leaves_the_device_to_one_of_the_two():
-    both = memory_per_rank(LLAMA, Split(dp_shard=8), WORK, 80e9)
-    alone = memory_per_rank(LLAMA, Split(dp_shard=8), replace(WORK, offload=True), 80e9)
-    assert both.training - alone.training == both.sampler + both.cache
-    assert both.sampling - alone.sampling == both.weights + both.moments
-    assert alone.peak == max(alone.training, alone.sampling) < both.peak
+def test_offload_moves_the_trainers_state_to_the_host():
+    rich = replace(WORK, num_frozen=1, critic=True)
+    here = memory_per_rank(LLAMA, Layout(dp_shard=8), rich, 80e9)
+    there = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(rich, offload=True), 80e9)
+    state = here.weights + here.moments + here.critic + here.frozen
+    assert (here.host, there.host) == (0, state + here.gradients)
+    assert here.training - there.training == there.host
+    assert here.sampling - there.sampling == state
+    # Layers come to the device one by one, even on a rank that has all of them.
+    alone = memory_per_rank(LLAMA, Layout(tp=8), replace(WORK, offload=True, compute_bytes=4), 80e9)
+    assert (alone.weights, alone.gathered > 0) == (0, True)
+
+
+def test_what_is_whole_on_every_rank_stays_on_the_device():
+    whole = replace(WORK, num_frozen=1, whole_frozen=True)
+    plain = memory_per_rank(LLAMA, Layout(dp_shard=8), whole, 80e9)
+    there = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(whole, offload=True), 80e9)
+    assert plain.frozen == there.frozen == 4 * LLAMA.num_parameters
+    assert there.host == 2 * plain.weights + plain.moments
+
+
+def test_layers_that_stay_gathered_take_as_much_as_the_whole_stage():
+    kept = replace(WORK, reshard_after_forward=False)
+    whole = memory_per_rank(LLAMA, Layout(), WORK, 80e9).weights // 4
+    assert memory_per_rank(LLAMA, Layout(dp_shard=8), kept, 80e9).gathered == 2 * whole
+    layer = LLAMA.attention_parameters + LLAMA.mlp_parameters + 2 * 4096
+    passing = memory_per_rank(LLAMA, Layout(dp_shard=8), WORK, 80e9).gathered
+    assert passing == 2 * (2 * layer + 2 * LLAMA.head_parameters + 4096)
+
+
+def test_tensor_parallel_leaves_experts_whole():
+    shape = ModelShape.of(shapes.QWEN3_30B)
+    one, four = (memory_per_rank(shape, Layout(tp=tp), WORK, 80e9) for tp in (1, 4))
+    attention = 48 * shape.attention_parameters + 2 * shape.head_parameters
+    close_fp64((one.weights - four.weights) / 4, attention * 3 / 4, rtol=1e-6)
+    # Of the activations too, unless tokens are shared.
+    kept = 48 * 16384 * 8 * (4 * 768 + 2 * 2048) * 2
+    assert four.activations > kept
+    shared = memory_per_rank(shape, Layout(tp=4), replace(WORK, sequence=True), 80e9)
+    close_fp64(shared.activations, one.activations / 4, rtol=0.02)
 
 
 def test_other_models_of_a_run_are_counted():
-    plain = memory_per_rank(LLAMA, Split(), WORK, 80e9)
-    rich = memory_per_rank(LLAMA, Split(), replace(WORK, num_frozen=2, critic=True), 80e9)
+    plain = memory_per_rank(LLAMA, Layout(), WORK, 80e9)
+    rich = memory_per_rank(LLAMA, Layout(), replace(WORK, num_frozen=2, critic=True), 80e9)
     assert rich.training - plain.training == 2 * plain.weights + plain.weights + plain.moments
 
 
 def test_the_cache_is_what_was_asked_for_or_a_quarter_of_what_is_free():
-    each = cache_bytes_per_token(LLAMA, 2)
-    asked = memory_per_rank(LLAMA, Split(), replace(WORK, cache_tokens=5000), 80e9)
+    each = cache_bytes_per_token(LLAMA, 4)
+    asked = memory_per_rank(LLAMA, Layout(), replace(WORK, cache_tokens=5000), 80e9)
     assert asked.cache == 5000 * each
-    wanted = memory_per_rank(LLAMA, Split(), replace(WORK, max_requests=2), 200e9)
+    wanted = memory_per_rank(LLAMA, Layout(), replace(WORK, max_requests=2), 200e9)
     assert wanted.cache == 2 * 3016 * each
-    little = memory_per_rank(LLAMA, Split(), WORK, 80e9)
+    little = memory_per_rank(LLAMA, Layout(), WORK, 80e9)
     free = 80e9 - little.weights - little.sampler
     assert little.cache == int(0.25 * free) // each * each
-    assert memory_per_rank(LLAMA, Split(), WORK, 1e9).cache == 3016 * each
-    shared = memory_per_rank(LLAMA, Split(tp=4), replace(WORK, cache_tokens=5000, sampler_tp=4), 80e9)
-    assert (shared.cache * 4, shared.sampler * 4) == (asked.cache, asked.sampler)
+    # It is built beside the whole model, and is a whole one itself.
+    shared = memory_per_rank(LLAMA, Layout(dp_shard=2, tp=4), WORK, 80e9)
+    assert (shared.cache, shared.sampler) == (little.cache, little.sampler)
+    assert memory_per_rank(LLAMA, Layout(), WORK, 1e9).cache == 3016 * each
 
 
 def test_what_the_engine_draws_with_is_logits_and_a_forward():
-    memory = memory_per_rank(LLAMA, Split(), replace(WORK, num_sequences=24), 80e9)
-    assert memory.drawing == 8 * 24 * 128_256 + 8192 * (3 * 14336 + 48 * 128 + 3 * 4096) * 2
+    memory = memory_per_rank(LLAMA, Layout(), replace(WORK, num_sequences=24), 80e9)
+    assert memory.drawing == 8 * 24 * 128_256 + 8192 * (3 * 14336 + 48 * 128 + 3 * 4096) * 4
 
 
 def test_the_parts_add_up():
-    memory = memory_per_rank(LLAMA, Split(dp_shard=2), WORK, 80e9)
+    memory = memory_per_rank(LLAMA, Layout(dp_shard=2), WORK, 80e9)
     assert sum(memory.parts().values()) - memory.drawing == memory.training
 
 
 def test_a_model_that_does_not_divide_is_refused():
     with pytest.raises(PlanError) as refused:
-        memory_per_rank(LLAMA, Split(tp=16), WORK, 80e9)
-    assert str(refused.value) == "tp 16 does not divide the model's key heads, 8"
+        memory_per_rank(LLAMA, Layout(tp=16), WORK, 80e9)
+    sentence = "mesh.tp is 16, which does not divide the model's 8 key heads; choose a tp that divides 8"
+    assert str(refused.value) == sentence

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from millrace.kernels.compiled import array, compiled, narrow, wide
 from millrace.kernels.paged_attention_cpu import pool_arrays
-from millrace.kernels.team import cuts, share_out
+from millrace.kernels.team import bounds, cuts, share_out
 
 NO_GAIN = np.empty(0, np.float32)
 # Tokens that pay for the thread they are turned on.
@@ -116,7 +116,8 @@ def _turn(given: Any, into: Any, num_parts: int, part: int) -> None:
     _, num_keys, size, width = value_PJSK.shape
     num_tokens, num_heads, _ = query_THK.shape
     y_K = np.empty(2 * width, np.float32)
-    for t in range(num_tokens * part // num_parts, num_tokens * (part + 1) // num_parts):
+    start, stop = bounds(num_tokens, num_parts, part)
+    for t in range(start, stop):
         for h in range(num_heads):
             x_K = query_TN[t, h * width : (h + 1) * width]
             _turned(x_K, cos_TK[t], sin_TK[t], query_gain_K, eps, y_K)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.kernels.compiled import compiled
-from millrace.kernels.team import cuts, share_out
+from millrace.kernels.team import bounds, cuts, share_out
 
 # A thread costs more than it saves on fewer tokens.
 PART_TOKENS = 1 << 17
@@ -86,15 +86,10 @@ def _narrow(wide_T: Tensor, out_T: Tensor) -> None:
 def _chained(head_P2: Array) -> Array:
     """The carry into each part, from what each says of the one to its right (value, share)."""
     carry_P = np.zeros(len(head_P2))
-    for part in range(len(head_P2) - 2, -1, -1):
-        value, share = head_P2[part + 1]
-        carry_P[part] = value if share == 0 else value + share * carry_P[part + 1]
+    for part in range(len(head_P2) - 1, 0, -1):
+        value, share = head_P2[part]
+        carry_P[part - 1] = value if share == 0 else value + share * carry_P[part]
     return carry_P
-
-
-@compiled("contract")
-def _bounds(num_tokens: int, num_parts: int, part: int) -> tuple[int, int]:
-    return num_tokens * part // num_parts, num_tokens * (part + 1) // num_parts
 
 
 @compiled("contract")
@@ -115,7 +110,7 @@ def _gae_all(common: Common, num_parts: int, num_members: int) -> None:
 def _head(rows: Arrays, head_P2: Array, before: int) -> None:
     """A where the part behind `before` starts as (value, share): value + share times A where it stops."""
     x, w, _ = rows
-    start, stop = _bounds(len(x), len(head_P2), before + 1)
+    start, stop = bounds(len(x), len(head_P2), before + 1)
     value, share = 0.0, 1.0
     for t in range(start, stop):
         value += share * x[t]
@@ -128,7 +123,7 @@ def _head(rows: Arrays, head_P2: Array, before: int) -> None:
 @compiled("contract")
 def _scan(rows: Arrays, carry_P: Array, part: int) -> None:
     x, w, out = rows
-    start, stop = _bounds(len(x), len(carry_P), part)
+    start, stop = bounds(len(x), len(carry_P), part)
     carry = carry_P[part]
     for t in range(stop - 1, start - 1, -1):
         carry = x[t] + w[t] * carry if w[t] != 0 else x[t]
@@ -140,7 +135,7 @@ def _gae_head(common: Common, head_P2: Array, before: int) -> None:
     """As `_head`, of the advantage."""
     rows, segments, gamma = common
     _, end, decay, _ = segments
-    start, stop = _bounds(len(rows[0]), len(head_P2), before + 1)
+    start, stop = bounds(len(rows[0]), len(head_P2), before + 1)
     b = np.searchsorted(end, start, side="right")
     top = min(stop, end[b])
     value = _gae_stretch(rows, segments, gamma, (b, start, top), 0.0, False)
@@ -150,7 +145,7 @@ def _gae_head(common: Common, head_P2: Array, before: int) -> None:
 @compiled("contract")
 def _gae_scan(common: Common, carry_P: Array, part: int) -> None:
     rows, segments, gamma = common
-    start, stop = _bounds(len(rows[0]), len(carry_P), part)
+    start, stop = bounds(len(rows[0]), len(carry_P), part)
     begin, end, _, _ = segments
     top, b = stop, np.searchsorted(end, stop)
     while top > start:

@@ -62,11 +62,11 @@ def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Te
     return (wide_x * gain_D).to(x.dtype)
 
 
-def _forward(x: Tensor, weight_D: Tensor, eps: float, form: Form) -> tuple[Tensor, Tensor]:
-    """The result and k of each row."""
+def _forward(x: Tensor, weight_D: Tensor, eps: float, form: Form) -> tuple[Tensor, Any]:
+    """The result, and the array k of each row."""
     y = torch.empty(x.shape, dtype=x.dtype)
-    scale_N = torch.empty(x.numel() // len(weight_D))
-    arrays = _rows(x), _gain(weight_D, form), np.float32(eps), _rows(y), scale_N.numpy()
+    scale_N = np.empty(x.numel() // len(weight_D), np.float32)
+    arrays = _rows(x), _gain(weight_D, form), np.float32(eps), _rows(y), scale_N
     if x.dtype is torch.float32:
         _normed(*arrays)
     else:
@@ -79,9 +79,12 @@ def _rows(x: Tensor) -> Any:
 
 
 def _gain(weight_D: Tensor, form: Form) -> Any:
-    """The array g, float32."""
-    gain_D = array(weight_D.detach().float())
-    return gain_D + np.float32(1) if form == "gemma" else gain_D
+    """The array g, float32, of memory of its own; no gradient is being recorded."""
+    # torch never again lets go of memory that numpy has seen, and a sharded weight's memory comes and goes.
+    gain_D = weight_D.clone().float().numpy()
+    if form == "gemma":
+        gain_D += np.float32(1)
+    return gain_D
 
 
 class _Norm(torch.autograd.Function):
@@ -90,7 +93,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, form: Form) -> Tensor:
         y, scale_N = _forward(x, weight_D, eps, form)
-        ctx.save_for_backward(x, weight_D, scale_N)
+        ctx.save_for_backward(x, weight_D, torch.from_numpy(scale_N))
         ctx.form = form
         return y
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from millrace.kernels.compiled import array, compiled
 from millrace.kernels.paged_attention import PagedRows
-from millrace.kernels.team import cuts, share_out
+from millrace.kernels.team import bounds, cuts, share_out
 
 # Partial sums of the exponentials: position i goes to sum i % 16, in whatever block it lies.
 LANES = 16
@@ -50,7 +50,6 @@ EXPONENT_BIAS, EXPONENT_SHIFT = np.uint64(1023), np.uint64(52)
 LOWEST = -700.0
 TAYLOR = tuple(1 / factorial(k) for k in range(12, -1, -1))
 
-LINE_BYTES = 64
 # A vector may begin at any address.
 ALIGNED = 1
 
@@ -131,35 +130,7 @@ def pool_arrays(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
     return array(key_PJKS), array(value_PJSK)
 
 
-def _fetch(block: Array) -> None:
-    """Have a contiguous matrix on its way to the cache, where there is one."""
-
-
-@overload(_fetch, strict=False)
-def _fetch_compiled(block: Any) -> Callable[..., None]:
-    return lambda block: _fetch_lines(block)
-
-
-@intrinsic
-def _fetch_lines(context: Any, block: Any) -> tuple[Any, Callable[..., Any]]:
-    """Machine code that asks for every line of it."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        matrix = target.make_array(block)(target, builder, arguments[0])
-        size = builder.mul(matrix.nitems, matrix.itemsize)
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        start = builder.bitcast(matrix.data, byte)
-        step = ir.Constant(size.type, LINE_BYTES)
-        with cgutils.for_range_slice(builder, ir.Constant(size.type, 0), size, step) as (offset, _):
-            builder.call(prefetch, [builder.gep(start, [offset]), word(0), word(3), word(1)])
-        return target.get_dummy_value()
-
-    return types.void(block), generate
-
-
-def _add_product(x_GM: Array, matrix_MN: Array, y_GN: Array) -> None:
+def add_product(x_GM: Array, matrix_MN: Array, y_GN: Array) -> None:
     """Add x @ matrix to y, row after row; a matrix of uint16 holds the bits of bfloat16."""
     for x_G, row_N in zip(x_GM.T, matrix_MN, strict=True):
         if row_N.dtype == np.uint16:
@@ -167,14 +138,14 @@ def _add_product(x_GM: Array, matrix_MN: Array, y_GN: Array) -> None:
         y_GN += x_G[:, None] * row_N
 
 
-@overload(_add_product, strict=False)
+@overload(add_product, strict=False)
 def _add_product_compiled(x_GM: Any, matrix_MN: Any, y_GN: Any) -> Callable[..., None]:
     return lambda x_GM, matrix_MN, y_GN: _add_product_in_tiles(x_GM, matrix_MN, y_GN)
 
 
 @intrinsic
 def _add_product_in_tiles(context: Any, x: Any, matrix: Any, y: Any) -> tuple[Any, Callable[..., Any]]:
-    """As `_add_product`, a tile of y at a time, which stays in registers for all rows of the matrix.
+    """As `add_product`, a tile of y at a time, which stays in registers for all rows of the matrix.
 
     The matrix is contiguous; so are the rows of x and y.
     """
@@ -303,27 +274,22 @@ def _item(
     size = value_PJSK.shape[2]
     blocks = range(start // size, -(-stop // size))
     for c in blocks:
-        if c + 1 < blocks.stop:
-            _fetch(key_PJKS[block_C[c + 1], j])
         score_GS = score_GL[:, c * size : (c + 1) * size]
         score_GS[:] = 0
-        _add_product(query_GK, key_PJKS[block_C[c], j], score_GS)
-    _fetch(value_PJSK[block_C[blocks.start], j])
+        add_product(query_GK, key_PJKS[block_C[c], j], score_GS)
     # Whole strips of lanes, so that a position meets the same partial sum wherever its window begins.
     low, high = start // LANES, -(-stop // LANES)
     for g in range(group):
         score_L = score_GL[g, low * LANES : high * LANES]
         _softmax(score_L, start - low * LANES, stop - low * LANES, softcap)
     for c in blocks:
-        if c + 1 < blocks.stop:
-            _fetch(value_PJSK[block_C[c + 1], j])
         head, tail = max(start, c * size), min(stop, (c + 1) * size)
         value_NK = value_PJSK[block_C[c], j, head - c * size : tail - c * size]
-        _add_product(score_GL[:, head:tail], value_NK, out_GK)
+        add_product(score_GL[:, head:tail], value_NK, out_GK)
     for g in range(group):
         sum_1N[:] = 0
         share_LN = score_GL[g, low * LANES : high * LANES].reshape(high - low, LANES)
-        _add_product(one_1L[:, : high - low], share_LN, sum_1N)
+        add_product(one_1L[:, : high - low], share_LN, sum_1N)
         total = sum_1N[0, 0]
         for lane in range(1, LANES):
             total += sum_1N[0, lane]
@@ -372,7 +338,7 @@ def _attend(
 ) -> None:
     """The items of one part; `lies` are pools and rows, `whole` is all the work and the number of parts."""
     (pools, rows), (total, num_parts) = lies, whole
-    low, high = total * part // num_parts, total * (part + 1) // num_parts
+    low, high = bounds(total, num_parts, part)
     block_BC, start_B, first_B, count_B = rows
     _, num_heads, size, width = pools[1].shape
     group = query_THK.shape[1] // num_heads

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from millrace.kernels.compiled import compiled
 from millrace.kernels.sampling_plain import TILE, heat, numbers
-from millrace.kernels.team import cuts, share_out
+from millrace.kernels.team import bounds, cuts, share_out
 
 # Logits that pay for the thread they are drawn from.
 PART_LOGITS = 1 << 14
@@ -71,7 +71,8 @@ def _over_rows(kernel: Callable[..., None], logit_NV: Tensor, *columns: Tensor) 
 def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, part: int) -> None:
     greedy, heat, uniform, token, logprob = columns
     tile, sums = _buffers(n, logit)
-    for row in range(_first(logit, num_parts, part), _first(logit, num_parts, part + 1)):
+    start, stop = bounds(len(logit), num_parts, part)
+    for row in range(start, stop):
         x = logit[row]
         greatest = _greatest(x)
         scale = heat[row], greatest / heat[row]
@@ -85,17 +86,12 @@ def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, 
 def _row_logprob(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, part: int) -> None:
     target, heat, logprob = columns
     tile, sums = _buffers(n, logit)
-    for row in range(_first(logit, num_parts, part), _first(logit, num_parts, part + 1)):
+    start, stop = bounds(len(logit), num_parts, part)
+    for row in range(start, stop):
         x = logit[row]
         scale = heat[row], _greatest(x) / heat[row]
         _add_up(n, x, scale, tile, sums)
         logprob[row] = _logprob(x[target[row]], scale, sums)
-
-
-@compiled()
-def _first(logit: Array, num_parts: int, part: int) -> int:
-    """The first row of a part."""
-    return len(logit) * part // num_parts
 
 
 @compiled()
@@ -229,7 +225,8 @@ def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: i
         np.empty(LAST_BUCKET + 2, np.int64),
         np.empty(LAST_BUCKET + 2),
     )
-    for row in range(_first(logit, num_parts, part), _first(logit, num_parts, part + 1)):
+    start, stop = bounds(len(logit), num_parts, part)
+    for row in range(start, stop):
         x = logit[row]
         _sort_into_buckets(n, x, heat[row], min_p[row], tile, found)
         max_count = top_k[row] if top_k[row] > 0 else num_tokens

@@ -19,10 +19,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from millrace.kernels.compiled import compiled
+
 Arguments = tuple[Any, ...]
 
 # GNU's entry point, which the runtimes of LLVM and Intel offer too.
 PARALLEL = "GOMP_parallel"
+RUNTIMES = ("libgomp*", "libiomp*", "libomp*")
 SYMBOL = "millrace_parallel"
 PROCESS = os.getpid()
 # More parts than threads: a thread that was held up leaves its rest to the others.
@@ -32,11 +35,13 @@ PARTS_PER_THREAD = 4
 @cache
 def _parallel() -> Any:
     """Torch's OpenMP runtime; None where it has none or a foreign one."""
-    for path in (None, *sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))):
-        try:
-            return getattr(ctypes.CDLL(None if path is None else str(path)), PARALLEL)
-        except (OSError, AttributeError):
-            continue
+    folder = Path(torch.__file__).parent / "lib"
+    shipped = [str(path) for name in RUNTIMES for path in sorted(folder.glob(name))]
+    # None is the process, for a torch that came without its runtime and loaded the system's.
+    for path in (None, *shipped):
+        offered = getattr(ctypes.CDLL(path), PARALLEL, None)
+        if offered is not None:
+            return offered
     return None
 
 
@@ -61,6 +66,12 @@ def _alone(member: int, shared: int, num_members: int, flags: int) -> None:
 
 # Machine code kept on disk names the symbol, so it must be known before any is loaded.
 binding.add_symbol(SYMBOL, ctypes.cast(_parallel() or _alone, ctypes.c_void_p).value)
+
+
+@compiled()
+def bounds(total: int, num_parts: int, part: int) -> tuple[int, int]:
+    """Where a part of `total` things begins and ends; parts differ by at most one thing."""
+    return total * part // num_parts, total * (part + 1) // num_parts
 
 
 def share_out(function: Callable[..., None], arguments: Arguments, num_parts: int, num_members: int) -> None:

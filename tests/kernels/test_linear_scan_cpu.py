@@ -69,6 +69,7 @@ def test_gae_equals_its_definition(seed: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("threads", [2, 3])
 def test_parts_on_threads_equal_one_part(monkeypatch: pytest.MonkeyPatch, threads: int, tokens: int) -> None:
     rows = random_rows(4, torch.float64, lengths=LENGTHS)
+    rows.lam_B[-1] = 0.9  # so that the last part hands something on
     monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: threads)
     expected = estimated(rows, 0.97), scanned(rows, reverse=True), scanned(rows, reverse=False)
     monkeypatch.setattr(cpu, "PART_TOKENS", tokens)

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from millrace.kernels.packed_attention import (
+    Places,
     Segments,
     cached_attention,
     packed_attention,
@@ -69,6 +71,87 @@ def test_packed_attention_in_float32_equals_the_loop_in_float64(options: dict[st
     close_fp32(actual, expected)
 
 
+def random_tree(seed: int) -> tuple[Row, tuple[Tensor, Tensor, Tensor]]:
+    """A row whose segments share tokens; the slots of their tokens, their lengths and first own positions."""
+    rng = np.random.default_rng(seed)
+    segments: list[list[int]] = []
+    lengths, first, num_tokens = [], [], 0
+    for _ in range(9):
+        other = segments[rng.integers(len(segments))] if segments else []
+        shared = int(rng.integers(len(other) + 1)) if rng.random() < 0.7 else 0
+        own = int(rng.integers(0 if shared else 1, 200 if seed % 5 == 0 else 30))
+        segments.append([*other[:shared], *range(num_tokens, num_tokens + own)])
+        lengths.append(shared + own)
+        first.append(shared)
+        num_tokens += own
+    heads, key_heads = HEADS[seed % len(HEADS)]
+    generator = torch.Generator().manual_seed(seed)
+    row = [
+        torch.randn(num_tokens, n, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in (heads, key_heads, key_heads)
+    ]
+    slot_W = torch.tensor([slot for segment in segments for slot in segment])
+    return (row[0], row[1], row[2]), (slot_W, torch.tensor(lengths), torch.tensor(first))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_shared_tokens_give_what_each_segment_with_its_own_copies_gives(seed: int) -> None:
+    inputs, (slot_W, length_A, first_A) = random_tree(seed)
+    num_tokens, num_copies = len(inputs[0]), len(slot_W)
+    assert num_tokens < num_copies and int((first_A > 0).sum()) > 1
+    options = OPTIONS[(seed // 5 + seed) % len(OPTIONS)]
+    segments = Segments.sharing(slot_W, length_A, first_A, num_tokens)
+    actual = packed_attention(*inputs, segments, scale=0.7, **options)
+    copies = packed_attention_loop(*(x[slot_W] for x in inputs), length_A, scale=0.7, **options)
+    place_T = torch.zeros(num_tokens, dtype=torch.long).scatter(0, slot_W, torch.arange(num_copies))
+    expected = copies[place_T]
+    close_fp64(actual, expected)
+    slope = torch.randn(actual.shape, generator=torch.Generator().manual_seed(seed), dtype=actual.dtype)
+    pairs = zip(
+        torch.autograd.grad(actual, inputs, slope), torch.autograd.grad(expected, inputs, slope), strict=True
+    )
+    for ours, theirs in pairs:
+        close_fp64(ours, theirs)
+
+
+def test_segments_that_share_lie_in_rectangles_of_what_is_asked() -> None:
+    def sharing(*spans: tuple[int, int]) -> list[tuple[int, int, int]]:
+        """Shapes of buckets of segments that all begin as the first one, of 200 tokens, does."""
+        slots = [torch.arange(200)]
+        for first, length in spans:
+            slots.append(torch.cat([torch.arange(first), 200 + torch.arange(length - first)]))
+        length_A = torch.tensor([200, *(length for _, length in spans)])
+        first_A = torch.tensor([0, *(first for first, _ in spans)])
+        segments = Segments.sharing(torch.cat(slots), length_A, first_A, 400)
+        assert segments.buckets[0].shape == (1, 200, 200) and not segments.buckets[0].shares
+        assert all(bucket.shares for bucket in segments.buckets[1:])
+        return [bucket.shape for bucket in segments.buckets[1:]]
+
+    assert sharing((100, 110), (100, 120)) == [(2, 20, 120)]
+    # 3 rows of 100 * 200 scores are less than 3 times 100 * 200 + 2 * 101, 4 rows more than with 3 * 101.
+    few = [(100, 101)] * 2
+    assert sharing((100, 200), *few) == [(3, 100, 200)]
+    assert sharing((100, 200), *few, (100, 101)) == [(3, 100, 200), (1, 1, 101)]
+    assert sharing((150, 160), (10, 200)) == [(2, 190, 200)]
+    assert sharing((150, 151), (20, 70), (20, 70)) == [(1, 1, 151), (2, 50, 70)]
+    # Short ones join whatever they waste; of the shortest, whole rectangles are asked.
+    assert sharing((60, 61), (3, 20)) == [(2, 58, 61)]
+    assert sharing((20, 30), (3, 32)) == [(2, 32, 32)]
+    # Nothing is asked of a segment without a token of its own.
+    assert sharing((200, 200), (7, 7)) == []
+
+
+def test_slopes_of_a_token_add_up_over_its_places() -> None:
+    x_T1 = torch.tensor([[1.0], [2.0], [4.0]], requires_grad=True)
+    places = Places.of(torch.tensor([2, 0, 2, 3, 2]), 3)
+    spread_N1 = places.spread(x_T1)
+    assert spread_N1.flatten().tolist() == [4.0, 1.0, 4.0, 0.0, 4.0]
+    (slope_T1,) = torch.autograd.grad(
+        spread_N1, x_T1, torch.tensor([[1.0], [10.0], [100.0], [7.0], [1000.0]])
+    )
+    assert slope_T1.flatten().tolist() == [10.0, 0.0, 1101.0]
+
+
 def test_two_tokens_by_hand() -> None:
     key_TJK, value_TJK = torch.tensor([[[0.0]], [[1.0]]]), torch.tensor([[[2.0]], [[10.0]]])
     query_THK = torch.full((2, 1, 1), float(torch.tensor(3.0).log()))
@@ -111,7 +194,9 @@ def test_changing_one_segment_changes_no_other_bit(options: dict[str, Any]) -> N
 
 
 def rectangles(length: list[int]) -> list[tuple[int, int]]:
-    return [bucket.shape for bucket in Segments.of(torch.tensor(length)).buckets]
+    shapes = [bucket.shape for bucket in Segments.of(torch.tensor(length)).buckets]
+    assert all(queries == keys for _, queries, keys in shapes)
+    return [(size, keys) for size, _, keys in shapes]
 
 
 def test_segments_of_similar_length_share_a_rectangle() -> None:
@@ -127,13 +212,16 @@ def test_every_token_stands_in_one_place_and_padding_wastes_at_most_half(seed: i
     length_B = torch.randint(65, 400, (12,), generator=torch.Generator().manual_seed(seed))
     segments = Segments.of(length_B)
     assert segments.num_tokens == int(length_B.sum())
-    tokens = torch.cat([bucket.slot_BL[bucket.slot_BL < segments.num_tokens] for bucket in segments.buckets])
+    slots = [bucket.key.slot_N for bucket in segments.buckets]
+    tokens = torch.cat([slot_N[slot_N < segments.num_tokens] for slot_N in slots])
     assert sorted(tokens.tolist()) == list(range(segments.num_tokens))
     assert sum(b.shape[0] * b.shape[1] for b in segments.buckets) <= 2 * segments.num_tokens
     for bucket in segments.buckets:
-        inside = (bucket.place_T < bucket.slot_BL.numel()).nonzero()[:, 0]
-        assert torch.equal(bucket.slot_BL[bucket.place_T[inside]], inside)
-        assert int((bucket.slot_BL < segments.num_tokens).sum()) == len(inside)
+        slot_N, place_T = bucket.key.slot_N, bucket.key.place_T
+        inside = (place_T < len(slot_N)).nonzero()[:, 0]
+        assert torch.equal(slot_N[place_T[inside]], inside)
+        assert int((slot_N < segments.num_tokens).sum()) == len(inside)
+        assert bucket.key.again is None and not bucket.shares
 
 
 @pytest.mark.parametrize("length", [[3, 0, 2], []])
@@ -144,8 +232,18 @@ def test_an_empty_segment_is_an_error(length: list[int]) -> None:
 
 def test_segments_move_to_another_device_whole() -> None:
     moved = Segments.of(torch.tensor([2, 200])).to(torch.device("meta"))
-    assert moved.num_tokens == 202 and [bucket.shape for bucket in moved.buckets] == [(1, 200), (1, 2)]
-    assert all(t.is_meta for bucket in moved.buckets for t in (bucket.slot_BL, bucket.place_T))
+    assert moved.num_tokens == 202
+    assert [bucket.shape for bucket in moved.buckets] == [(1, 200, 200), (1, 2, 2)]
+    slot_W = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1, 4])
+    shared = Segments.sharing(slot_W, torch.tensor([3, 3, 3]), torch.tensor([0, 2, 2]), 5)
+    both = shared.to(torch.device("meta"))
+    assert [bucket.shares for bucket in both.buckets] == [False, True]
+    for bucket in (*moved.buckets, *both.buckets):
+        tables = [bucket.start_B, bucket.length_B]
+        for places in (bucket.key, bucket.query):
+            tables += [places.slot_N, places.place_T, *(places.again or ())]
+        assert all(table.is_meta for table in tables)
+    assert both.buckets[1].key.again is not None
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

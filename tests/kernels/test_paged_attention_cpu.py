@@ -357,7 +357,7 @@ def product_case(heads: int, rows: int, columns: int, dtype: str) -> tuple[Any, 
 def test_the_product_in_machine_code_is_the_product(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     # Also where kernels run as Python: only here is the generated code looked at.
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 0)
-    product = numba.njit(fastmath={"contract"})(lambda x, matrix, y: cpu._add_product(x, matrix, y))
+    product = numba.njit(fastmath={"contract"})(lambda x, matrix, y: cpu.add_product(x, matrix, y))
     for heads, rows, columns in [(7, 5, 55), (4, 1, 32), (2, 3, 16), (1, 9, 5), (3, 2, 37), (8, 4, 1)]:
         x, matrix, y = product_case(heads, rows, columns, dtype)
         wide = (
@@ -366,7 +366,7 @@ def test_the_product_in_machine_code_is_the_product(monkeypatch: pytest.MonkeyPa
         expected = torch.from_numpy(y).double() + torch.from_numpy(x).double() @ wide.double()
         ours, twin = y.base.copy()[:, :columns], y.copy()
         product(x, matrix, ours)
-        cpu._add_product(x, matrix, twin)
+        cpu.add_product(x, matrix, twin)
         for actual in (ours, twin):
             if dtype == "float64":
                 close_fp64(actual, expected)

@@ -6,7 +6,6 @@ import math
 import os
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -170,10 +169,6 @@ def test_rows_are_shared_out_where_there_is_enough_to_do(
     reals, series, integers = constants
     assert (*reals, series, *integers) == sampling_plain.numbers(torch.float32) and logits.shape == shape
     assert [column.sum() for column in columns] == [shape[0]]
-
-
-def test_parts_of_rows_follow_each_other() -> None:
-    assert [sampling_cpu._first(np.zeros((7, 2)), 3, part) for part in range(4)] == [0, 2, 4, 7]
 
 
 def test_the_sizes_of_buckets_and_lanes() -> None:

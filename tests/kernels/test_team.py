@@ -4,11 +4,14 @@ import ctypes
 import os
 import subprocess
 import sys
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
+from llvmlite import binding
 
 from millrace.kernels import team
 
@@ -34,15 +37,13 @@ def in_python(value_P: Any, factor: float, num_parts: int, num_members: int) -> 
     team.share_out(fill, (value_P, factor), num_parts, num_members)
 
 
-@pytest.mark.parametrize("num_members", [1, 2, 3, 5])
-@pytest.mark.parametrize("num_parts", [0, 1, 2, 7, 50])
-def test_each_part_is_done_once(monkeypatch: pytest.MonkeyPatch, num_parts: int, num_members: int) -> None:
+def test_each_part_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 0)
-    expected = [0.5 * (1 + 1000 * (part % 3)) for part in range(num_parts)]
     for fill_all in (machine_code(), in_python):
-        value_P = np.zeros(num_parts + 1)
-        fill_all(value_P, 0.5, num_parts, num_members)
-        assert value_P.tolist() == [*expected, 0.0]
+        for num_parts, num_members in product([0, 1, 2, 7, 50], [1, 2, 3, 5]):
+            value_P = np.zeros(num_parts + 1)
+            fill_all(value_P, 0.5, num_parts, num_members)
+            assert value_P.tolist() == [*(0.5 * (1 + 1000 * (part % 3)) for part in range(num_parts)), 0.0]
 
 
 def test_work_is_cut_for_the_threads_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +70,50 @@ def test_the_team_is_as_large_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(team.torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(team, "_parallel", lambda: None)
     assert team.num_threads() == 1
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+def test_parts_of_a_whole_follow_each_other_and_are_as_long(num_parts: int) -> None:
+    for total in (0, 1, 6, 7, 29):
+        cuts = [team.bounds(total, num_parts, part) for part in range(num_parts)]
+        assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts[:-1])]
+        assert cuts[-1][1] == total
+        assert {stop - start for start, stop in cuts} <= {total // num_parts, total // num_parts + 1}
+
+
+def test_only_the_process_and_openmp_runtimes_are_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "lib"
+    library.mkdir()
+    for name in ("libomp.dylib", "libgomp.so.1", "libiomp5.so", "libbackend_with_compiler.so", "libtorch.so"):
+        (library / name).touch()
+    asked: list[Any] = []
+    monkeypatch.setattr(team.torch, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(team.ctypes, "CDLL", lambda path: asked.append(path) or object())
+    assert team._parallel.__wrapped__() is None
+    assert asked == [None, *(str(library / name) for name in ("libgomp.so.1", "libiomp5.so", "libomp.dylib"))]
+
+
+def test_the_runtime_is_given_the_members_and_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def runtime(member: int, shared: int, num_members: int, flags: int) -> None:
+        told.append((num_members, flags))
+        team._alone(member, shared, num_members, flags)
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 0)
+    binding.add_symbol(team.SYMBOL, ctypes.cast(runtime, ctypes.c_void_p).value)
+    try:
+        value_P, fill_all = np.zeros(4), machine_code()
+        for num_members in (1, 2, 3):
+            fill_all(value_P, 0.5, 4, num_members)
+    finally:
+        known = team._parallel() or team._alone
+        binding.add_symbol(team.SYMBOL, ctypes.cast(known, ctypes.c_void_p).value)
+    assert told == [(2, 0), (3, 0)]
+    assert value_P.tolist() == [1.5, 1501.5, 3001.5, 1.5]
 
 
 def test_the_parts_run_on_threads_of_torchs_own_runtime() -> None:

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.kernels.packed_attention import packed_attention_loop
+from millrace.kernels.packed_attention_cpu import short_attention
+from tests.close import close_bf16, close_fp32, close_fp64
+
+HEADS = [(4, 2), (2, 2), (3, 1), (4, 1)]
+Row = tuple[Tensor, Tensor, Tensor]
+
+
+def random_row(seed: int, length_B: Tensor, dtype: torch.dtype = torch.float64) -> Row:
+    """Queries, keys and values; their width fits no vector in every second seed."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, key_heads = HEADS[seed % len(HEADS)]
+    sizes = [(int(length_B.sum()), number, 8 - seed % 2) for number in (heads, key_heads, key_heads)]
+    query_THK, key_TJK, value_TJK = (
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in sizes
+    )
+    return query_THK, key_TJK, value_TJK
+
+
+def segments(length_B: Tensor) -> tuple[Tensor, Tensor]:
+    return length_B.cumsum(0) - length_B, length_B
+
+
+def gradients(out_THK: Tensor, inputs: Row) -> tuple[Tensor, ...]:
+    # Every dtype has these numbers.
+    slope = torch.randn(out_THK.shape, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    slope = slope.to(out_THK.dtype)
+    return torch.autograd.grad(out_THK, inputs, slope)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("seed", range(20))
+def test_short_segments_equal_the_loop_in_values_and_gradients(seed: int, window: int | None) -> None:
+    length_B = torch.randint(1, 36, (5,), generator=torch.Generator().manual_seed(seed))
+    inputs = random_row(seed, length_B)
+    actual = short_attention(*inputs, segments(length_B), scale=0.7, window=window)
+    expected = packed_attention_loop(*inputs, length_B, scale=0.7, window=window)
+    close_fp64(actual, expected)
+    for ours, theirs in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        close_fp64(ours, theirs)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, close_fp32), (torch.bfloat16, close_bf16)])
+def test_narrow_numbers_equal_the_loop_in_float64(dtype, close) -> None:
+    length_B = torch.tensor([16, 1, 31, 17, 4])
+    inputs = random_row(0, length_B, dtype)
+    wide = tuple(x.detach().double().requires_grad_() for x in inputs)
+    actual = short_attention(*inputs, segments(length_B), scale=0.5)
+    expected = packed_attention_loop(*wide, length_B, scale=0.5)
+    assert actual.dtype == dtype
+    close(actual, expected)
+    for ours, theirs in zip(gradients(actual, inputs), gradients(expected, wide), strict=True):
+        assert ours.dtype == dtype
+        close(ours, theirs)
+
+
+def test_tokens_of_other_segments_get_nothing() -> None:
+    length_B = torch.tensor([3, 9, 5])
+    inputs = random_row(1, length_B)
+    start_B = length_B.cumsum(0) - length_B
+    chosen = torch.tensor([0, 2])
+    actual = short_attention(*inputs, (start_B[chosen], length_B[chosen]), scale=0.5)
+    expected = packed_attention_loop(*inputs, length_B, scale=0.5).detach()
+    expected[3:12] = 0
+    close_fp64(actual, expected)
+    for slope in gradients(actual, inputs):
+        assert not slope[3:12].any()
+        assert slope[:3].any() and slope[12:].any()
+
+
+def test_a_segment_has_the_same_bits_alone_and_on_any_number_of_threads() -> None:
+    length_B = torch.tensor([13, 30, 7, 22] * 40)
+    inputs = random_row(0, length_B, torch.float32)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            out_THK = short_attention(*inputs, segments(length_B), scale=0.5)
+            found.append((out_THK, *gradients(out_THK, inputs)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    second = tuple(x.detach()[13:43] for x in inputs)
+    alone_THK = short_attention(*second, segments(torch.tensor([30])), scale=0.5)
+    assert torch.equal(alone_THK, found[0][0][13:43])
+
+
+def test_large_scores_do_not_overflow_and_nan_stays_where_it_is() -> None:
+    length_B = torch.tensor([4, 6])
+    query_THK, key_TJK, value_TJK = (x.detach() for x in random_row(1, length_B, torch.float32))
+    out_THK = short_attention(query_THK * 1e4, key_TJK, value_TJK, segments(length_B), scale=1.0)
+    close_fp32(out_THK, packed_attention_loop(query_THK * 1e4, key_TJK, value_TJK, length_B, scale=1.0))
+    key_TJK[5] = torch.nan
+    out_THK = short_attention(query_THK, key_TJK, value_TJK, segments(length_B), scale=1.0)
+    assert out_THK[:5].isfinite().all()
+    assert out_THK[5:].isnan().all()

@@ -181,7 +181,8 @@ def attention(
             f"{type(module).__name__} asks for a mask, attention sinks or dropout, which are not supported"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query_THK, key_TJK, value_TJK = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Not x[0], whose backward fills a tensor with zeros and writes the slope into it.
+    query_THK, key_TJK, value_TJK = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
     layer: int = module.layer_idx  # type: ignore[assignment]
     return _attended(layer, query_THK, key_TJK, value_TJK, context, options)[None], None

@@ -5,6 +5,7 @@
 | enter, leave | nothing, sum | sum, nothing |
 | gather, scatter | all tokens, own tokens of the sum | own tokens of the sum, all tokens |
 | split, whole | own share, all shares | all shares, own share |
+| exchange | rows to the ranks they are for | the way back |
 
 Where a tensor is the same on all ranks, so is its gradient; where each rank goes on to compute a part with
 it, its gradient is summed. T = packed tokens, D = model width.
@@ -12,7 +13,7 @@ it, its gradient is summed. T = packed tokens, D = model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 TOKENS, FEATURES = -2, -1
 # torch 2.13 gave both new names and warns of the old ones.
@@ -30,8 +32,8 @@ Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """The ranks of a group; each method is called by all of them in step.
+class Peers:
+    """The ranks of a group as each of them sees it; a method is called by all of them in step.
 
     Attributes:
         group: of at least one rank, this one among them.
@@ -64,6 +66,21 @@ class Ranks:
         """All shares along a dimension; what follows is the same on all ranks."""
         return _paired(x, partial(self._joined, dim=dim), partial(self._own, dim=dim))
 
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows from every rank, [sum of received, ...], those of the first rank first (an all-to-all).
+
+        Args:
+            x: rows for the first rank, then for the next, and so on, [sum of sent, ...].
+            sent: how many go to each rank.
+            received: how many come from each.
+        """
+        there, back = list(sent), list(received)
+        return _paired(
+            x,
+            partial(self._exchanged, sent=there, received=back),
+            partial(self._exchanged, sent=back, received=there),
+        )
+
     def _filled(self, x_TD: Tensor) -> Tensor:
         return F.pad(x_TD, (0, 0, 0, -x_TD.shape[TOKENS] % self.group.size()))
 
@@ -85,6 +102,11 @@ class Ranks:
         _ALL_GATHER(joined, first, group=self.group)
         return joined.movedim(0, dim).contiguous()
 
+    def _exchanged(self, x: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
+        return out
+
     def _own(self, x: Tensor, *, dim: int) -> Tensor:
         return x.chunk(self.group.size(), dim)[self.group.rank()].contiguous()
 
@@ -98,6 +120,7 @@ class _Paired(torch.autograd.Function):
         return there(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(slopes[0]), None, None
 

@@ -1,12 +1,12 @@
 """Context parallelism: the tokens of a packed row spread over ranks, so that one long segment spans them all.
 
 A rank embeds, norms and feeds forward its own tokens only; in attention the ranks exchange (`models.ulysses`,
-`models.ring`). Each log-probability is computed on one rank and put together on all, so every rank has the
-whole loss. The gradients of the weights are the part of each rank's tokens: they are summed over the ranks,
-as over data ranks.
+`models.ring`). Each number that a loss needs is computed on the rank that has its token and put together on
+all, so every rank has the whole loss. The gradients of the weights are the part of each rank's tokens: they
+are summed over the ranks, as over data ranks.
 
-T = tokens of this rank, W = tokens of the whole row, B = segments, N = chosen tokens of the row, M = those
-that this rank predicts, P = ranks, D = model width.
+T = tokens of this rank, W = tokens of the whole row, B = segments, N = tokens of the row whose hidden states
+are read, M = those of them on this rank, P = ranks, D = model width.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
-from millrace.kernels.token_logprob import token_logprob
 from millrace.models.attention import Context
-from millrace.models.collectives import Ranks
-from millrace.models.logprobs import hidden_states, output_head, packed_context
+from millrace.models.collectives import Peers
+from millrace.models.logprobs import deterministic, hidden_states, packed_context
 from millrace.models.mesh import Mesh
 from millrace.models.ring import Ring
 from millrace.models.ulysses import Ulysses
@@ -68,25 +67,22 @@ class Share:
         token_T: its tokens.
         position_T: their positions in their segments.
         context: how their attention reaches the other ranks.
-        place_T: their places in the packed row, ascending. A row of fewer tokens than ranks is made up by
-            segments of one token, of which nothing is used; their places are beyond its end.
-        chosen_M: which of the N chosen tokens are predicted here.
-        row_M: the token of this rank that each of them is predicted from.
-        num_chosen: N.
+        read_M: which of the N tokens that are read are here.
+        row_M: the token of this rank that each of them is.
+        num_read: N.
         group: the ranks; None for one.
     """
 
     token_T: Tensor
     position_T: Tensor
     context: Context
-    place_T: Tensor
-    chosen_M: Tensor
+    read_M: Tensor
     row_M: Tensor
-    num_chosen: int
+    num_read: int
     group: dist.ProcessGroup | None
 
-    def chosen_hidden(self, model: PreTrainedModel) -> Tensor:
-        """The hidden state that each chosen token of this rank is predicted from, [M, D].
+    def hidden(self, model: PreTrainedModel) -> Tensor:
+        """The final hidden states that are read here, [M, D].
 
         All ranks must call it, and must run the backward of what they made of it, if only of an empty [0, D]:
         in each layer of both the others wait for them.
@@ -94,23 +90,24 @@ class Share:
         return hidden_states(model, self.token_T, self.position_T, self.context)[self.row_M]
 
     def gather(self, number_M: Tensor) -> Tensor:
-        """One number for each chosen token of this rank, and the other ranks' besides, [N].
+        """One number for each token read on this rank, and the other ranks' besides, [N].
 
         Every rank then makes the same loss of them, which counts once: a number's gradient is that which the
         rank that computed it finds, and is not summed over ranks.
         """
-        whole_N = number_M.new_zeros(self.num_chosen).index_copy(0, self.chosen_M, number_M)
+        whole_N = number_M.new_zeros(self.num_read).index_copy(0, self.read_M, number_M)
         # Each sum is of one number and zeros, so it is exact.
-        return whole_N if self.group is None else Ranks(self.group).leave(whole_N)
+        return whole_N if self.group is None else Peers(self.group).leave(whole_N)
 
 
-def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, *, kind: Kind) -> Share:
+def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, at_N: Tensor, *, kind: Kind) -> Share:
     """This rank's share of a packed row. All ranks along `cp` have the same batch.
 
     Args:
         model: a model from `models.load`.
-        batch: the whole row.
+        batch: the whole row, on the device that computes.
         mesh: its dimension `cp` has the ranks.
+        at_N: places of the tokens whose hidden states are read.
         kind: how ranks exchange; `ulysses` is quicker, `ring` asks nothing of the number of heads.
 
     Raises:
@@ -118,13 +115,14 @@ def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, *, kind: Kind) -
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind is {kind!r}; context parallelism is ulysses or ring")
-    if kind == "ring" and output_head(model).tile is not None:
+    if kind == "ring" and deterministic(model):
         raise ValueError(
             "a deterministic model cannot use kind ring, whose sums depend on the ranks; use ulysses"
         )
     num_ranks, device, group = mesh.size("cp"), batch.token_T.device, mesh.group("cp")
     if group is not None:
-        _check_alike(batch, group)
+        _check_alike(batch, at_N, group)
+    # A row of fewer tokens than ranks is made up by segments of one token, of which nothing is used.
     missing = max(0, num_ranks - batch.num_tokens)
     length_B = torch.cat([batch.length_B.cpu(), torch.ones(missing, dtype=torch.int64)])
     token_W, position_W = (
@@ -132,59 +130,28 @@ def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, *, kind: Kind) -
     )
     dealt = deal(length_B, num_ranks)
     place_T = dealt[mesh.rank("cp")].to(device)
-    predicting_N = batch.action_mask_T.nonzero()[:, 0] - 1
-    row_N = torch.searchsorted(place_T, predicting_N).clamp(max=len(place_T) - 1)
-    chosen_M = (place_T[row_N] == predicting_N).nonzero()[:, 0]
-    packed = packed_context(model, length_B)
+    row_N = torch.searchsorted(place_T, at_N).clamp(max=len(place_T) - 1)
+    read_M = (place_T[row_N] == at_N).nonzero()[:, 0]
+    packed = packed_context(model, length_B.to(device))
     context: Context = packed
     if group is not None and kind == "ulysses":
         context = Ulysses(packed, dealt, group)
     elif group is not None:
         context = Ring(length_B, dealt, group)
-    return Share(
-        token_W[place_T],
-        position_W[place_T],
-        context,
-        place_T,
-        chosen_M,
-        row_N[chosen_M],
-        len(predicting_N),
-        group,
-    )
+    return Share(token_W[place_T], position_W[place_T], context, read_M, row_N[read_M], len(at_N), group)
 
 
-def _check_alike(batch: Batch, group: dist.ProcessGroup) -> None:
-    """Refuse other batches on other ranks, which would wait for each other for ever."""
+def _check_alike(batch: Batch, at_N: Tensor, group: dist.ProcessGroup) -> None:
+    """Refuse other rows on other ranks, which would wait for each other for ever."""
     # NCCL besides wants all ranks in the first exchange of a group, and a ring may leave some out.
     order_W = torch.arange(1, batch.num_tokens + 1, device=batch.token_T.device)
-    chosen, checksum = int(batch.action_mask_T.sum()), int((batch.token_T * order_W).sum())
-    numbers = (batch.num_tokens, batch.num_segments, chosen, checksum)
+    numbers = (batch.num_tokens, batch.num_segments, len(at_N), int((batch.token_T * order_W).sum()))
     mine = torch.tensor(numbers, device=batch.token_T.device)
     all_P = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(all_P, mine, group=group)
     tokens, segments, counts, checksums = torch.stack(all_P, 1).tolist()
     if any(other != numbers for other in zip(tokens, segments, counts, checksums, strict=True)):
         raise ValueError(
-            f"the ranks along mesh.cp have batches of {tokens} tokens, {segments} segments and {counts} "
-            f"chosen tokens, with checksums {checksums}; give all of them the same batch"
+            f"the ranks along mesh.cp have rows of {tokens} tokens, {segments} segments and {counts} tokens "
+            f"that are read, with checksums {checksums}; give all of them the same row"
         )
-
-
-def chosen_logprobs(
-    model: PreTrainedModel, batch: Batch, mesh: Mesh, *, kind: Kind, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """As `models.logprobs.chosen_logprobs`, over the ranks along `cp`: every one of them gets all N.
-
-    Raises:
-        ValueError: as there, as in `shard_row`, or `ulysses` cannot deal out the model's heads.
-    """
-    share = shard_row(model, batch, mesh, kind=kind)
-    target_N, support = batch.token_T[batch.action_mask_T], batch.chosen_support
-    logprob_M, entropy_M = token_logprob(
-        share.chosen_hidden(model),
-        output_head(model),
-        target_N[share.chosen_M],
-        temperature=temperature,
-        support=None if support is None else support[share.chosen_M],
-    )
-    return share.gather(logprob_M), share.gather(entropy_M)

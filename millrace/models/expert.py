@@ -23,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from millrace.kernels.grouped import grouped_linear
+from millrace.models.collectives import Peers
 
 NAME = "millrace"
 # The stacked weights of a layer's experts, [E, 2 M, D] and [E, D, M], under the names of Hugging Face.
@@ -56,7 +56,8 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Rank p of P keeps experts p E/P to (p + 1) E/P - 1. Parameters keep their names and become DTensors, split
     along their first dimension, so `full_tensor()` gives the whole one back; it is a collective. Everything
     else stays as it is. Called before `fully_shard`, which may shard the experts of one rank further over a
-    mesh with the same root; works on the meta device too.
+    mesh with the same root, and before a `Pipeline` is made, of whose stages some may have no experts; works
+    on the meta device too.
 
     Args:
         model: a mixture of experts, the same on all ranks.
@@ -122,10 +123,10 @@ def _elsewhere(module: Any, x_SD: Tensor, count_E: Tensor, group: dist.ProcessGr
     expert_PL = torch.arange(sent_PL.shape[1], device=count_E.device).repeat(num_ranks)
     expert_R = expert_PL.repeat_interleave(arrived_PL.reshape(-1), output_size=sum(arrived_P))
     order_R = expert_R.argsort(stable=True)
-    x_RD: Tensor = _AllToAll.apply(x_SD, sent_P, arrived_P, group)
+    peers = Peers(group)
+    x_RD = peers.exchange(x_SD, sent_P, arrived_P)
     y_RD = _computed(module, x_RD[order_R], arrived.sum(0).tolist())
-    y_SD: Tensor = _AllToAll.apply(y_RD[order_R.argsort()], arrived_P, sent_P, group)
-    return y_SD
+    return peers.exchange(y_RD[order_R.argsort()], arrived_P, sent_P)
 
 
 def _computed(module: Any, x_RD: Tensor, count_L: Sequence[int]) -> Tensor:
@@ -133,28 +134,6 @@ def _computed(module: Any, x_RD: Tensor, count_L: Sequence[int]) -> Tensor:
     up_LMD, down_LDM = (_local(getattr(module, key)) for key in WEIGHTS)
     gated_RM = module._apply_gate(grouped_linear(x_RD, up_LMD, count_L))
     return grouped_linear(gated_RM, down_LDM, count_L)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks they are for; the gradient travels back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_SD: Tensor, sent_P: list[int], arrived_P: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sent_P, ctx.arrived_P, ctx.group = sent_P, arrived_P, group
-        return _exchanged(x_SD, sent_P, arrived_P, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope_RD: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(slope_RD, ctx.arrived_P, ctx.sent_P, ctx.group), None, None, None
-
-
-def _exchanged(x_SD: Tensor, sent_P: list[int], arrived_P: list[int], group: dist.ProcessGroup) -> Tensor:
-    out_RD = x_SD.new_empty(sum(arrived_P), x_SD.shape[1])
-    dist.all_to_all_single(out_RD, x_SD.contiguous(), arrived_P, sent_P, group=group)
-    return out_RD
 
 
 def _group(weight: Tensor) -> dist.ProcessGroup | None:

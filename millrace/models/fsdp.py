@@ -10,7 +10,7 @@ computed from a model runs within the forward of its `Root`, which gathers embed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -26,12 +26,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from millrace.kernels.norm import rms_norm
-from millrace.models.fused import RMSNorm
 from millrace.models.load import Model
 from millrace.models.mesh import Mesh
 
@@ -48,8 +46,6 @@ PRODUCTS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
-# As torch's own clipping, so that a norm of 0 divides nothing by 0.
-NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +87,6 @@ class Root(nn.Module):
         backward too: one that has nothing to compute runs some tokens that weigh nothing.
         """
         return compute(self.model)
-
-    def sum_gradients(self, wanted: bool) -> None:
-        """Whether the backwards to come sum gradients over the ranks, as they do at first.
-
-        Without, a rank's own gradient is kept whole until a backward that does: less traffic for the
-        micro-batches before the last one, at the memory of a whole gradient. Nothing for a model that is not
-        sharded.
-        """
-        if isinstance(self, FSDPModule):
-            self.set_requires_gradient_sync(wanted)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -156,9 +142,6 @@ def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
         if sharding.offload
         else OffloadPolicy(),
     }
-    for module in model.modules():
-        if isinstance(module, RMSNorm) and mesh.device_type == "cpu":
-            module.forward = partial(_normed, module)  # type: ignore[method-assign]
     again = sharding.reshard_after_forward
     for module in _dealt(model):
         fully_shard(module, mesh=mesh.expert_weights, reshard_after_forward=again, **options)
@@ -190,11 +173,6 @@ def _sharded(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
-    # The kernel shows its weight to numpy, and torch never again lets go of memory that numpy has seen.
-    return rms_norm(x, norm.weight.clone(), norm.eps, form=norm.form)
-
-
 def _drop_unless_recorded(root: nn.Module, *_: Any) -> None:
     """After a forward without a backward, which would do it, put each rank's own part back into place."""
     if not torch.is_grad_enabled():
@@ -217,91 +195,84 @@ def _recomputed(forward: Callable[..., Any], checkpointing: Checkpointing, *args
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
-def clip(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    mesh: Mesh,
-    *,
-    dealt: Mapping[nn.Parameter, tuple[str, ...]] | None = None,
-    elsewhere: Collection[nn.Parameter] = (),
-) -> float:
-    """Scale the gradients down to a norm over all weights of all ranks, and give the norm they had.
+def gradient_norms(
+    groups: Iterable[Iterable[nn.Parameter]], mesh: Mesh, *, elsewhere: Collection[nn.Parameter] = ()
+) -> list[float]:
+    """sqrt(sum of g^2) over all ranks for each group of weights, each weight counted once however it is held.
 
-    All ranks call it in step and get the same number. A norm that is not finite spoils the gradients.
+    All ranks call it in step, with as many groups, and get the same numbers.
 
     Args:
-        parameters: whose gradients this rank holds, whole or in part (DTensor); one without counts as 0.
-        max_norm: above 0.
+        groups: of weights that this rank holds, whole or in part (DTensor); each has a gradient.
         mesh: the layout; other pipeline stages hold other weights.
-        dealt: for weights that this rank holds in part as plain tensors, the dimensions of the mesh that they
-            are dealt over ("tp", "ep"), besides what their DTensor says.
-        elsewhere: of the parameters, those whose equal on another pipeline stage is counted there (a tied
-            head).
-
-    Raises:
-        ValueError: `max_norm` is not above 0.
+        elsewhere: weights whose equal on another pipeline stage is counted there (a tied head).
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it must be above 0")
-    held, dealt = list(parameters), dealt or {}
+    rows = [list(group) for group in groups]
     skipped = {id(parameter) for parameter in elsewhere}
-    # The gradients that are summed over the same groups, in an order that is the same on all ranks.
-    pieces: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    gradients = []
-    for parameter in held:
-        groups = _groups(parameter, mesh, dealt.get(parameter, ()))
-        counted = pieces.setdefault(groups, [])
-        if parameter.grad is not None:
-            gradients.append(_local(parameter.grad))
+    # By the ranks that squares are summed over, in an order that is the same on all of them.
+    found: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
+    for index, row in enumerate(rows):
+        for parameter in row:
+            counted = found.setdefault(_groups(parameter), [[] for _ in rows])[index]
             if id(parameter) not in skipped:
-                counted.append(gradients[-1])
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for groups, locals_ in pieces.items():
-        square = torch.nn.utils.get_total_norm(locals_).to(mesh.device, torch.float64).square()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        total += square
-    norm = float(mesh.sum_over(total, "pp").sqrt())
-    if not norm <= max_norm:
-        torch._foreach_mul_(gradients, max_norm / (norm + NORM_EPS))
-    return norm
+                counted.append(_norm(parameter.grad))
+    total_G = torch.zeros(len(rows), dtype=torch.float64, device=mesh.device)
+    for over, parts in found.items():
+        square_G = torch.zeros_like(total_G)
+        for index, part in enumerate(parts):
+            if part:
+                square_G[index] = torch.stack(part).to(total_G).square().sum()
+        for group in over:
+            dist.all_reduce(square_G, group=group)
+        total_G += square_G
+    norm_G: list[float] = mesh.sum_over(total_G, "pp").sqrt().tolist()
+    return norm_G
 
 
-def _groups(parameter: Tensor, mesh: Mesh, dealt: tuple[str, ...]) -> tuple[dist.ProcessGroup, ...]:
+def _norm(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    near = local(gradient)
+    # The norm of a narrow dtype is not rounded to it.
+    return torch.linalg.vector_norm(near, dtype=torch.promote_types(near.dtype, torch.float32))
+
+
+def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Over whom the squares of a parameter's parts are summed."""
-    groups = [mesh.group(name) for name in dealt]
-    if isinstance(parameter, DTensor):
-        over: DeviceMesh = parameter.device_mesh
-        groups += [
-            over.get_group(dim)
-            for dim, placement in enumerate(parameter.placements)
-            if not placement.is_replicate() and over.size(dim) > 1
-        ]
-    return tuple(group for group in groups if group is not None)
+    if not isinstance(parameter, DTensor):
+        return ()
+    over: DeviceMesh = parameter.device_mesh
+    return tuple(
+        over.get_group(dim)
+        for dim, placement in enumerate(parameter.placements)
+        if not placement.is_replicate() and over.size(dim) > 1
+    )
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensors(
-    root: Root, mesh: Mesh, *, gather: Callable[[str, Tensor], Tensor] | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; the ranks that hold parts of it call it in step."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # An offloaded part lies in the host's memory, where the ranks cannot exchange it.
+    near: Any = tensor.to(tensor.device_mesh.device_type)
+    placements = list(near.placements)
+    for dim in range(len(placements)):
+        # One dimension at a time, the last that was dealt first; of two at once torch warns.
+        placements[dim] = Replicate()
+        near = near.redistribute(placements=placements)
+    full: Tensor = near.to_local()
+    return full
+
+
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight whole under its Hugging Face name, tied ones once, one at a time.
 
     All ranks that share weights go through it in step, and each gets all; at any moment a rank holds one
     whole weight besides its own parts.
-
-    Args:
-        root: made by `shard`.
-        mesh: that it was made with.
-        gather: makes a weight whole that is dealt out as plain tensors (`ep`), from its name and what this
-            rank has of it.
     """
-    for name, parameter in root.model.named_parameters():
-        tensor: Any = parameter.detach()
-        if isinstance(tensor, DTensor):
-            # An offloaded part lies in the host's memory, where the ranks cannot exchange it.
-            tensor = tensor.to(mesh.device)
-            tensor = tensor.full_tensor()
-        yield name, tensor if gather is None else gather(name, tensor)
+    for name, parameter in model.named_parameters():
+        yield name, whole(parameter.detach())

@@ -62,7 +62,7 @@ class Linear(nn.Linear):
         return self._packed[1]
 
     def forget_packed(self) -> None:
-        """Give the packed copy's memory back; it is made again when it is next needed."""
+        """Give the packed copy's memory back."""
         self._packed = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,16 +144,15 @@ def pack(model: PreTrainedModel) -> None:
     """Keep a packed copy of every linear weight for forwards without gradient: quicker, at twice the memory.
 
     A copy is made when it is first needed, and anew after its weight was written or moved. A write that
-    autograd does not count (through `.data`, or by another process) needs `unpack` and `pack`.
+    autograd does not count (through `.data`, or by another process) needs `forget_packed`.
     """
     for module in _linears(model):
         module.packs = module.tile is None
 
 
-def unpack(model: PreTrainedModel) -> None:
-    """Drop the packed copies and make no more."""
+def forget_packed(model: PreTrainedModel) -> None:
+    """Give the memory of the packed copies back; each is made again when it is next needed."""
     for module in _linears(model):
-        module.packs = False
         module.forget_packed()
 
 
@@ -181,9 +180,9 @@ def set_deterministic(model: PreTrainedModel, *, tile: int = 32) -> None:
                 f"module {name} is a {type(module).__name__}, whose rows are not known to be independent of "
                 f"the batch; turn deterministic off for {type(model).__name__}"
             )
-    unpack(model)
     for module in _linears(model):
-        module.tile = tile
+        module.tile, module.packs = tile, False
+        module.forget_packed()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) in INVARIANT_ACTIVATIONS:
@@ -249,7 +248,8 @@ def _rotary(theirs: Callable[..., Any]) -> Callable[..., Any]:
         known = query.ndim == 4 and len(query) == 1 and len(cos) == 1 and cos.shape[-1] == query.shape[-1]
         if rest or options or not known or cos.dtype != query.dtype:
             return theirs(query, key, cos, sin, *rest, **options)
-        query, key = rotate(query[0], key[0], cos[0], sin[0])
+        # Not query[0], whose backward fills a tensor with zeros and writes the slope into it.
+        query, key = rotate(*(x.squeeze(0) for x in (query, key, cos, sin)))
         return query[None], key[None]
 
     return rotary

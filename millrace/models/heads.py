@@ -24,7 +24,6 @@ from millrace.models.fused import fuse
 from millrace.models.load import (
     Model,
     ModelError,
-    Weights,
     check_folder,
     checked,
     load_model,
@@ -100,9 +99,9 @@ def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Mode
     return scalar_model(load_model(path, dtype=dtype))
 
 
-def save_scalar_model(model: Model, folder: Path, weights: Weights | None = None) -> None:
-    """An ordinary Hugging Face folder that `AutoModelForSequenceClassification` loads; see `save_model`."""
-    save_model(model, folder, weights)
+def save_scalar_model(model: Model, folder: Path) -> None:
+    """An ordinary Hugging Face folder that `AutoModelForSequenceClassification` loads."""
+    save_model(model, folder)
 
 
 def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: Tensor) -> Tensor:
@@ -120,11 +119,15 @@ def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: T
         ValueError: a segment is empty.
     """
     segments = Segments.of(length_B.cpu()).to(token_T.device)
-    hidden_TD = hidden_states(model, token_T, position_T, Packed(segments))
+    return scores(model, hidden_states(model, token_T, position_T, Packed(segments)))
+
+
+def scores(model: Model, hidden_ND: Tensor) -> Tensor:
+    """The head's number of final hidden states, [N], in float32 (float64 stays float64)."""
     # A product in bfloat16 would round the score to three digits.
-    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    score_T: Tensor = hidden_TD.to(wide) @ _head(model).weight[0].to(wide)
-    return score_T
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    score_N: Tensor = hidden_ND.to(wide) @ _head(model).weight[0].to(wide)
+    return score_N
 
 
 def row_scores(model: Model, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -79,7 +79,7 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
             raise ModelError(
                 f"model.shape does not make a {config.model_type}: {_first_line(error)}"
             ) from None
-    return _checked(model.to(dtype))
+    return checked_logits(model.to(dtype))
 
 
 def check_folder(folder: str | Path) -> Path:
@@ -107,7 +107,7 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
         ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot
             run packed.
     """
-    return _checked(pretrained(AutoModelForCausalLM, check_folder(folder), dtype=dtype))
+    return checked_logits(pretrained(AutoModelForCausalLM, check_folder(folder), dtype=dtype))
 
 
 def pretrained(kind: Any, path: Path, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -152,15 +152,9 @@ def sentences(path: Path) -> Iterator[None]:
         raise ModelError(f"model folder {path} cannot be loaded: {_first_line(error)}") from None
 
 
-def save_model(model: PreTrainedModel, folder: Path, weights: Weights | None = None) -> None:
-    """An ordinary Hugging Face folder that `AutoModelForCausalLM` loads.
-
-    Args:
-        model: whose config is saved.
-        folder: it is made.
-        weights: by name, tied ones once, where the model itself has parts of them; None takes the model's.
-    """
-    model.save_pretrained(folder, safe_serialization=True, state_dict=weights)
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """An ordinary Hugging Face folder that `AutoModelForCausalLM` loads, of a model whole on this rank."""
+    model.save_pretrained(folder, safe_serialization=True)
 
 
 def num_parameters(model: PreTrainedModel) -> int:
@@ -168,8 +162,8 @@ def num_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _checked(model: PreTrainedModel) -> PreTrainedModel:
-    """Refuse a causal language model whose packed logits are not its own plain ones."""
+def checked_logits(model: PreTrainedModel) -> PreTrainedModel:
+    """`checked` for a causal language model: refuse it if its packed logits are not its own plain ones."""
     return checked(
         model,
         "logits",

@@ -30,8 +30,7 @@ from transformers.core_model_loading import (
 from millrace.models import attention
 from millrace.models.fsdp import Root, Sharding, shard
 from millrace.models.fused import fuse
-from millrace.models.load import Model, ModelError, check_folder, checked, sentences
-from millrace.models.logprobs import output_head
+from millrace.models.load import Model, ModelError, check_folder, checked_logits, sentences
 from millrace.models.mesh import Mesh
 
 # Where a part begins and ends along each dimension of a whole weight.
@@ -45,7 +44,6 @@ def load_sharded(
     *,
     dtype: torch.dtype,
     prepare: Callable[[Model], None] | None = None,
-    part: Callable[[str], Part | None] | None = None,
 ) -> Root:
     """A model from a folder, shared out as `models.fsdp.shard` does it; all ranks call it in step.
 
@@ -57,8 +55,6 @@ def load_sharded(
         prepare: changes the model in place before it is shared out, while it has no memory (tensor parallel:
             DTensors over `tp`; fewer layers or experts). The caller then answers for the architecture,
             which is otherwise tried as `load_model` does it.
-        part: what this rank holds of a weight that `prepare` cut into plain tensors, by its name; None, as
-            for any other weight, is all of it.
 
     Raises:
         ModelError: a file is missing or damaged, weights do not fit the config or are stored in a form that
@@ -68,7 +64,7 @@ def load_sharded(
     path = check_folder(folder)
     with sentences(path):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    mesh.layout.check(config)
+    mesh.check(config)
     model = _without_memory(config, path, dtype)
     if prepare is not None:
         prepare(model)
@@ -79,32 +75,16 @@ def load_sharded(
     with ExitStack() as stack:
         files = _Files(path, root.model, stack)
         for name, tensor in _stored(root.model).items():
-            files.read(name, tensor, None if part is None else part(name))
+            files.read(name, tensor)
     if prepare is None:
-        check_packed(root)
+        with torch.no_grad():
+            root(_check_packed)
     return root
 
 
-def check_packed(root: Root) -> None:
-    """Refuse an architecture whose packed forward is not its own plain one, as `load_model` does.
-
-    All ranks call it in step.
-
-    Raises:
-        ModelError: they differ, or one of them cannot be made.
-    """
-
-    def compute(model: Model) -> tuple[Tensor, ...]:
-        checked(
-            model,
-            "logits",
-            packed=lambda hidden_TD: output_head(model).logits(hidden_TD),
-            plain=lambda token_1T: model(token_1T, use_cache=False).logits,
-        )
-        return ()
-
-    with torch.no_grad():
-        root(compute)
+def _check_packed(model: Model) -> tuple[Tensor, ...]:
+    checked_logits(model)
+    return ()
 
 
 def _without_memory(config: PretrainedConfig, path: Path, dtype: torch.dtype) -> Model:
@@ -199,14 +179,8 @@ class _Files:
         self._same = {id(parameter): name for name, parameter in known.items() if name in self._sources}
 
     @torch.no_grad()
-    def read(self, name: str, parameter: Tensor, whole: Part | None) -> None:
-        """Write into a parameter or buffer what this rank keeps of it.
-
-        Args:
-            name: its name.
-            parameter: a DTensor, or plain.
-            whole: which part of the stored weight the ranks share out; None is all of it.
-        """
+    def read(self, name: str, parameter: Tensor) -> None:
+        """Write into a parameter or buffer, a DTensor or plain, what this rank keeps of it."""
         # Of tied weights a file may hold either.
         name = name if name in self._sources else self._same.get(id(parameter), name)
         if name not in self._sources:
@@ -218,18 +192,14 @@ class _Files:
             mesh, placements = parameter.device_mesh, parameter.placements
             begins = list(compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1])
         stored = self._shape(name)
-        wanted = whole or tuple(slice(0, size) for size in stored)
-        if tuple(part.stop - part.start for part in wanted) != tuple(parameter.shape):
+        if stored != tuple(parameter.shape):
             raise ModelError(
                 f"model folder {self._path}: weight {name} is {stored} but config.json makes it "
                 f"{tuple(parameter.shape)}"
             )
         if not local.numel():
             return
-        place = tuple(
-            slice(part.start + begin, part.start + begin + size)
-            for part, begin, size in zip(wanted, begins, local.shape, strict=True)
-        )
+        place = tuple(slice(begin, begin + size) for begin, size in zip(begins, local.shape, strict=True))
         with sentences(self._path):
             local.copy_(self._slice(name, place))
 

@@ -5,24 +5,25 @@ T = packed tokens, N = chosen tokens, D = model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
-from millrace.kernels.packed_attention import Segments
-from millrace.kernels.token_logprob import Head, Supports, token_logprob, token_squares
+from millrace.data.beginnings import common_beginnings
+from millrace.kernels.packed_attention import Places, Segments
+from millrace.kernels.token_logprob import Head, token_logprob
 from millrace.models.attention import INVARIANT_BLOCK, Context, Packed, contiguous_rows
 from millrace.models.fused import Linear
 
 
 def output_head(model: PreTrainedModel) -> Head:
-    """The model's output embedding and what its architecture does to the logits.
+    """The model's output embedding and what its architecture does to the logits; this rank's rows under `tp`.
 
     Raises:
-        ValueError: the model has no linear output embedding.
+        ValueError: the model has no linear output embedding; or its weight is dealt to data ranks, and this
+            is not within the forward that gathers it (`models.fsdp.Root`).
     """
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
@@ -32,11 +33,34 @@ def output_head(model: PreTrainedModel) -> Head:
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
-    if isinstance(linear, Linear):
-        return Head(
-            linear.weight, linear.bias, float(scale), softcap, tile=linear.tile, packed=linear.packed_weight()
+    weight_VD = linear.weight
+    if isinstance(weight_VD, DTensor):
+        raise ValueError(
+            f"the output head of this {type(model).__name__} is dealt to data ranks; compute within the "
+            "forward of its Root, which gathers it"
         )
-    return Head(linear.weight, linear.bias, float(scale), softcap)
+    group, first_row = _slice(linear)
+    ours = linear if isinstance(linear, Linear) else None
+    return Head(
+        weight_VD,
+        linear.bias,
+        float(scale),
+        softcap,
+        tile=None if ours is None else ours.tile,
+        packed=None if ours is None else ours.packed_weight(),
+        group=group,
+        first_row=first_row,
+    )
+
+
+def _slice(linear: nn.Linear) -> tuple[ProcessGroup | None, int]:
+    """Over which ranks `models.tensor` dealt a head's rows, and the first one here; (None, 0) if whole."""
+    # A module reads its own rows; the parameter itself tells of what they are a slice.
+    weight = linear._parameters["weight"]
+    if not isinstance(weight, DTensor):
+        return None, 0
+    group = weight.device_mesh.get_group("tp")
+    return group, group.rank() * (len(weight) // group.size())
 
 
 def hidden_states(model: PreTrainedModel, token_T: Tensor, position_T: Tensor, context: Context) -> Tensor:
@@ -48,17 +72,52 @@ def hidden_states(model: PreTrainedModel, token_T: Tensor, position_T: Tensor, c
         context=context,
         return_dict=True,
     )
-    hidden_TD: Tensor = output.last_hidden_state[0]
+    # Indexing would fill a tensor with zeros in the backward.
+    hidden_TD: Tensor = output.last_hidden_state.squeeze(0)
     return hidden_TD
 
 
+def deterministic(model: nn.Module) -> bool:
+    """Whether `fused.set_deterministic` was called on a model, or on a whole one of which this is a part."""
+    # All linear layers have the tile or none has, and a stage of a pipeline may lack the head.
+    return next((module.tile is not None for module in model.modules() if isinstance(module, Linear)), False)
+
+
 def packed_context(model: PreTrainedModel, length_B: Tensor) -> Packed:
-    """Segments of these lengths, [B] on the CPU; a deterministic model attends as the paged engine does."""
-    device = next(model.parameters()).device
+    """Segments laid end to end; a deterministic model attends as the paged engine does.
+
+    Args:
+        model: from `models.load`, or a part of one.
+        length_B: tokens of each segment, on the device that computes.
+    """
+    device, length_B = length_B.device, length_B.cpu()
     segments = Segments.of(length_B).to(device)
-    if output_head(model).tile is None:
+    if not deterministic(model):
         return Packed(segments)
     return Packed(segments, paged=contiguous_rows(length_B, block_size=INVARIANT_BLOCK, device=device))
+
+
+def states(model: PreTrainedModel, batch: Batch, at_N: Tensor) -> Tensor:
+    """Final hidden states of some tokens of a packed row, [N, D].
+
+    What its segments have in common is computed once, but not by a deterministic model, whose bits are the
+    engine's.
+
+    Args:
+        model: from `models.load`, or a part of one.
+        batch: the row, on the device that computes.
+        at_N: the tokens, in any order.
+    """
+    shared = None if deterministic(model) else common_beginnings(batch.token_T, batch.length_B)
+    if shared is None:
+        context = packed_context(model, batch.length_B)
+        return hidden_states(model, batch.token_T, batch.position_T, context)[at_N]
+    device, num_kept = at_N.device, len(shared.kept_S)
+    segments = Segments.sharing(shared.place_T, batch.length_B.cpu(), shared.first_B, num_kept)
+    context = Packed(segments.to(device))
+    kept_S = shared.kept_S.to(device)
+    hidden_SD = hidden_states(model, batch.token_T[kept_S], batch.position_T[kept_S], context)
+    return Places.of(shared.place_T[at_N.cpu()], num_kept).to(device).spread(hidden_SD)
 
 
 def chosen_hidden(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -67,10 +126,8 @@ def chosen_hidden(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]
     A token is predicted from the hidden state before it, so the first token of a segment cannot be chosen.
     A batch without chosen tokens gives N = 0, through which a gradient of 0 flows.
     """
-    context = packed_context(model, batch.length_B.cpu())
-    hidden_TD = hidden_states(model, batch.token_T, batch.position_T, context)
     index_N = batch.action_mask_T.nonzero()[:, 0]
-    return hidden_TD[index_N - 1], batch.token_T[index_N]
+    return states(model, batch, index_N - 1), batch.token_T[index_N]
 
 
 def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -84,48 +141,3 @@ def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float)
     hidden_ND, target_N = chosen_hidden(model, batch)
     support = batch.chosen_support
     return token_logprob(hidden_ND, output_head(model), target_N, temperature=temperature, support=support)
-
-
-def packed_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
-    """Log-probabilities of the chosen tokens without gradient, [T], 0 elsewhere.
-
-    Computed in micro-batches of at most `max_tokens` tokens, whole segments each.
-
-    Raises:
-        ValueError: one segment alone is longer than `max_tokens`, the temperature is not above 0, or a
-            support lacks its token.
-    """
-
-    def logprob(hidden_ND: Tensor, head: Head, target_N: Tensor, support: Supports | None) -> Tensor:
-        return token_logprob(hidden_ND, head, target_N, temperature=temperature, support=support)[0]
-
-    return _packed(model, batch, max_tokens, logprob)
-
-
-def packed_squares(model: PreTrainedModel, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
-    """Sum of the squared probabilities of what each chosen token was drawn among, [T], 0 elsewhere.
-
-    Without gradient, in micro-batches and with errors as in `packed_logprobs`.
-    """
-
-    def squares(hidden_ND: Tensor, head: Head, target_N: Tensor, support: Supports | None) -> Tensor:
-        return token_squares(hidden_ND, head, temperature=temperature, support=support)
-
-    return _packed(model, batch, max_tokens, squares)
-
-
-@torch.no_grad()
-def _packed(
-    model: PreTrainedModel,
-    batch: Batch,
-    max_tokens: int,
-    number: Callable[[Tensor, Head, Tensor, Supports | None], Tensor],
-) -> Tensor:
-    """One number per chosen token from its hidden state, the head and its support, [T], 0 elsewhere."""
-    parts = []
-    for micro in batch.split(max_tokens):
-        hidden_ND, target_N = chosen_hidden(model, micro)
-        number_N = number(hidden_ND, output_head(model), target_N, micro.chosen_support)
-        number_T = torch.zeros(micro.num_tokens, device=micro.token_T.device)
-        parts.append(number_T.masked_scatter(micro.action_mask_T, number_N.float()))
-    return torch.cat(parts)

@@ -25,7 +25,6 @@ from millrace.models.mesh import Mesh
 from millrace.models.pipeline_stages import (
     Absent,
     Piece,
-    Row,
     Step,
     check_stages,
     pieces,
@@ -66,7 +65,6 @@ class Pipeline:
         *,
         num_chunks: int = 1,
         dtype: torch.dtype | None = None,
-        row_of: Callable[[Batch], Row] | None = None,
         wrap: Callable[[PreTrainedModel], Runner] | None = None,
     ) -> None:
         """Cut a model; all ranks of the pipeline call it with the same whole model.
@@ -80,16 +78,21 @@ class Pipeline:
             num_chunks: stages of each rank. With 1 the schedule is 1F1B, with more it is interleaved: less
                 idle time, more exchange.
             dtype: of the hidden states; that of the weights if None.
-            row_of: what the stages compute for a micro-batch, where it is not simply all of it.
             wrap: what to put around the model of each stage (FSDP); its result calls a function of the model.
 
         Raises:
-            ValueError: pp is 1, num_chunks is below 1, there are more stages than layers, or the architecture
-                cannot be cut.
+            ValueError: pp is 1, cp is not, num_chunks is below 1, there are more stages than layers, or the
+                architecture cannot be cut.
         """
         group = mesh.group("pp")
         if group is None:
             raise ValueError("mesh.pp is 1; a pipeline needs at least 2 ranks, and one rank needs none")
+        if mesh.size("cp") > 1:
+            # Each rank along cp would compute all tokens, and what it learned from them would count cp times.
+            raise ValueError(
+                f"mesh.pp is {mesh.size('pp')} and mesh.cp is {mesh.size('cp')}; the stages of a pipeline "
+                "compute whole rows, so set one of them to 1"
+            )
         if num_chunks < 1:
             raise ValueError(f"num_chunks is {num_chunks}; each rank of a pipeline holds at least 1")
         self.model = model
@@ -109,7 +112,6 @@ class Pipeline:
             if piece.stage not in local:
                 parent, _, leaf = piece.name.rpartition(".")
                 model.get_submodule(parent).add_module(leaf, Absent())
-        self.row_of = row_of or partial(whole_row, model)
         self.runners: dict[int, Runner] = {
             stage: partial(_plain, stages[stage]) if wrap is None else wrap(stages[stage]) for stage in local
         }
@@ -123,7 +125,7 @@ class Pipeline:
         they cannot go on together.
 
         Args:
-            micros: at least one, the same on all ranks of the pipeline, on the model's device.
+            micros: at least one, the same on all ranks of the pipeline, on the device that computes.
             loss_of: called on the last stage with a micro-batch and its final hidden states, [T, D]; gives
                 its part of the loss and anything else.
 
@@ -260,7 +262,7 @@ class _Passage:
     ) -> None:
         self._pipeline = pipeline
         self._micros = micros
-        self._rows = [pipeline.row_of(micro) for micro in micros]
+        self._rows = [whole_row(pipeline.model, micro) for micro in micros]
         self._end = end
         # By stage and micro-batch: what came from its neighbours, what it made, and what it has to send.
         self._arriving: dict[Step, tuple[dist.Work | None, Tensor]] = {}
@@ -339,7 +341,7 @@ class _Passage:
 
     def _receive(self, step: Step) -> None:
         row = self._rows[step.micro]
-        shape = 1, row.num_rows, self._pipeline.width
+        shape = 1, len(row.token_T), self._pipeline.width
         tensor_1TD = torch.empty(shape, dtype=self._pipeline.dtype, device=row.token_T.device)
         source = step.other % self._pipeline.num_ranks
         work = dist.irecv(tensor_1TD, group=self._pipeline.group, group_src=source)

@@ -29,9 +29,8 @@ from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
 from millrace.kernels.packed_attention import Segments
-from millrace.models.attention import INVARIANT_BLOCK, Context, Packed, contiguous_rows
-from millrace.models.fused import Linear
-from millrace.models.logprobs import hidden_states
+from millrace.models.attention import Context, Packed
+from millrace.models.logprobs import hidden_states, packed_context
 
 Act = Literal[
     "forward", "backward", "send hidden states", "receive hidden states", "send gradient", "receive gradient"
@@ -167,16 +166,14 @@ class Row:
     """What the stages compute for a micro-batch.
 
     Attributes:
-        token_T: the tokens of the row, or this rank's part of them.
+        token_T: its tokens.
         position_T: their positions.
         context: what attention needs.
-        num_rows: hidden states that go from stage to stage.
     """
 
     token_T: Tensor
     position_T: Tensor
     context: Context
-    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +192,8 @@ class Piece:
 
 
 def whole_row(model: PreTrainedModel, micro: Batch) -> Row:
-    """All of a micro-batch; as `packed_context` has it, for a model that may lack its head."""
-    length_B = micro.length_B.cpu()
-    device = micro.token_T.device
-    segments = Segments.of(length_B).to(device)
-    tile = next((module.tile for module in model.modules() if isinstance(module, Linear)), None)
-    rows = contiguous_rows(length_B, block_size=INVARIANT_BLOCK, device=device) if tile is not None else None
-    return Row(micro.token_T, micro.position_T, Packed(segments, paged=rows), micro.num_tokens)
+    """All of a micro-batch, on whose device the stages compute."""
+    return Row(micro.token_T, micro.position_T, packed_context(model, micro.length_B))
 
 
 def pieces(model: PreTrainedModel, num_stages: int) -> list[Piece]:
@@ -286,7 +278,7 @@ def check_stages(model: PreTrainedModel, stages: list[PreTrainedModel]) -> None:
         return
     token_T = torch.arange(1, 8, device=device) % model.config.get_text_config().vocab_size
     position_T = torch.arange(7, device=device)
-    row = Row(token_T, position_T, Packed(Segments.of(torch.tensor([7])).to(device)), 7)
+    row = Row(token_T, position_T, Packed(Segments.of(torch.tensor([7])).to(device)))
     problem = f"model type {model.config.model_type} cannot be cut into stages; set mesh.pp to 1"
     with torch.no_grad():
         whole_TD = hidden_states(model, token_T, position_T, row.context)

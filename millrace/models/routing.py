@@ -5,8 +5,8 @@ alike, rounding alone sends a token elsewhere. Replay takes the choice from a re
 or that of the weights before the update (R2). Only the choice is taken; its weights are computed from the
 present scores, so the router learns.
 
-T = tokens of a packed row, L = layers with a router in model order, N = experts of a token, E = experts,
-D = model width.
+T = tokens of a packed row, or of this rank's part of it (context and sequence parallel), L = layers with a
+router in model order, N = experts of a token, E = experts, D = model width.
 
 Sources: Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and inference routers"
 (R3); Zheng et al. 2025, "Group sequence policy optimization" (routing replay).

@@ -24,15 +24,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
 from millrace.models import fused
-from millrace.models.collectives import FEATURES, TOKENS, Change, Ranks, same
+from millrace.models.collectives import FEATURES, TOKENS, Change, Peers, same
 from millrace.models.expert import experts_of
+from millrace.models.logprobs import deterministic
 from millrace.models.mesh import Mesh
 
 # The dimension of a linear weight that is sliced: its rows make columns of the output.
@@ -58,7 +58,7 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
 
     Linear layers are sliced as transformers' own plan says, embedding and head by rows of the vocabulary. The
     embedding gives whole hidden states, and so does the last layer, whatever `sequence` is: only
-    `output_head(model)` holds a slice, see `vocabulary_slice`. Gradients arrive complete on every rank, for
+    `logprobs.output_head(model)` is a slice, and says of what. Gradients arrive complete on every rank, for
     the same loss on all ranks of `tp`. Call it on a model that `load` gave, after experts were dealt over
     `ep` and before `fully_shard`.
 
@@ -69,43 +69,39 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
         sequence: slice the tokens between regions too; the length of a row need not be a multiple of `tp`.
 
     Raises:
-        ValueError: the architecture cannot be sliced, or a width does not divide; nothing is changed then.
+        ValueError: the architecture cannot be sliced, a width does not divide, or the model is deterministic;
+            nothing is changed then.
     """
     group = mesh.group("tp")
     if group is None or mesh.device_mesh is None:
         return
+    if deterministic(model):
+        raise ValueError(
+            f"mesh.tp is {mesh.size('tp')}, and sums over ranks do not give a token the same bits in every "
+            "batch, which a deterministic model must; set mesh.tp to 1"
+        )
     regions = _regions(model, mesh.size("tp"))
     layers = _layers(model)
     if sequence:
         _check_sequence(model, layers, regions)
-    ranks = Ranks(group)
+    peers = Peers(group)
     slices: dict[nn.Module, dict[str, int]] = {}
     for region in regions:
-        region.module.register_forward_pre_hook(_entering(ranks, sequence), with_kwargs=True)
+        region.module.register_forward_pre_hook(_entering(peers, sequence), with_kwargs=True)
         for linear, style in region.styles.items():
             slices[linear] = {"weight": SLICED[style]} | ({} if SLICED[style] else {"bias": 0})
-            _hook(linear, style, ranks, sequence)
+            _hook(linear, style, peers, sequence)
     if sequence:
-        layers[0].register_forward_pre_hook(_own_tokens(ranks), with_kwargs=True)
-        layers[-1].register_forward_hook(_all_tokens(ranks), with_kwargs=True)
+        layers[0].register_forward_pre_hook(_own_tokens(peers), with_kwargs=True)
+        layers[-1].register_forward_hook(_all_tokens(peers), with_kwargs=True)
     embedding, head = _vocabulary(model)
     if embedding is not None:
         slices[embedding] = {"weight": 0}
     if head is not None:
         slices[head] = {"weight": 0, "bias": 0}
-    _localise(model, mesh.device_mesh["tp"], slices, _summed(layers, regions, sequence), ranks)
+    _localise(model, mesh.device_mesh["tp"], slices, _summed(layers, regions, sequence), peers)
     if embedding is not None:
-        _by_rows(embedding, ranks)
-
-
-def vocabulary_slice(model: PreTrainedModel) -> tuple[dist.ProcessGroup | None, int]:
-    """Over which ranks the rows of the output head are dealt, and the first one here; (None, 0) if whole."""
-    _, head = _vocabulary(model)
-    weight = None if head is None else head._parameters["weight"]
-    if not isinstance(weight, DTensor) or "tp" not in (weight.device_mesh.mesh_dim_names or ()):
-        return None, 0
-    group = weight.device_mesh.get_group("tp")
-    return group, group.rank() * (len(weight) // group.size())
+        _by_rows(embedding, peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,41 +199,42 @@ def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear 
     )
 
 
-def _entering(ranks: Ranks, sequence: bool) -> Callable[..., Any]:
+def _entering(peers: Peers, sequence: bool) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x_TD = args[0] if args else kwargs["hidden_states"]
-        x_TD = ranks.gather(x_TD)[..., : _num_tokens(kwargs), :] if sequence else ranks.enter(x_TD)
+        x_TD = peers.gather(x_TD)[..., : _num_tokens(kwargs), :] if sequence else peers.enter(x_TD)
         return ((x_TD, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x_TD})
 
     return hook
 
 
-def _hook(linear: nn.Linear, style: str, ranks: Ranks, sequence: bool) -> None:
+def _hook(linear: nn.Linear, style: str, peers: Peers, sequence: bool) -> None:
     """What a linear layer's slice asks for before and after its product."""
 
     def leaving(linear: Any, args: tuple[Tensor, ...], y_TD: Tensor) -> Tensor:
-        total_TD = ranks.scatter(y_TD) if sequence else ranks.leave(y_TD)
+        total_TD = peers.scatter(y_TD) if sequence else peers.leave(y_TD)
         # Once, and not on every rank before the sum.
         return total_TD if linear.bias_of_sum is None else total_TD + linear.bias_of_sum
 
     if style == "colwise_gather_output":
-        linear.register_forward_hook(lambda linear, args, y: ranks.whole(y, FEATURES))
+        linear.register_forward_hook(lambda linear, args, y: peers.whole(y, FEATURES))
     if style == "rowwise_split_input":
-        linear.register_forward_pre_hook(lambda linear, args: ranks.split(args[0], FEATURES))
+        linear.register_forward_pre_hook(lambda linear, args: peers.split(args[0], FEATURES))
     if SLICED[style] == 1:
         linear.register_forward_hook(leaving)
 
 
-def _own_tokens(ranks: Ranks) -> Callable[..., Any]:
+def _own_tokens(peers: Peers) -> Callable[..., Any]:
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (ranks.split(args[0], TOKENS), *args[1:]), kwargs
+        return (peers.split(args[0], TOKENS), *args[1:]), kwargs
 
     return hook
 
 
-def _all_tokens(ranks: Ranks) -> Callable[..., Any]:
+def _all_tokens(peers: Peers) -> Callable[..., Any]:
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y_TD: Tensor) -> Tensor:
-        return ranks.whole(y_TD, TOKENS)[..., : _num_tokens(kwargs), :]
+        # Not a view, which FSDP warns of where a layer's forward gives one.
+        return peers.whole(y_TD, TOKENS)[..., : _num_tokens(kwargs), :].clone()
 
     return hook
 
@@ -262,7 +259,7 @@ def _localise(
     mesh: DeviceMesh,
     slices: dict[nn.Module, dict[str, int]],
     summed: set[nn.Module],
-    ranks: Ranks,
+    peers: Peers,
 ) -> None:
     """Every parameter a DTensor, and every module one that reads the local part of its own."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
@@ -272,7 +269,7 @@ def _localise(
             if parameter is None:
                 continue
             dim = slices.get(module, {}).get(name)
-            enter = ranks.enter if dim is None and module in summed else same
+            enter = peers.enter if dim is None and module in summed else same
             if isinstance(parameter, DTensor):
                 read[name] = property(_reader(name, partial(_of_local, enter)))
                 continue
@@ -316,10 +313,10 @@ def _reader(name: str, local: Callable[[DTensor], Tensor]) -> Callable[[nn.Modul
     return read
 
 
-def _by_rows(embedding: nn.Embedding, ranks: Ranks) -> None:
+def _by_rows(embedding: nn.Embedding, peers: Peers) -> None:
     """An embedding that looks its own rows up and takes the others' from the sum."""
     num_rows = len(embedding.weight)
-    first_row = ranks.group.rank() * num_rows
+    first_row = peers.group.rank() * num_rows
     if embedding.padding_idx is not None:
         padding = embedding.padding_idx - first_row
         embedding.padding_idx = padding if 0 <= padding < num_rows else None
@@ -329,6 +326,6 @@ def _by_rows(embedding: nn.Embedding, ranks: Ranks) -> None:
             row = input - first_row
             own = (row >= 0) & (row < num_rows)
             x_TD: Tensor = super().forward(row.where(own, 0))
-            return ranks.leave(x_TD.masked_fill(~own[..., None], 0.0))
+            return peers.leave(x_TD.masked_fill(~own[..., None], 0.0))
 
     embedding.__class__ = Rows

@@ -3,7 +3,7 @@
 It attends as one process would, and a second all-to-all brings what each rank's tokens attended to back.
 
 T = tokens of this rank, W = tokens of the whole row, P = ranks, H = query heads, J = key heads, K = head
-width, X = numbers that one rank receives of a token.
+width, X = numbers that one rank receives of a token, S = T P rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from millrace.models.attention import Dealt, Packed, attend_packed
+from millrace.models.collectives import Peers
 
 
 class Ulysses(Dealt):
@@ -35,10 +35,10 @@ class Ulysses(Dealt):
             group: the ranks.
         """
         self._packed = packed
-        self._group = group
+        self._peers = Peers(group)
         self._counts = [len(place_T) for place_T in dealt]
         place_W = torch.cat(list(dealt))
-        device = packed.segments.buckets[0].place_T.device
+        device = packed.segments.buckets[0].start_B.device
         self._place_W, self._arrival_W = place_W.to(device), place_W.argsort().to(device)
 
     def attend(
@@ -59,55 +59,25 @@ class Ulysses(Dealt):
         copies = num_ranks // math.gcd(key_TJK.shape[1], num_ranks)
         key_TJK, value_TJK = (x.repeat_interleave(copies, 1) for x in (key_TJK, value_TJK))
         parts = [x.reshape(num_tokens, num_ranks, -1) for x in (query_THK, key_TJK, value_TJK)]
-        own = _ToHeads.apply(torch.cat(parts, 2), self).split([part.shape[2] for part in parts], 1)
+        own = self._to_heads(torch.cat(parts, 2)).split([part.shape[2] for part in parts], 1)
         heads = [
             part.unflatten(1, (-1, x.shape[2]))
             for part, x in zip(own, (query_THK, key_TJK, value_TJK), strict=True)
         ]
         out = attend_packed(heads[0], heads[1], heads[2], self._packed, options)
-        out_TPX: Tensor = _ToTokens.apply(out.flatten(1), self)
-        return out_TPX.reshape(num_tokens, num_heads, -1)
+        return self._to_tokens(out.flatten(1)).reshape(num_tokens, num_heads, -1)
 
-    def to_heads(self, x_TPX: Tensor) -> Tensor:
+    def _to_heads(self, x_TPX: Tensor) -> Tensor:
         """From what this rank's tokens have for each rank to what all tokens have for this one, [W, X]."""
         num_tokens, num_ranks, _ = x_TPX.shape
-        return self._exchange(
+        x_WX = self._peers.exchange(
             x_TPX.transpose(0, 1).flatten(0, 1), [num_tokens] * num_ranks, self._counts
-        ).index_select(0, self._arrival_W)
+        )
+        return x_WX.index_select(0, self._arrival_W)
 
-    def to_tokens(self, x_WX: Tensor) -> Tensor:
+    def _to_tokens(self, x_WX: Tensor) -> Tensor:
         """The way back, [T, P, X]."""
-        num_ranks = len(self._counts)
-        num_tokens = self._counts[self._group.rank()]
-        x_WX = self._exchange(x_WX.index_select(0, self._place_W), self._counts, [num_tokens] * num_ranks)
-        return x_WX.unflatten(0, (num_ranks, num_tokens)).transpose(0, 1)
-
-    def _exchange(self, x_WX: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        out_WX = x_WX.new_empty(sum(received), x_WX.shape[1])
-        dist.all_to_all_single(out_WX, x_WX.contiguous(), received, sent, group=self._group)
-        return out_WX
-
-
-# Both only move numbers, so that the gradient of one is the other.
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TPX: Tensor, ulysses: Ulysses) -> Tensor:
-        ctx.ulysses = ulysses
-        return ulysses.to_heads(x_TPX)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_WX: Tensor) -> tuple[Tensor, None]:
-        return ctx.ulysses.to_tokens(gradient_WX), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_WX: Tensor, ulysses: Ulysses) -> Tensor:
-        ctx.ulysses = ulysses
-        return ulysses.to_tokens(x_WX)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_TPX: Tensor) -> tuple[Tensor, None]:
-        return ctx.ulysses.to_heads(gradient_TPX), None
+        num_ranks, num_tokens = len(self._counts), self._counts[self._peers.group.rank()]
+        x_WX = x_WX.index_select(0, self._place_W)
+        x_SX = self._peers.exchange(x_WX, self._counts, [num_tokens] * num_ranks)
+        return x_SX.unflatten(0, (num_ranks, num_tokens)).transpose(0, 1)

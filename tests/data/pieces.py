@@ -10,7 +10,7 @@ import torch
 
 from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
-from millrace.data.packing import TokenWeights, pack
+from millrace.data.packing import TokenWeights, pack, pack_demonstrations
 from millrace.kernels.token_logprob import Supports
 from millrace.types import Completion, Support, Trajectory
 
@@ -24,6 +24,32 @@ def weighed(
     batch.advantage_T = advantage_N[batch.segment_T] * batch.action_mask_T
     batch.weight_T = token_weights(batch.action_mask_T, batch.segment_T)
     return batch
+
+
+def random_tree(seed: int, *, vocab_size: int, num_segments: int = 12, longest: int = 60) -> Batch:
+    """Segments that begin as others do: samples of one prompt, whole twins, beginnings of beginnings.
+
+    Any token but a segment's first may be the policy's, with a log-probability and an advantage.
+    """
+    rng = np.random.default_rng(seed)
+    rows: list[list[int]] = []
+    for _ in range(num_segments):
+        # A third continue the last segment's, which makes groups.
+        other = rows[-1 if rng.random() < 0.3 else rng.integers(len(rows))] if rows else []
+        shared = rng.integers(len(other) + 1) if rng.random() < 0.8 else 0
+        fresh = rng.integers(0 if shared > 1 else 2, max(3, longest - shared))
+        rows.append([*other[:shared], *rng.integers(vocab_size, size=fresh).tolist()])
+    batch = pack_demonstrations([(row[:1], row[1:]) for row in rows], token_mean)
+    mask_T = batch.action_mask_T & torch.from_numpy(rng.random(batch.num_tokens) < 0.6)
+    logprob_T, advantage_T = torch.from_numpy(rng.standard_normal((2, batch.num_tokens))).float() * mask_T
+    weight_T = token_mean(mask_T, batch.segment_T)
+    return replace(
+        batch,
+        action_mask_T=mask_T,
+        sampler_logprob_T=0.3 * logprob_T - 3 * mask_T,
+        advantage_T=advantage_T,
+        weight_T=weight_T,
+    )
 
 
 def words(support: Supports) -> list[list[int]]:

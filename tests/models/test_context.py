@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from millrace.data.batch import Batch
-from millrace.kernels.token_logprob import Supports
+from millrace.kernels.token_logprob import Supports, token_logprob
 from millrace.models import logprobs
 from millrace.models.attention import Packed
-from millrace.models.context import Kind, chosen_logprobs, deal, shard_row
+from millrace.models.context import Kind, deal, shard_row
 from millrace.models.fused import set_deterministic
 from millrace.models.load import Model
-from millrace.models.mesh import Layout, Mesh, make_mesh
+from millrace.models.mesh import Mesh, make_mesh
 from millrace.models.ring import Ring
 from millrace.models.ulysses import Ulysses
+from millrace.planner.layout import Layout
 from tests.close import close_fp32
 from tests.models.tiny import VOCABULARY, random_batch, tiny_model
 from tests.ranks import run_ranks
@@ -90,6 +91,27 @@ def one_process(model: Model, batch: Batch) -> dict[str, Tensor]:
     return pieces(model, batch, *logprobs.chosen_logprobs(model, batch, temperature=0.8))
 
 
+def predicting(batch: Batch) -> Tensor:
+    """The tokens that the chosen ones are predicted from."""
+    return batch.action_mask_T.nonzero()[:, 0] - 1
+
+
+def chosen_logprobs(
+    model: Model, batch: Batch, mesh: Mesh, *, kind: Kind, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """As `models.logprobs.chosen_logprobs`, over the ranks along `cp`."""
+    share = shard_row(model, batch, mesh, predicting(batch), kind=kind)
+    target_N, support = batch.token_T[batch.action_mask_T], batch.chosen_support
+    logprob_M, entropy_M = token_logprob(
+        share.hidden(model),
+        logprobs.output_head(model),
+        target_N[share.read_M],
+        temperature=temperature,
+        support=None if support is None else support[share.read_M],
+    )
+    return share.gather(logprob_M), share.gather(entropy_M)
+
+
 def spread(model: Model, batch: Batch, mesh: Mesh, kind: Kind) -> dict[str, Tensor]:
     return pieces(model, batch, *chosen_logprobs(model, batch, mesh, kind=kind, temperature=0.8))
 
@@ -136,7 +158,8 @@ def deterministic_logprobs(mesh: Mesh | None = None) -> Tensor:
 
 
 def check_ulysses_refuses_heads_that_ranks_do_not_divide(mesh: Mesh) -> None:
-    context = shard_row(tiny_model("llama"), ROWS["uneven"], mesh, kind="ulysses").context
+    batch = ROWS["uneven"]
+    context = shard_row(tiny_model("llama"), batch, mesh, predicting(batch), kind="ulysses").context
     assert isinstance(context, Ulysses)
     heads = torch.zeros(1, 5, 4)
     with pytest.raises(ValueError) as error:
@@ -152,11 +175,11 @@ def check_ranks_refuse_batches_that_differ(mesh: Mesh) -> None:
     token_T[2] += mesh.rank("cp") // (num_ranks - 1)  # the last rank's alone
     batch = replace(row(0, [1, 2], chosen=1.0), token_T=token_T)
     with pytest.raises(ValueError) as error:
-        shard_row(tiny_model("llama"), batch, mesh, kind="ring")
+        shard_row(tiny_model("llama"), batch, mesh, predicting(batch), kind="ring")
     assert str(error.value) == (
-        f"the ranks along mesh.cp have batches of {[3] * num_ranks} tokens, {[2] * num_ranks} segments and "
-        f"{[1] * num_ranks} chosen tokens, with checksums {[38] * (num_ranks - 1) + [41]}; give all of them "
-        "the same batch"
+        f"the ranks along mesh.cp have rows of {[3] * num_ranks} tokens, {[2] * num_ranks} segments and "
+        f"{[1] * num_ranks} tokens that are read, with checksums {[38] * (num_ranks - 1) + [41]}; give all "
+        "of them the same row"
     )
 
 
@@ -200,7 +223,7 @@ def test_ulysses_keeps_every_bit_of_a_deterministic_model(ranks: list[dict[str, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_computes_the_plain_forward(kind: Kind) -> None:
     model, batch, mesh = tiny_model("llama"), ROWS["supports"], make_mesh(Layout(), "cpu")
-    share = shard_row(model, batch, mesh, kind=kind)
+    share = shard_row(model, batch, mesh, predicting(batch), kind=kind)
     assert isinstance(share.context, Packed) and torch.equal(share.token_T, batch.token_T)
     expected = one_process(model, batch)
     found = pieces(model, batch, *chosen_logprobs(model, batch, mesh, kind=kind, temperature=0.8))
@@ -211,7 +234,7 @@ def test_one_rank_computes_the_plain_forward(kind: Kind) -> None:
 def test_a_kind_that_there_is_not_is_refused() -> None:
     kind: Any = "rings"
     with pytest.raises(ValueError) as error:
-        shard_row(tiny_model("llama"), ROWS["uneven"], make_mesh(Layout(), "cpu"), kind=kind)
+        shard_row(tiny_model("llama"), ROWS["uneven"], make_mesh(Layout(), "cpu"), torch.arange(2), kind=kind)
     assert str(error.value) == "kind is 'rings'; context parallelism is ulysses or ring"
 
 
@@ -219,7 +242,7 @@ def test_a_deterministic_model_is_refused_by_the_ring() -> None:
     model = tiny_model("llama")
     set_deterministic(model)
     with pytest.raises(ValueError) as error:
-        shard_row(model, ROWS["uneven"], make_mesh(Layout(), "cpu"), kind="ring")
+        shard_row(model, ROWS["uneven"], make_mesh(Layout(), "cpu"), torch.arange(2), kind="ring")
     assert str(error.value) == (
         "a deterministic model cannot use kind ring, whose sums depend on the ranks; use ulysses"
     )

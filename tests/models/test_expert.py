@@ -18,8 +18,9 @@ from millrace.models import expert
 from millrace.models.fsdp import Sharding, shard
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_logprobs
-from millrace.models.mesh import Layout, make_mesh
+from millrace.models.mesh import make_mesh
 from millrace.models.routing import Routers, balance_loss, expert_load
+from millrace.planner.layout import Layout
 from tests.close import close_fp32
 from tests.models.mixtures import MIXTURES, NUM_CHOICES, NUM_EXPERTS, mixture
 from tests.models.tiny import random_batch, tiny_model

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.data.batch import Batch
@@ -16,15 +16,17 @@ from millrace.models.fsdp import (
     PRODUCTS,
     Root,
     Sharding,
-    clip,
     decoder_layers,
     full_tensors,
+    gradient_norms,
     shard,
+    whole,
 )
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_logprobs
-from millrace.models.mesh import Layout, Mesh, make_mesh
-from millrace.training.optimizer import adamw
+from millrace.models.mesh import Mesh, make_mesh
+from millrace.planner.layout import Layout
+from millrace.training.optimizer import adamw, optimizer_step
 from millrace.training.spread import Spread
 from tests.close import close_bf16, close_fp32
 from tests.models.tiny import random_batch, tiny_model
@@ -57,35 +59,32 @@ def _loss(model: Model, micro: Batch) -> Tensor:
     return ((0.1 * entropy_N - advantage_N * logprob_N) * weight_N).sum()
 
 
-def _train(
-    root: Root, mesh: Mesh, *, max_tokens: int, num_segments: int | None = None, last_only: bool = False
-) -> dict[str, Tensor]:
-    """Loss, gradients and their norm of the first step, and the weights after three."""
+def _train(root: Root, mesh: Mesh, *, max_tokens: int, num_segments: int | None = None) -> dict[str, Tensor]:
+    """Loss and gradients of the first step, norms of all, and the weights after three."""
     optimizer = adamw(root.model, betas=(0.9, 0.95), weight_decay=0.01)
-    for group in optimizer.param_groups:
-        group["lr"] = LEARNING_RATE
+    spread = Spread(root.model, root, mesh)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
-        batch = _batch(step, num_segments=num_segments)
-        micros = list(Spread(root.model, root, mesh).micro_batches(batch, max_tokens))
         loss = torch.zeros(())
-        for index, (micro, _) in enumerate(micros):
-            root.sum_gradients(not last_only or index == len(micros) - 1)
+        for micro, _ in spread.micro_batches(_batch(step, num_segments=num_segments), max_tokens):
             # Ranks along cp have their share of each loss; here an equal one.
             (part,) = root(lambda model, micro=micro: (_loss(model, micro) / mesh.size("cp"),))
             part.backward()
             loss += part.detach()
         if step == 0:
             found["loss"] = mesh.sum_over(loss, "dp_replicate", "dp_shard", "cp")
-            for name, parameter in root.model.named_parameters():
-                gradient = parameter.grad
-                assert gradient is not None, name
-                found[f"gradient/{name}"] = getattr(gradient, "full_tensor", lambda g=gradient: g)().clone()
-        norm = clip(root.model.parameters(), MAX_NORM, mesh)
-        found[f"norm/{step}"] = torch.tensor(norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return found | {f"weight/{name}": tensor.clone() for name, tensor in full_tensors(root, mesh)}
+            found |= {f"gradient/{name}": whole(p.grad).clone() for name, p in root.model.named_parameters()}
+        report = optimizer_step(
+            optimizer,
+            learning_rate=LEARNING_RATE,
+            max_gradient_norm=MAX_NORM,
+            metrics={},
+            norms=spread.gradient_norms,
+        )
+        assert not report.skipped
+        for name, norm in (report.metrics | {"gradient_norm": report.gradient_norm}).items():
+            found[f"{name}/{step}"] = torch.tensor(norm)
+    return found | {f"weight/{name}": tensor.clone() for name, tensor in full_tensors(root.model)}
 
 
 def _alone(architecture: str, *, num_segments: int | None = None) -> dict[str, Tensor]:
@@ -94,6 +93,7 @@ def _alone(architecture: str, *, num_segments: int | None = None) -> dict[str, T
     optimizer = adamw(model, betas=(0.9, 0.95), weight_decay=0.01)
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE
+    weights = list(model.parameters())
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         loss = _loss(model, _batch(step, num_segments=num_segments))
@@ -102,33 +102,37 @@ def _alone(architecture: str, *, num_segments: int | None = None) -> dict[str, T
             found["loss"] = loss.detach()
             for name, parameter in model.named_parameters():
                 found[f"gradient/{name}"] = parameter.grad.clone()
-        found[f"norm/{step}"] = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        found |= _norms_by_kind(f"gradient_norm_{{}}/{step}", [p.grad for p in weights])
+        found[f"gradient_norm/{step}"] = nn.utils.clip_grad_norm_(weights, MAX_NORM)
+        before = [p.detach().clone() for p in weights]
         optimizer.step()
+        moved = [p.detach() - old for p, old in zip(weights, before, strict=True)]
+        found |= _norms_by_kind(f"update_norm_{{}}/{step}", moved)
         optimizer.zero_grad()
     return found | {f"weight/{name}": tensor.detach() for name, tensor in model.named_parameters()}
 
 
-def _norm_of_a_mix(rank: int, mesh: Mesh) -> dict[str, Tensor]:
-    """Of a sharded weight of 3 rows, a plain one, one dealt out over tp, and one that pp counts elsewhere."""
+def _norms_by_kind(name: str, tensors: list[Tensor]) -> dict[str, Tensor]:
+    kinds = {"matrices": [x for x in tensors if x.ndim > 1], "vectors": [x for x in tensors if x.ndim == 1]}
+    return {name.format(kind): torch.cat([x.flatten() for x in some]).norm() for kind, some in kinds.items()}
+
+
+def _norms_of_a_mix(mesh: Mesh) -> dict[str, Tensor]:
+    """Of weights sharded by 3 rows and by 1, plain, whole on each rank, and counted on another stage."""
     generator = torch.Generator().manual_seed(11)
-    whole = [torch.randn(3, 2, generator=generator) for _ in range(4)]
+    tensors = [torch.randn(rows, 2, generator=generator) for rows in (3, 1, 4, 5, 6)]
     assert mesh.weights is not None
-    sharded = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh.weights, [Shard(0)]))
-    sharded.grad = distribute_tensor(whole[0], mesh.weights, [Shard(0)])
-    plain, tied, none = (nn.Parameter(torch.zeros(3, 2)) for _ in range(3))
-    plain.grad, tied.grad = whole[1].clone(), whole[3].clone()
-    part = whole[2][:1] if rank == 0 else whole[2][1:]
-    dealt = nn.Parameter(torch.zeros_like(part))
-    dealt.grad = part.clone()
-    parameters = [none, sharded, plain, dealt, tied]
-    norm = clip(parameters, 0.5, mesh, dealt={dealt: ("dp_shard",)}, elsewhere=[tied])
-    expected = torch.cat([gradient.flatten() for gradient in whole[:3]]).norm()
-    return {
-        "norm": torch.tensor(norm),
-        "expected": expected,
-        "scaled": torch.stack([sharded.grad.full_tensor(), plain.grad, tied.grad]),
-        "whole": torch.stack([whole[0], whole[1], whole[3]]),
-    }
+    over, kinds = mesh.weights, [Shard(0), Shard(0), None, Replicate(), None]
+    held = [
+        x if kind is None else distribute_tensor(x, over, [kind])
+        for x, kind in zip(tensors, kinds, strict=True)
+    ]
+    three, one, plain, copied, tied = weights = [nn.Parameter(torch.zeros_like(x)) for x in held]
+    for weight, gradient in zip(weights, held, strict=True):
+        weight.grad = gradient
+    found = gradient_norms([[three, copied], [tied, one, plain], [tied]], mesh, elsewhere=[tied])
+    expected = [torch.cat([tensors[i].flatten() for i in row]).norm() for row in ((0, 3), (1, 2))]
+    return {"norms": torch.tensor(found), "expected": torch.stack([*expected, torch.zeros(())])}
 
 
 def _held(root: Root) -> Tensor:
@@ -161,7 +165,6 @@ TWO = {
         replace(PLAIN, checkpointing="selective", offload=True),
         {"max_tokens": 64},
     ),
-    "summed once": ("gemma2", PLAIN, {"max_tokens": 30, "last_only": True}),
     "experts": ("qwen3_moe", PLAIN, {"max_tokens": 30}),
     "a rank without segments": ("llama", PLAIN, {"max_tokens": 64, "num_segments": 1}),
     "uneven micro-batches": ("llama", PLAIN, {"max_tokens": 30, "num_segments": 3}),
@@ -171,7 +174,6 @@ FOUR = {
     "replicated": ("gemma2", replace(PLAIN, checkpointing="full"), {"max_tokens": 30}),
     "over cp": ("qwen3", PLAIN, {"max_tokens": 30}),
     "dealt experts": ("qwen3_moe", PLAIN, {"max_tokens": 64}),
-    "replicated, summed once": ("llama", PLAIN, {"max_tokens": 30, "last_only": True}),
 }
 
 
@@ -189,7 +191,7 @@ def _on_two(rank: int) -> dict[str, Tensor]:
         case: _train(shard(tiny_model(architecture), mesh, sharding), mesh, **options)
         for case, (architecture, sharding, options) in TWO.items()
     }
-    return _all(found | {"mix": _norm_of_a_mix(rank, mesh), "bfloat16": _in_bfloat16(mesh)})
+    return _all(found | {"mix": _norms_of_a_mix(mesh), "bfloat16": _in_bfloat16(mesh)})
 
 
 def _on_four(rank: int) -> dict[str, Tensor]:
@@ -201,7 +203,7 @@ def _on_four(rank: int) -> dict[str, Tensor]:
         "dealt experts": make_mesh(Layout(dp_shard=4, ep=2), "cpu"),
     }
     for case, (architecture, sharding, options) in FOUR.items():
-        mesh = meshes[case.split(",")[0]]
+        mesh = meshes[case]
         model = tiny_model(architecture)
         if mesh.experts is not None:
             expert.apply(model, mesh.experts)
@@ -257,7 +259,7 @@ def test_bfloat16_computes_over_weights_that_stay_float32(two):
         found = _of(rank, "bfloat16")
         close_bf16(found["loss"], alone["loss"], rtol=1e-2, atol=1e-2)
         assert not torch.equal(found["loss"], alone["loss"])
-        close_bf16(found["norm/0"], alone["norm/0"], rtol=2e-2)
+        close_bf16(found["gradient_norm/0"], alone["gradient_norm/0"], rtol=2e-2)
         # Both ranks scored all of the batch.
         close_bf16(found["scored"], alone["loss"], rtol=1e-2, atol=1e-2)
         for name in alone:
@@ -266,11 +268,10 @@ def test_bfloat16_computes_over_weights_that_stay_float32(two):
                 close_bf16(found[name], alone[name], rtol=1e-2, atol=5e-3)
 
 
-def test_the_norm_counts_each_weight_once_however_it_is_held(two):
+def test_norms_count_each_tensor_once_however_it_is_held(two):
     for rank in two:
         found = _of(rank, "mix")
-        close_fp32(found["norm"], found["expected"])
-        close_fp32(found["scaled"], found["whole"] * 0.5 / found["expected"])
+        close_fp32(found["norms"], found["expected"])
 
 
 def _gradients(root: Root, seed: int) -> tuple[dict[str, Tensor], int]:
@@ -333,31 +334,31 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights():
 
 def test_one_process_has_the_gradients_and_the_weights_of_the_model_itself():
     root = shard(tiny_model("gemma2"), ALONE, PLAIN)
-    assert [name for name, _ in full_tensors(root, ALONE)] == [
+    assert [name for name, _ in full_tensors(root.model)] == [
         name for name, _ in tiny_model("gemma2").named_parameters()
     ]
     _check_equals_one_process(_train(root, ALONE, max_tokens=30), _alone("gemma2"))
 
 
-def test_a_gradient_below_the_norm_is_left_as_it_is():
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([0.3, -0.4])
-    close_fp32(clip([weight], 0.51, ALONE), 0.5)
-    assert weight.grad.tolist() == torch.tensor([0.3, -0.4]).tolist()
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_given_as_it_is(value):
+    bad, good = (_with_gradient(torch.tensor(numbers)) for numbers in ([0.3, value], [3.0, -4.0]))
+    not_finite, five = gradient_norms([[bad], [good]], ALONE)
+    assert not math.isfinite(not_finite) and math.isnan(not_finite) == math.isnan(value)
+    close_fp32(five, 5.0)
 
 
-def test_a_norm_that_is_not_a_number_is_reported_as_such():
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([0.3, float("nan")])
-    assert math.isnan(clip([weight], 1.0, ALONE))
-    weight.grad = torch.tensor([0.3, float("inf")])
-    assert math.isinf(clip([weight], 1.0, ALONE))
+def test_a_norm_of_bfloat16_is_not_rounded_to_it():
+    gradient = torch.ones(4097, dtype=torch.bfloat16)
+    gradient[0] = 65.0
+    # Rounded it would be 91.
+    close_fp32(gradient_norms([[_with_gradient(gradient)]], ALONE), [math.sqrt(65**2 + 4096)])
 
 
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
-def test_a_norm_to_clip_to_must_be_above_0(max_norm):
-    with pytest.raises(ValueError, match=f"^max_norm is {max_norm}; it must be above 0$"):
-        clip([], max_norm, ALONE)
+def _with_gradient(gradient: Tensor) -> nn.Parameter:
+    weight = nn.Parameter(torch.zeros_like(gradient))
+    weight.grad = gradient
+    return weight
 
 
 def test_master_weights_must_be_float32():

@@ -6,21 +6,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModel, AutoModelForCausalLM, CohereConfig
 
 from millrace.data.batch import Batch
+from millrace.data.beginnings import common_beginnings
 from millrace.kernels.token_logprob import token_divergence, token_logprob
+from millrace.models.fsdp import Sharding, shard
+from millrace.models.fused import set_deterministic
 from millrace.models.load import Model, fresh_model, save_model
 from millrace.models.logprobs import (
     chosen_hidden,
     chosen_logprobs,
+    hidden_states,
     output_head,
-    packed_logprobs,
-    packed_squares,
+    packed_context,
+    states,
 )
+from millrace.models.mesh import make_mesh
+from millrace.planner.layout import Layout
+from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
-from tests.data.pieces import outside, truncated
+from tests.data.pieces import outside, random_tree, truncated
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, random_batch, tiny_model
 
 
@@ -47,6 +56,14 @@ def padded_numbers(model: Model, batch: Batch, temperature: float) -> tuple[Tens
             entropies.append(-(logprob_V.exp() * logprob_V).sum())
             squares.append((2 * logprob_V).exp().sum())
     return torch.stack(logprobs), torch.stack(entropies), torch.stack(squares)
+
+
+def packed_logprobs(model: Model, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
+    return ModelScorer(model, temperature=temperature, max_tokens=max_tokens).logprobs(batch)
+
+
+def packed_squares(model: Model, batch: Batch, *, temperature: float, max_tokens: int) -> Tensor:
+    return ModelScorer(model, temperature=temperature, max_tokens=max_tokens).squares(batch)
 
 
 @pytest.mark.parametrize("drawn_among_some", [False, True])
@@ -76,6 +93,54 @@ def test_packed_equals_padded_in_logprobs_entropies_and_gradients(
             assert name == other_name and one.grad is not None and other.grad is not None
             assert one.grad.abs().max() > 1e-4, name
             close_fp32(one.grad, other.grad, atol=1e-5)
+
+
+def row_states(model: Model, batch: Batch, at_N: Tensor) -> Tensor:
+    """The states with every token of the row computed."""
+    context = packed_context(model, batch.length_B)
+    return hidden_states(model, batch.token_T, batch.position_T, context)[at_N]
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_what_segments_share_gives_the_states_and_gradients_of_every_token_computed(
+    architecture: str,
+) -> None:
+    model = tiny_model(architecture)
+    for seed in range(4):
+        # Beyond and below 64 tokens, segments share rectangles in other ways.
+        batch = random_tree(seed, vocab_size=VOCABULARY, longest=(20, 60, 110)[seed % 3])
+        generator = torch.Generator().manual_seed(seed)
+        at_N = torch.randint(batch.num_tokens, (2 * batch.num_tokens,), generator=generator)
+        found = []
+        for states_of in (states, row_states):
+            model.zero_grad()
+            state_ND = states_of(model, batch, at_N)
+            slope_ND = torch.randn(state_ND.shape, generator=torch.Generator().manual_seed(seed))
+            (state_ND * slope_ND).sum().backward()
+            found.append((state_ND, [p.grad for p in model.base_model.parameters() if p.grad is not None]))
+        (ours, our_slopes), (theirs, their_slopes) = found
+        close_fp32(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert len(our_slopes) == len(their_slopes) > 10
+        for one, other in zip(our_slopes, their_slopes, strict=True):
+            close_fp32(one, other, rtol=1e-4, atol=1e-5 * float(other.norm()))
+
+
+def test_shared_tokens_are_computed_once_but_never_by_a_deterministic_model() -> None:
+    batch = random_tree(1, vocab_size=VOCABULARY)
+    shared = common_beginnings(batch.token_T, batch.length_B)
+    assert shared is not None and len(shared.kept_S) < batch.num_tokens
+    every_T, seen = torch.arange(batch.num_tokens), []
+    for is_deterministic in (False, True):
+        model = tiny_model("qwen3")
+        if is_deterministic:
+            set_deterministic(model)
+        embedding = model.get_input_embeddings()
+        embedding.register_forward_hook(lambda module, given, output: seen.append(given[0][0]))
+        ours = states(model, batch, every_T)
+        if is_deterministic:
+            assert torch.equal(ours, row_states(model, batch, every_T))
+    assert torch.equal(seen[0], batch.token_T[shared.kept_S])
+    assert torch.equal(seen[1], batch.token_T)
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
@@ -160,6 +225,24 @@ def test_the_head_of_gemma_2_caps_and_that_of_cohere_scales() -> None:
     head = output_head(cohere)
     assert head.scale == 0.5 and head.bias_V is None
     assert head.weight_VD is cohere.get_output_embeddings().weight
+
+
+def test_a_head_dealt_to_data_ranks_is_refused_until_it_is_gathered() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        sharding = Sharding(precision=None, reshard_after_forward=True, offload=False, checkpointing="none")
+        root = shard(tiny_model("llama"), make_mesh(Layout(dp_shard=2), "cpu"), sharding)
+        with pytest.raises(ValueError) as error:
+            output_head(root.model)
+        assert str(error.value) == (
+            "the output head of this LlamaForCausalLM is dealt to data ranks; compute within the forward of "
+            "its Root, which gathers it"
+        )
+        with torch.no_grad():
+            (weight_VD,) = root(lambda model: (output_head(model).weight_VD.clone(),))
+        assert weight_VD.shape == (VOCABULARY, SIZES["hidden_size"])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_without_an_output_embedding_is_an_error(tmp_path: Path) -> None:

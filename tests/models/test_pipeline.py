@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, partial
 from types import SimpleNamespace
@@ -10,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import token_logprob
-from millrace.models.fsdp import Root, Sharding, clip, full_tensors, shard
+from millrace.models.fsdp import Sharding, full_tensors, gradient_norms, shard
 from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head, packed_context
-from millrace.models.mesh import Layout, Mesh, make_mesh
+from millrace.models.mesh import Mesh, make_mesh
 from millrace.models.pipeline import Pipeline
-from millrace.models.pipeline_stages import Row, whole_row
+from millrace.models.pipeline_stages import whole_row
+from millrace.planner.layout import Layout
 from millrace.training.optimizer import adamw, optimizer_step
 from tests.close import close_fp32
 from tests.models.deep import check_refused, deep_model, weighted_batch
@@ -70,10 +72,21 @@ def one_process(architecture: str, num_micros: int, *, num_steps: int = 3) -> di
         if step == 0:
             found["logprob"] = torch.cat(logprobs)
             found |= {f"gradient/{name}": p.grad.clone() for name, p in model.named_parameters()}
-        report = optimizer_step(model, optimizer, learning_rate=1e-2, max_gradient_norm=1e9, metrics={})
-        if step == 0:
-            found["norm"] = torch.tensor(report.gradient_norm)
+        norm = stepped(optimizer, Mesh(Layout(), "cpu", None))
+        found.setdefault("norm", torch.tensor(norm))
     return found | {f"weight/{name}": p.detach() for name, p in model.named_parameters()}
+
+
+def stepped(optimizer: torch.optim.AdamW, mesh: Mesh, tied: Sequence[nn.Parameter] = ()) -> float:
+    """The norm of the gradient over all stages, each tied weight counted once, and a step."""
+    report = optimizer_step(
+        optimizer,
+        learning_rate=1e-2,
+        max_gradient_norm=1e9,
+        metrics={},
+        norms=partial(gradient_norms, mesh=mesh, elsewhere=tied),
+    )
+    return report.gradient_norm
 
 
 def on_ranks(mesh: Mesh, architecture: str, num_chunks: int, num_micros: int) -> dict[str, Tensor]:
@@ -93,10 +106,9 @@ def on_ranks(mesh: Mesh, architecture: str, num_chunks: int, num_micros: int) ->
             if logprobs and mesh.num_data_ranks == 1:
                 found["logprob"] = torch.cat(logprobs)
             gradients = [(name, p.grad) for name, p in model.named_parameters()]
-            squares = sum(g.square().sum() for name, g in gradients if name not in pipeline.tied)
-            found["norm"] = mesh.sum_over(squares, "pp").sqrt()
             found |= {f"gradient/{name}": g.clone() for name, g in pipeline.everywhere(gradients)}
-        optimizer_step(model, optimizer, learning_rate=1e-2, max_gradient_norm=1e9, metrics={})
+        norm = stepped(optimizer, mesh, [p for name, p in model.named_parameters() if name in pipeline.tied])
+        found.setdefault("norm", torch.tensor(norm))
     found |= {f"weight/{name}": p.clone() for name, p in pipeline.everywhere(model.named_parameters())}
     for name, p in model.named_parameters():
         if name in pipeline.tied:
@@ -162,13 +174,8 @@ def sharded(mesh: Mesh, architecture: str, num_chunks: int) -> dict[str, Tensor]
     for step in range(3):
         micros = [weighted_batch(step).select(segments) for segments in MICROS[4][mesh.data_rank :: 2]]
         pipeline.forward_backward(micros, partial(loss_of, model))
-        norm = clip(model.parameters(), 1e9, mesh, elsewhere=elsewhere)
-        found.setdefault("norm", torch.tensor(norm))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    weights = pipeline.everywhere(full_tensors(Root(model), mesh))
+        found.setdefault("norm", torch.tensor(stepped(optimizer, mesh, elsewhere)))
+    weights = pipeline.everywhere(full_tensors(model))
     return found | {f"weight/{name}": weight.clone() for name, weight in weights}
 
 
@@ -189,20 +196,13 @@ def check_accumulates(pipeline: Pipeline) -> None:
 
 
 def in_parts(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Log-probabilities without gradient, of all of a batch and of a part that the ranks agreed on."""
+    """Log-probabilities without gradient."""
     model = pipeline.model
     micros = [weighted_batch(0).select(segments) for segments in MICROS[5]]
     whole = pipeline.forward(micros, lambda micro, hidden_TD: loss_of(model, micro, hidden_TD)[1])
     assert len(whole) == (5 if pipeline.rank == 1 else 0)
     assert all(not logprob_N.requires_grad for logprob_N in whole)
-
-    def first_segment(micro: Batch) -> Row:
-        return whole_row(model, micro.select([0]))
-
-    part = Pipeline(deep_model("gemma2"), make_mesh(Layout(pp=2), "cpu"), row_of=first_segment)
-    hidden = part.forward([weighted_batch(0)], lambda micro, hidden_TD: hidden_TD)
-    found = {f"logprob{index}": logprob_N for index, logprob_N in enumerate(whole)}
-    return found | {f"hidden{index}": hidden_TD for index, hidden_TD in enumerate(hidden)}
+    return {f"logprob{index}": logprob_N for index, logprob_N in enumerate(whole)}
 
 
 def check_elsewhere(pipeline: Pipeline) -> None:
@@ -286,6 +286,12 @@ def check_refusals(mesh: Mesh, pipeline: Pipeline) -> None:
     )
     one = other_mesh(0, 1, None)
     check_refused(ValueError, "mesh.pp is 1; a pipeline needs at least 2", lambda: Pipeline(model, one))
+    spread = other_mesh(0, 2, mesh.group("pp"), num_context_ranks=4)
+    check_refused(
+        ValueError,
+        "mesh.pp is 2 and mesh.cp is 4; the stages of a pipeline compute whole rows, so set one of them to 1",
+        lambda: Pipeline(model, spread),
+    )
     local = list(pipeline.model.named_parameters())
     if pipeline.rank == 0:
         # Rank 0 has the first weight, so nobody has begun to wait.
@@ -297,11 +303,11 @@ def check_refusals(mesh: Mesh, pipeline: Pipeline) -> None:
         )
 
 
-def other_mesh(rank: int, num_ranks: int, group: Any) -> Any:
+def other_mesh(rank: int, num_ranks: int, group: Any, *, num_context_ranks: int = 1) -> Any:
     """As a mesh to a pipeline, with a group of its own."""
     return SimpleNamespace(
         group=lambda name: group,
-        size=lambda name: num_ranks,
+        size=lambda name: {"pp": num_ranks, "cp": num_context_ranks}[name],
         rank=lambda name: rank,
         device=torch.device("cpu"),
     )
@@ -358,14 +364,6 @@ def test_a_forward_alone_gives_the_log_probabilities_of_one_process(two):
     expected_N = one_process("gemma2", 5, num_steps=1)["logprob"]
     got = of("forward", two[1])
     close_fp32(torch.cat([got[f"logprob{index}"] for index in range(5)]), expected_N)
-
-
-def test_stages_compute_the_rows_they_are_given(two):
-    model, micro = deep_model("gemma2"), weighted_batch(0).select([0])
-    with torch.no_grad():
-        context = packed_context(model, micro.length_B)
-        expected_TD = hidden_states(model, micro.token_T, micro.position_T, context)
-    assert torch.equal(of("forward", two[1])["hidden0"], expected_TD)
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -14,6 +14,7 @@ from millrace.models.heads import scalar_model
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.models.logprobs import hidden_states, packed_context
 from millrace.models.pipeline_stages import (
+    Absent,
     Row,
     Step,
     check_stages,
@@ -53,6 +54,9 @@ def test_stages_of_a_deterministic_model_attend_as_the_paged_engine_does():
     rows, expected = whole_row(model, micro).context.paged, packed_context(model, micro.length_B).paged
     assert torch.equal(rows.slot_T, expected.slot_T)
     assert rows.exact
+    # Of a rank that lacks the head, too.
+    model.lm_head = Absent()
+    assert whole_row(model, micro).context.paged.exact
 
 
 @pytest.mark.parametrize("use", ["look up", "read"])

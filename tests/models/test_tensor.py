@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,17 +21,26 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from millrace.data.batch import Batch
-from millrace.kernels.token_logprob import token_logprob
+from millrace.kernels.token_logprob import token_divergence, token_logprob, token_squares
 from millrace.models import expert, tensor
 from millrace.models.expert import experts_of
 from millrace.models.fsdp import Root, Sharding, shard
-from millrace.models.heads import scalar_model
+from millrace.models.fused import set_deterministic
+from millrace.models.heads import packed_scores, scalar_model
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
 from millrace.models.load_sharded import load_sharded
-from millrace.models.logprobs import chosen_hidden, hidden_states, output_head, packed_context
-from millrace.models.mesh import Layout, Mesh, make_mesh
+from millrace.models.logprobs import (
+    chosen_hidden,
+    chosen_logprobs,
+    hidden_states,
+    output_head,
+    packed_context,
+)
+from millrace.models.mesh import Mesh, make_mesh
 from millrace.models.pipeline import Pipeline, Runner
+from millrace.planner.layout import Layout
 from tests.close import close_fp32, close_fp64
+from tests.data.pieces import truncated
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, WITHOUT, random_batch
 from tests.ranks import run_ranks
 
@@ -52,10 +62,11 @@ class Case:
     key_heads: int = 2
     checkpointing: Any = "none"
     loaded: bool = False  # from a folder, each rank its part
+    critic: bool = False
 
     def __str__(self) -> str:
         layout = [f"{name} {size}" for name, size in self.layout.items()]
-        more = ["sequence"] * self.sequence + ["loaded"] * self.loaded
+        more = ["sequence"] * self.sequence + ["loaded"] * self.loaded + ["critic"] * self.critic
         return ", ".join([self.architecture, *layout, *more, self.checkpointing, str(self.dtype)[6:]])
 
 
@@ -64,6 +75,7 @@ TWO = [
     *(Case(name, {"tp": 2}, False) for name in SHAPES if name not in ("gemma3_text", "mixtral")),
     *(Case(name, {"tp": 2}, True, torch.float32) for name in ("llama", "qwen3", "gemma2")),
     Case("llama", {"tp": 2}, True, loaded=True),
+    Case("llama", {"tp": 2}, True, critic=True),
 ]
 FOUR = [
     Case("llama", {"tp": 4}, True, key_heads=4),
@@ -99,7 +111,11 @@ def bold_model(architecture: str, key_heads: int) -> Model:
 
 
 def model_of(case: Case) -> Model:
-    return copy.deepcopy(bold_model(case.architecture, case.key_heads)).to(case.dtype)
+    model = copy.deepcopy(bold_model(case.architecture, case.key_heads))
+    if case.critic:
+        model = scalar_model(model)
+        nn.init.constant_(model.score.weight, 0.3)
+    return model.to(case.dtype)
 
 
 def odd_batch(seed: int) -> Batch:
@@ -117,13 +133,14 @@ def whole(x: Tensor) -> Tensor:
 
 
 def loss_of(model: Model, batch: Batch) -> Tensor:
+    if hasattr(model, "score"):
+        score_T = packed_scores(model, batch.token_T, batch.position_T, batch.length_B)
+        return (score_T.sin() * batch.weight_T).sum()
     return loss_from(model, batch, *chosen_hidden(model, batch))
 
 
 def loss_from(model: Model, batch: Batch, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
-    group, first_row = tensor.vocabulary_slice(model)
-    head = replace(output_head(model), group=group, first_row=first_row)
-    logprob_N, entropy_N = token_logprob(hidden_ND, head, target_N, temperature=0.8)
+    logprob_N, entropy_N = token_logprob(hidden_ND, output_head(model), target_N, temperature=0.8)
     return ((logprob_N + 0.1 * entropy_N) * batch.weight_T[batch.action_mask_T]).sum()
 
 
@@ -171,6 +188,8 @@ def piped(model: Model, mesh: Mesh, slice_: Callable[[Model], None]) -> dict[str
 
 def sliced(rank: int, cases: list[Case], folder: Path) -> dict[str, Tensor]:
     told: dict[str, Tensor] = {}
+    # What FSDP has to say of a layer that we changed is no less wrong on another process.
+    warnings.simplefilter("error")
     for case in cases:
         mesh = make_mesh(Layout(**case.layout), "cpu")
         sharding = replace(SHARDING, checkpointing=case.checkpointing)
@@ -192,8 +211,8 @@ def sliced(rank: int, cases: list[Case], folder: Path) -> dict[str, Tensor]:
 
 
 @functools.cache
-def in_one_process(architecture: str, key_heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    case = Case(architecture, {}, False, dtype, key_heads)
+def in_one_process(architecture: str, key_heads: int, dtype: torch.dtype, critic: bool) -> dict[str, Tensor]:
+    case = Case(architecture, {}, False, dtype, key_heads, critic=critic)
     return trained(Root(model_of(case)), make_mesh(Layout(), "cpu"))
 
 
@@ -217,7 +236,7 @@ def on_four(folder: Path) -> list[dict[str, Tensor]]:
 
 
 def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:
-    expected = in_one_process(case.architecture, case.key_heads, case.dtype)
+    expected = in_one_process(case.architecture, case.key_heads, case.dtype, case.critic)
     # Gemma's norms compute in float32 whatever they are given.
     exact = case.dtype == torch.float64 and not case.architecture.startswith("gemma")
     close: Any = close_fp64 if exact else functools.partial(close_fp32, atol=1e-5)
@@ -258,7 +277,7 @@ def test_one_rank_keeps_the_model_as_it_is() -> None:
     kinds = [type(module) for module in model.modules()]
     tensor.apply(model, make_mesh(Layout(), "cpu"), sequence=True)
     assert [type(module) for module in model.modules()] == kinds
-    assert tensor.vocabulary_slice(model) == (None, 0)
+    assert (output_head(model).group, output_head(model).first_row) == (None, 0)
 
 
 def test_a_rank_keeps_a_slice_of_every_large_weight_and_no_memory_of_the_rest(mesh: Mesh) -> None:
@@ -281,7 +300,6 @@ def test_a_critic_keeps_its_head_whole(mesh: Mesh) -> None:
     tensor.apply(critic, mesh, sequence=True)
     assert critic.score.weight.shape == (1, 32)
     assert critic.model.embed_tokens.weight.shape == (20, 32)
-    assert tensor.vocabulary_slice(critic) == (None, 0)
 
 
 def check_refused(model: Model, mesh: Mesh, sentence: str, *, sequence: bool = False) -> None:
@@ -323,8 +341,32 @@ def test_what_cannot_be_sliced_is_refused_by_name(mesh: Mesh) -> None:
     check_refused(mixture, mesh, "experts of this mixtral are computed by transformers' eager", sequence=True)
 
 
+def test_what_needs_the_whole_vocabulary_refuses_a_slice_by_name(mesh: Mesh) -> None:
+    model, batch = copy.deepcopy(bold_model("qwen2", 2)), odd_batch(0)
+    tensor.apply(model, mesh, sequence=False)
+    head, hidden_ND = output_head(model), torch.zeros(3, 32)
+    assert (head.weight_VD.shape, head.group, head.first_row) == ((20, 32), mesh.group("tp"), 0)
+    uses: list[Callable[[], object]] = [
+        lambda: token_divergence(hidden_ND, head, hidden_ND, head, temperature=1.0),
+        lambda: token_squares(hidden_ND, head, temperature=1.0),
+        lambda: chosen_logprobs(model, truncated(batch, VOCABULARY, 0), temperature=1.0),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="head is a shard of the vocabulary, for which there is only"):
+            use()
+
+
+def test_a_deterministic_model_is_not_sliced(mesh: Mesh) -> None:
+    model = copy.deepcopy(bold_model("llama", 2))
+    set_deterministic(model)
+    check_refused(model, mesh, "mesh.tp is 2, and sums over ranks do not give a token the same bits")
+    sliced_model = copy.deepcopy(bold_model("llama", 2))
+    tensor.apply(sliced_model, mesh, sequence=False)
+    with pytest.raises(ValueError, match="is a Linear, whose rows are not known to be independent"):
+        set_deterministic(sliced_model)
+
+
 def test_a_model_is_sliced_once(mesh: Mesh) -> None:
     model = copy.deepcopy(bold_model("qwen2", 2))
     tensor.apply(model, mesh, sequence=False)
-    assert tensor.vocabulary_slice(model) == (mesh.group("tp"), 0)
     check_refused(model, mesh, "plans colwise for layers.0.self_attn.q_proj, a Linear, which")

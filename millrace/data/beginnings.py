@@ -1,0 +1,68 @@
+"""Tokens that segments of a packed row have in common at their beginning, to be computed once.
+
+What a decoder makes of a token depends on it and on the tokens before it in its segment. So where segments
+begin alike, as samples of one prompt do, one of them computes these tokens and the others look there.
+
+T = tokens of the row, S = those that are computed, B = segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# A beginning that is a smaller part of its segment saves no more than sharing it costs.
+LEAST_SHARE = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Beginnings:
+    """Which tokens of a packed row are computed, and where the others are found; on the CPU.
+
+    Attributes:
+        kept_S: the tokens that are computed, ascending.
+        place_T: where among them each token of the row is found: the same token after the same tokens.
+        first_B: position of each segment's first token that is computed for it; those before it are found in
+            other segments.
+    """
+
+    kept_S: Tensor
+    place_T: Tensor
+    first_B: Tensor
+
+
+def common_beginnings(token_T: Tensor, length_B: Tensor) -> Beginnings | None:
+    """What the segments of a row share; None where no segment shares enough.
+
+    Args:
+        token_T: token ids.
+        length_B: tokens of each segment.
+    """
+    token, length = token_T.cpu().numpy(), length_B.tolist()
+    start = (np.cumsum(length) - length).tolist()
+    rows = [token[begin : begin + size] for begin, size in zip(start, length, strict=True)]
+    home_T = np.arange(len(token))
+    first = [0] * len(rows)
+    # Sorted, a segment has as much in common with its neighbour as with any before it.
+    order = sorted(range(len(rows)), key=lambda b: rows[b].tobytes())
+    for before, b in pairwise(order):
+        common = _common(rows[before], rows[b])
+        if common >= LEAST_SHARE * length[b]:
+            first[b] = common
+            home_T[start[b] : start[b] + common] = home_T[start[before] : start[before] + common]
+    if not any(first):
+        return None
+    kept_S = np.flatnonzero(home_T == np.arange(len(token)))
+    place_T = torch.from_numpy(np.searchsorted(kept_S, home_T))
+    return Beginnings(torch.from_numpy(kept_S), place_T, torch.tensor(first))
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two segments have in common at their beginning."""
+    size = min(len(one), len(other))
+    apart = np.flatnonzero(one[:size] != other[:size])
+    return int(apart[0]) if len(apart) else size

@@ -1,0 +1,102 @@
+"""A model as a Hugging Face folder that several ranks write together, each of them some layers whole.
+
+Whatever the layout, what ranks hold parts of is gathered weight by weight (as for the sampler), so that the
+folder is an ordinary one and no file has to be put together afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from millrace.models.load import Model, Weights
+
+INDEX = "model.safetensors.index.json"
+# The part of a weight's name that says in which layer it is.
+_LAYER = re.compile(r".*?\.\d+\.")
+
+
+def save_config(model: Model, folder: Path) -> None:
+    """All of the folder but weights: what transformers needs to make the model again."""
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory that nothing else writes to."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def own_layers(named: Iterable[tuple[str, Tensor]], *, rank: int, num_ranks: int) -> Weights:
+    """Copies, in the host's memory, of the weights that this rank writes.
+
+    A layer stays together, because a file may hold weights that are made of several of a layer's. Each goes
+    to the rank that has the fewest bytes so far.
+
+    Args:
+        named: every weight whole, the same ones in the same order on all ranks.
+        rank: this one.
+        num_ranks: who write the folder.
+    """
+    num_bytes = [0] * num_ranks
+    writers: dict[str, int] = {}
+    kept: Weights = {}
+    for name, tensor in named:
+        found = _LAYER.match(name)
+        layer = found[0] if found else name
+        if layer not in writers:
+            writers[layer] = min(range(num_ranks), key=num_bytes.__getitem__)
+        num_bytes[writers[layer]] += tensor.nbytes
+        if writers[layer] == rank:
+            kept[name] = host_copy(tensor)
+    return kept
+
+
+def fixed_numbers(model: Model) -> Weights:
+    """Copies of what a folder holds besides weights: the buffers that are not computed from the config."""
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    return {name: host_copy(buffer) for name, buffer in model.named_buffers() if name not in computed}
+
+
+def write_weights(model: Model, weights: Weights, folder: Path, *, rank: int, num_ranks: int) -> list[Path]:
+    """One rank's file, under the names and in the form of the model's hub; none where it has no weights.
+
+    Args:
+        model: says how weights were changed when they were loaded.
+        weights: what this rank writes, in the host's memory.
+        folder: there already.
+        rank: this one.
+        num_ranks: who write the folder.
+    """
+    ignored = set(model._keys_to_ignore_on_save or ())
+    weights = {name: tensor for name, tensor in weights.items() if name not in ignored}
+    if not weights:
+        return []
+    number = f"-{rank + 1:05d}-of-{num_ranks:05d}" if num_ranks > 1 else ""
+    path = folder / f"model{number}.safetensors"
+    stored = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, weights).items()}
+    save_file(stored, path, metadata={"format": "pt"})
+    return [path]
+
+
+def write_index(folder: Path) -> None:
+    """Say which file holds which weight, once all ranks have written theirs."""
+    weight_map: dict[str, str] = {}
+    for path in sorted(folder.glob("model-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            weight_map |= dict.fromkeys(file.keys(), path.name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")

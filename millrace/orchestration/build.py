@@ -29,7 +29,7 @@ from millrace.models.load import (
     load_model,
     num_parameters,
 )
-from millrace.orchestration.companions import critic, reference, save_critic, teacher
+from millrace.orchestration.companions import critic, reference, teacher
 from millrace.orchestration.memory import cache_tokens
 from millrace.orchestration.methods import build_control, build_method, build_objective
 from millrace.orchestration.parts import Parts, SetupError
@@ -98,7 +98,6 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         imitator=partial(_imitator, config, spread),
         reinforcer=partial(_reinforcer, config, spread),
         critic=partial(critic, config, spread, mesh, checkpoint, rate=_rate) if config.critic else None,
-        save_critic=save_critic,
         reference=partial(reference, config, model, mesh) if config.policy.kl else None,
         teacher=teacher(config, model, mesh, tokenizer),
         control=build_control(config),
@@ -274,7 +273,13 @@ def _longest_sequence(config: RunConfig, model: Model) -> int:
 
 
 def _trainer(
-    config: RunConfig, spread: Spread, version: int, *, objective: Objective, rate: Callable[[int], float]
+    config: RunConfig,
+    spread: Spread,
+    version: int,
+    *,
+    objective: Objective,
+    rate: Callable[[int], float],
+    reference: ModelScorer | None = None,
 ) -> PolicyTrainer:
     options, model = config.policy.optimizer, spread.model
     return PolicyTrainer(
@@ -287,6 +292,7 @@ def _trainer(
         max_gradient_norm=options.max_gradient_norm,
         version=version,
         spread=spread,
+        reference=reference,
     )
 
 
@@ -308,9 +314,12 @@ def _imitator(config: RunConfig, spread: Spread, version: int) -> PolicyTrainer:
 def _reinforcer(
     config: RunConfig, spread: Spread, version: int, control: KlControl | None, reference: ModelScorer | None
 ) -> PolicyTrainer:
-    objective = build_objective(config, control, reference)
+    objective = build_objective(config, control)
     rate = _rate(config, config.policy.optimizer.learning_rate)
-    return _trainer(config, spread, version, objective=objective, rate=rate)
+    full = config.policy.kl is not None and config.policy.kl.estimator == "full"
+    return _trainer(
+        config, spread, version, objective=objective, rate=rate, reference=reference if full else None
+    )
 
 
 def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:

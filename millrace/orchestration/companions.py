@@ -12,8 +12,8 @@ from millrace.config.methods import TeacherAdvantage
 from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer
 from millrace.models.adapters import adapted_layers, merged
-from millrace.models.heads import load_scalar_model, save_scalar_model, scalar_model
-from millrace.models.load import Model, Weights, fresh_model, load_model
+from millrace.models.heads import load_scalar_model, scalar_model
+from millrace.models.load import Model, fresh_model, load_model
 from millrace.models.mesh import Mesh
 from millrace.orchestration.parts import SetupError
 from millrace.orchestration.run_folder import model_folder
@@ -77,11 +77,6 @@ def _whole(spread: Spread) -> Model:
         for name, tensor in spread.named_tensors():
             model.get_parameter(name).copy_(tensor)
     return model
-
-
-def save_critic(critic: ValueTrainer, folder: Path, weights: Weights | None) -> None:
-    """Write a critic into a checkpoint being filled; see `models.load.save_model` on its weights."""
-    save_scalar_model(critic.model, folder / CRITIC, weights)
 
 
 def reference(config: RunConfig, model: Model, mesh: Mesh | None, folder: Path) -> ModelScorer:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from millrace.config.settings import RunConfig
 from millrace.data.prompts import PromptStream
-from millrace.models.load import Weights
+from millrace.models.saving import save_config
 from millrace.observability.console import Console
 from millrace.observability.metrics import Spans
 from millrace.observability.report import write_report
 from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_accuracy, check_evaluation
+from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.learn import Learner
@@ -28,22 +29,11 @@ from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.ranks import Ranks
 from millrace.orchestration.run_folder import RunFolder
+from millrace.orchestration.saving import POLICY, Saver, restore_optimizer, snapshot
 from millrace.orchestration.step import greedy
-from millrace.training.checkpoint import (
-    flush,
-    remove_checkpoint,
-    verify_checkpoint,
-    write_checkpoint,
-    write_state,
-)
-from millrace.training.optimizer import (
-    critic_tensors,
-    load_optimizer_tensors,
-    optimizer_tensors,
-    split_tensors,
-)
+from millrace.planner.model_shape import ModelShape
+from millrace.training.checkpoint import flush, remove_checkpoint, verify_checkpoint, write_state
 from millrace.training.policy import PolicyTrainer
-from millrace.training.value import ValueTrainer
 
 
 class Interrupted(Exception):
@@ -60,6 +50,7 @@ class Controller:
         folder: RunFolder,
         *,
         ranks: Ranks,
+        saver: Saver,
         recipe: str,
         console: Console,
         interrupts: Interrupts,
@@ -74,7 +65,8 @@ class Controller:
             config: of the run.
             parts: what it is made of.
             folder: where it is kept.
-            ranks: who takes part; the first one keeps checkpoints.
+            ranks: who takes part; the first one keeps the run folder.
+            saver: writes checkpoints while the run goes on.
             recipe: name of the recipe.
             console: where it is shown.
             interrupts: tells when the user wants to leave.
@@ -92,6 +84,7 @@ class Controller:
         self.spans = Spans()
         self.trainer: PolicyTrainer | None = None
         self.learner: Learner | None = None
+        self._saver = saver
         self._recipe = recipe
         self._interrupts = interrupts
         self._metrics = metrics
@@ -118,19 +111,19 @@ class Controller:
             stream.load_state(self.progress.stream)
         return stream
 
-    def adopt(self, trainer: PolicyTrainer, tensors: dict[str, Any] | None) -> PolicyTrainer:
+    def adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer:
         """Make `trainer` the current one; on resume, with the optimizer state of the checkpoint."""
-        if tensors:
-            load_optimizer_tensors(trainer.optimizer, trainer.model, tensors)
+        if checkpoint is not None:
+            restore_optimizer(trainer, checkpoint, POLICY, self.ranks)
         trainer.num_attempts = self.progress.attempts
         self.trainer = trainer
         return trainer
 
-    def learn(self, tensors: dict[str, Any] | None) -> Learner:
+    def learn(self, checkpoint: Path | None) -> Learner:
         """Everything that turns groups into weights: the policy and, as the recipe asks, critic and scorers.
 
         Args:
-            tensors: the optimizers' state, on resume.
+            checkpoint: that the run goes on from, with the optimizers' states; None where it does not.
 
         Raises:
             CheckpointError: the reference policy is damaged.
@@ -140,19 +133,26 @@ class Controller:
         if control is not None and progress.kl_coefficient is not None:
             control.coefficient = progress.kl_coefficient
         if parts.reference is not None:
+            # It may still be being written.
+            self._saver.settle()
             start = self.folder.checkpoints / "step-000000"
-            verify_checkpoint(start)
-            reference = parts.reference(start / "model")
-        own, critics = split_tensors(tensors or {})
-        trainer = self.adopt(parts.reinforcer(progress.version, control, reference), own)
-        if tensors is not None:
+            if self.ranks.first:
+                verify_checkpoint(start)
+            self.ranks.wait()
+            reference = parts.reference(start / POLICY)
+        trainer = self.adopt(parts.reinforcer(progress.version, control, reference), checkpoint)
+        if checkpoint is not None:
             self.publish()
         critic = None
         if parts.critic is not None:
             critic = parts.critic()
             critic.num_attempts = progress.critic_attempts
-            load_optimizer_tensors(critic.optimizer, critic.model, critics)
-        self.learner = Learner(trainer, parts.method, critic, reference, parts.teacher, control)
+            if checkpoint is not None:
+                restore_optimizer(critic, checkpoint, CRITIC, self.ranks)
+        # What a weight that does not learn costs is not what one costs that does.
+        learns = self.config.model.adapter is None and not self.config.model.frozen
+        shape = ModelShape.known(trainer.model.config.to_dict()) if learns else None
+        self.learner = Learner(trainer, parts.method, critic, reference, parts.teacher, control, shape=shape)
         return self.learner
 
     def publish(self) -> None:
@@ -217,61 +217,66 @@ class Controller:
         return True
 
     def checkpoint(self) -> None:
-        """Save everything a resumed run needs, then forget the oldest checkpoints."""
+        """Save what a resumed run needs, then forget the oldest checkpoints; training goes on meanwhile.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
         progress, trainer = self.progress, self.trainer
         assert trainer is not None
         progress.order += 1
         progress.version, progress.attempts = trainer.version, trainer.num_attempts
-        tensors = optimizer_tensors(trainer.optimizer, trainer.model)
         critic = self.learner.critic if self.learner else None
         if self.learner is not None and self.learner.control is not None:
             progress.kl_coefficient = self.learner.control.coefficient
         if critic is not None:
             progress.critic_attempts = critic.num_attempts
-            tensors |= critic_tensors(optimizer_tensors(critic.optimizer, critic.model))
         progress.wall_s = self.wall_s
         progress.metrics_bytes = self._metrics.position
-        flush(self.folder.metrics)
+        saved = replace(progress)
 
-        weights = self._gathered(trainer)
-        critic_weights = None if critic is None else self._gathered(critic)
-
-        def fill(folder: Path) -> None:
-            self.parts.save_model(folder / "model", weights)
+        def begin(aside: Path) -> None:
+            flush(self.folder.metrics)
+            self.parts.save_model(aside / POLICY, weights=False)
             if critic is not None:
-                self.parts.save_critic(critic, folder, critic_weights)
-            write_state(folder, progress.to_json(), tensors)
+                save_config(critic.model, aside / CRITIC)
+            write_state(aside, progress.to_json())
 
         with self.spans("save"):
-            if self.ranks.first:
-                write_checkpoint(self.folder.checkpoints / progress.checkpoint_name, fill)
-                self.tidy()
-            self.ranks.wait()
+            # One copy of everything in host memory is enough.
+            self._saver.settle()
+            snapshots = {POLICY: snapshot(trainer, self.ranks)}
+            if critic is not None:
+                snapshots[CRITIC] = snapshot(critic, self.ranks)
+            folder = self.folder.checkpoints / progress.checkpoint_name
+            self._saver.save(folder, snapshots, begin=begin, done=lambda: self.tidy(saved))
         self._saved = progress.checkpoint_name
 
-    def _gathered(self, trainer: PolicyTrainer | ValueTrainer) -> Weights | None:
-        """Whole weights for the first rank, of which every rank has a part; None where there is one rank."""
-        if self.ranks.size == 1:
-            return None
-        return {name: tensor.cpu() for name, tensor in trainer.named_tensors() if self.ranks.first}
+    def tidy(self, saved: Progress) -> None:
+        """Say which checkpoint is the best and forget old ones; a killed process may not have come to it.
 
-    def tidy(self) -> None:
-        """Say which checkpoint is the best and forget old ones; a killed process may not have come to it."""
-        if self.progress.best_checkpoint:
-            best = {"checkpoint": self.progress.best_checkpoint, "accuracy": self.progress.eval_best}
+        Args:
+            saved: what the newest whole checkpoint says.
+        """
+        if saved.best_checkpoint:
+            best = {"checkpoint": saved.best_checkpoint, "accuracy": saved.eval_best}
             self.folder.write_json(self.folder.best, best)
-        self._forget()
+        self._forget(saved)
 
     def leave_if_asked(self) -> None:
         """Save, unless that was just done, and raise Interrupted if the user pressed Ctrl-C.
 
         Raises:
             Interrupted: the user did.
+            CheckpointError: what was being saved could not be written.
         """
+        if self.ranks.agree(self._saver.failed):
+            self._saver.settle()
         # Each hears of Ctrl-C in its own time; they leave after the same step.
         if self.ranks.agree(self._interrupts.asked):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint()
+            self._saver.settle()
             raise Interrupted
 
     def try_demonstrations(self) -> None:
@@ -330,18 +335,18 @@ class Controller:
             warnings=progress.warnings,
         )
 
-    def _forget(self) -> None:
+    def _forget(self, saved: Progress) -> None:
         """Remove all but the newest checkpoints, the best, and the start where that is the reference."""
 
         def place(name: str) -> tuple[bool, str]:
             return name.startswith("step-"), name
 
         # What lies ahead of the progress is damaged and will be redone; it must not push out what is whole.
-        here = place(self.progress.checkpoint_name)
+        here = place(saved.checkpoint_name)
         there = [path.name for path in self.folder.checkpoints.iterdir()]
         names = [name for name in there if name.startswith(("warmup-", "step-")) and place(name) <= here]
         names.sort(key=place)
-        kept = set(names[-self.config.checkpoint.keep :]) | {self.progress.best_checkpoint}
+        kept = set(names[-self.config.checkpoint.keep :]) | {saved.best_checkpoint}
         if self.parts.reference is not None:
             kept.add("step-000000")
         for name in names:

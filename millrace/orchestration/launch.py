@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from millrace.config.recipe import from_yaml, settings, to_yaml
 from millrace.config.settings import RunConfig
 from millrace.observability.console import Console
@@ -29,7 +27,9 @@ from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.ranks import Ranks, joined
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
-from millrace.training.checkpoint import newest_checkpoint, read_state, read_tensors
+from millrace.orchestration.saving import Saver
+from millrace.training.checkpoint import newest_checkpoint, read_state
+from millrace.training.spread import layout_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,6 @@ class _Start:
     checkpoint: Path | None
     refused: list[str]
     progress: Progress
-    tensors: dict[str, Tensor] | None
     ranks: Ranks
 
 
@@ -70,7 +69,7 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
             (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
             # Last, because it makes the folder one that can be resumed.
             folder.write_text(folder.recipe, to_yaml(config))
-            start = _Start(config, recipe, None, [], Progress(), None, ranks)
+            start = _Start(config, recipe, None, [], Progress(), ranks)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
@@ -95,12 +94,11 @@ def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
     ):
         origin = given.path / "origin.txt"
         recipe = origin.read_text(encoding="utf-8") if origin.is_file() else given.path.name
-        checkpoint, refused = newest_checkpoint(given.checkpoints)
+        checkpoint, refused = _newest(given.checkpoints, ranks)
         progress = Progress() if checkpoint is None else Progress.from_json(read_state(checkpoint))
-        tensors = None if checkpoint is None else read_tensors(checkpoint)
         parts = build(config, checkpoint, ranks)
         with closing(parts.reward):
-            start = _Start(config, recipe, checkpoint, refused, progress, tensors, ranks)
+            start = _Start(config, recipe, checkpoint, refused, progress, ranks)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
@@ -135,6 +133,13 @@ def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
         yield RunFolder(Path(notes), checkpoints=path / "checkpoints")
 
 
+def _newest(checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """As `newest_checkpoint`, which the first rank finds for all: its every byte is read."""
+    found, refused = newest_checkpoint(checkpoints) if ranks.first else (None, [])
+    name, refused = json.loads(ranks.share(json.dumps([found and found.name, refused])))
+    return (checkpoints / name if name else None), refused
+
+
 def _status(folder: RunFolder) -> str | None:
     """What the summary of a run says, if it has one."""
     if not folder.summary.is_file():
@@ -152,12 +157,18 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         chosen = _trackers(start, folder) if ranks.first else []
         trackers = [held.enter_context(closing(sink)) for sink in chosen]
         held.enter_context(console)
+        if ranks.size > 1:
+            console.say(layout_of(start.config.mesh).table())
         interrupts = held.enter_context(Interrupts(lambda text: console.say(text, "bold")))
+        saver = Saver(ranks)
+        # However the run ends, nobody else may be let into its folder while something is written to it.
+        held.callback(saver.wait)
         controller = Controller(
             start.config,
             parts,
             folder,
             ranks=ranks,
+            saver=saver,
             recipe=start.recipe,
             console=console,
             interrupts=interrupts,
@@ -171,7 +182,8 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         if start.checkpoint is not None:
             console.say(f"resumed from {start.checkpoint}")
         try:
-            run(controller, start.tensors)
+            run(controller, start.checkpoint)
+            saver.settle()
             return controller.finish("finished")
         except Interrupted:
             return controller.finish("interrupted")
@@ -186,6 +198,10 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
                     f"before is intact, so make room and continue with: millrace resume {folder.path}"
                 )
             controller.progress.warnings.append(str(error))
+            try:
+                saver.settle()
+            except RuntimeError as another:
+                controller.warn(str(another))
             # A summary that cannot be written must not hide why the run failed.
             with suppress(OSError):
                 controller.finish("failed")

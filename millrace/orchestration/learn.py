@@ -20,6 +20,8 @@ from millrace.data.packing import once_each, pack, with_gradient, without_twins
 from millrace.orchestration.evaluate import rollout_rows
 from millrace.orchestration.methods import Method
 from millrace.orchestration.step import Sampled, completion_seed, group_rewards, is_equal
+from millrace.planner.flops import training_operations
+from millrace.planner.model_shape import ModelShape
 from millrace.protocols import Scorer, StepReport
 from millrace.training.estimate import Scored, usable
 from millrace.training.kl_control import KlControl
@@ -39,6 +41,7 @@ class Learner:
         reference: what a KL penalty holds the policy to.
         teacher: whom on-policy distillation follows.
         control: coefficient of the KL penalty.
+        shape: the policy's, by which operations are counted; None where they are not.
     """
 
     trainer: PolicyTrainer
@@ -47,6 +50,7 @@ class Learner:
     reference: Scorer | None = None
     teacher: Scorer | None = None
     control: KlControl | None = None
+    shape: ModelShape | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +64,7 @@ class BatchResult:
         skipped: the packed batches whose optimizer step was skipped, as evidence.
         tokens_sampled: tokens drawn.
         tokens_trained: chosen tokens a gradient was computed for.
+        operations: of the forwards and backwards of policy and critic, over all ranks; 0 where not counted.
     """
 
     record: dict[str, float]
@@ -68,6 +73,7 @@ class BatchResult:
     skipped: list[Batch]
     tokens_sampled: int
     tokens_trained: int
+    operations: int
 
 
 def train_on(
@@ -103,7 +109,9 @@ def train_on(
             continue
         batch = one_step(learner.method, whole, members)
         if learner.critic is not None:
-            learner.critic.forward_backward(without_twins(batch))
+            valued = without_twins(batch)
+            learner.critic.forward_backward(valued)
+            done.operations += _operations(learner.shape, valued, num_predicted=0)
             done.critic_reports.append(learner.critic.optim_step())
         if policy_moves:
             _update(learner, batch, completion_seed(seed, step, part), done)
@@ -119,7 +127,9 @@ def train_on(
     for i, advantage in zip(inside, _advantages(whole), strict=True):
         shown[i] = advantage
     rows = rollout_rows(step, groups, shown)
-    return BatchResult(record, rows, done.reports, done.skipped, tokens_sampled, done.tokens_trained)
+    return BatchResult(
+        record, rows, done.reports, done.skipped, tokens_sampled, done.tokens_trained, done.operations
+    )
 
 
 @dataclass(slots=True)
@@ -131,6 +141,12 @@ class _Done:
     skipped: list[Batch] = field(default_factory=list)
     mismatch: dict[str, float] = field(default_factory=dict)
     tokens_trained: int = 0
+    operations: int = 0
+
+
+def _operations(shape: ModelShape | None, batch: Batch, *, num_predicted: int) -> int:
+    """Of a forward and a backward over a batch; 0 where they are not counted."""
+    return 0 if shape is None else training_operations(shape, batch.length_B.tolist(), num_predicted)
 
 
 def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
@@ -148,7 +164,9 @@ def _update(learner: Learner, batch: Batch, seed: int, done: _Done) -> None:
     moving = moving_part(learner, batch, seed)
     if moving is not None:
         logprob_N = learner.trainer.forward_backward(moving)
-        done.tokens_trained += int(moving.action_mask_T.sum())
+        num_chosen = int(moving.action_mask_T.sum())
+        done.tokens_trained += num_chosen
+        done.operations += _operations(learner.shape, moving, num_predicted=num_chosen)
         if not done.reports:
             # Only before the first update are trainer and sampler the same weights.
             done.mismatch = _mismatch(logprob_N, moving)

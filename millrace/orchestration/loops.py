@@ -6,7 +6,7 @@ so a resumed run does bit for bit what an undisturbed one would have done.
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 from millrace.config.settings import WarmupConfig
 from millrace.data.packing import pack_demonstrations
@@ -15,14 +15,15 @@ from millrace.orchestration.alarms import check_rewards, check_steps
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.learn import BatchResult, Learner, train_on
 from millrace.orchestration.step import sample_batch
+from millrace.orchestration.utilization import reached
 
 
-def run(controller: Controller, tensors: dict[str, Any] | None) -> None:
+def run(controller: Controller, checkpoint: Path | None) -> None:
     """Do what is left of a run.
 
     Args:
         controller: at the progress of the newest checkpoint, or at the beginning.
-        tensors: the optimizer state of that checkpoint.
+        checkpoint: that one; None at the beginning.
 
     Raises:
         Interrupted: the user asked to leave; everything is saved.
@@ -32,24 +33,24 @@ def run(controller: Controller, tensors: dict[str, Any] | None) -> None:
     config, progress = controller.config, controller.progress
     controller.try_demonstrations()
     if progress.order and controller.ranks.first:
-        controller.tidy()
+        controller.tidy(progress)
     if progress.stage == "warmup" and config.warmup is None:
         begin_reinforcement(controller)
     if progress.stage == "warmup":
-        warm_up(controller, tensors)
-        tensors = None
+        warm_up(controller, checkpoint)
+        checkpoint = None
         if config.steps:
             begin_reinforcement(controller)
     if progress.stage == "reinforcement":
-        reinforce(controller, tensors)
+        reinforce(controller, checkpoint)
 
 
-def warm_up(controller: Controller, tensors: dict[str, Any] | None) -> None:
+def warm_up(controller: Controller, checkpoint: Path | None) -> None:
     """Supervised training on demonstrations, until the gate opens or its steps are done."""
     config, progress, parts = controller.config, controller.progress, controller.parts
     warmup = config.warmup
     assert warmup is not None
-    trainer = controller.adopt(parts.imitator(progress.version), tensors)
+    trainer = controller.adopt(parts.imitator(progress.version), checkpoint)
     stream = controller.stream()
     controller.console.stage("warm-up", warmup.steps, progress.step)
     if progress.step == 0 and not config.steps:
@@ -134,10 +135,10 @@ def begin_reinforcement(controller: Controller) -> None:
     controller.leave_if_asked()
 
 
-def reinforce(controller: Controller, tensors: dict[str, Any] | None) -> None:
+def reinforce(controller: Controller, checkpoint: Path | None) -> None:
     """Batches of reinforcement: a group starts only when the weights of the batch before it are published."""
     config, progress, parts = controller.config, controller.progress, controller.parts
-    learner = controller.learn(tensors)
+    learner = controller.learn(checkpoint)
     stream = controller.stream()
     controller.console.stage("reinforcement", config.steps, progress.step)
     spans = controller.spans
@@ -187,6 +188,10 @@ def _account(controller: Controller, learner: Learner, result: BatchResult) -> N
     total = sum(spent.get(part, 0.0) for part in ("sample", "score", "train", "sync", "other"))
     times = {f"time/{part}_s": spent.get(part, 0.0) for part in ("sample", "score", "train", "sync", "other")}
     speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}
+    if learner.shape is not None:
+        dtype, device = config.mesh.compute or config.precision, learner.trainer.model.device
+        num_ranks = controller.ranks.size
+        speed |= reached(result.operations, spent["train"], num_ranks=num_ranks, device=device, dtype=dtype)
     controller.record(
         "reinforcement", {"version": learner.trainer.version, **result.record, **times, **speed}
     )

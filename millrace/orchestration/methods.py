@@ -30,7 +30,6 @@ from millrace.training.objective import (
     kl_penalty,
     surrogate,
 )
-from millrace.training.scorer import ModelScorer
 
 # log-probabilities before the step, what the ratio is taken to, advantages [N], seed -> tokens apart.
 Selection = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -98,21 +97,20 @@ def build_method(config: RunConfig) -> Method:
     )
 
 
-def build_objective(config: RunConfig, control: KlControl | None, reference: ModelScorer | None) -> Objective:
+def build_objective(config: RunConfig, control: KlControl | None) -> Objective:
     """What the policy minimises.
 
     Args:
         config: of the run.
         control: of the KL penalty, if the recipe has one.
-        reference: needed where the divergence is summed over the vocabulary.
     """
     policy = config.policy
     penalty = None
     if policy.kl is not None and policy.kl.place == "loss" and control is not None:
         if policy.kl.estimator != "full":
             penalty = kl_penalty(control, _divergence(policy.kl.estimator))
-        elif reference is not None:
-            penalty = full_kl_penalty(control, reference)
+        else:
+            penalty = full_kl_penalty(control)
     return surrogate(
         build_loss(policy.loss),
         interpolate=policy.proximal == "interpolate",

@@ -124,7 +124,7 @@ def _learner(parts: Parts) -> Learner:
     reference = None
     if parts.reference is not None:
         with tempfile.TemporaryDirectory() as folder:
-            parts.save_model(Path(folder), None)
+            parts.save_model(Path(folder))
             reference = parts.reference(Path(folder))
     trainer = parts.reinforcer(VERSION, parts.control, reference)
     critic = parts.critic() if parts.critic else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from millrace.models.load import Weights
 from millrace.orchestration.methods import Method
 from millrace.protocols import Engine, Environment, Reward, WeightTransport
 from millrace.training.kl_control import KlControl
@@ -18,6 +18,18 @@ from millrace.types import Prompt
 
 class SetupError(ValueError):
     """Settings that fit the schema and not each other or this machine; the message says what to change."""
+
+
+class SaveModel(Protocol):
+    """Writes a model as a Hugging Face folder."""
+
+    def __call__(self, folder: Path, *, weights: bool = True) -> None:
+        """Make the folder, tokenizer included.
+
+        Args:
+            folder: its parents are there.
+            weights: whether its weights are written too, for which they must be whole on this rank.
+        """
 
 
 @dataclass(slots=True)
@@ -36,14 +48,13 @@ class Parts:
         imitator: the warm-up's trainer, given the version it starts at.
         reinforcer: the policy's trainer, given the version it starts at and what a full KL penalty needs.
         critic: the value of each state, from the last checkpoint or fresh, or None where nothing asks for it.
-        save_critic: writes it into a checkpoint being filled; its weights are given where ranks share them.
         reference: the reference policy from a model folder, or None without a KL penalty.
         teacher: whom on-policy distillation follows, or None.
         control: a KL penalty's coefficient at the start, or None without one.
         method: the arithmetic of the recipe.
         demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; empty
             without a warm-up.
-        save_model: writes the policy as a Hugging Face folder, tokenizer included; likewise.
+        save_model: writes the policy.
         num_parameters: weights of the policy.
         device: where the policy is.
         environment: makes an episode of a prompt.
@@ -60,13 +71,12 @@ class Parts:
     imitator: Callable[[int], PolicyTrainer]
     reinforcer: Callable[[int, KlControl | None, ModelScorer | None], PolicyTrainer]
     critic: Callable[[], ValueTrainer] | None
-    save_critic: Callable[[ValueTrainer, Path, Weights | None], None]
     reference: Callable[[Path], ModelScorer] | None
     teacher: ModelScorer | None
     control: KlControl | None
     method: Method
     demonstrations: dict[str, tuple[int, ...]]
-    save_model: Callable[[Path, Weights | None], None]
+    save_model: SaveModel
     num_parameters: int
     device: str
     environment: Callable[[Prompt], Environment]

@@ -8,6 +8,7 @@ only one may do (console, files), the first rank does. What must be the same and
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,11 +16,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # What a rank may wait for another: it may be sampling, scoring or saving meanwhile.
 PATIENCE = timedelta(hours=1)
-# The exit code of a rank that lost the others.
-LOST = 75
 
 
 class RanksError(ValueError):
@@ -93,6 +93,19 @@ def given_ranks() -> tuple[int, int] | None:
     return rank, size
 
 
+def device_of(rank: int, num_devices: int) -> int:
+    """Which of the devices that a rank sees is its own: one each; device 0 where it sees no other."""
+    return int(os.environ.get("LOCAL_RANK", rank)) % num_devices
+
+
+def open_store(host: str) -> TCPStore:
+    """The store by which ranks find each other, on a free port of one address alone."""
+    # Left to itself, it listens on every address of the machine.
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 @contextmanager
 def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
     """The ranks of this run, as the environment names them, until the end of the block.
@@ -109,11 +122,13 @@ def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
     if size != num_ranks:
         raise RanksError(
             f"the recipe's mesh asks for {num_ranks} ranks, and {size} were started; make "
-            "mesh.dp_shard x mesh.dp_replicate and the number of processes the same"
+            "the mesh's sizes, multiplied, and the number of processes the same"
         )
     if size == 1:
         yield Ranks()
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device_of(rank, torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE)
     ranks = Ranks(rank, size)

@@ -28,7 +28,11 @@ class SharedEngine:
             ranks: of the run.
         """
         self._engine, self._ranks = engine, ranks
-        self.version = engine.version
+
+    @property
+    def version(self) -> int:
+        """Of the weights that draw from now on."""
+        return self._engine.version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -45,7 +49,6 @@ class SharedEngine:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace this rank's weights; every rank calls it with the same."""
         self._engine.load_weights(named_tensors, version)
-        self.version = version
 
     def fingerprint(self) -> dict[str, str]:
         """A checksum of each weight as this rank's engine holds it."""

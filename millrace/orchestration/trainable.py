@@ -16,7 +16,8 @@ from millrace.models.adapters import (
     save_adapter,
     saved_base,
 )
-from millrace.models.load import Model, ModelError, Weights, save_model
+from millrace.models.load import Model, ModelError, fresh_config, save_model
+from millrace.models.saving import save_config
 from millrace.transport.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ def choose_weights(config: ModelConfig, model: Model, saved: Path | None, *, see
         a checksum of the base, for `save_policy`; empty where no adapter learns.
 
     Raises:
-        ModelError: a pattern matches no weight, the adapter does not fit the model, or the base is not the
-            one that the checkpoint's adapter was trained beside.
+        ModelError: a pattern matches no weight, the adapter does not fit the model, the base is not the one
+            that the checkpoint's adapter was trained beside, or the checkpoint is of another architecture.
     """
+    if saved is not None:
+        _check_architecture(config, model, saved)
     options = config.adapter
     if options is None:
         freeze(model, config.frozen)
@@ -70,7 +73,25 @@ def choose_weights(config: ModelConfig, model: Model, saved: Path | None, *, see
     return base
 
 
-def save_policy(model: Model, tokenizer: Tokenizer, base: str, folder: Path, weights: Weights | None) -> None:
+def _check_architecture(config: ModelConfig, model: Model, saved: Path) -> None:
+    """Refuse a checkpoint that a fresh model of this recipe could not have become."""
+    if config.path is not None:
+        return
+    held = model.config
+    text = held.get_text_config()
+    wanted = fresh_config(
+        config.architecture, config.shape, vocab_size=text.vocab_size, eos_token_id=held.eos_token_id
+    )
+    for name in ("model_type", *config.shape):
+        if getattr(held, name, None) != getattr(wanted, name):
+            raise ModelError(
+                f"checkpoint model {saved} has {name} {getattr(held, name, None)} and the recipe makes it "
+                f"{getattr(wanted, name)}; put the recipe's model section back, or start a new run from the "
+                "folder with model.path"
+            )
+
+
+def save_policy(model: Model, tokenizer: Tokenizer, base: str, folder: Path, *, weights: bool = True) -> None:
     """Write a Hugging Face folder, tokenizer included: the model with its adapter merged, and the adapter.
 
     Args:
@@ -78,11 +99,13 @@ def save_policy(model: Model, tokenizer: Tokenizer, base: str, folder: Path, wei
         tokenizer: of its tokens.
         base: what `choose_weights` gave.
         folder: it is made.
-        weights: as `save_model` takes them.
+        weights: whether the merged model's are written too; they must be whole on this rank.
     """
-    if adapted_layers(model):
-        save_model(merged(model), folder)
-        save_adapter(model, folder / ADAPTER, base=base)
+    adapted = bool(adapted_layers(model))
+    if weights:
+        save_model(merged(model) if adapted else model, folder)
     else:
-        save_model(model, folder, weights)
+        save_config(model, folder)
+    if adapted:
+        save_adapter(model, folder / ADAPTER, base=base)
     tokenizer.save_pretrained(folder)

@@ -1,6 +1,6 @@
-"""Checkpoints: safetensors and JSON, checksummed, written aside and renamed.
+"""Checkpoints: folders of safetensors and JSON, checksummed, filled aside and renamed.
 
-A checkpoint is a folder. It appears whole under its final name or not at all, and `manifest.json` holds the
+A checkpoint appears whole under its final name or not at all, and `manifest.json`, written last, holds the
 SHA-256 and size of every file in it, so a damaged one is refused by name.
 """
 
@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 MANIFEST = "manifest.json"
 _ASIDE = ".aside-"
@@ -26,48 +26,103 @@ class CheckpointError(RuntimeError):
     """A checkpoint that is damaged or cannot be written; the message names it."""
 
 
-def write_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make `folder` out of what `fill` writes into an empty one.
+# Files of a checkpoint by their name in it, each with its size and SHA-256.
+Entries = dict[str, dict[str, Any]]
 
-    Files and folders are flushed to disk before the rename, so that a crash at any moment leaves the folder
-    absent or whole. One that stands there already (a damaged one, being redone) gives way at the last moment.
 
-    Args:
-        folder: the checkpoint's final place.
-        fill: writes files below the folder it is given.
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Whatever keeps a checkpoint from being written, as one sentence.
 
     Raises:
-        CheckpointError: the disk is full or read-only; nothing that was saved before is touched.
+        CheckpointError: the disk is full or read-only, or a folder is not there.
     """
-    aside = folder.parent / f"{_ASIDE}{folder.name}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        fill(aside)
-        files = sorted(path for path in aside.rglob("*") if path.is_file())
-        entries = {
-            str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in files
-        }
-        (aside / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
-        for path in (*files, aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside):
-            flush(path)
-        if folder.exists():
-            replaced = folder.parent / f"{_ASIDE}replaced-{folder.name}"
-            shutil.rmtree(replaced, ignore_errors=True)
-            folder.rename(replaced)
-        aside.rename(folder)
-        flush(folder.parent)
-        for leftover in folder.parent.glob(f"{_ASIDE}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        yield
     except (OSError, SafetensorError) as error:
         # safetensors reports a full disk as an error of its own.
-        shutil.rmtree(aside, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(
             f"checkpoint {folder} cannot be written: {reason}; what was saved before is intact"
         ) from error
+
+
+def aside_of(folder: Path) -> Path:
+    """Where a checkpoint is filled before it appears as `folder`."""
+    return folder.parent / f"{_ASIDE}{folder.name}"
+
+
+def begin_checkpoint(folder: Path) -> Path:
+    """An empty folder aside, to be filled; `seal_checkpoint` makes it the checkpoint `folder`."""
+    aside = aside_of(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    return aside
+
+
+def flushed(aside: Path, files: Iterable[Path]) -> Entries:
+    """Have files of a checkpoint being filled on disk, and say what is in them."""
+    entries = {}
+    for path in files:
+        flush(path)
+        entries[str(path.relative_to(aside))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return entries
+
+
+def seal_checkpoint(folder: Path, entries: Entries) -> None:
+    """Make what was filled aside the checkpoint `folder`.
+
+    All is on disk before the rename, so that a crash at any moment leaves the folder absent or whole. One
+    that stands there already (a damaged one, being redone) gives way at the last moment.
+
+    Args:
+        folder: the checkpoint's final place.
+        entries: of the files that other ranks have flushed; all others are flushed here.
+
+    Raises:
+        CheckpointError: another rank's file is not to be seen here.
+    """
+    aside = aside_of(folder)
+    files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
+    for name in sorted(entries.keys() - files.keys()):
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be written: another rank wrote {name} and the first one does not "
+            "see it; put the run folder on a file system that all machines share"
+        )
+    entries = entries | flushed(aside, (path for name, path in files.items() if name not in entries))
+    manifest = {"files": {name: entries[name] for name in files}}
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in (aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside):
+        flush(path)
+    if folder.exists():
+        replaced = folder.parent / f"{_ASIDE}replaced-{folder.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    aside.rename(folder)
+    flush(folder.parent)
+    for leftover in folder.parent.glob(f"{_ASIDE}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def discard_checkpoint(folder: Path) -> None:
+    """Forget what was filled aside."""
+    shutil.rmtree(aside_of(folder), ignore_errors=True)
+
+
+def write_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make `folder` at once, out of what `fill` writes into an empty one.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing that was saved before is touched.
+    """
+    try:
+        with writing(folder):
+            fill(begin_checkpoint(folder))
+            seal_checkpoint(folder, {})
+    except CheckpointError:
+        discard_checkpoint(folder)
+        raise
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -102,34 +157,36 @@ def verify_checkpoint(folder: Path) -> None:
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a run, and a sentence for each damaged one that was passed over.
 
-    Newest is by the `order` of its state (`read_state`), not by file times.
+    Newest is by the `order` of its state (`read_state`), not by file times. Nothing older is read.
     """
     refused: list[str] = []
-    best: tuple[int, Path] | None = None
+    orders: dict[Path, int] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.startswith(_ASIDE) or not path.is_dir():
             continue
         try:
+            orders[path] = int(read_state(path)["order"])
+        except CheckpointError:
+            # It may be the newest one: why it is damaged is said first.
+            orders[path] = sys.maxsize
+    for path in sorted(orders, key=lambda path: (-orders[path], path)):
+        try:
             verify_checkpoint(path)
-            order = int(read_state(path)["order"])
+            read_state(path)
         except CheckpointError as error:
             refused.append(str(error))
-            continue
-        if best is None or order > best[0]:
-            best = (order, path)
-    return (best[1] if best else None), sorted(refused)
+        else:
+            return path, sorted(refused)
+    return None, sorted(refused)
 
 
-def write_state(folder: Path, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """`state.json` and `optimizer.safetensors` into a checkpoint being filled."""
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """`state.json` into a checkpoint being filled."""
     (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "optimizer.safetensors"
-    )
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `write_state` wrote besides tensors.
+    """What `write_state` wrote.
 
     Raises:
         CheckpointError: it is missing or not JSON.
@@ -139,12 +196,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         raise CheckpointError(f"checkpoint {folder} has no readable state.json") from None
     return state
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The optimizer's tensors."""
-    tensors: dict[str, Tensor] = load_file(folder / "optimizer.safetensors")
-    return tensors
 
 
 def _sha256(path: Path) -> str:

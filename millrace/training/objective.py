@@ -1,6 +1,6 @@
 """What the policy minimises: a loss for each chosen token, from what the model said of it.
 
-N = chosen tokens of a micro-batch in packed order, D = model width, T = its packed tokens.
+N = chosen tokens in packed order, T = packed tokens.
 """
 
 from __future__ import annotations
@@ -8,35 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from millrace.algorithms.ratios import interpolated_proximal
 from millrace.data.batch import Batch
-from millrace.kernels.token_logprob import Head, token_divergence
 from millrace.training.kl_control import KlControl
-from millrace.training.scorer import ModelScorer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """The policy's forward over a micro-batch, gradients attached.
+    """What the policy says of the chosen tokens, gradients attached while it learns.
 
     Attributes:
         logprob_N: log-probability of each chosen token.
         entropy_N: entropy of the distribution it was chosen from.
-        hidden_ND: the final hidden state it was predicted from.
-        head: the policy's output head.
-        temperature: the sampler's.
         version: of the policy's weights.
+        divergence_N: KL(policy || reference) over all the token was drawn among, where it was asked for.
     """
 
     logprob_N: Tensor
     entropy_N: Tensor
-    hidden_ND: Tensor
-    head: Head
-    temperature: float
     version: int
+    divergence_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,20 +137,13 @@ def kl_penalty(control: KlControl, divergence: Divergence) -> Objective:
     return penalty
 
 
-def full_kl_penalty(control: KlControl, reference: ModelScorer) -> Objective:
+def full_kl_penalty(control: KlControl) -> Objective:
     """The controlled multiple of KL(policy || reference), token by token, over all it was drawn among."""
 
     def penalty(predicted: Predicted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.no_grad():
-            reference_ND, reference_head = reference.hidden(batch)
-        divergence_N = token_divergence(
-            predicted.hidden_ND,
-            predicted.head,
-            reference_ND,
-            reference_head,
-            temperature=predicted.temperature,
-            support=batch.chosen_support,
-        )
+        divergence_N = predicted.divergence_N
+        if divergence_N is None:
+            raise ValueError("a full KL penalty needs the divergence; give the trainer the reference")
         return control.coefficient * divergence_N, {"kl_reference": divergence_N.detach()}
 
     return penalty

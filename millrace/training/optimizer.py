@@ -2,133 +2,124 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from millrace.models.fsdp import local
 from millrace.protocols import StepReport
 
+# Groups of weights -> the norm of the gradient of each.
+Norms = Callable[[Sequence[Sequence[nn.Parameter]]], list[float]]
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-_CRITIC = "critic/"
 
 
 def adamw(model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
     """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step."""
     parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"kind": "matrices", "params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"kind": "vectors", "params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
 
 
 def optimizer_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.AdamW,
     *,
     learning_rate: float,
     max_gradient_norm: float,
     metrics: Mapping[str, float],
-    clip: Callable[[float], float] | None = None,
+    norms: Norms,
 ) -> StepReport:
     """Move the weights by the gradient they hold and clear it; where it is not finite, only clear it.
 
+    The gradient is scaled down to a norm over all weights. After the step the update is put in its place and
+    measured there: five passes over the weights, and no memory.
+
     Args:
-        model: its parameters hold the gradient; one without any counts as a gradient of 0.
-        optimizer: over those parameters.
+        optimizer: from `adamw`; a weight of it without a gradient counts as having one of 0.
         learning_rate: of this step.
-        max_gradient_norm: the gradient is scaled down to this norm over all weights.
+        max_gradient_norm: that the gradient is scaled down to.
         metrics: what the report says besides. A `loss` in it that is not finite skips the step too.
-        clip: scales the gradient down to a norm over all ranks and gives the norm before; None where this
-            rank holds all weights.
+        norms: of the gradients of each group of weights, over all ranks; see `models.fsdp.gradient_norms`.
+
+    Returns:
+        metrics: those given; for the kinds of weights, `gradient_norm_matrices` and `gradient_norm_vectors`
+            before clipping; and where the weights moved, `update_norm_matrices` and `update_norm_vectors`, of
+            what was added to them.
     """
-    for parameter in model.parameters():
+    groups = optimizer.param_groups
+    rows = [group["params"] for group in groups]
+    for parameter in itertools.chain(*rows):
         if parameter.grad is None:
             # A batch without any gradient still moves by momentum, as one with a gradient of 0 does.
             parameter.grad = torch.zeros_like(parameter)
-    if clip is None:
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm))
-    else:
-        norm = clip(max_gradient_norm)
+    norm_G = norms(rows)
+    norm = math.hypot(*norm_G)
+    found = dict(metrics) | _named("gradient_norm", groups, norm_G)
     finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
     if finite:
-        for group in optimizer.param_groups:
+        if norm > max_gradient_norm:
+            torch._foreach_mul_([local(p.grad) for p in itertools.chain(*rows)], max_gradient_norm / norm)
+        for group in groups:
             group["lr"] = learning_rate
         optimizer.step()
+        for group in groups:
+            for parameter in group["params"]:
+                _put_update(parameter, optimizer.state[parameter], group)
+        found |= _named("update_norm", groups, norms(rows))
     optimizer.zero_grad(set_to_none=True)
-    return StepReport(
-        skipped=not finite, gradient_norm=norm, learning_rate=learning_rate, metrics=dict(metrics)
+    return StepReport(skipped=not finite, gradient_norm=norm, learning_rate=learning_rate, metrics=found)
+
+
+@torch.no_grad()
+def _put_update(parameter: nn.Parameter, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
+    """Overwrite a weight's gradient by what the last step added to the weight.
+
+    dw = -lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w) / (1 - lr decay), all as they are after
+    the step, so that no weight is kept from before it. How a narrow dtype rounds the sum is left out.
+    """
+    assert parameter.grad is not None
+    weight, update, first, second = map(
+        local, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
     )
+    share, square_share = (1 - beta ** float(state["step"]) for beta in group["betas"])
+    # Numerator and denominator times sqrt(1 - b2^t), which saves a pass.
+    scale = math.sqrt(square_share)
+    factor = -group["lr"] / (1 - group["lr"] * group["weight_decay"])
+    torch.sqrt(second, out=update).add_(group["eps"] * scale)
+    torch.div(first, update, out=update).mul_(factor * scale / share)
+    update.add_(weight, alpha=factor * group["weight_decay"])
+
+
+def _named(what: str, groups: Sequence[Mapping[str, Any]], values: Sequence[float]) -> dict[str, float]:
+    return {f"{what}_{group['kind']}": value for group, value in zip(groups, values, strict=True)}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state by `moment/weight name`; empty before the first step.
-
-    Whole tensors: where weights are sharded, all ranks call it in step.
-    """
+    """The optimizer's state by `moment/weight name`, as this rank keeps it; empty before the first step."""
+    # Where pipeline stages hold a tied weight apart, both of its states are equal and go by one name.
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     return {
-        f"{moment}/{name}": whole(optimizer.state[parameter][moment])
+        f"{moment}/{tied.get(name, name)}": optimizer.state[parameter][moment]
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
         for moment in _MOMENTS
     }
 
 
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]
-) -> None:
-    """Put back what `optimizer_tensors` gave; a rank keeps its own part.
-
-    Raises:
-        ValueError: the tensors are not those of this model.
-    """
-    left = dict(tensors)
-    for name, parameter in model.named_parameters():
-        keys = [f"{moment}/{name}" for moment in _MOMENTS]
-        if not any(key in left for key in keys):
-            continue
-        missing = [key for key in keys if key not in left]
-        if missing or left[keys[0]].shape != parameter.shape:
-            raise ValueError(f"the optimizer state of weight {name} does not fit the model")
-        optimizer.state[parameter] = {
-            moment: _as_kept(left.pop(key), parameter) for moment, key in zip(_MOMENTS, keys, strict=True)
-        }
-    if left:
-        raise ValueError(f"the optimizer state names {min(left)}, which the model does not have")
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; all ranks that hold parts of it call it in step."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # An offloaded part lies where the ranks cannot exchange it.
-    near: Any = tensor.to(tensor.device_mesh.device_type)
-    full: Tensor = near.full_tensor()
-    return full
-
-
-def _as_kept(full: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor of the optimizer as this rank keeps it; counts of steps belong to no part."""
-    if full.ndim == 0 or not isinstance(parameter, DTensor):
-        return full.to(parameter.device).clone()
-    local = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return local.to(parameter.device)
-
-
-def critic_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A critic's optimizer state under names of its own, to lie beside the policy's."""
-    return {f"{_CRITIC}{name}": tensor for name, tensor in tensors.items()}
-
-
-def split_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The policy's optimizer state, and the critic's under the names it was given with."""
-    policy = {name: tensor for name, tensor in tensors.items() if not name.startswith(_CRITIC)}
-    critic = {
-        name.removeprefix(_CRITIC): tensor for name, tensor in tensors.items() if name.startswith(_CRITIC)
-    }
-    return policy, critic
+def start_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Give an optimizer the state it has before its first step, to be filled; as `optimizer_tensors`."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    return optimizer_tensors(optimizer, model)

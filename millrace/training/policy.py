@@ -1,26 +1,25 @@
 """The policy trainer: accumulate `(loss_T * weight_T).sum()` over micro-batches, then step.
 
-N = chosen tokens, in packed order.
+N = chosen tokens in packed order, M = some of them, D = model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from millrace.data.batch import Batch
-from millrace.kernels.token_logprob import Head, token_logprob
-from millrace.models.adapters import merged_tensors, trained_weights, without_adapter
+from millrace.kernels.token_logprob import Head, token_divergence, token_logprob
+from millrace.models.adapters import merged_tensors, without_adapter
 from millrace.models.load import Model
-from millrace.models.logprobs import chosen_hidden, output_head
+from millrace.models.logprobs import output_head
 from millrace.protocols import StepReport
 from millrace.training.objective import Objective, Predicted
 from millrace.training.optimizer import optimizer_step
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import Spread
+from millrace.training.spread import Reading, Spread, Which, predicting
 
 
 class PolicyTrainer:
@@ -30,7 +29,7 @@ class PolicyTrainer:
         self,
         model: Model,
         objective: Objective,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.AdamW,
         *,
         learning_rate: Callable[[int], float],
         temperature: float,
@@ -38,6 +37,7 @@ class PolicyTrainer:
         max_gradient_norm: float,
         version: int = 0,
         spread: Spread | None = None,
+        reference: ModelScorer | None = None,
     ) -> None:
         """A trainer whose first step makes version `version + 1`.
 
@@ -51,6 +51,7 @@ class PolicyTrainer:
             max_gradient_norm: gradients are scaled down to this norm.
             version: optimizer steps already done.
             spread: how the model lies on several ranks; None for this rank alone.
+            reference: whom the divergence over the whole vocabulary is taken from, where the loss has it.
         """
         self.model = model
         self._spread = spread or Spread(model)
@@ -63,42 +64,53 @@ class PolicyTrainer:
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._max_gradient_norm = max_gradient_norm
-        self._totals: dict[str, Tensor] = {}
+        self._reference = reference
+        self._totals: dict[str, float] = {}
         self._weight = 0.0
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradient of one packed batch, micro-batch by micro-batch; see `protocols.Trainer`."""
-        logprob_T = torch.zeros(batch.num_tokens)
-        for micro, place_T in self._spread.micro_batches(batch, self._max_tokens):
-            here = micro.to(self.model.device)
-            loss, logprob_N = self._spread.run(partial(self._loss, here))
-            loss.backward()
-            # Where the micro-batch stands nowhere, nothing of it is kept.
-            kept_N = place_T[micro.action_mask_T[: len(place_T)].cpu()]
-            logprob_T[kept_N] = logprob_N[: len(kept_N)].detach().float().cpu()
-        return self._spread.total(logprob_T)[batch.action_mask_T.cpu()].to(batch.token_T.device)
-
-    def _loss(self, here: Batch, model: Model) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch and the log-probabilities of its chosen tokens; metrics are added up."""
-        predicted = self._predict(model, here)
-        loss_N, report = self._objective(predicted, here)
-        weight_N = here.weight_T[here.action_mask_T]
-        loss = (loss_N * weight_N).sum()
-        self._add("loss", loss)
-        for name, value_N in (report | {"entropy": predicted.entropy_N}).items():
-            self._add(name, (value_N.detach() * weight_N).sum())
+        reading = Reading(predicting, self._numbers, 2 if self._reference is None else 3)
+        number_KT = self._spread.learn(batch, self._max_tokens, reading, self._loss)
+        predicted = self._predicted(tuple(number_KT[:, predicting(batch)]))
+        with torch.no_grad():
+            loss_N, report = self._objective(predicted, batch)
+        weight_N = batch.weight_T[batch.action_mask_T]
         self._weight += float(weight_N.sum())
-        return loss, predicted.logprob_N
+        for name, value_N in {"loss": loss_N, **report, "entropy": predicted.entropy_N}.items():
+            self._totals[name] = self._totals.get(name, 0.0) + float((value_N.double() * weight_N).sum())
+        return predicted.logprob_N.float()
+
+    def _numbers(self, model: Model, micro: Batch, which: Which, hidden_MD: Tensor) -> tuple[Tensor, ...]:
+        """Log-probability and entropy of chosen tokens, and their divergence where the loss has it."""
+        head, support = output_head(model), micro.chosen_support
+        support = None if support is None else support[which]
+        target_M = micro.token_T[micro.action_mask_T][which]
+        numbers = token_logprob(hidden_MD, head, target_M, temperature=self._temperature, support=support)
+        if self._reference is None:
+            return numbers
+        with torch.no_grad():
+            theirs = self._reference.hidden(micro)
+        return *numbers, token_divergence(
+            hidden_MD, head, *theirs, temperature=self._temperature, support=support
+        )
+
+    def _predicted(self, numbers: tuple[Tensor, ...]) -> Predicted:
+        logprob_N, entropy_N, *more = numbers
+        return Predicted(logprob_N, entropy_N, self.version, more[0] if more else None)
+
+    def _loss(self, micro: Batch, numbers: tuple[Tensor, ...]) -> Tensor:
+        loss_N, _ = self._objective(self._predicted(numbers), micro)
+        return (loss_N * micro.weight_T[micro.action_mask_T]).sum()
 
     def optim_step(self) -> StepReport:
         """Move the weights, or leave them where the gradient is not finite; see `protocols.Trainer`."""
         report = optimizer_step(
-            trained_weights(self.model),
             self.optimizer,
             learning_rate=self._learning_rate(self.num_attempts),
             max_gradient_norm=self._max_gradient_norm,
             metrics=self._take(),
-            clip=self._spread.clip,
+            norms=self._spread.gradient_norms,
         )
         self.version += not report.skipped
         self.num_attempts += 1
@@ -116,30 +128,12 @@ class PolicyTrainer:
         """
         return merged_tensors(self.model) if self._spread.alone else self._spread.named_tensors()
 
-    def _predict(self, model: Model, micro: Batch) -> Predicted:
-        hidden_ND, target_N = chosen_hidden(model, micro)
-        head = output_head(model)
-        logprob_N, entropy_N = token_logprob(
-            hidden_ND, head, target_N, temperature=self._temperature, support=micro.chosen_support
-        )
-        return Predicted(logprob_N, entropy_N, hidden_ND, head, self._temperature, self.version)
-
     def _take(self) -> dict[str, float]:
         """The metrics since the last step: the loss, and means over the shares that were trained on."""
-        # The same names on every rank, since each ran the same objective.
-        part = torch.stack([torch.tensor(self._weight, dtype=torch.float64), *self._totals.values()])
-        weight, *totals = self._spread.total(part).tolist()
-        shared = weight or 1.0
-        metrics = {
-            name: total if name == "loss" else total / shared
-            for name, total in zip(self._totals, totals, strict=True)
-        }
+        shared = self._weight or 1.0
+        metrics = {name: total if name == "loss" else total / shared for name, total in self._totals.items()}
         self._totals, self._weight = {}, 0.0
         return metrics
-
-    def _add(self, name: str, value: Tensor) -> None:
-        total = self._totals.get(name, torch.zeros((), dtype=torch.float64))
-        self._totals[name] = total + value.detach().cpu()
 
 
 class BaseScorer(ModelScorer):
@@ -150,6 +144,6 @@ class BaseScorer(ModelScorer):
         with torch.no_grad(), without_adapter(self._model):
             return super().hidden(batch)
 
-    def _packed(self, score: Callable[..., Tensor], batch: Batch) -> Tensor:
+    def _read(self, batch: Batch, numbers: Callable[..., tuple[Tensor, ...]]) -> Tensor:
         with without_adapter(self._model):
-            return super()._packed(score, batch)
+            return super()._read(batch, numbers)

@@ -27,6 +27,7 @@ from millrace.training.checkpoint import CheckpointError, write_checkpoint
 from millrace.training.optimizer import adamw, optimizer_step
 from millrace.training.reward_model import RewardModel
 from millrace.training.schedule import learning_rate as scheduled
+from millrace.training.spread import Spread
 
 # Tokens of the chosen and of the rejected text.
 Rows = tuple[Sequence[int], Sequence[int]]
@@ -76,7 +77,7 @@ def pair_accuracy(model: Model, pairs: Sequence[Rows], *, max_tokens: int) -> fl
 
 def preference_step(
     model: Model,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.AdamW,
     pairs: Sequence[Rows],
     *,
     learning_rate: float,
@@ -97,7 +98,11 @@ def preference_step(
         metrics["loss"] += float(loss.detach())
         metrics["accuracy"] += float(_won(score_2N).sum()) / len(pairs)
     return optimizer_step(
-        model, optimizer, learning_rate=learning_rate, max_gradient_norm=MAX_GRADIENT_NORM, metrics=metrics
+        optimizer,
+        learning_rate=learning_rate,
+        max_gradient_norm=MAX_GRADIENT_NORM,
+        metrics=metrics,
+        norms=Spread(model).gradient_norms,
     )
 
 

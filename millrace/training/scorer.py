@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from millrace.data.batch import Batch
-from millrace.kernels.token_logprob import Head
+from millrace.kernels.token_logprob import Head, token_logprob, token_squares
 from millrace.models.load import Model
-from millrace.models.logprobs import chosen_hidden, output_head, packed_logprobs, packed_squares
-from millrace.training.spread import Spread
+from millrace.models.logprobs import chosen_hidden, output_head
+from millrace.training.spread import Reading, Spread, Which, at_chosen, predicting
 
 
 class ModelScorer:
@@ -37,18 +38,31 @@ class ModelScorer:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of each chosen token, [T]; 0 elsewhere."""
-        return self._packed(packed_logprobs, batch)
+        return self._read(batch, self._logprob)
 
     def squares(self, batch: Batch) -> Tensor:
         """Sum of pi^2 over what each chosen token was drawn among, [T]; 0 elsewhere."""
-        return self._packed(packed_squares, batch)
+        return self._read(batch, self._squares)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         """The final hidden states that the chosen tokens are predicted from, [N, D], and the output head."""
         return chosen_hidden(self._model, batch)[0], output_head(self._model)
 
-    def _packed(self, score: Callable[..., Tensor], batch: Batch) -> Tensor:
-        options = {"temperature": self._temperature, "max_tokens": self._max_tokens}
-        return self._spread.collect(
-            batch, self._max_tokens, lambda model, here: score(model, here, **options)
-        )
+    def _read(self, batch: Batch, numbers: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+        (number_T,) = self._spread.read(batch, self._max_tokens, Reading(predicting, numbers, 1))
+        return at_chosen(batch, number_T).float()
+
+    def _logprob(self, model: Model, micro: Batch, which: Which, hidden_MD: Tensor) -> tuple[Tensor, ...]:
+        target_M = micro.token_T[micro.action_mask_T][which]
+        options = self._options(micro, which)
+        return token_logprob(hidden_MD, output_head(model), target_M, **options)[:1]
+
+    def _squares(self, model: Model, micro: Batch, which: Which, hidden_MD: Tensor) -> tuple[Tensor, ...]:
+        return (token_squares(hidden_MD, output_head(model), **self._options(micro, which)),)
+
+    def _options(self, micro: Batch, which: Which) -> dict[str, Any]:
+        support = micro.chosen_support
+        return {
+            "temperature": self._temperature,
+            "support": None if support is None else support[which],
+        }

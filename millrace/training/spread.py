@@ -1,69 +1,180 @@
 """A model as its trainer sees it: on this rank alone, or spread over the ranks of a mesh.
 
-Every rank holds the whole batch and takes its own segments of it. Losses are sums over tokens, whose weights
-are fixed for the whole optimizer step, so whatever ranks add up is a plain sum.
+A trainer says what it reads off the model's final hidden states (`Reading`) and what loss it makes of those
+numbers; how ranks share out segments, tokens, layers, matrices and experts is settled here. Every rank has
+the whole batch, and gets all numbers of it. Losses are sums over tokens, whose weights are fixed for the
+whole optimizer step, so whatever ranks add up is a plain sum.
 
-T = packed tokens of the whole batch.
+T = packed tokens of the whole batch, N = tokens of a micro-batch that are read, M = those of them that this
+rank computes, K = numbers of each, D = model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from millrace.config.mesh import MeshConfig
 from millrace.data.batch import Batch, micro_batches
-from millrace.models.fsdp import Root, Sharding, clip, full_tensors, shard
+from millrace.models import expert, tensor
+from millrace.models.context import Kind, shard_row
+from millrace.models.fsdp import Root, Sharding, full_tensors, gradient_norms, shard
 from millrace.models.load import Model
-from millrace.models.mesh import Layout, Mesh, make_mesh
+from millrace.models.logprobs import states
+from millrace.models.mesh import Mesh, make_mesh
+from millrace.models.pipeline import Pipeline
+from millrace.planner.layout import Layout
 
-DATA = ("dp_replicate", "dp_shard")
+# Where ranks differ in the numbers they have: in their segments, or in whether they have any.
+APART = ("dp_replicate", "dp_shard", "pp")
+
+Which = Tensor | slice
+# A micro-batch and the K numbers [N] of its tokens -> its part of the loss.
+Loss = Callable[[Batch, tuple[Tensor, ...]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is read off a model's final hidden states: some numbers of some tokens.
+
+    Attributes:
+        places: of a micro-batch, the tokens whose states are read, [N], ascending.
+        numbers: from the model, the micro-batch, which M of the N are asked for and their states [M, D], to
+            `count` tensors [M].
+        count: K.
+    """
+
+    places: Callable[[Batch], Tensor]
+    numbers: Callable[[Model, Batch, Which, Tensor], tuple[Tensor, ...]]
+    count: int
+
+
+def predicting(batch: Batch) -> Tensor:
+    """The tokens from whose states the chosen tokens are predicted: those before them, [N]."""
+    # The first token of a segment is never chosen, so none is predicted from the segment before.
+    return batch.action_mask_T.nonzero()[:, 0] - 1
+
+
+def at_chosen(batch: Batch, number_T: Tensor) -> Tensor:
+    """Numbers that were read where chosen tokens are predicted, at those tokens; 0 elsewhere, [T]."""
+    return torch.where(batch.action_mask_T, number_T.roll(1), 0.0)
 
 
 def mesh_of(options: MeshConfig, device: torch.device) -> Mesh | None:
     """The ranks of a run as the recipe lays them out; None for one. All ranks call it in step."""
     if options.num_ranks == 1:
         return None
-    return make_mesh(Layout(dp_replicate=options.dp_replicate, dp_shard=options.dp_shard), device.type)
+    return make_mesh(layout_of(options), device.type)
+
+
+def layout_of(options: MeshConfig) -> Layout:
+    """The recipe's layout of ranks.
+
+    Raises:
+        PlanError: its numbers do not go together.
+    """
+    return Layout.of(options.model_dump())
 
 
 def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Spread:
-    """A model to be trained, its weights dealt to the ranks of a mesh."""
+    """A model to be trained or asked, dealt to the ranks of a mesh as the recipe says.
+
+    Args:
+        model: from `models.load`, the same on every rank; what other ranks hold is taken out of it.
+        mesh: from `mesh_of`.
+        options: of the recipe.
+
+    Raises:
+        ValueError: the layout does not divide the model, or its architecture cannot be dealt so.
+    """
     if mesh is None:
         return Spread(model)
-    mesh.layout.check(model.config)
+    mesh.check(model.config)
+    even_tokens = _even_tokens(model)
+    compute = getattr(torch, options.compute) if options.compute else None
     sharding = Sharding(
-        precision=getattr(torch, options.compute) if options.compute else None,
+        precision=compute,
         reshard_after_forward=options.reshard_after_forward,
         offload=options.offload,
         checkpointing=options.checkpointing,
     )
-    return Spread(model, shard(model, mesh, sharding), mesh)
+
+    def dealt(part: Model) -> Root:
+        if mesh.experts is not None and expert.experts_of(part):
+            expert.apply(part, mesh.experts)
+        tensor.apply(part, mesh, sequence=options.sequence_parallel)
+        return shard(part, mesh, sharding)
+
+    if mesh.size("pp") == 1:
+        return Spread(model, dealt(model), mesh, kind=options.cp_kind, even_tokens=even_tokens)
+    pipeline = Pipeline(model, mesh, num_chunks=options.pp_chunks, dtype=compute, wrap=dealt)
+    return Spread(model, pipeline, mesh, even_tokens=even_tokens)
 
 
 class Spread:
-    """Which part of a batch is this rank's, and what ranks add up."""
+    """Which part of a batch is this rank's, what it reads off the model, and what ranks add up.
 
-    def __init__(self, model: Model, root: Root | None = None, mesh: Mesh | None = None) -> None:
-        """A model on this rank alone, or sharded by `models.fsdp.shard`.
+    Attributes:
+        model: home of the weights that this rank holds.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        runner: Root | Pipeline | None = None,
+        mesh: Mesh | None = None,
+        *,
+        kind: Kind = "ulysses",
+        even_tokens: float = math.inf,
+    ) -> None:
+        """A model on this rank alone, or dealt to several as `spread_over` does.
 
         Args:
             model: from `models.load`.
-            root: what runs it; None for a model that is whole on each rank.
+            runner: what runs it, or its stages; None for a model that is whole on each rank.
             mesh: over whose data ranks segments are dealt.
+            kind: how ranks along `cp` exchange.
+            even_tokens: as `Batch.deal` takes it, the same on every rank.
         """
         self.model = model
         self._mesh = mesh or Mesh(Layout(), model.device.type, None)
-        self._root = root or Root(model)
-        self._even_tokens = _even_tokens(model)
+        self._runner = runner or Root(model)
+        self._kind = kind
+        self._even_tokens = even_tokens
 
     @property
     def alone(self) -> bool:
         """Whether this rank is the only one."""
-        return self._mesh.num_data_ranks == 1
+        return self._mesh.layout.num_ranks == 1
+
+    def learn(self, batch: Batch, max_tokens: int, reading: Reading, loss: Loss) -> Tensor:
+        """Add the gradient of a loss, and give the numbers it was made of; all ranks call it in step.
+
+        Args:
+            batch: the whole batch, wherever it lies.
+            max_tokens: tokens of one forward.
+            reading: what the loss needs.
+            loss: a sum over tokens, so that the gradient does not depend on how the batch is split.
+
+        Returns:
+            The numbers where they were read, 0 elsewhere, [K, T], the same on every rank; in float32, of a
+            wider model in its own dtype.
+
+        Raises:
+            ValueError: one segment alone is longer than `max_tokens`.
+        """
+        return self._passed(batch, max_tokens, reading, loss)
+
+    @torch.no_grad()
+    def read(self, batch: Batch, max_tokens: int, reading: Reading) -> Tensor:
+        """The numbers alone, without gradient; otherwise as `learn`."""
+        return self._passed(batch, max_tokens, reading, None)
 
     def micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[Batch, Tensor]]:
         """This rank's micro-batches, and where their tokens stand in the batch.
@@ -74,7 +185,7 @@ class Spread:
         Raises:
             ValueError: one segment alone is longer than `max_tokens`.
         """
-        if self.alone:
+        if self._mesh.num_data_ranks == 1:
             start = 0
             for micro in batch.split(max_tokens):
                 yield micro, torch.arange(start, start + micro.num_tokens)
@@ -93,38 +204,82 @@ class Spread:
             filler = batch.select([int(batch.length_B.argmin())])
             yield replace(filler, weight_T=torch.zeros_like(filler.weight_T)), filler.segment_T[:0]
 
-    def run(self, compute: Callable[[Model], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `compute` gives for the model, with all weights at hand; all ranks call it in step."""
-        outputs: tuple[Tensor, ...] = self._root(compute)
-        return outputs
-
-    def total(self, part: Tensor) -> Tensor:
-        """The sum of every data rank's part, on the device of this rank's part."""
-        return part if self.alone else self._mesh.sum_over(part, *DATA).to(part.device)
-
-    def collect(self, batch: Batch, max_tokens: int, number: Callable[[Model, Batch], Tensor]) -> Tensor:
-        """One number for each token of a batch, without gradient, [T] in float32, the same on every rank.
-
-        Args:
-            batch: the whole batch, wherever it lies.
-            max_tokens: tokens of one forward.
-            number: of each token of a micro-batch on the model's device, [tokens].
-        """
-        whole_T = torch.zeros(batch.num_tokens)
-        with torch.no_grad():
-            for micro, place_T in self.micro_batches(batch, max_tokens):
-                here = micro.to(self.model.device)
-                (number_T,) = self.run(lambda model, here=here: (number(model, here),))  # type: ignore[misc]
-                whole_T[place_T] = number_T[: len(place_T)].float().cpu()
-        return self.total(whole_T).to(batch.token_T.device)
-
-    def clip(self, max_norm: float) -> float:
-        """Scale the gradient down to this norm over all weights of all ranks; gives the norm before."""
-        return clip(self.model.parameters(), max_norm, self._mesh)
+    def gradient_norms(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[float]:
+        """The norm of the gradient of each group of weights over all ranks, which call it in step."""
+        copies = self._runner.tied if isinstance(self._runner, Pipeline) else {}
+        named = self.model.named_parameters()
+        return gradient_norms(groups, self._mesh, elsewhere=[p for name, p in named if name in copies])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole, under its Hugging Face name, tied weights once; all ranks ask in step."""
-        return full_tensors(self._root, self._mesh)
+        held = full_tensors(self.model)
+        return self._runner.everywhere(held) if isinstance(self._runner, Pipeline) else held
+
+    def _passed(self, batch: Batch, max_tokens: int, reading: Reading, loss: Loss | None) -> Tensor:
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        number_KT = torch.zeros(reading.count, batch.num_tokens, dtype=dtype)
+        micros = self.micro_batches(batch, max_tokens)
+        run = self._in_stages if isinstance(self._runner, Pipeline) else self._one_by_one
+        for place_T, at_N, numbers in run(micros, reading, loss):
+            # Of a sequence that counts for nothing, nothing is kept.
+            if len(place_T):
+                number_KT[:, place_T[at_N.cpu()]] = torch.stack(tuple(numbers)).to(number_KT)
+        if self._mesh.num_data_ranks > 1 or self._mesh.size("pp") > 1:
+            number_KT = self._mesh.sum_over(number_KT, *APART)
+        return number_KT.to(batch.token_T.device)
+
+    def _one_by_one(
+        self, micros: Iterator[tuple[Batch, Tensor]], reading: Reading, loss: Loss | None
+    ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
+        """One micro-batch after the other through the whole model: its places, what was read where."""
+        run: Any = self._runner
+        for micro, place_T in micros:
+            here = micro.to(self._mesh.device)
+            at_N = reading.places(here)
+            if loss is None:
+                yield place_T, at_N, run(partial(self._numbers, here, at_N, reading))
+                continue
+            part, *numbers = run(partial(self._loss, here, at_N, reading, loss))
+            part.backward()
+            yield place_T, at_N, numbers
+
+    def _in_stages(
+        self, micros: Iterator[tuple[Batch, Tensor]], reading: Reading, loss: Loss | None
+    ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
+        """All micro-batches through the stages of a pipeline; the last one has the numbers."""
+        pipeline: Any = self._runner
+        pairs = list(micros)
+        here = [micro.to(self._mesh.device) for micro, _ in pairs]
+
+        def numbers_of(micro: Batch, hidden_TD: Tensor) -> tuple[Tensor, ...]:
+            return reading.numbers(self.model, micro, slice(None), hidden_TD[reading.places(micro)])
+
+        def loss_of(micro: Batch, hidden_TD: Tensor) -> tuple[Tensor, list[Tensor]]:
+            assert loss is not None
+            numbers = numbers_of(micro, hidden_TD)
+            return loss(micro, numbers), [number_N.detach() for number_N in numbers]
+
+        if loss is None:
+            results = pipeline.forward(here, numbers_of)
+        else:
+            results = pipeline.forward_backward(here, loss_of)
+        # No results on other stages than the last.
+        for (_, place_T), micro, numbers in zip(pairs, here, results, strict=False):
+            yield place_T, reading.places(micro), numbers
+
+    def _loss(
+        self, here: Batch, at_N: Tensor, reading: Reading, loss: Loss, model: Model
+    ) -> tuple[Tensor, ...]:
+        numbers = self._numbers(here, at_N, reading, model)
+        return loss(here, numbers), *(number_N.detach() for number_N in numbers)
+
+    def _numbers(self, here: Batch, at_N: Tensor, reading: Reading, model: Model) -> tuple[Tensor, ...]:
+        """All numbers of a micro-batch, on each of the ranks that it is shared out to."""
+        if self._mesh.size("cp") == 1:
+            return reading.numbers(model, here, slice(None), states(model, here, at_N))
+        share = shard_row(model, here, self._mesh, at_N, kind=self._kind)
+        numbers = reading.numbers(model, here, share.read_M, share.hidden(model))
+        return tuple(share.gather(number_M) for number_M in numbers)
 
 
 def _even_tokens(model: Model) -> float:

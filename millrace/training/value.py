@@ -6,18 +6,17 @@ T = packed tokens, B = segments, N = chosen tokens, in packed order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from millrace.algorithms.losses import value_clipped, value_loss
 from millrace.data.batch import Batch
-from millrace.models.heads import packed_scores
+from millrace.models.heads import scores
 from millrace.models.load import Model
 from millrace.protocols import StepReport
 from millrace.training.optimizer import optimizer_step
-from millrace.training.spread import Spread
+from millrace.training.spread import Reading, Spread, Which, at_chosen, predicting
 
 
 class ValueTrainer:
@@ -26,7 +25,7 @@ class ValueTrainer:
     def __init__(
         self,
         model: Model,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.AdamW,
         *,
         learning_rate: Callable[[int], float],
         clip: float | None,
@@ -69,10 +68,8 @@ class ValueTrainer:
         Raises:
             ValueError: one segment alone is longer than `max_tokens`.
         """
-        score_T = self._spread.collect(batch, self._max_tokens, _scores)
-        # The first token of a segment is never chosen, so no value comes from the segment before.
-        value_T = torch.where(batch.action_mask_T, score_T.roll(1), 0.0)
-        return value_T, score_T[batch.length_B.cumsum(0) - 1]
+        (score_T,) = self._spread.read(batch, self._max_tokens, Reading(_every_token, _scores, 1)).float()
+        return at_chosen(batch, score_T), score_T[batch.length_B.cumsum(0) - 1]
 
     def forward_backward(self, batch: Batch) -> None:
         """Add the gradient of the sum over chosen tokens of value_loss(v, V, R) * weight.
@@ -85,31 +82,26 @@ class ValueTrainer:
         """
         if batch.value_T is None or batch.return_T is None:
             raise ValueError("the critic needs the batch's value_T and return_T; compute them first")
-        columns_5T = torch.zeros(5, batch.num_tokens, dtype=torch.float64)
-        for micro, place_T in self._spread.micro_batches(batch, self._max_tokens):
-            here = micro.to(self.model.device)
-            columns: list[Tensor] = []
-            (loss,) = self._spread.run(partial(self._loss, here, columns))
-            loss.backward()
-            kept_N = place_T[micro.action_mask_T[: len(place_T)]]
-            columns_5T[:, kept_N] = torch.stack([x_N.detach().double().cpu() for x_N in columns])[
-                :, : len(kept_N)
-            ]
-        self._seen.append(self._spread.total(columns_5T)[:, batch.action_mask_T.cpu()])
-
-    def _loss(self, here: Batch, columns: list[Tensor], model: Model) -> tuple[Tensor]:
-        """The loss of one micro-batch; what its tokens come to is added to `columns`."""
-        assert here.value_T is not None and here.return_T is not None
-        score_T = _scores(model, here)
-        index_N = here.action_mask_T.nonzero()[:, 0]
-        value_N, return_N, weight_N = score_T[index_N - 1], here.return_T[index_N], here.weight_T[index_N]
-        old_N = here.value_T[index_N]
-        loss_N = value_loss(value_N, old_N, return_N, clip=self._clip, coefficient=self._coefficient)
+        reading = Reading(predicting, _scores, 1)
+        (score_T,) = self._spread.learn(batch, self._max_tokens, reading, self._loss)
+        value_N, mask_T = score_T[predicting(batch)], batch.action_mask_T
+        old_N, return_N, weight_N = batch.value_T[mask_T], batch.return_T[mask_T], batch.weight_T[mask_T]
+        loss_N = self._each(value_N, old_N, return_N)
         held_N = torch.zeros_like(value_N)
         if self._clip is not None:
             held_N = value_clipped(value_N, old_N, return_N, clip=self._clip)
-        columns += [loss_N, held_N, value_N, return_N, weight_N]
-        return ((loss_N * weight_N).sum(),)
+        self._seen.append(
+            torch.stack([x_N.double().cpu() for x_N in (loss_N, held_N, value_N, return_N, weight_N)])
+        )
+
+    def _loss(self, micro: Batch, numbers: tuple[Tensor, ...]) -> Tensor:
+        assert micro.value_T is not None and micro.return_T is not None
+        mask_T = micro.action_mask_T
+        loss_N = self._each(numbers[0], micro.value_T[mask_T], micro.return_T[mask_T])
+        return (loss_N * micro.weight_T[mask_T]).sum()
+
+    def _each(self, value_N: Tensor, old_N: Tensor, return_N: Tensor) -> Tensor:
+        return value_loss(value_N, old_N, return_N, clip=self._clip, coefficient=self._coefficient)
 
     def optim_step(self) -> StepReport:
         """Move the weights, or leave them where the gradient is not finite, and clear the gradient.
@@ -121,12 +113,11 @@ class ValueTrainer:
         """
         metrics = _metrics(torch.cat(self._seen, 1)) if self._seen else {}
         report = optimizer_step(
-            self.model,
             self.optimizer,
             learning_rate=self._learning_rate(self.num_attempts),
             max_gradient_norm=self._max_gradient_norm,
             metrics=metrics,
-            clip=self._spread.clip,
+            norms=self._spread.gradient_norms,
         )
         self.num_attempts += 1
         self._seen = []
@@ -137,8 +128,12 @@ class ValueTrainer:
         return self._spread.named_tensors()
 
 
-def _scores(model: Model, here: Batch) -> Tensor:
-    return packed_scores(model, here.token_T, here.position_T, here.length_B)
+def _scores(model: Model, micro: Batch, which: Which, hidden_MD: Tensor) -> tuple[Tensor]:
+    return (scores(model, hidden_MD),)
+
+
+def _every_token(batch: Batch) -> Tensor:
+    return torch.arange(batch.num_tokens, device=batch.token_T.device)
 
 
 def _metrics(columns_5N: Tensor) -> dict[str, float]:

@@ -92,9 +92,9 @@ def contents(folder: Path) -> dict[str, Any]:
         for path in sorted((folder / part).iterdir())
     }
     return {
-        "weights": (newest / "model" / "model.safetensors").read_bytes(),
-        "optimizer": (newest / "optimizer.safetensors").read_bytes(),
-        "critic": [path.read_bytes() for path in (newest / "critic").glob("*.safetensors")],
+        "weights": [path.read_bytes() for path in sorted((newest / "model").glob("*.safetensors"))],
+        "optimizers": [path.read_bytes() for path in sorted((newest / "optimizer").rglob("*.safetensors"))],
+        "critic": [path.read_bytes() for path in sorted((newest / "critic").glob("*.safetensors"))],
         "metrics": without_times(metrics_of(folder)),
         "prompts": [row["prompt_id"] for name in tables if "rollouts" in name for row in tables[name]],
         "tables": repr(tables),  # as text, because NaN equals nothing

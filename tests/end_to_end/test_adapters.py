@@ -89,7 +89,7 @@ def test_sampled_rewards_teach_through_an_adapter_alone(start):
     assert distance[0] == 0.0
     assert distance[-1] > 0.1
     checkpoint = Path(report.run) / "checkpoints" / "step-000060"
-    optimizer = load_file(checkpoint / "optimizer.safetensors")
+    optimizer = load_file(checkpoint / "optimizer" / "model" / "rank-00000.safetensors")
     assert len(optimizer) == 3 * 2 * 14
     assert all(".lora_" in name for name in optimizer)
     base = load_model(base_of(start), dtype=torch.float32)

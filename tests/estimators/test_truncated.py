@@ -151,7 +151,7 @@ def predict(world: Truncated, batch: Batch) -> tuple[Predicted, Tensor]:
         temperature=TEMPERATURE,
         support=batch.chosen_support,
     )
-    return Predicted(logprob_N, entropy_N, hidden_NP, head, TEMPERATURE, 0), weight_VP
+    return Predicted(logprob_N, entropy_N, 0), weight_VP
 
 
 def estimated_gradient(world: Truncated, batch: Batch) -> Tensor:

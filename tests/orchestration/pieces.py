@@ -52,12 +52,13 @@ def learner(config: RunConfig, *, max_tokens: int = 1000, teacher: ModelScorer |
     model = tiny_model()
     trainer = PolicyTrainer(
         model,
-        build_objective(config, control, frozen),
+        build_objective(config, control),
         adamw(model, betas=(0.9, 0.999), weight_decay=0.0),
         learning_rate=lambda number: 0.01,
         temperature=config.rollout.temperature,
         max_tokens=max_tokens,
         max_gradient_norm=1.0,
+        reference=frozen if config.policy.kl and config.policy.kl.estimator == "full" else None,
     )
     return Learner(trainer, build_method(config), critic(config), frozen, teacher, control)
 

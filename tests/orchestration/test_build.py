@@ -12,6 +12,7 @@ import torch
 from millrace.data.rows import DataError
 from millrace.inference.engine import PagedEngine
 from millrace.inference.reference import ReferenceEngine
+from millrace.models.heads import save_scalar_model
 from millrace.orchestration.build import build, choose_device
 from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.parts import SetupError
@@ -140,7 +141,7 @@ def test_without_a_kl_penalty_there_is_no_reference_and_nothing_to_control(tmp_p
 def test_the_reference_is_what_a_folder_holds_frozen_and_asked_at_the_samplers_temperature(tmp_path):
     changes = {"policy.kl.coefficient": 0.1, "rollout.temperature": 0.7}
     parts = build(tiny_recipe(tmp_path, changes), None)
-    parts.save_model(tmp_path / "start", None)
+    parts.save_model(tmp_path / "start")
     reference = parts.reference(tmp_path / "start")
     trainer = parts.reinforcer(0, parts.control, reference)
     batch = random_batch(0)
@@ -190,8 +191,8 @@ def test_a_critic_of_a_checkpoint_is_taken_up_as_it_was(tmp_path):
     with torch.no_grad():
         critic.model.score.weight.fill_(0.5)
     checkpoint = tmp_path / "checkpoint"
-    parts.save_model(checkpoint / "model", None)
-    parts.save_critic(critic, checkpoint, None)
+    parts.save_model(checkpoint / "model")
+    save_scalar_model(critic.model, checkpoint / CRITIC)
     assert (checkpoint / CRITIC / "model.safetensors").is_file()
     again = build(config, checkpoint).critic()
     batch = random_batch(0)
@@ -225,6 +226,6 @@ def test_cuda_where_there_is_none_is_refused(monkeypatch):
 def test_a_saved_policy_is_an_ordinary_model_folder(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
     folder = Path(tmp_path / "model")
-    parts.save_model(folder, None)
+    parts.save_model(folder)
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names

@@ -20,6 +20,7 @@ from millrace.training.policy import PolicyTrainer
 from millrace.transport.local import WeightSyncError
 from tests.end_to_end.runs import OVERRIDES
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
+from tests.training.pieces import NORMS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architecture.md"
 WARMUP = {"stage", "step", "loss", "learning_rate", "gradient_norm", "time/step_s", "time/wall_s"}
@@ -53,6 +54,7 @@ REINFORCEMENT = {
     "policy/kl_reference",
     "policy/kl_coefficient",
     "policy/gradient_norm",
+    *(f"policy/{name}" for name in NORMS),
     "policy/learning_rate",
     "policy/skipped_steps",
     *(f"mismatch/{name}" for name in ("k1", "k3", "mean", "max", "chi_square_token", "chi_square_sequence")),
@@ -61,13 +63,14 @@ REINFORCEMENT = {
     "tokens/trained",
     *(f"time/{part}_s" for part in ("sample", "score", "train", "sync", "other", "step", "wall")),
     "time/tokens_per_s",
+    "time/tflops_per_rank",
 }
 # What a method adds.
 OPTIONAL = {
     "group/refill_rounds",
     "policy/correction",
     *(f"critic/{name}" for name in ("loss", "clip_share", "value", "explained_variance")),
-    *(f"critic/{name}" for name in ("gradient_norm", "learning_rate", "skipped_steps")),
+    *(f"critic/{name}" for name in ("gradient_norm", "learning_rate", "skipped_steps", *NORMS)),
 }
 METHODS = {
     "advantage.kind": "gae",

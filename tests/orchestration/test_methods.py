@@ -311,8 +311,8 @@ def test_the_penalty_of_the_loss_is_the_estimator_of_its_name(name):
     batch = full_batch(1)
     mask_T = batch.action_mask_T
     logprob_N = (batch.sampler_logprob_T[mask_T] + 0.1).requires_grad_()
-    with_N, report = build_objective(config, build_control(config), None)(predicted(logprob_N), batch)
-    without_N, _ = build_objective(recipe(), None, None)(predicted(logprob_N), batch)
+    with_N, report = build_objective(config, build_control(config))(predicted(logprob_N), batch)
+    without_N, _ = build_objective(recipe(), None)(predicted(logprob_N), batch)
     expected_N = ESTIMATORS[name](logprob_N, batch.reference_logprob_T[mask_T])
     close_fp32(with_N - without_N, 0.3 * expected_N)
     close_fp32(report["kl_reference"], expected_N)
@@ -335,7 +335,7 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss():
     config = recipe(policy={"kl": {"coefficient": 0.3, "estimator": "k1", "place": "reward"}})
     batch = full_batch(1)
     logprob_N = batch.sampler_logprob_T[batch.action_mask_T] + 0.1
-    _, report = build_objective(config, build_control(config), None)(predicted(logprob_N), batch)
+    _, report = build_objective(config, build_control(config))(predicted(logprob_N), batch)
     assert "kl_reference" not in report
     in_loss = recipe(policy={"kl": {"coefficient": 0.3}})
     assert build_method(in_loss).reward_divergence is None
@@ -344,7 +344,7 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss():
 def test_the_entropy_bonus_has_its_factor_and_sign():
     batch = full_batch(1)
     given = predicted(batch.sampler_logprob_T[batch.action_mask_T], entropy=2.0)
-    plain_N, _ = build_objective(recipe(), None, None)(given, batch)
+    plain_N, _ = build_objective(recipe(), None)(given, batch)
     bonus = build_objective(recipe(policy={"entropy_coefficient": 0.25}), None, None)
     close_fp32(bonus(given, batch)[0], plain_N - 0.5)
 

@@ -108,6 +108,7 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     assert ranks.share(f"said by {rank}") == "said by 0"
     assert [ranks.agree(rank == 2), ranks.agree(False)] == [True, False]
     engine, reward = SharedEngine(counter, ranks), SharedReward(counter, ranks)
+    assert engine.version == 3
     drawn = engine.generate([(n,) for n in range(8)], [SamplingParams()] * 8)
     for n, one in enumerate(drawn):
         check_same(one, completion(n))
@@ -119,9 +120,9 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     judges = [outcome.parts["rank"] for outcome in outcomes if outcome.parts]
     assert engine.generate([(1,)], [SamplingParams()])[0].text == "é1\n"
     engine.load_weights([], 7)
-    assert engine.version == 7 and engine.fingerprint() == {"rank": str(rank)}
+    assert engine.version == counter.version == 7 and engine.fingerprint() == {"rank": str(rank)}
     reward.close()
-    assert counter.version == -1
+    assert counter.version == engine.version == -1
     ranks.wait()
     return {"asked": torch.tensor([counter.asked, counter.judged]), "judges": torch.tensor(judges)}
 

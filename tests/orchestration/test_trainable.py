@@ -59,7 +59,7 @@ def test_the_base_is_the_reference_only_where_the_run_begins_with_it(tmp_path):
     cases = [(FRESH, BaseScorer), (FRESH | {"warmup": {"steps": 2}}, ModelScorer), ({}, ModelScorer)]
     for number, (changes, kind) in enumerate(cases):
         parts = build(tiny_recipe(tmp_path, config | changes), None)
-        parts.save_model(tmp_path / str(number), None)
+        parts.save_model(tmp_path / str(number))
         assert type(parts.reference(tmp_path / str(number))) is kind
 
 
@@ -68,7 +68,7 @@ def test_a_saved_policy_is_an_ordinary_folder_with_the_adapter_in_a_folder_of_it
     parts = build(config, None)
     trainer = moved(parts)
     folder = tmp_path / "checkpoint" / "model"
-    parts.save_model(folder, None)
+    parts.save_model(folder)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
     assert len(load_file(folder / ADAPTER / WEIGHTS)) == 2 * 4
     assert json.loads((folder / ADAPTER / CONFIG).read_text())["r"] == 2
@@ -94,7 +94,7 @@ def test_a_saved_policy_is_an_ordinary_folder_with_the_adapter_in_a_folder_of_it
 def test_a_checkpoint_without_its_adapter_or_beside_another_base_is_not_taken_up(tmp_path):
     config = tiny_recipe(tmp_path, FRESH)
     folder = tmp_path / "checkpoint"
-    build(config, None).save_model(folder / "model", None)
+    build(config, None).save_model(folder / "model")
     other = tiny_recipe(tmp_path, FRESH | {"seed": 1})
     with pytest.raises(ModelError) as caught:
         build(other, folder)

@@ -8,13 +8,14 @@ import torch
 from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
 from millrace.data.packing import TokenWeights
-from millrace.kernels.token_logprob import Head
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.training.objective import Predicted
 from millrace.types import Completion, Outcome, Prompt, Trajectory, Turn
 from tests.data.pieces import weighed
 
 VOCAB_SIZE = 23
+# What an optimizer step reports of itself.
+NORMS = {f"{what}_norm_{kind}" for what in ("gradient", "update") for kind in ("matrices", "vectors")}
 SHAPE = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -104,5 +105,4 @@ def full_batch(
 def predicted(logprob_N: torch.Tensor, *, entropy: float = 0.0, version: int = 0) -> Predicted:
     """A forward that said this of the chosen tokens, for objectives that look at nothing else."""
     entropy_N = torch.full_like(logprob_N, entropy).detach()
-    nothing = torch.zeros(0, 0)
-    return Predicted(logprob_N, entropy_N, nothing, Head(nothing), 1.0, version)
+    return Predicted(logprob_N, entropy_N, version)

@@ -12,7 +12,7 @@ from millrace.models.logprobs import output_head
 from millrace.orchestration.methods import build_loss
 from millrace.training.kl_control import KlControl
 from millrace.training.objective import full_kl_penalty, surrogate
-from millrace.training.optimizer import adamw, load_optimizer_tensors, optimizer_tensors
+from millrace.training.optimizer import adamw, optimizer_tensors, start_optimizer
 from millrace.training.policy import BaseScorer, PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
@@ -74,7 +74,9 @@ def test_a_trainer_taken_up_again_goes_on_to_the_same_bits():
     one = trainer(adapted())
     steps(one, range(2))
     again = trainer(copy.deepcopy(one.model))
-    load_optimizer_tensors(again.optimizer, again.model, optimizer_tensors(one.optimizer, one.model))
+    state = optimizer_tensors(one.optimizer, one.model)
+    for name, tensor in start_optimizer(again.optimizer, again.model).items():
+        tensor.copy_(state[name])
     steps(one, range(2, 5))
     steps(again, range(2, 5))
     for ours, theirs in zip(again.model.parameters(), one.model.parameters(), strict=True):
@@ -106,9 +108,8 @@ def test_a_full_penalty_towards_the_base_has_the_gradient_of_one_towards_a_copy(
         steps(trainer(model), range(2))
         options = {"temperature": 0.8, "max_tokens": 1000}
         reference = BaseScorer(model, **options) if shared else ModelScorer(tiny_model(0), **options)
-        one = trainer(
-            model, surrogate(build_loss(PpoClipLoss()), penalty=full_kl_penalty(KlControl(0.3), reference))
-        )
+        penalised = surrogate(build_loss(PpoClipLoss()), penalty=full_kl_penalty(KlControl(0.3)))
+        one = trainer(model, penalised, reference=reference)
         one.forward_backward(random_batch(5))
         found.append(torch.cat([weight.grad.flatten() for weight in trained_weights(model)]))
         assert one.discard()["kl_reference"] > 1e-4

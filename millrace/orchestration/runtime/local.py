@@ -8,27 +8,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from millrace.orchestration.ranks import open_store
+from millrace.orchestration.runtime.watch import GRACE_S, INTERRUPTED, failure, watch
 
-from millrace.orchestration.ranks import LOST
-
-# How often the ranks are looked at.
-WATCH_S = 0.1
-# How long the others may take to end once one has failed, and how long the first has to say why itself.
-GRACE_S = 5.0
-TELLING_S = 1.0
-# How ranks end that were asked to leave.
-INTERRUPTED = 130
-# Lines of a failed rank's error output that are shown.
-SHOWN_LINES = 60
-
-
-class RankFailed(RuntimeError):
-    """A rank ended before its run did; the message holds the last of what it said."""
+LOOPBACK = "127.0.0.1"
 
 
 def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[str, str] | None = None) -> int:
@@ -43,20 +31,21 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[st
         environment: variables besides those of this process.
 
     Returns:
-        the first rank's exit code; where it failed, it said why.
+        the first rank's exit code, or that of those that left because they were told to; where the first
+        failed, it said why.
 
     Raises:
         RankFailed: another rank failed first, or one was killed.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The store is this process's, as it is torchrun's agent's.
+    store = open_store(LOOPBACK)
     shared = {
         **os.environ,
         **(environment or {}),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(store.port),
-        # The store is this process's, as it is torchrun's agent's.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -68,16 +57,19 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[st
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with logs[rank].open("wb") as log:
                     ranks.append(_start(command, own, None if rank == 0 else log))
-            failed = _watch(ranks)
+            with _passed_on(ranks):
+                failed = watch(lambda: _codes(ranks), num_ranks)
         finally:
             _end(ranks)
-        if failed is None or (failed == 0 and ranks[0].returncode > 0):
-            return ranks[0].returncode
-        code = ranks[failed].returncode
+        codes = [rank.returncode for rank in ranks]
+        if failed is None and INTERRUPTED in codes:
+            return INTERRUPTED
+        if failed is None or (failed == 0 and codes[0] > 0):
+            return codes[0]
+        code = codes[failed]
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         said = logs[failed].read_text(encoding="utf-8", errors="replace") if failed else ""
-        lines = said.splitlines()[-SHOWN_LINES:]
-        raise RankFailed("\n".join([f"rank {failed} of {num_ranks} ended with {how}", *lines]))
+        raise failure(f"rank {failed} of {num_ranks} ended with {how}", said)
 
 
 def _start(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
@@ -85,27 +77,17 @@ def _start(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None
     return subprocess.Popen(command, env=own, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have ended as they should, or one has failed: which."""
+def _codes(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    return {rank: code for rank, one in enumerate(ranks) if (code := one.poll()) is not None}
+
+
+@contextmanager
+def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Meanwhile a request to end goes to every rank; Ctrl-C in a terminal reaches them without us."""
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, frame: _tell(ranks, number))
-    first_s: float | None = None
     try:
-        while True:
-            ended = {rank: code for rank, one in enumerate(ranks) if (code := one.poll()) is not None}
-            wrong = [rank for rank, code in ended.items() if code not in (0, INTERRUPTED)]
-            if not wrong and len(ended) == len(ranks):
-                return None
-            first_s = time.monotonic() if wrong and first_s is None else first_s
-            if first_s is not None:
-                waited_s = time.monotonic() - first_s
-                # Who lost the others is not to blame, and the first rank says itself what went wrong.
-                blamed = [rank for rank in wrong if ended[rank] != LOST]
-                if 0 in blamed or (blamed and waited_s > TELLING_S):
-                    return blamed[0]
-                if waited_s > GRACE_S or len(ended) == len(ranks):
-                    return (blamed or wrong)[0]
-            time.sleep(WATCH_S)
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -118,7 +100,7 @@ def _tell(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End those that still run: asked first, then killed."""
+    """End those that still run: time to see that the others have gone, then killed."""
     deadline_s = time.monotonic() + GRACE_S
     for rank in ranks:
         try:

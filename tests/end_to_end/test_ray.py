@@ -1,0 +1,74 @@
+"""Ranks that Ray starts learn the very same, end when one of them dies, and save when asked to end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.rank_runs import begun, command, numbers, processes_below, resumed, run
+from tests.end_to_end.tiny import tiny_recipe
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace[ray]'"),
+    pytest.mark.timeout(400),
+]
+RANKS = "mesh.dp_shard=2"
+RAY = (RANKS, "mesh.launcher=ray")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the run `processes`, on two ranks that millrace itself started."""
+    folder = tmp_path_factory.mktemp("ray")
+    tiny_recipe(folder)
+    done = run(command(folder, "processes", RANKS))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_ray_starts_the_same_ranks(folder: Path) -> None:
+    done = run(command(folder, "ray", *RAY))
+    assert done.returncode == 0, done.stderr
+    # Ray carries what the first rank says; the result is told by the command itself.
+    assert "(rank 0 pid=" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("next: millrace evaluate ")
+    assert numbers(folder / "runs" / "ray") == numbers(folder / "runs" / "processes")
+
+
+def actors_below(launcher: int) -> list[int]:
+    """The processes of the ranks at work."""
+    return [
+        process
+        for process in processes_below(launcher)
+        if Path(f"/proc/{process}/cmdline").read_bytes().startswith(b"ray::Rank.")
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numbers(folder: Path) -> None:
+    launcher = begun(folder, "killed", *RAY)
+    victim = actors_below(launcher.pid)[-1]
+    os.kill(victim, signal.SIGKILL)
+    killed_s = time.monotonic()
+    _, told = launcher.communicate(timeout=60)
+    assert time.monotonic() - killed_s < 20
+    assert launcher.returncode == 1
+    assert re.search(rf"error: rank [01] of 2 has died \(process {victim}\)\nerror: The actor is dead", told)
+    assert resumed(folder, "killed") == numbers(folder / "runs" / "processes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number: signal.Signals) -> None:
+    launcher = begun(folder, number.name, *RAY)
+    launcher.send_signal(number)
+    said, told = launcher.communicate(timeout=60)
+    assert (launcher.returncode, told) == (130, "")
+    assert said.splitlines()[-1] == f"continue: millrace resume {folder / 'runs' / number.name}"
+    assert resumed(folder, number.name) == numbers(folder / "runs" / "processes")

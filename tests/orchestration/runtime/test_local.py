@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.orchestration.runtime.local import run_ranks
+from millrace.orchestration.runtime.watch import INTERRUPTED, LOST, RankFailed
+
+
+def command(body: str) -> list[str]:
+    """A rank that knows its number as `rank`."""
+    lines = ["import os, sys, time", "rank = int(os.environ['RANK'])", body]
+    return [sys.executable, "-c", "\n".join(lines)]
+
+
+def test_every_rank_runs_and_knows_the_others(tmp_path: Path) -> None:
+    body = "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME', 'MINE')\n"
+    body += f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(' '.join(os.environ[n] for n in names))"
+    assert run_ranks(command(body), 3, environment={"MINE": "x"}) == 0
+    told = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert told == [f"{rank} {rank} 3 127.0.0.1 lo x" for rank in range(3)]
+
+
+@pytest.mark.parametrize("code", [1, INTERRUPTED])
+def test_the_first_ranks_code_is_the_runs(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    # As where all ranks find the same mistake, or the user asked to leave.
+    assert (
+        run_ranks(command(f"time.sleep(0.3 * (1 - rank)); print('from', rank); sys.exit({code})"), 2) == code
+    )
+    assert capfd.readouterr().out == "from 0\n"
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_quoted() -> None:
+    body = (
+        f"rank or time.sleep(0.2) or sys.exit({LOST})\nrank == 2 and time.sleep(60)\nraise KeyError('mine')"
+    )
+    started_s = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 3 ended with exit code 1\n.*KeyError: 'mine'"):
+        run_ranks(command(body), 3)
+    assert time.monotonic() - started_s < 20
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    body = f"rank and os.kill(os.getpid(), 9)\ntime.sleep(0.3)\nsys.exit({LOST})"
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with signal SIGKILL$"):
+        run_ranks(command(body), 2)
+
+
+def test_where_all_lost_each_other_the_first_is_named() -> None:
+    with pytest.raises(RankFailed, match=f"rank 1 of 2 ended with exit code {LOST}"):
+        run_ranks(command(f"rank and sys.exit({LOST})"), 2)
+
+
+def test_a_request_to_end_reaches_every_rank(tmp_path: Path) -> None:
+    body = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(130))\n"
+    body += f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').close()\ntime.sleep(60)"
+
+    def ask() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask).start()
+    assert run_ranks(command(body), 2) == INTERRUPTED
+
+
+def test_where_one_left_at_once_the_run_was_interrupted() -> None:
+    assert run_ranks(command(f"sys.exit({INTERRUPTED} if rank else {LOST})"), 2) == INTERRUPTED

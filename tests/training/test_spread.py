@@ -1,0 +1,81 @@
+"""A batch whose segments begin alike gives the numbers and gradients that it gives token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.algorithms.losses import ppo_clip
+from millrace.data.batch import Batch
+from millrace.data.beginnings import common_beginnings
+from millrace.models.heads import scalar_model
+from millrace.training.objective import surrogate
+from millrace.training.optimizer import adamw
+from millrace.training.policy import PolicyTrainer
+from millrace.training.value import ValueTrainer
+from tests.close import close_fp32
+from tests.data.pieces import random_tree, truncated
+from tests.models.tiny import VOCABULARY, tiny_model
+
+OPTIONS = {"learning_rate": lambda step: 0.0, "max_gradient_norm": 1e9}
+FOUR = ["qwen3", "llama", "gemma2", "qwen3_moe"]
+
+
+def gradient(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+
+def policy_numbers(architecture: str, batch: Batch, max_tokens: int) -> tuple[Tensor, ...]:
+    """Log-probabilities, the gradient, and the loss and entropy of one step."""
+    model = tiny_model(architecture)
+
+    def loss(terms):
+        return ppo_clip(terms.policy_N, terms.start_N, terms.advantage_N, low=0.2, high=0.2), None
+
+    optimizer = adamw(model, betas=(0.9, 0.999), weight_decay=0.0)
+    one = PolicyTrainer(model, surrogate(loss), optimizer, temperature=0.8, max_tokens=max_tokens, **OPTIONS)
+    logprob_N = one.forward_backward(batch)
+    slope, metrics = gradient(model), one.discard()
+    return logprob_N, slope, torch.tensor([metrics["loss"], metrics["entropy"]])
+
+
+def critic_numbers(architecture: str, batch: Batch, max_tokens: int) -> tuple[Tensor, ...]:
+    """Values, those of the last states, and the gradient."""
+    model = scalar_model(tiny_model(architecture))
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+    optimizer = adamw(model, betas=(0.9, 0.999), weight_decay=0.0)
+    one = ValueTrainer(model, optimizer, clip=None, coefficient=1.0, max_tokens=max_tokens, **OPTIONS)
+    value_T, final_B = one.values(batch)
+    batch.value_T, batch.return_T = value_T, batch.advantage_T
+    one.forward_backward(batch)
+    return value_T, final_B, gradient(model)
+
+
+@pytest.mark.parametrize("numbers", [policy_numbers, critic_numbers])
+@pytest.mark.parametrize("architecture", FOUR)
+def test_what_segments_share_is_computed_once_and_changes_no_number(
+    architecture: str, numbers: Callable[..., tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(token_T: Tensor, length_B: Tensor):
+        calls.append(common_beginnings(token_T, length_B))
+        return calls[-1]
+
+    for seed in range(3):
+        batch = random_tree(seed, vocab_size=VOCABULARY)
+        if seed:
+            batch = truncated(batch, VOCABULARY, seed)
+        with monkeypatch.context() as patch:
+            patch.setattr("millrace.models.logprobs.common_beginnings", lambda *row: None)
+            expected = numbers(architecture, batch, 10_000)
+        with monkeypatch.context() as patch:
+            patch.setattr("millrace.models.logprobs.common_beginnings", counted)
+            for max_tokens in (10_000, 150):
+                found = numbers(architecture, batch, max_tokens)
+                for ours, theirs in zip(found, expected, strict=True):
+                    close_fp32(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert len(calls) > 12 and sum(call is not None for call in calls) > 6

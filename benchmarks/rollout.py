@@ -179,7 +179,7 @@ def scheduler_step(num_requests: int, num_steps: int) -> dict[str, float]:
         start = time.perf_counter()
         plan = scheduler.schedule()
         assert plan is not None and len(plan.draw_row_N) == num_requests
-        scheduler.commit(plan, token_N, logprob_N, 0)
+        scheduler.commit(plan, token_N, logprob_N)
         found.append(time.perf_counter() - start)
     steady = sorted(found[10:])
     return {

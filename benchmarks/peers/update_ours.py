@@ -1,0 +1,97 @@
+"""A policy update by millrace; with `products`, its bare matrix products alone."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from update import serve
+from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRADIENT_NORM, Sample, batch
+
+from millrace.algorithms.weights import token_mean
+from millrace.config.methods import PpoClipLoss
+from millrace.data.batch import Batch
+from millrace.data.packing import pack
+from millrace.models.load import load_model
+from millrace.orchestration.methods import build_loss
+from millrace.training.objective import surrogate
+from millrace.training.optimizer import adamw
+from millrace.training.policy import PolicyTrainer
+from millrace.types import Completion, Outcome, Trajectory, Turn
+
+
+def packed(samples: list[Sample]) -> Batch:
+    """The samples as a run would pack them, every drawn token weighing the same."""
+    trajectories = []
+    for sample in samples:
+        logprobs, versions = np.float32(sample.logprobs), np.zeros(len(sample.drawn), np.int32)
+        drawn = Completion(tuple(sample.drawn), logprobs, versions, "length", "")
+        trajectories.append(Trajectory((Turn(tuple(sample.prompt), drawn),), Outcome("score", 0.0)))
+    found = pack(trajectories)
+    advantage_B = torch.tensor([sample.advantage for sample in samples])
+    return replace(
+        found,
+        advantage_T=advantage_B[found.segment_T] * found.action_mask_T,
+        weight_T=token_mean(found.action_mask_T, found.segment_T),
+    )
+
+
+class Ours:
+    """`PolicyTrainer` as recipes use it."""
+
+    def __init__(self, folder: str, dtype: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        model = load_model(folder, dtype=getattr(torch, dtype))
+        self._batch = packed(batch())
+        self._trainer = PolicyTrainer(
+            model,
+            surrogate(build_loss(PpoClipLoss(low=CLIP, high=CLIP))),
+            adamw(model, betas=BETAS, weight_decay=0.0),
+            learning_rate=lambda step: LEARNING_RATE,
+            temperature=1.0,
+            max_tokens=self._batch.num_tokens,
+            max_gradient_norm=MAX_GRADIENT_NORM,
+        )
+
+    def step(self) -> tuple[float, float]:
+        """Both halves of the trainer."""
+        self._trainer.forward_backward(self._batch)
+        report = self._trainer.optim_step()
+        return report.metrics["loss"], report.gradient_norm
+
+
+class Products:
+    """What no update of the tokens can do without: each weight's product and both its gradients, by torch."""
+
+    def __init__(self, folder: str, dtype: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        model = load_model(folder, dtype=getattr(torch, dtype))
+        found = packed(batch())
+        num_drawn = int(found.action_mask_T.sum())
+        self._given: list[tuple[Tensor, Tensor, Tensor]] = []
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                weight_ND = module.weight.detach()
+                num_rows = num_drawn if module is model.get_output_embeddings() else found.num_tokens
+                sizes = (num_rows, weight_ND.shape[1]), (num_rows, weight_ND.shape[0])
+                x_MD, slope_MN = (torch.randn(size).to(weight_ND.dtype) for size in sizes)
+                self._given.append((x_MD, weight_ND, slope_MN))
+
+    @torch.no_grad()
+    def step(self) -> tuple[float, float]:
+        """All products; there is no loss."""
+        for x_MD, weight_ND, slope_MN in self._given:
+            F.linear(x_MD, weight_ND)
+            slope_MN @ weight_ND
+            slope_MN.T @ x_MD
+        return math.nan, math.nan
+
+
+if __name__ == "__main__":
+    only_products = sys.argv[-1] == "products"
+    serve(Products if only_products else Ours, ("millrace", "torch", "transformers"))

@@ -1,0 +1,80 @@
+"""What the benchmark of a policy update hands out and compares; nothing here looks at a clock."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+import train_step
+from peers import update_task
+from peers.workloads import SHAPES
+
+from millrace.models.load import fresh_config, fresh_model, save_model
+from tests.close import close_fp32, close_fp64
+from tests.house.source import ROOT
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+}
+
+
+def test_the_longest_sample_has_four_times_the_mean():
+    samples = update_task.batch()
+    lengths = [len(sample.tokens) for sample in samples]
+    assert (len(samples), sum(lengths), max(lengths)) == (16, 1042, 256)
+    assert 3.8 < max(lengths) * len(lengths) / sum(lengths) < 4.2
+    assert [len({tuple(one.prompt) for one in samples[at : at + 8]}) for at in (0, 8)] == [1, 1]
+    assert len({tuple(one.prompt) for one in samples}) == 2
+    assert all(len(one.drawn) == len(one.logprobs) for one in samples)
+    assert max(max(one.tokens) for one in samples) < update_task.VOCAB_SIZE
+    assert SHAPES[update_task.SHAPE]["vocab_size"] == update_task.VOCAB_SIZE
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_loops_make_the_same_two_updates_as_ours(layout, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
+    import update_hugging_face
+    import update_ours
+
+    config = fresh_config("qwen3", SMALL, vocab_size=update_task.VOCAB_SIZE, eos_token_id=0)
+    save_model(fresh_model(config, seed=0, dtype=torch.float32), tmp_path / "model")
+    monkeypatch.setattr(sys, "argv", ["", "", "", "", layout])
+    threads = torch.get_num_threads()
+    sides = [
+        side(str(tmp_path / "model"), "float32", threads)
+        for side in (update_ours.Ours, update_hugging_face.Loop)
+    ]
+    for _ in range(2):
+        ours, theirs = (side.step() for side in sides)
+        assert ours[1] > 0.1
+        close_fp32(torch.tensor(ours), torch.tensor(theirs))
+
+
+def test_sides_that_do_not_agree_are_not_compared():
+    ours = {"loss": 0.01, "norm": 2.0}
+    told = {"millrace": ours, "products": {"loss": math.nan, "norm": math.nan}}
+    train_step.check_agreement(told | {"trl": {"loss": 0.0105, "norm": 2.001}}, "float32")
+    for other in ({"loss": 0.02, "norm": 2.0}, {"loss": 0.01, "norm": 2.01}, {"loss": math.nan, "norm": 2.0}):
+        with pytest.raises(SystemExit, match="trl has"):
+            train_step.check_agreement(told | {"trl": other}, "float32")
+    train_step.check_agreement(told | {"trl": {"loss": 0.02, "norm": 2.01}}, "bfloat16")
+
+
+def test_rates_are_of_the_median_step():
+    def turn(ours, products, padded):
+        seconds = {"millrace": ours, "products": products, "padded": padded}
+        return {name: {"seconds": one, "peak_bytes": 7} for name, one in seconds.items()}
+
+    found = train_step.result([turn(2.0, 1.0, 8.0), turn(9.0, 1.0, 6.0), turn(1.0, 1.0, 1.0)], 100)
+    assert found["tokens_per_s"] == {"millrace": 50.0, "products": 100.0, "padded": 100 / 6}
+    assert list(found["ratios"]) == ["padded"]
+    close_fp64([found["ratios"]["padded"], found["share_of_products"]], [3.0, 0.5])
+    assert found["runs_s"]["millrace"] == [2.0, 9.0, 1.0]

@@ -1,21 +1,32 @@
-"""A checksum of each weight, to prove that a sampler holds what the trainer sent."""
+"""A checksum of each weight, to prove that a sampler holds what the trainer sent.
+
+XXH3 with 128 bits reads memory several times as fast as SHA-256 can, and gives the same digest on every
+machine. It finds accidents: two tensors that differ share a digest by a chance of 2^-128. It is no defence
+against somebody who chooses the bytes in order to deceive, and says nothing of who sent them.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 
 import torch
+import xxhash
 from torch import Tensor
 
 
 def fingerprint(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """SHA-256 over dtype, shape and bytes of each tensor, by name."""
-    return {name: _digest(tensor) for name, tensor in named_tensors}
+    """The digest of each tensor, by name."""
+    return {name: digest(tensor) for name, tensor in named_tensors}
 
 
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{flat.dtype} {tuple(flat.shape)} ".encode())
-    digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def digest(tensor: Tensor) -> str:
+    """XXH3-128 over dtype, shape and bytes, as 32 hexadecimal digits."""
+    there = tensor.detach().cpu()
+    state = xxhash.xxh3_128(f"{there.dtype} {tuple(there.shape)} ".encode())
+    state.update(raw_bytes(there).numpy().data)
+    return state.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in row-major order, uint8 [num_bytes]; a view where it lies contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -11,6 +11,20 @@ from millrace.transport.fingerprint import fingerprint
 
 class WeightSyncError(RuntimeError):
     """The sampler does not hold the weights that were sent."""
+
+
+def prove(sent: Mapping[str, str], held: Mapping[str, str], version: int) -> None:
+    """Compare the fingerprints of both sides: count, names, dtypes, shapes and bits of all weights.
+
+    Raises:
+        WeightSyncError: they differ, with the first name that does.
+    """
+    wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
+    if wrong:
+        raise WeightSyncError(
+            f"after version {version} was sent, {len(wrong)} of {len(sent)} weights differ between "
+            f"trainer and sampler, the first being {wrong[0]}"
+        )
 
 
 class LocalTransport:
@@ -37,10 +51,4 @@ class LocalTransport:
             self._load(sent, version)
         except ValueError as error:
             raise WeightSyncError(f"the sampler refused version {version}: {error}") from error
-        ours, theirs = fingerprint(sent), self._held()
-        wrong = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        if wrong:
-            raise WeightSyncError(
-                f"after version {version} was sent, {len(wrong)} of {len(ours)} weights differ between "
-                f"trainer and sampler, the first being {wrong[0]}"
-            )
+        prove(fingerprint(sent), self._held(), version)

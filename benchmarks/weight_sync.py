@@ -1,0 +1,254 @@
+"""Weight sync between two processes: each transport against a plain copy of the same bytes.
+
+    python benchmarks/weight_sync.py              # 128 MB of weights, half a minute
+    python benchmarks/weight_sync.py --size-mb 2048
+
+A trainer (this process) hands weights to a sampler (another one, which copies them into its own tensors).
+Everything in one run, turn by turn, medians; each process has one torch thread.
+
+- `copy`: the bytes copied from one set of tensors to another in this process.
+- `put`: until all bytes lie where the sampler can read them. Its rate over that of the copy is what the
+  transport costs; with gloo the sampler has received them by then.
+- `whole`: until the sampler has loaded them, has proved it, and the trainer knows. It holds at least one copy
+  more, the sampler's own.
+- `verify`: seconds that both sides spend on fingerprints, as a share of `whole`. The trainer takes its own
+  while the bytes move, on a second thread.
+
+After that the delta: a policy in bfloat16 takes optimizer steps by imitation at several learning rates, and
+what must travel after each of them is counted, as a share of all bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import date, timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from grpo_step import processor
+from torch import Tensor
+
+from millrace.data.packing import pack
+from millrace.models.load import fresh_config, fresh_model
+from millrace.training.objective import imitation
+from millrace.training.optimizer import adamw
+from millrace.training.policy import PolicyTrainer
+from millrace.transport.broadcast import BroadcastReceiver, BroadcastSender
+from millrace.transport.delta import Delta
+from millrace.transport.fingerprint import fingerprint
+from millrace.transport.folder import FolderReceiver, FolderSender
+from millrace.transport.sync import Note, Outgoing, WeightReceiver, WeightSender
+from millrace.types import Completion, Outcome, Trajectory, Turn
+
+RESULTS = Path(__file__).parent / "results"
+SIDES = ("shared memory", "files", "gloo")
+DEADLINE_S = 300.0
+# Of one weight: a matrix of 1024 by 1024 in float32.
+WEIGHT_BYTES = 1 << 22
+LEARNING_RATES = (1e-6, 1e-5, 1e-4)
+
+
+def weights(size_mb: int) -> dict[str, Tensor]:
+    """Matrices of 4 MB each."""
+    generator = torch.Generator().manual_seed(0)
+    count = size_mb * 2**20 // WEIGHT_BYTES
+    return {f"layers.{place}.weight": torch.randn(1024, 1024, generator=generator) for place in range(count)}
+
+
+class Timed:
+    """A carrier that remembers how long the last `put` took."""
+
+    def __init__(self, carrier: Outgoing) -> None:
+        """Around a carrier."""
+        self._carrier, self.device, self.put_s = carrier, carrier.device, 0.0
+
+    def put(
+        self, opening: Note, named_tensors: Iterable[tuple[str, Tensor]], closing: Callable[[], Note]
+    ) -> int:
+        """As the carrier does."""
+        start = time.perf_counter()
+        num_bytes = self._carrier.put(opening, named_tensors, closing)
+        self.put_s = time.perf_counter() - start
+        return num_bytes
+
+    def answers(self) -> list[Note]:
+        """The carrier's."""
+        return self._carrier.answers()
+
+
+def join(rank: int, folder: Path) -> None:
+    """Trainer and sampler as ranks of a gloo group."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE_S)
+    )
+
+
+def sample(folder: Path, shared: Path, size_mb: int, rounds: int) -> None:
+    """The other process: a receiver for each side, asked in the order in which the trainer sends."""
+    torch.set_num_threads(1)
+    join(1, folder)
+    held = {name: torch.zeros_like(weight) for name, weight in weights(size_mb).items()}
+
+    def load(named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for name, tensor in named_tensors:
+            held[name].copy_(tensor)
+
+    carriers = {
+        "shared memory": FolderReceiver(shared, deadline_s=DEADLINE_S),
+        "files": FolderReceiver(folder / "files", deadline_s=DEADLINE_S),
+        "gloo": BroadcastReceiver(),
+    }
+    receivers = [WeightReceiver(carriers[side], load, lambda: fingerprint(held.items())) for side in SIDES]
+    for _ in range(rounds):
+        for receiver in receivers:
+            receiver.receive()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(folder: Path, shared: Path, size_mb: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians over the rounds but the first, in which memory is taken: seconds, and what they come to."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=sample, args=(folder, shared, size_mb, rounds + 1)
+    )
+    process.start()
+    join(0, folder)
+    sent = weights(size_mb)
+    copied = {name: torch.zeros_like(weight) for name, weight in sent.items()}
+    seconds: dict[str, list[dict[str, float]]] = {side: [] for side in ("copy", *SIDES)}
+    with (
+        FolderSender(shared, deadline_s=DEADLINE_S, reuse=True) as memory,
+        FolderSender(folder / "files", deadline_s=DEADLINE_S) as files,
+    ):
+        carriers = {"shared memory": Timed(memory), "files": Timed(files), "gloo": Timed(BroadcastSender())}
+        senders = {side: WeightSender(carrier) for side, carrier in carriers.items()}
+        for version in range(rounds + 1):
+            start = time.perf_counter()
+            for name, weight in sent.items():
+                copied[name].copy_(weight)
+            seconds["copy"].append({"whole": time.perf_counter() - start})
+            for side in SIDES:
+                start = time.perf_counter()
+                senders[side].send(sent.items(), version)
+                whole = time.perf_counter() - start
+                verify = senders[side].metrics["time/verify_s"]
+                seconds[side].append({"whole": whole, "put": carriers[side].put_s, "verify": verify})
+    dist.barrier()
+    dist.destroy_process_group()
+    process.join()
+    return summary(seconds, size_mb * 2**20)
+
+
+def summary(seconds: dict[str, list[dict[str, float]]], num_bytes: int) -> dict[str, dict[str, float]]:
+    """Medians without the first round, rates in 10^9 bytes per second, and ratios to the copy's rate."""
+    medians = {
+        side: {part: statistics.median(turn[part] for turn in turns[1:]) for part in turns[0]}
+        for side, turns in seconds.items()
+    }
+    copy_s = medians["copy"]["whole"]
+    found = {"copy": {"whole_s": copy_s, "gb_per_s": num_bytes / copy_s / 1e9}}
+    for side in SIDES:
+        of = medians[side]
+        found[side] = {f"{part}_s": value for part, value in of.items()} | {
+            "gb_per_s": num_bytes / of["put"] / 1e9,
+            "put_over_copy": copy_s / of["put"],
+            "whole_over_copy": copy_s / of["whole"],
+            "verify_share": of["verify"] / of["whole"],
+        }
+    return found
+
+
+def policy(learning_rate: float) -> tuple[PolicyTrainer, Any]:
+    """A fresh Qwen3 of 1.3M parameters in bfloat16, and 16 answers of 32 tokens to imitate."""
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    config = fresh_config("qwen3", shape, vocab_size=2048, eos_token_id=0)
+    model = fresh_model(config, seed=0, dtype=torch.bfloat16)
+    numbers = np.random.default_rng(0)
+    drawn = [tuple(numbers.integers(1, 2048, 32).tolist()) for _ in range(16)]
+    batch = pack(
+        [
+            Trajectory(
+                (Turn((1, 2, 3), Completion(ids, np.zeros(32), np.zeros(32, int), "length", "")),),
+                Outcome("score", 0.0),
+            )
+            for ids in drawn
+        ]
+    )
+    batch = replace(batch, weight_T=batch.action_mask_T / batch.action_mask_T.sum())
+    trainer = PolicyTrainer(
+        model,
+        imitation,
+        adamw(model, betas=(0.9, 0.999), weight_decay=0.0),
+        learning_rate=lambda step: learning_rate,
+        temperature=1.0,
+        max_tokens=1 << 14,
+        max_gradient_norm=1.0,
+    )
+    return trainer, batch
+
+
+def payload_shares(learning_rate: float, num_steps: int) -> Iterator[float]:
+    """What must travel after each optimizer step, as a share of all bytes."""
+    trainer, batch = policy(learning_rate)
+    delta = Delta()
+    for version in range(num_steps + 1):
+        whole = sum(tensor.nbytes for _, tensor in trainer.named_tensors())
+        payload = sum(tensor.nbytes for _, tensor in delta.encode(trainer.named_tensors()))
+        delta.version = version
+        if version:
+            yield payload / whole
+        trainer.forward_backward(batch)
+        trainer.optim_step()
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--size-mb", type=int, default=128, help="of all weights, a multiple of 4")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of all sides")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each learning rate")
+    parser.add_argument("--memory", default="/dev/shm", help="a folder in memory")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=given.memory) as shared:
+        sides = measure(Path(folder), Path(shared) / "weights", given.size_mb, given.rounds)
+    for side, found in sides.items():
+        print(f"{side:14s}", "  ".join(f"{name} {value:.3g}" for name, value in found.items()))
+    shares = {}
+    for rate in LEARNING_RATES:
+        shares[str(rate)] = list(payload_shares(rate, given.steps))
+        print(f"delta at learning rate {rate:g}: {statistics.mean(shares[str(rate)]):.3f} of the bytes")
+    written = {
+        "benchmark": "weight_sync",
+        "date": date.today().isoformat(),
+        "machine": f"{processor()}, one thread a process",
+        "versions": {name: metadata.version(name) for name in ("torch", "xxhash", "millrace")},
+        "size_mb": given.size_mb,
+        "sides": sides,
+        "payload_shares": shares,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "weight_sync.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

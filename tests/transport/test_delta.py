@@ -1,0 +1,128 @@
+"""Changes lead from one tensor to the other, bit for bit, in as many bytes as were said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.training.objective import imitation
+from millrace.training.optimizer import adamw
+from millrace.training.policy import PolicyTrainer
+from millrace.transport.delta import BLOCK, Delta, apply_changes, changes
+from millrace.transport.local import WeightSyncError
+from tests.models.tiny import random_batch, tiny_model
+from tests.transport.pieces import MakePair, Pair, bits
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
+
+
+def pair_of(seed: int, dtype: torch.dtype, num: int, num_changed: int) -> tuple[Tensor, Tensor]:
+    """Any bits at all, NaN and negative zero among them."""
+    generator = torch.Generator().manual_seed(seed)
+    width = dtype.itemsize
+    old = torch.randint(0, 256, (num * width,), generator=generator, dtype=torch.uint8).view(dtype)
+    new = old.clone()
+    place = torch.randperm(num, generator=generator)[:num_changed]
+    new.view(torch.uint8).view(num, width)[place, 0] ^= 1 + seed % 255
+    return old, new
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(5))
+def test_changes_lead_from_old_to_new(dtype: torch.dtype, seed: int) -> None:
+    num = [1000, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 2 * BLOCK][seed]
+    num_changed = [1, 3000, 0, BLOCK // 8, 17][seed]
+    old, new = pair_of(seed, dtype, num, num_changed)
+    packed = changes(old, new)
+    assert packed is not None
+    assert len(packed) == 4 * -(-num // BLOCK) + (2 + dtype.itemsize) * num_changed
+    apply_changes(old, packed, "w")
+    assert bits(old) == bits(new)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 498), (torch.float32, 666)])
+def test_the_whole_tensor_travels_where_it_is_no_larger(dtype: torch.dtype, most: int) -> None:
+    """Of 1000 elements: 4 + (2 + s) N < 1000 s."""
+    assert changes(*pair_of(0, dtype, 1000, most - (dtype == torch.float32) * 1)) is not None
+    assert changes(*pair_of(0, dtype, 1000, most + 1)) is None
+
+
+def test_minus_zero_and_a_nan_that_stays() -> None:
+    old, new = torch.tensor([0.0] * 9), torch.tensor([-0.0] + [0.0] * 8)
+    packed = changes(old, new)
+    assert packed is not None and len(packed) == 4 + 6
+    still = torch.full((9,), torch.nan)
+    packed = changes(still, still.clone())
+    assert packed is not None and len(packed) == 4
+
+
+@pytest.mark.parametrize("harm", ["short", "none", "long", "outside", "negative"])
+def test_changes_of_another_tensor_are_refused(harm: str) -> None:
+    old, new = pair_of(1, torch.float32, 100, 5)
+    packed = changes(old, new)
+    assert packed is not None
+    if harm == "outside":
+        packed[-1] = 255
+    elif harm == "negative":
+        packed[3] = 255
+    else:
+        packed = {"short": packed[:-1], "none": packed[:3], "long": torch.cat([packed, packed[:6]])}[harm]
+    before = old.clone()
+    with pytest.raises(WeightSyncError, match="^the changes of weight w do not fit 100 elements$"):
+        apply_changes(old, packed, "w")
+    assert bits(old) == bits(before)
+
+
+def test_changes_need_the_version_they_were_taken_from() -> None:
+    with pytest.raises(WeightSyncError, match="^changes since version 3 were sent, and none is held$"):
+        list(Delta().decode([], 3))
+    other = Delta()
+    other.version = 2
+    with pytest.raises(WeightSyncError, match="^changes since version 3 were sent, and version 2 is held$"):
+        list(other.decode([], 3))
+    other.version = 3
+    with pytest.raises(WeightSyncError, match="^changes of weight w were sent, and none is held$"):
+        list(other.decode([("changes:w", torch.zeros(4, dtype=torch.uint8))], 3))
+
+
+def steps(num: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The weights of a tiny policy in bfloat16, tied ones once, after each of its optimizer steps."""
+    model = tiny_model("qwen3", dtype=torch.bfloat16)
+    optimizer = adamw(model, betas=(0.9, 0.999), weight_decay=0.0)
+    trainer = PolicyTrainer(
+        model,
+        imitation,
+        optimizer,
+        learning_rate=lambda step: 1e-4,
+        temperature=1.0,
+        max_tokens=1000,
+        max_gradient_norm=1.0,
+    )
+    batch = random_batch(0)
+    batch = replace(batch, weight_T=batch.action_mask_T / batch.action_mask_T.sum())
+    for _ in range(num):
+        trainer.forward_backward(batch)
+        trainer.optim_step()
+        yield list(trainer.named_tensors())
+
+
+def test_changes_over_optimizer_steps_equal_whole_weights(tmp_path: Path, make_pair: MakePair) -> None:
+    shares: list[float] = []
+    pairs: list[Pair] = []
+    for version, named in enumerate(steps(4)):
+        if not pairs:
+            pairs = [
+                make_pair(tmp_path / str(delta), named, delta=delta, reuse=True) for delta in (False, True)
+            ]
+        for pair in pairs:
+            pair.sender.send(named, version)
+            assert pair.samplers[0].holds(named)
+        assert pairs[0].sender.metrics["sync/payload_share"] == 1.0
+        shares.append(pairs[1].sender.metrics["sync/payload_share"])
+    assert shares[0] == 1.0
+    assert all(0.0 < share < 0.5 for share in shares[1:])

@@ -70,9 +70,10 @@ class _Short(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         given = _arrays(query_THK, key_TJK, value_TJK)
-        out_THK, log_total_TH = np.zeros_like(given[0]), np.zeros_like(given[0][:, :, 0])
+        out_THK = np.zeros_like(given[0])
+        log_total_TH = np.zeros_like(out_THK, shape=query_THK.shape[:-1])
         where = tuple(x.numpy() for x in segments)
-        ctx.options = where, given[0].dtype.type(scale), sys.maxsize if window is None else window
+        ctx.options = where, out_THK.dtype.type(scale), sys.maxsize if window is None else window
         _forward_all(given, (out_THK, log_total_TH), ctx.options, *_cuts(query_THK))
         kept = torch.from_numpy(out_THK), torch.from_numpy(log_total_TH)
         ctx.save_for_backward(query_THK, key_TJK, value_TJK, *kept)
@@ -85,7 +86,7 @@ class _Short(torch.autograd.Function):
         given = _arrays(*inputs)
         told = *_arrays(out_slope_THK), out_THK.numpy(), log_total_TH.numpy()
         slopes = tuple(np.zeros_like(x) for x in given)
-        _backward_all(given, told, slopes, ctx.options, *_cuts(inputs[0]))
+        _backward_all(given, told, slopes, ctx.options, *_cuts(out_slope_THK))
         return *(torch.from_numpy(slope).to(out_slope_THK.dtype) for slope in slopes), None, None, None
 
 

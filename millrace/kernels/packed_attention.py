@@ -53,7 +53,7 @@ class Places:
         """The way back from places on the CPU to `num_tokens` tokens."""
         nowhere = len(slot_N)
         place_N = torch.cat([slot_N.argsort(stable=True), torch.tensor([nowhere])])
-        count_T = torch.bincount(slot_N, minlength=num_tokens + 1)[:num_tokens]
+        count_T = torch.bincount(slot_N, minlength=num_tokens)[:num_tokens]
         first_T = count_T.cumsum(0) - count_T
         place_T = torch.where(count_T > 0, place_N[first_T], nowhere)
         token_S = (count_T > 1).nonzero()[:, 0]

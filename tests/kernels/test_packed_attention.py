@@ -10,6 +10,7 @@ from torch import Tensor
 from millrace.kernels.packed_attention import (
     Places,
     Segments,
+    _similar,
     cached_attention,
     packed_attention,
     packed_attention_loop,
@@ -152,6 +153,21 @@ def test_slopes_of_a_token_add_up_over_its_places() -> None:
     assert slope_T1.flatten().tolist() == [10.0, 0.0, 1101.0]
 
 
+@pytest.mark.parametrize(
+    ("spans", "sizes"),
+    [
+        # Two of 63 x 65 places are exactly three times the 39 x 65 and 13 x 15 wanted.
+        ([(26, 65), (2, 15)], [2]),
+        ([(27, 65), (2, 15)], [1, 1]),
+        # What a rectangle wastes is counted from its own first segment on.
+        ([(190, 200)] * 10 + [(10, 200), (10, 100)], [10, 2]),
+        ([(190, 200)] * 10 + [(150, 200), (140, 150), (20, 100)], [10, 2, 1]),
+    ],
+)
+def test_a_rectangle_of_segments_that_share_is_closed_before_it_wastes_too_much(spans, sizes) -> None:
+    assert [span.stop - span.start for span in _similar(spans)] == sizes
+
+
 def test_two_tokens_by_hand() -> None:
     key_TJK, value_TJK = torch.tensor([[[0.0]], [[1.0]]]), torch.tensor([[[2.0]], [[10.0]]])
     query_THK = torch.full((2, 1, 1), float(torch.tensor(3.0).log()))
@@ -243,7 +259,8 @@ def test_segments_move_to_another_device_whole() -> None:
         for places in (bucket.key, bucket.query):
             tables += [places.slot_N, places.place_T, *(places.again or ())]
         assert all(table.is_meta for table in tables)
-    assert both.buckets[1].key.again is not None
+    again = both.buckets[1].key.again
+    assert again is not None and [table.ndim for table in again] == [1, 2]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

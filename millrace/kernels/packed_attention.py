@@ -87,26 +87,23 @@ class Bucket:
         start_B: first token of each segment: in the row, or in the rectangle of keys if tokens are shared.
         length_B: tokens of each segment.
         key: places [B L] of each segment's tokens.
-        query: places [B Q] of those whose queries are asked in this segment; `key` if no token is shared.
+        query: places [B Q] of those whose queries are asked in this segment; None if no token is shared, so
+            that they are those of the keys.
         shape: (B, Q, L).
     """
 
     start_B: Tensor
     length_B: Tensor
     key: Places
-    query: Places
+    query: Places | None
     shape: tuple[int, int, int]
-
-    @property
-    def shares(self) -> bool:
-        """Whether queries of some tokens are asked in a segment of another bucket."""
-        return self.query is not self.key
 
     def to(self, device: torch.device) -> Bucket:
         """The same bucket, its tables on another device."""
-        key = self.key.to(device)
-        query = self.query.to(device) if self.shares else key
-        return Bucket(self.start_B.to(device), self.length_B.to(device), key, query, self.shape)
+        query = None if self.query is None else self.query.to(device)
+        return Bucket(
+            self.start_B.to(device), self.length_B.to(device), self.key.to(device), query, self.shape
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ def _bucket(slot_W: Tensor, span_B3: Tensor, num_tokens: int) -> Bucket:
     slot_BL = slot_W[index_BL].where(offset_L < length_B[:, None], num_tokens)
     key = Places.of(slot_BL.flatten(), num_tokens)
     if not first_B.any():
-        return Bucket(slot_BL[:, 0], length_B, key, key, (size, longest, longest))
+        return Bucket(slot_BL[:, 0], length_B, key, None, (size, longest, longest))
     # Our kernel for short segments takes rectangles of the same places.
     asked = longest if longest <= SHORT_LENGTH else longest - int(first_B.min())
     slot_BQ = slot_BL.where(offset_L >= first_B[:, None], num_tokens)[:, longest - asked :]
@@ -253,17 +250,18 @@ def packed_attention(
         size, queries, keys = bucket.shape
         short = ours and keys <= SHORT_LENGTH
         where = bucket.start_B, bucket.length_B
-        if short and not bucket.shares:
+        if short and bucket.query is None:
             parts.append(short_attention(*inputs, where, scale=scale, window=window))
             continue
-        laid = bucket.query.spread(query_THK), bucket.key.spread(key_TJK), bucket.key.spread(value_TJK)
+        asked = bucket.key if bucket.query is None else bucket.query
+        laid = asked.spread(query_THK), bucket.key.spread(key_TJK), bucket.key.spread(value_TJK)
         if short:
-            parts.append(bucket.query.gather(short_attention(*laid, where, scale=scale, window=window)))
+            parts.append(asked.gather(short_attention(*laid, where, scale=scale, window=window)))
             continue
         counts = queries, keys, keys
         rectangles = (x.unflatten(0, (size, n)).transpose(1, 2) for x, n in zip(laid, counts, strict=True))
         out_BHQK = _causal(*rectangles, scale=scale, window=window, softcap=softcap)
-        parts.append(bucket.query.gather(out_BHQK.transpose(1, 2).flatten(0, 1)))
+        parts.append(asked.gather(out_BHQK.transpose(1, 2).flatten(0, 1)))
     return sum(parts[1:], start=parts[0])
 
 

@@ -234,19 +234,11 @@ def test_the_divergence_over_the_support_is_the_mean_of_its_estimates(
     batch = world.batch()
     predicted, weight_VP = predict(world, batch)
     target_N, weight_N = batch.token_T[batch.action_mask_T], batch.weight_T[batch.action_mask_T]
-    support, head = batch.chosen_support, Head(other.logit_PV.T)
-    reference_N, _ = token_logprob(
-        predicted.hidden_ND, head, target_N, temperature=TEMPERATURE, support=support
-    )
-    divergence_N = token_divergence(
-        predicted.hidden_ND,
-        predicted.head,
-        predicted.hidden_ND,
-        head,
-        temperature=TEMPERATURE,
-        support=support,
-    )
-    square_N = token_squares(predicted.hidden_ND, predicted.head, temperature=TEMPERATURE, support=support)
+    hidden_NP, own, head = world.hidden(batch), Head(weight_VP), Head(other.logit_PV.T)
+    options = {"temperature": TEMPERATURE, "support": batch.chosen_support}
+    reference_N, _ = token_logprob(hidden_NP, head, target_N, **options)
+    divergence_N = token_divergence(hidden_NP, own, hidden_NP, head, **options)
+    square_N = token_squares(hidden_NP, own, **options)
     logprob_N = predicted.logprob_N
 
     def mean(value_N: Tensor) -> Tensor:

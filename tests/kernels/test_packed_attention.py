@@ -124,8 +124,8 @@ def test_segments_that_share_lie_in_rectangles_of_what_is_asked() -> None:
         length_A = torch.tensor([200, *(length for _, length in spans)])
         first_A = torch.tensor([0, *(first for first, _ in spans)])
         segments = Segments.sharing(torch.cat(slots), length_A, first_A, 400)
-        assert segments.buckets[0].shape == (1, 200, 200) and not segments.buckets[0].shares
-        assert all(bucket.shares for bucket in segments.buckets[1:])
+        assert segments.buckets[0].shape == (1, 200, 200) and segments.buckets[0].query is None
+        assert all(bucket.query is not None for bucket in segments.buckets[1:])
         return [bucket.shape for bucket in segments.buckets[1:]]
 
     assert sharing((100, 110), (100, 120)) == [(2, 20, 120)]
@@ -237,7 +237,7 @@ def test_every_token_stands_in_one_place_and_padding_wastes_at_most_half(seed: i
         inside = (place_T < len(slot_N)).nonzero()[:, 0]
         assert torch.equal(slot_N[place_T[inside]], inside)
         assert int((slot_N < segments.num_tokens).sum()) == len(inside)
-        assert bucket.key.again is None and not bucket.shares
+        assert bucket.key.again is None and bucket.query is None
 
 
 @pytest.mark.parametrize("length", [[3, 0, 2], []])
@@ -253,10 +253,10 @@ def test_segments_move_to_another_device_whole() -> None:
     slot_W = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1, 4])
     shared = Segments.sharing(slot_W, torch.tensor([3, 3, 3]), torch.tensor([0, 2, 2]), 5)
     both = shared.to(torch.device("meta"))
-    assert [bucket.shares for bucket in both.buckets] == [False, True]
+    assert [bucket.query is not None for bucket in both.buckets] == [False, True]
     for bucket in (*moved.buckets, *both.buckets):
         tables = [bucket.start_B, bucket.length_B]
-        for places in (bucket.key, bucket.query):
+        for places in filter(None, (bucket.key, bucket.query)):
             tables += [places.slot_N, places.place_T, *(places.again or ())]
         assert all(table.is_meta for table in tables)
     again = both.buckets[1].key.again

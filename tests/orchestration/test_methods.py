@@ -345,7 +345,7 @@ def test_the_entropy_bonus_has_its_factor_and_sign():
     batch = full_batch(1)
     given = predicted(batch.sampler_logprob_T[batch.action_mask_T], entropy=2.0)
     plain_N, _ = build_objective(recipe(), None)(given, batch)
-    bonus = build_objective(recipe(policy={"entropy_coefficient": 0.25}), None, None)
+    bonus = build_objective(recipe(policy={"entropy_coefficient": 0.25}), None)
     close_fp32(bonus(given, batch)[0], plain_N - 0.5)
 
 
@@ -381,7 +381,7 @@ def test_with_interpolation_the_correction_is_made_in_the_loss():
     sampler_N = batch.sampler_logprob_T[batch.action_mask_T]
     batch.proximal_logprob_T = batch.correction_T = None
     given = predicted(sampler_N + 0.5, version=4)
-    _, report = build_objective(config, None, None)(given, batch)
+    _, report = build_objective(config, None)(given, batch)
     lag_N = (4 - batch.version_T[batch.action_mask_T]).clamp(min=1)
     close_fp32(report["correction"], (0.5 * (1 - 1 / lag_N)).exp().clamp(max=1.01))
     assert 1.0 < float(report["correction"].mean()) < 1.01

@@ -145,7 +145,9 @@ def test_norms_of_several_operations_keep_more(kind, dtype, monkeypatch):
     close_fp64(memory.activations, measured(model, batch)[0], rtol=0.03)
 
 
-def test_short_segments_keep_the_shares_of_all_pairs():
+def test_short_segments_keep_the_shares_of_all_pairs(monkeypatch):
+    # As on a GPU, where our own kernel for them is not.
+    monkeypatch.setattr(packed_attention, "DTYPES", ())
     model, batch = made("llama", SMALL, 700), batch_of(16, 32, 700)
     close_fp64(planned_for(model, batch).activations, measured(model, batch)[0], rtol=0.03)
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-NUM_THREADS = 2
+# Of several workers each has a core.
+NUM_THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 
 # Set before torch and transformers are imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))

@@ -1,137 +1,177 @@
-"""What a decode step does between its products and its attention, in one pass: with few rows calls cost most.
+"""What an engine's layer does between its products, in one call: with few rows calls cost most.
 
-T = tokens, H = query heads, J = key heads, K = head width, P = blocks of the pool, S = slots of a block.
+T = tokens, H = query heads, J = key heads, K = head width, N = (H + 2 J) K, B = rows, C = blocks of the
+longest row, P = blocks of the pool, S = slots of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
 from torch import Tensor
 
-from millrace.kernels.compiled import array, compiled, narrow, wide
-from millrace.kernels.paged_attention_cpu import pool_arrays
-from millrace.kernels.team import bounds, cuts, share_out
+from millrace.kernels.compiled import NUMBERS, compiled, memory, number_of, put, readable
+from millrace.kernels.paged_attention import PagedRows
+from millrace.kernels.paged_attention_cpu import PART_WORK, attend, outside, stored_keys, work
+from millrace.kernels.team import bounds, cut, num_threads, share_out
 
-NO_GAIN = np.empty(0, np.float32)
 # Tokens that pay for the thread they are turned on.
 PART_TOKENS = 8
+NO_SLOT = 1
 
 
-def turn_and_store(
-    heads: tuple[Tensor, Tensor, Tensor],
+def attend_new(
+    heads_TN: Tensor,
     angles: tuple[Tensor, Tensor],
     pools: tuple[Tensor, Tensor],
-    slot_T: Tensor,
+    rows: PagedRows,
     *,
-    gains: tuple[Tensor, Tensor] | None,
-    eps: float,
+    norms: tuple[Tensor, Tensor, float] | None,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Queries and keys by their root mean square, then turned to their positions; keys and values stored.
+    """Queries and keys by their root mean square, then turned; keys and values stored; then paged attention.
+
+    Everything has one dtype, float32 or bfloat16. Queries are not rounded on the way.
 
     Args:
-        heads: queries [T, H K], keys [T, J K] and values [T, J K] as their products give them, all float32
-            or all bfloat16.
+        heads_TN: queries [H K], keys [J K] and values [J K] of each token, one behind the other.
         angles: cosines and sines [T, K] of the positions, as transformers makes them (both halves of K
             alike).
-        pools: as `new_pool` makes them.
-        slot_T: as in `PagedRows`.
-        gains: factors [K] of queries and of keys after the norm; None for models without these norms.
-        eps: of the norms.
+        pools: keys and values as `new_pool` makes them.
+        rows: whose tokens they are.
+        norms: factors [K] of queries and of keys after the norm, and eps; None for models without.
+        scale: as in `dispatch.paged_attention`.
+        window: likewise.
+        softcap: likewise.
 
     Returns:
-        queries [T, H, K], float32.
+        [T, H K].
 
     Raises:
-        ValueError: the pool does not lie as `new_pool` makes it, or has no such slot; nothing is stored then.
+        ValueError: dtypes differ, the pool does not lie as `new_pool` makes it or has no such slot, or a row
+            points outside the pool or the queries; nothing is stored then.
     """
-    num_blocks, _, size, width = pools[0].shape
-    highest = int(slot_T.max())
-    if highest >= num_blocks * size:
+    num_blocks, num_keys, size, width = pools[0].shape
+    num_heads = heads_TN.shape[1] // width - 2 * num_keys
+    # Without norms the factors have no length, and their address is not read.
+    gains, eps = (angles, 0.0) if norms is None else (norms[:2], norms[2])
+    numbers = [x.contiguous() for x in (heads_TN, *angles, *gains)] + [stored_keys(*pools), pools[1]]
+    if heads_TN.dtype not in NUMBERS or not readable(*numbers):
+        raise ValueError(f"the dtypes are {[x.dtype for x in numbers]}; all must be float32, or all bfloat16")
+    tables = [rows.slot_T, rows.block_BC, rows.start_B, rows.first_B, rows.count_B]
+    tables = [x.contiguous() for x in tables]
+    out_TN = torch.empty(len(heads_TN), num_heads * width, dtype=heads_TN.dtype)
+    wrong = _attend_new(
+        tuple([x.data_ptr() for x in (*numbers, *tables, out_TN)]),
+        (len(heads_TN), num_heads, num_keys, width, 0 if norms is None else width),
+        (num_blocks, size, *rows.block_BC.shape),
+        NUMBERS[heads_TN.dtype],
+        (np.float32(eps), sys.maxsize if window is None else window, np.float32(scale), float(softcap or 0)),
+        (num_threads(), PART_TOKENS, PART_WORK),
+    )
+    if wrong == NO_SLOT:
+        highest = int(rows.slot_T.max())
         raise ValueError(f"slot_T holds {highest}; the pool has {num_blocks} blocks of {size} slots")
-    query_THK = torch.empty(len(slot_T), heads[0].shape[1] // width, width)
-    factors = (NO_GAIN, NO_GAIN) if gains is None else tuple(map(array, gains))
-    given = tuple(map(array, heads)), tuple(map(array, angles)), factors, np.float32(eps)
-    into = query_THK.numpy(), *pool_arrays(*pools), array(slot_T)
-    _turn_all(given, into, *cuts(len(slot_T) // PART_TOKENS))
-    return query_THK
-
-
-def _number(x: Any) -> Any:
-    """What a number of an array stands for; one of 16 bits is a bfloat16."""
-    return wide(x) if isinstance(x, np.uint16) else x
-
-
-@overload(_number, strict=False)
-def _number_compiled(x: Any) -> Callable[..., Any]:
-    return (lambda x: wide(x)) if x == types.uint16 else (lambda x: x)
-
-
-def _put(place: Any, k: int, x: Any) -> None:
-    """Write a number as the array keeps it."""
-    place[k] = narrow(x) if place.dtype == np.uint16 else x
-
-
-@overload(_put, strict=False)
-def _put_compiled(place: Any, k: Any, x: Any) -> Callable[..., None]:
-    def narrowed(place: Any, k: Any, x: Any) -> None:
-        place[k] = narrow(x)
-
-    def as_it_is(place: Any, k: Any, x: Any) -> None:
-        place[k] = x
-
-    return narrowed if place.dtype == types.uint16 else as_it_is
-
-
-@compiled("contract", "reassoc")
-def _turned(x_K: Any, cos_K: Any, sin_K: Any, gain_K: Any, eps: Any, y_K: Any) -> None:
-    """One head; `y_K` has room for the head and for the result."""
-    width = len(x_K)
-    half = width // 2
-    for k in range(width):
-        y_K[width + k] = _number(x_K[k])
-    if len(gain_K):
-        square = np.float32(0)
-        for k in range(width):
-            square += y_K[width + k] * y_K[width + k]
-        scale = np.float32(1) / np.sqrt(square / np.float32(width) + eps)
-        for k in range(width):
-            y_K[width + k] *= scale * _number(gain_K[k])
-    for k in range(half):
-        low, high = y_K[width + k], y_K[width + half + k]
-        cos, sin = _number(cos_K[k]), _number(sin_K[k])
-        y_K[k], y_K[half + k] = low * cos - high * sin, high * cos + low * sin
-
-
-@compiled("contract", "reassoc")
-def _turn(given: Any, into: Any, num_parts: int, part: int) -> None:
-    heads, angles, gains, eps = given
-    (query_TN, key_TN, value_TN), (cos_TK, sin_TK), (query_gain_K, key_gain_K) = heads, angles, gains
-    query_THK, key_PJKS, value_PJSK, slot_T = into
-    _, num_keys, size, width = value_PJSK.shape
-    num_tokens, num_heads, _ = query_THK.shape
-    y_K = np.empty(2 * width, np.float32)
-    start, stop = bounds(num_tokens, num_parts, part)
-    for t in range(start, stop):
-        for h in range(num_heads):
-            x_K = query_TN[t, h * width : (h + 1) * width]
-            _turned(x_K, cos_TK[t], sin_TK[t], query_gain_K, eps, y_K)
-            query_THK[t, h] = y_K[:width]
-        block, slot = divmod(slot_T[t], size)
-        if block >= 0:
-            for j in range(num_keys):
-                x_K = key_TN[t, j * width : (j + 1) * width]
-                _turned(x_K, cos_TK[t], sin_TK[t], key_gain_K, eps, y_K)
-                for k in range(width):
-                    _put(key_PJKS[block, j, k], slot, y_K[k])
-                    _put(value_PJSK[block, j, slot], k, _number(value_TN[t, j * width + k]))
+    if wrong < 0:
+        raise outside(rows, -1 - wrong, len(heads_TN), (num_blocks, size))
+    return out_TN
 
 
 @compiled()
-def _turn_all(given: Any, into: Any, num_parts: int, num_members: int) -> None:
-    share_out(_turn, (given, into, num_parts), num_parts, num_members)
+def _attend_new(addresses: Any, heads: Any, lies: Any, number: Any, options: Any, limits: Any) -> int:
+    """Give back 0; `NO_SLOT` where a slot is not there, -1 - b where row b lies outside."""
+    num_tokens, num_heads, num_keys, width, num_gains = heads
+    num_blocks, size, num_rows, num_columns = lies
+    eps, reach, scale, softcap = options
+    threads, part_tokens, part_work = limits
+    heads_TN = memory(addresses[0], (num_tokens, (num_heads + 2 * num_keys) * width), number)
+    cos_TK = memory(addresses[1], (num_tokens, width), number)
+    sin_TK = memory(addresses[2], (num_tokens, width), number)
+    query_gain_K = memory(addresses[3], (num_gains,), number)
+    key_gain_K = memory(addresses[4], (num_gains,), number)
+    key_PJKS = memory(addresses[5], (num_blocks, num_keys, width, size), number)
+    value_PJSK = memory(addresses[6], (num_blocks, num_keys, size, width), number)
+    slot_T = memory(addresses[7], (num_tokens,), np.int64(0))
+    block_BC = memory(addresses[8], (num_rows, num_columns), np.int32(0))
+    start_B = memory(addresses[9], (num_rows,), np.int64(0))
+    first_B = memory(addresses[10], (num_rows,), np.int64(0))
+    count_B = memory(addresses[11], (num_rows,), np.int64(0))
+    out_N = memory(addresses[12], (num_tokens * num_heads * width,), number)
+    for t in range(num_tokens):
+        if slot_T[t] >= num_blocks * size:
+            return NO_SLOT
+    pools, rows = (key_PJKS, value_PJSK), (block_BC, start_B, first_B, count_B)
+    total = work(rows, pools, num_tokens, reach)
+    if total < 0:
+        return total
+    query_THK = np.empty((num_tokens, num_heads, width), np.float32)
+    parts, members = cut(num_tokens // part_tokens, threads)
+    given = heads_TN, (cos_TK, sin_TK), (query_gain_K, key_gain_K), eps
+    share_out(_turn, (given, query_THK, pools, slot_T, parts), parts, members)
+    found_THK = np.empty(query_THK.shape, np.float32)
+    parts, members = cut(total * (num_heads // num_keys) * width // part_work, threads)
+    share_out(
+        attend, (query_THK, found_THK, (pools, rows), (reach, scale, softcap), (total, parts)), parts, members
+    )
+    found_N = found_THK.reshape(-1)
+    for n in range(len(out_N)):
+        put(out_N, n, found_N[n])
+    return 0
+
+
+@compiled("contract", "reassoc")
+def _turned(x_K: Any, angles: Any, gain_K: Any, eps: Any, y_K: Any) -> None:
+    """One head, normed in place where there are factors, then turned."""
+    (cos_K, sin_K), width = angles, len(x_K)
+    half = width // 2
+    if len(gain_K):
+        square = np.float32(0)
+        for k in range(width):
+            square += x_K[k] * x_K[k]
+        scale = np.float32(1) / np.sqrt(square / np.float32(width) + eps)
+        for k in range(width):
+            x_K[k] *= scale * gain_K[k]
+    for k in range(half):
+        y_K[k] = x_K[k] * cos_K[k] - x_K[half + k] * sin_K[k]
+    for k in range(half):
+        y_K[half + k] = x_K[half + k] * cos_K[k] + x_K[k] * sin_K[k]
+
+
+@compiled()
+def _widened(x_K: Any, y_K: Any) -> None:
+    for k in range(len(x_K)):
+        y_K[k] = number_of(x_K[k])
+
+
+@compiled()
+def _turn(given: Any, query_THK: Any, pools: Any, slot_T: Any, num_parts: int, part: int) -> None:
+    heads_TN, (cos_TK, sin_TK), gains, eps = given
+    key_PJKS, value_PJSK = pools
+    _, num_keys, size, width = value_PJSK.shape
+    num_tokens, num_heads, _ = query_THK.shape
+    angles = np.empty(width, np.float32), np.empty(width, np.float32)
+    query_gain_K, key_gain_K = np.empty(len(gains[0]), np.float32), np.empty(len(gains[1]), np.float32)
+    _widened(gains[0], query_gain_K)
+    _widened(gains[1], key_gain_K)
+    x_K, key_K = np.empty(width, np.float32), np.empty(width, np.float32)
+    start, stop = bounds(num_tokens, num_parts, part)
+    for t in range(start, stop):
+        _widened(cos_TK[t], angles[0])
+        _widened(sin_TK[t], angles[1])
+        head_NK = heads_TN[t].reshape(-1, width)
+        for h in range(num_heads):
+            _widened(head_NK[h], x_K)
+            _turned(x_K, angles, query_gain_K, eps, query_THK[t, h])
+        block, slot = divmod(slot_T[t], size)
+        if block >= 0:
+            for j in range(num_keys):
+                _widened(head_NK[num_heads + j], x_K)
+                _turned(x_K, angles, key_gain_K, eps, key_K)
+                for k in range(width):
+                    put(key_PJKS[block, j, k], slot, key_K[k])
+                value_PJSK[block, j, slot] = head_NK[num_heads + num_keys + j]

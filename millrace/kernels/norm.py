@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from millrace.kernels.compiled import array, compiled, narrow, readable, wide
+from millrace.kernels.compiled import NUMBERS, array, compiled, memory, narrow, number_of, put, readable, wide
 
 Form = Literal["llama", "olmo2", "gemma"]
 FORMS: tuple[Form, ...] = get_args(Form)
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Tensor:
@@ -43,7 +42,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Tensor:
 
     Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
     """
-    ours = x.dtype in DTYPES and readable(x, weight_D)
+    ours = x.dtype in NUMBERS and readable(x, weight_D)
     if not ours or x.shape[-1:] != weight_D.shape or not x.numel():
         return rms_norm_plain(x, weight_D, eps, form=form)
     if torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad):
@@ -62,15 +61,14 @@ def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Te
     return (wide_x * gain_D).to(x.dtype)
 
 
-def _forward(x: Tensor, weight_D: Tensor, eps: float, form: Form) -> tuple[Tensor, Any]:
-    """The result, and the array k of each row."""
-    y = torch.empty(x.shape, dtype=x.dtype)
-    scale_N = np.empty(x.numel() // len(weight_D), np.float32)
-    arrays = _rows(x), _gain(weight_D, form), np.float32(eps), _rows(y), scale_N
-    if x.dtype is torch.float32:
-        _normed(*arrays)
-    else:
-        _normed_bfloat16(*arrays, form == "llama")
+def _forward(x: Tensor, weight_D: Tensor, eps: float, form: Form) -> tuple[Tensor, Tensor]:
+    """The result, and k of each row."""
+    x, weight_D = x.contiguous(), weight_D.contiguous()
+    width = len(weight_D)
+    y, scale_N = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.numel() // width)
+    addresses = x.data_ptr(), weight_D.data_ptr(), y.data_ptr(), scale_N.data_ptr()
+    round_first = form == "llama" and x.dtype is torch.bfloat16
+    _normed(addresses, (len(scale_N), width), NUMBERS[x.dtype], eps, form == "gemma", round_first)
     return y, scale_N
 
 
@@ -93,7 +91,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, form: Form) -> Tensor:
         y, scale_N = _forward(x, weight_D, eps, form)
-        ctx.save_for_backward(x, weight_D, torch.from_numpy(scale_N))
+        ctx.save_for_backward(x, weight_D, scale_N)
         ctx.form = form
         return y
 
@@ -116,25 +114,27 @@ def _scale(x_D: Any, eps: Any) -> Any:
 
 
 @compiled()
-def _normed(x_ND: Any, gain_D: Any, eps: Any, y_ND: Any, scale_N: Any) -> None:
-    for n in range(len(x_ND)):
-        scale_N[n] = _scale(x_ND[n], eps)
-        for d in range(len(gain_D)):
-            y_ND[n, d] = x_ND[n, d] * scale_N[n] * gain_D[d]
-
-
-@compiled()
-def _normed_bfloat16(x_ND: Any, gain_D: Any, eps: Any, y_ND: Any, scale_N: Any, round_first: Any) -> None:
-    wide_D = np.empty(len(gain_D), np.float32)
-    for n in range(len(x_ND)):
-        for d in range(len(gain_D)):
-            wide_D[d] = wide(x_ND[n, d])
-        scale_N[n] = _scale(wide_D, eps)
-        for d in range(len(gain_D)):
+def _normed(addresses: Any, shape: Any, number: Any, eps: Any, plus_one: bool, round_first: bool) -> None:
+    """The rows at the addresses of x, weight, result and k."""
+    num_rows, width = shape
+    x_ND, weight_D = memory(addresses[0], shape, number), memory(addresses[1], (width,), number)
+    y_ND = memory(addresses[2], shape, number)
+    scale_N = memory(addresses[3], (num_rows,), np.float32(0))
+    gain_D, wide_D = np.empty(width, np.float32), np.empty(width, np.float32)
+    for d in range(width):
+        gain_D[d] = number_of(weight_D[d])
+        if plus_one:
+            gain_D[d] += np.float32(1)
+    for n in range(num_rows):
+        for d in range(width):
+            wide_D[d] = number_of(x_ND[n, d])
+        scale_N[n] = _scale(wide_D, np.float32(eps))
+        y_D = y_ND[n]
+        for d in range(width):
             y = wide_D[d] * scale_N[n]
             if round_first:
                 y = wide(narrow(y))
-            y_ND[n, d] = narrow(y * gain_D[d])
+            put(y_D, d, y * gain_D[d])
 
 
 @compiled("contract", "reassoc")

@@ -8,6 +8,10 @@ An item is one query token at one key head. It reads the pool in place and is co
 all positions, their maximum, exponentials and sum, then values. Every sum runs in the order of head width or
 of positions, so no bit of a result depends on the batch, on how a prompt was cut into chunks, on the size of
 blocks and where they lie, or on the number of threads.
+
+A pool that was left alone for a step lies in memory, where each block is another page. So a product asks for
+the lines of another block while it reads its own: keys for the values of their block, values for the keys of
+the next item.
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ ROUND = 1.5 * 2**52
 EXPONENT_BIAS, EXPONENT_SHIFT = np.uint64(1023), np.uint64(52)
 # Below this an exponential is taken for 0.
 LOWEST = -700.0
+# A line of the cache, and the second level, as prefetch instructions count: the first would soon be full.
+LINE_BYTES, SECOND_LEVEL = 64, 2
 TAYLOR = tuple(1 / factorial(k) for k in range(12, -1, -1))
 
 # A vector may begin at any address.
@@ -103,14 +109,9 @@ def paged_attention(
     pools = pool_arrays(key_PJSK, value_PJSK)
     tables = tuple(x.contiguous().numpy() for x in (rows.block_BC, rows.start_B, rows.first_B, rows.count_B))
     reach = sys.maxsize if window is None else window
-    total = _work(tables, pools, len(query), reach)
+    total = work(tables, pools, len(query), reach)
     if total < 0:
-        b = -1 - total
-        raise ValueError(
-            f"row {b} has {rows.count_B[b]} queries at {rows.first_B[b]}, the first at position "
-            f"{rows.start_B[b]}, and blocks {rows.block_BC[b].tolist()}; there are {len(query)} queries and "
-            f"{len(key_PJSK)} blocks of {key_PJSK.shape[2]}"
-        )
+        raise outside(rows, -1 - total, len(query), (len(key_PJSK), key_PJSK.shape[2]))
     out = np.empty_like(query)
     options = reach, query.dtype.type(scale), float(softcap or 0)
     most = total * (query.shape[1] // pools[1].shape[1]) * query.shape[2] // PART_WORK
@@ -119,19 +120,36 @@ def paged_attention(
     return torch.from_numpy(out).to(query_THK.dtype)
 
 
+def outside(rows: PagedRows, b: int, num_queries: int, pool: tuple[int, int]) -> ValueError:
+    """What is wrong with row `b`; the pool is so many blocks of so many slots."""
+    return ValueError(
+        f"row {b} has {rows.count_B[b]} queries at {rows.first_B[b]}, the first at position "
+        f"{rows.start_B[b]}, and blocks {rows.block_BC[b].tolist()}; there are {num_queries} queries and "
+        f"{pool[0]} blocks of {pool[1]}"
+    )
+
+
 def pool_arrays(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
     """Keys [P J K S] and values [P J S K] as they lie in memory."""
+    return array(stored_keys(key_PJSK, value_PJSK)), array(value_PJSK)
+
+
+def stored_keys(key_PJSK: Tensor, value_PJSK: Tensor) -> Tensor:
+    """Keys [P J K S] as they lie in memory, once both are known to lie as `new_pool` makes them."""
     key_PJKS = key_PJSK.transpose(2, 3)
     if not (key_PJKS.is_contiguous() and value_PJSK.is_contiguous()):
         raise ValueError(
             f"the pool's keys have strides {key_PJSK.stride()} and its values {value_PJSK.stride()}; "
             "make it with new_pool"
         )
-    return array(key_PJKS), array(value_PJSK)
+    return key_PJKS
 
 
-def add_product(x_GM: Array, matrix_MN: Array, y_GN: Array) -> None:
-    """Add x @ matrix to y, row after row; a matrix of uint16 holds the bits of bfloat16."""
+def add_product(x_GM: Array, matrix_MN: Array, y_GN: Array, soon_MN: Array | None = None) -> None:
+    """Add x @ matrix to y, row after row; a matrix of uint16 holds the bits of bfloat16.
+
+    Meanwhile as many bytes as the matrix has are fetched of `soon_MN`, if it is given.
+    """
     for x_G, row_N in zip(x_GM.T, matrix_MN, strict=True):
         if row_N.dtype == np.uint16:
             row_N = (row_N.astype(np.uint32) << 16).view(np.float32)
@@ -139,27 +157,32 @@ def add_product(x_GM: Array, matrix_MN: Array, y_GN: Array) -> None:
 
 
 @overload(add_product, strict=False)
-def _add_product_compiled(x_GM: Any, matrix_MN: Any, y_GN: Any) -> Callable[..., None]:
-    return lambda x_GM, matrix_MN, y_GN: _add_product_in_tiles(x_GM, matrix_MN, y_GN)
+def _add_product_compiled(x_GM: Any, matrix_MN: Any, y_GN: Any, soon_MN: Any = None) -> Callable[..., None]:
+    return lambda x_GM, matrix_MN, y_GN, soon_MN=None: _add_product_in_tiles(x_GM, matrix_MN, y_GN, soon_MN)
 
 
 @intrinsic
-def _add_product_in_tiles(context: Any, x: Any, matrix: Any, y: Any) -> tuple[Any, Callable[..., Any]]:
+def _add_product_in_tiles(
+    context: Any, x: Any, matrix: Any, y: Any, soon: Any
+) -> tuple[Any, Callable[..., Any]]:
     """As `add_product`, a tile of y at a time, which stays in registers for all rows of the matrix.
 
-    The matrix is contiguous; so are the rows of x and y.
+    The matrices are contiguous; so are the rows of x and y.
     """
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pairs = zip(signature.args, arguments, strict=True)
-        arrays = tuple(target.make_array(kind)(target, builder, value) for kind, value in pairs)
+        arrays: Any = tuple(
+            target.make_array(kind)(target, builder, value) if isinstance(kind, types.Array) else None
+            for kind, value in pairs
+        )
         (num_heads, _), (_, width) = (cgutils.unpack_tuple(builder, array.shape, 2) for array in arrays[:2])
         for heads, head in _steps(builder, num_heads, TILE_HEADS):
             for lanes, column in _steps(builder, width, TILE_LANES):
                 _add_tile(builder, arrays, (head, column), (heads, lanes))
         return target.get_dummy_value()
 
-    return types.void(x, matrix, y), generate
+    return types.void(x, matrix, y, soon), generate
 
 
 def _steps(builder: Any, length: Any, sizes: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
@@ -175,7 +198,7 @@ def _steps(builder: Any, length: Any, sizes: tuple[int, ...]) -> Iterator[tuple[
 
 def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[int, int]) -> None:
     """Machine code for heads by lanes of y from a corner (head, column) on."""
-    (x, matrix, y), (head, column), (heads, lanes) = arrays, corner, tile
+    (x, matrix, y, soon), (head, column), (heads, lanes) = arrays, corner, tile
     height, width = cgutils.unpack_tuple(builder, matrix.shape, 2)
     number, stored = y.data.type.pointee, matrix.data.type.pointee
     vector, bits = ir.VectorType(number, lanes), ir.VectorType(ir.IntType(32), lanes)
@@ -195,7 +218,10 @@ def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[in
     for place, total in zip(places, totals, strict=True):
         builder.store(builder.load(place, align=ALIGNED), total)
     with cgutils.for_range(builder, height) as loop:
-        start = builder.gep(matrix.data, [builder.add(builder.mul(loop.index, width), column)])
+        place = builder.add(builder.mul(loop.index, width), column)
+        start = builder.gep(matrix.data, [place])
+        if soon is not None:
+            _fetch(builder, builder.gep(soon.data, [place]), lanes)
         right = builder.load(vector_at(start, stored), align=ALIGNED)
         if stored == ir.IntType(16):
             right = builder.shl(builder.zext(right, bits), ir.Constant(bits, [16] * lanes))
@@ -210,6 +236,17 @@ def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[in
             builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
     for place, total in zip(places, totals, strict=True):
         builder.store(builder.load(total), place, align=ALIGNED)
+
+
+def _fetch(builder: Any, start: Any, count: int) -> None:
+    """Machine code that asks for the lines in which so many numbers begin."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    bits = int(start.type.pointee.intrinsic_name[1:])  # of i16, f32 or f64
+    for first in range(0, count, LINE_BYTES * 8 // bits):
+        there = builder.bitcast(builder.gep(start, [word(first)]), byte)
+        builder.call(prefetch, [there, word(0), word(SECOND_LEVEL), word(1)])
 
 
 @compiled("contract")
@@ -253,22 +290,24 @@ def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
 def _item(
     query_GK: Array,
     pools: Arrays,
-    place: tuple[Array, int],
-    seen: tuple[int, int],
+    place: tuple[Array, int, int, int],
+    after: tuple[Array, int, int, int],
     softcap: float,
     into: tuple[Array, Array, Array, Array],
 ) -> None:
-    """Attention of one item over positions `seen` (first, end).
+    """Attention of one item.
 
     Args:
         query_GK: queries times scale.
         pools: keys [P J K S] and values [P J S K].
-        place: the row's blocks [C], and which key head.
-        seen: first position and the one behind the last.
+        place: the row's blocks [C], which key head, the first position that is seen and the one behind the
+            last.
+        after: that of the item whose keys are read next.
         softcap: as in `paged_attention`, or 0.
         into: result [G K], zero; room for scores [G L]; ones [1 L/LANES]; room for sums [1 LANES].
     """
-    (key_PJKS, value_PJSK), (block_C, j), (start, stop) = pools, place, seen
+    (key_PJKS, value_PJSK), (block_C, j, start, stop) = pools, place
+    after_C, after_j, after_start, after_stop = after
     out_GK, score_GL, one_1L, sum_1N = into
     group, width = query_GK.shape
     size = value_PJSK.shape[2]
@@ -276,7 +315,7 @@ def _item(
     for c in blocks:
         score_GS = score_GL[:, c * size : (c + 1) * size]
         score_GS[:] = 0
-        add_product(query_GK, key_PJKS[block_C[c], j], score_GS)
+        add_product(query_GK, key_PJKS[block_C[c], j], score_GS, value_PJSK[block_C[c], j])
     # Whole strips of lanes, so that a position meets the same partial sum wherever its window begins.
     low, high = start // LANES, -(-stop // LANES)
     for g in range(group):
@@ -285,7 +324,10 @@ def _item(
     for c in blocks:
         head, tail = max(start, c * size), min(stop, (c + 1) * size)
         value_NK = value_PJSK[block_C[c], j, head - c * size : tail - c * size]
-        add_product(score_GL[:, head:tail], value_NK, out_GK)
+        soon_KS = key_PJKS[block_C[c], j]
+        if after_start // size <= c < -(-after_stop // size):
+            soon_KS = key_PJKS[after_C[c], after_j]
+        add_product(score_GL[:, head:tail], value_NK, out_GK, soon_KS)
     for g in range(group):
         sum_1N[:] = 0
         share_LN = score_GL[g, low * LANES : high * LANES].reshape(high - low, LANES)
@@ -315,7 +357,7 @@ def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
 
 
 @compiled("contract")
-def _work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
+def work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
     """What all items cost together, in positions; -1 - b where row b lies outside the pool or the queries."""
     block_BC, start_B, first_B, count_B = rows
     num_blocks, num_heads, size, _ = pools[1].shape
@@ -333,7 +375,7 @@ def _work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
 
 
 @compiled("contract")
-def _attend(
+def attend(
     query_THK: Array, out_THK: Array, lies: tuple[Arrays, Arrays], options: Any, whole: Any, part: int
 ) -> None:
     """The items of one part; `lies` are pools and rows, `whole` is all the work and the number of parts."""
@@ -349,9 +391,9 @@ def _attend(
     one_1L, sum_1N = np.ones((1, longest // LANES), query_THK.dtype), np.empty((1, LANES), query_THK.dtype)
     work = 0
     for b in range(len(start_B)):
+        next_b = min(b + 1, len(start_B) - 1)
         for i in range(count_B[b]):
             t, stop = first_B[b] + i, start_B[b] + i + 1
-            seen = max(0, stop - reach), stop
             for j in range(num_heads):
                 if low <= work < high:
                     asked_GK = query_THK[t, j * group :]
@@ -360,11 +402,16 @@ def _attend(
                         for k in range(width):
                             query_GK[g, k] = asked_GK[g, k] * scale
                             out_GK[g, k] = 0
+                    place = block_BC[b], j, max(0, stop - reach), stop
+                    # The next key head, or the first of the next row: more tokens of this row find their keys
+                    # in the cache.
+                    n, end = (b, stop) if j + 1 < num_heads else (next_b, start_B[next_b] + 1)
+                    after = block_BC[n], (j + 1) % num_heads, max(0, end - reach), end
                     into = out_GK, score_GL, one_1L, sum_1N
-                    _item(query_GK, pools, (block_BC[b], j), seen, softcap, into)
+                    _item(query_GK, pools, place, after, softcap, into)
                 work += min(stop, reach) + ITEM_WORK
 
 
 @compiled("contract")
 def _attend_all(query: Array, out: Array, lies: Any, options: Any, whole: Any, num_members: int) -> None:
-    share_out(_attend, (query, out, lies, options, whole), whole[1], num_members)
+    share_out(attend, (query, out, lies, options, whole), whole[1], num_members)

@@ -54,8 +54,14 @@ def num_threads() -> int:
 
 def cuts(most: int) -> tuple[int, int]:
     """Parts that work worth `most` of them is cut into, and the threads they are shared among."""
-    num_parts = max(1, min(PARTS_PER_THREAD * num_threads(), most))
-    return num_parts, min(num_threads(), num_parts)
+    return cut(most, num_threads())
+
+
+@compiled()
+def cut(most: int, num_threads: int) -> tuple[int, int]:
+    """As `cuts`, for so many threads."""
+    num_parts = max(1, min(PARTS_PER_THREAD * num_threads, most))
+    return num_parts, min(num_threads, num_parts)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)

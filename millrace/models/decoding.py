@@ -1,10 +1,10 @@
 """A decoder layer of an engine's model in few calls, on a CPU.
 
 With a row for each of some dozen requests a layer's products take tens of microseconds, and any other call,
-however small, about as long. So where no gradient is recorded and the cache is paged, activations, factors
-and sums are done by the products that precede them, and one pass norms, turns and stores queries, keys and
-values. Names and parameters stay. A layer takes part only where a trial on random numbers shows that this is
-what it computes; any other stays as it is.
+however small, about as long. So where no gradient is recorded and the cache is paged, queries, keys and
+values are one product, activations, factors and sums are done by the products that precede them, and one call
+norms, turns, stores and attends. Names and parameters stay. A layer takes part only where a trial on random
+numbers shows that this is what it computes; any other stays as it is.
 
 T = tokens, D = model width, H = query heads, K = head width.
 """
@@ -20,11 +20,10 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from millrace.kernels import linear as products
-from millrace.kernels.decode import turn_and_store
-from millrace.kernels.dispatch import paged_attention
+from millrace.kernels.decode import attend_new
 from millrace.kernels.paged_attention import new_pool
 from millrace.models.attention import CacheShape, Paged, Recorder, contiguous_rows
-from millrace.models.fused import Linear, RMSNorm, pack
+from millrace.models.fused import Linear, RMSNorm, forget_packed, pack
 
 TRIAL_LENGTHS = (3, 1)
 BLOCK = 2
@@ -46,16 +45,23 @@ def prepare(model: PreTrainedModel) -> None:
         return
     for module in model.modules():
         if _is_layer(module):
-            options = _computes_alike(module, CacheShape.of(model.config))
+            shape = CacheShape.of(model.config)
+            options = _computes_alike(module, shape)
             if options is not None:
                 module.millrace_ordinary, module.millrace_options = module.forward, options
+                module.millrace_width = shape.width
                 module.forward = MethodType(_layer, module)
+    forget_packed(model)  # of the trials, which packed queries, keys and values each alone
 
 
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-    """A layer's forward; anything but a paged one without gradient is the layer's own."""
+    """A layer's forward; anything but a paged one without gradient is the layer's own.
+
+    So is one that turns a part of each head only: the trial turned all of it.
+    """
     context, angles = options.get("context"), options.get("position_embeddings")
-    if args or angles is None or not isinstance(context, Paged) or torch.is_grad_enabled():
+    partial = angles is not None and angles[0].shape[-1] != module.millrace_width
+    if args or angles is None or partial or not isinstance(context, Paged) or torch.is_grad_enabled():
         ordinary: Tensor = module.millrace_ordinary(hidden_states, *args, **options)
         return ordinary
     angle_pair = angles[0][0], angles[1][0]
@@ -68,19 +74,12 @@ def _computed(
     """The sum x + attention(norm x), then x + down(silu(gate(norm x)) * up(norm x)), [T, D]."""
     attention, feed_forward = module.self_attn, module.mlp
     normed_TD = module.input_layernorm(x_TD)
-    query_TN, key_TN, value_TN = (_product(getattr(attention, name), normed_TD) for name in PROJECTIONS)
-    pools = context.pools[attention.layer_idx]
+    heads_TN = _heads(attention, normed_TD)
     norms = _head_norms(attention)
-    query_THK = turn_and_store(
-        (query_TN, key_TN, value_TN),
-        angles,
-        pools,
-        context.rows.slot_T,
-        gains=(norms[0].weight, norms[1].weight) if norms else None,
-        eps=norms[0].eps if norms else 0.0,
-    )
-    out_TN = paged_attention(query_THK, pools[0], pools[1], context.rows, **options).flatten(1)
-    x_TD = _product(attention.o_proj, out_TN.to(x_TD.dtype), then="add", other=x_TD)
+    factors = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
+    pools = context.pools[attention.layer_idx]
+    out_TN = attend_new(heads_TN, angles, pools, context.rows, norms=factors, **options)
+    x_TD = _product(attention.o_proj, out_TN, then="add", other=x_TD)
     normed_TD = module.post_attention_layernorm(x_TD)
     gate_TF = _product(feed_forward.gate_proj, normed_TD, then="silu")
     mixed_TF = _product(feed_forward.up_proj, normed_TD, then="mul", other=gate_TF)
@@ -91,6 +90,15 @@ def _product(linear: Linear, x_TD: Tensor, **then: Any) -> Tensor:
     packed = linear.packed_weight()
     assert packed is not None
     return products.packed_linear(x_TD, packed, linear.bias, **then)
+
+
+def _heads(attention: Any, x_TD: Tensor) -> Tensor:
+    """Queries, keys and values of each token, one behind the other, by one product."""
+    query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
+    packed = query.packed_weight(key, value)
+    assert packed is not None
+    biases = [linear.bias for linear in (query, key, value) if linear.bias is not None]
+    return products.packed_linear(x_TD, packed, torch.cat(biases) if biases else None)
 
 
 def _head_norms(attention: nn.Module) -> tuple[RMSNorm, ...]:
@@ -108,6 +116,7 @@ def _is_layer(module: nn.Module) -> bool:
     norms = _head_norms(attention)
     return (
         all(type(linear) is Linear for linear in linears)
+        and len({getattr(linear, "bias", None) is None for linear in linears[:3]}) == 1
         and isinstance(getattr(feed_forward, "act_fn", None), (nn.SiLU, SiLUActivation))
         and len(norms) in (0, 2)
         and all(getattr(norm, "form", None) == "llama" for norm in norms)

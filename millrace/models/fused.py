@@ -52,13 +52,19 @@ class Linear(nn.Linear):
             return products.invariant_linear(input, self.weight, self.bias, tile=self.tile)
         return products.linear(input, self.weight, self.bias, packed=self.packed_weight())
 
-    def packed_weight(self) -> Tensor | None:
-        """The packed copy of the weight as it is now; None where none is kept, or a gradient is recorded."""
+    def packed_weight(self, *below: Linear) -> Tensor | None:
+        """The packed copy of the weight as it is now; None where none is kept, or a gradient is recorded.
+
+        Args:
+            below: layers of the same input whose weights come below this one's in the same copy.
+        """
         if not self.packs or torch.is_grad_enabled():
             return None
-        key = self.weight.data_ptr(), self.weight._version
+        weights = [linear.weight for linear in (self, *below)]
+        key = [(weight.data_ptr(), weight._version) for weight in weights]
         if self._packed[0] != key:
-            self._packed = key, products.pack(self.weight, num_rows=PACKED_ROWS)
+            whole_ND = torch.cat(weights) if below else weights[0]
+            self._packed = key, products.pack(whole_ND, num_rows=PACKED_ROWS)
         return self._packed[1]
 
     def forget_packed(self) -> None:

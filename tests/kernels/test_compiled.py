@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millrace.kernels import compiled as kernels
-from millrace.kernels.compiled import array, narrow, readable, wide
+from millrace.kernels.compiled import NUMBERS, array, compiled, memory, narrow, number_of, put, readable, wide
 
 
 class Special(torch.Tensor):
@@ -56,6 +56,26 @@ def test_an_array_is_the_memory_of_its_tensor() -> None:
     array(y)[1, 2] = 7.0
     assert y[1, 2] == 7.0
     assert array(y.T).tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 7.0]]
+
+
+@compiled()
+def doubled_in_place(address: int, shape: Any, number: Any) -> float:
+    """Double each number of a matrix; gives back the sum before, each row as often as its number says."""
+    x = memory(address, shape, number)
+    total = 0.0
+    for i in range(shape[0]):
+        for k in range(shape[1]):
+            total += (i + 1) * number_of(x[i, k])
+            put(x[i], k, np.float32(2 * number_of(x[i, k])))
+    return total
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_memory_at_an_address_is_read_and_written_as_its_dtype(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.5, -2.0, 8.0], [0.25, 3.0, 0.5]], dtype=dtype)
+    doubled = x * 2
+    assert doubled_in_place(x.data_ptr(), (2, 3), NUMBERS[dtype]) == 7.5 + 2 * 3.75
+    assert torch.equal(x, doubled)
 
 
 def test_without_a_folder_for_machine_code_each_process_compiles_anew(

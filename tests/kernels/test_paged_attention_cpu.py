@@ -280,8 +280,8 @@ def tables_of(case: Case) -> tuple[Any, ...]:
 
 def test_work_counts_positions_and_what_an_item_costs_at_each_key_head() -> None:
     tables, pools = tables_of(random_case(0, [3, 4], heads=(6, 3)).chunk([1, 3], [2, 1]))
-    assert cpu._work(tables, pools, 3, 100) == 3 * (2 + 3 + 4 + 3 * 16)
-    assert cpu._work(tables, pools, 3, 3) == 3 * (2 + 3 + 3 + 3 * 16)
+    assert cpu.work(tables, pools, 3, 100) == 3 * (2 + 3 + 4 + 3 * 16)
+    assert cpu.work(tables, pools, 3, 3) == 3 * (2 + 3 + 3 + 3 * 16)
 
 
 @pytest.mark.parametrize("window", [100, 3])
@@ -289,12 +289,12 @@ def test_work_counts_positions_and_what_an_item_costs_at_each_key_head() -> None
 def test_parts_of_the_work_are_disjoint_and_together_the_whole(window: int, num_parts: int) -> None:
     case = random_case(0, [3, 4], heads=(2, 2), width=3)
     tables, pools = tables_of(case)
-    total, whole = cpu._work(tables, pools, 7, window), attended(case, window=window).numpy()
+    total, whole = cpu.work(tables, pools, 7, window), attended(case, window=window).numpy()
     options = window, np.float32(0.6), 0.0
     together, times = np.zeros_like(whole), np.zeros(whole.shape, np.int64)
     for part in range(num_parts):
         out = np.full_like(whole, 99)
-        cpu._attend(case.query_THK.numpy(), out, (pools, tables), options, (total, num_parts), part)
+        cpu.attend(case.query_THK.numpy(), out, (pools, tables), options, (total, num_parts), part)
         together[out != 99] = out[out != 99]
         times += out != 99
     assert (times == 1).all()
@@ -308,7 +308,7 @@ def test_an_item_belongs_to_the_part_in_which_it_begins() -> None:
     for cost, begun in ((17, [False, True]), (18, [False, False]), (16, [False, True])):
         out = np.full((7, 2, 3), 99, np.float32)
         whole = 9 * cost, 9
-        cpu._attend(case.query_THK.numpy(), out, (pools, tables), (100, np.float32(0.6), 0.0), whole, 1)
+        cpu.attend(case.query_THK.numpy(), out, (pools, tables), (100, np.float32(0.6), 0.0), whole, 1)
         assert (out[0] != 99).all(-1).tolist() == begun
 
 
@@ -358,6 +358,7 @@ def test_the_product_in_machine_code_is_the_product(monkeypatch: pytest.MonkeyPa
     # Also where kernels run as Python: only here is the generated code looked at.
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 0)
     product = numba.njit(fastmath={"contract"})(lambda x, matrix, y: cpu.add_product(x, matrix, y))
+    fetching = numba.njit(fastmath={"contract"})(lambda x, matrix, y: cpu.add_product(x, matrix, y, matrix))
     for heads, rows, columns in [(7, 5, 55), (4, 1, 32), (2, 3, 16), (1, 9, 5), (3, 2, 37), (8, 4, 1)]:
         x, matrix, y = product_case(heads, rows, columns, dtype)
         wide = (
@@ -366,6 +367,9 @@ def test_the_product_in_machine_code_is_the_product(monkeypatch: pytest.MonkeyPa
         expected = torch.from_numpy(y).double() + torch.from_numpy(x).double() @ wide.double()
         ours, twin = y.base.copy()[:, :columns], y.copy()
         product(x, matrix, ours)
+        same = y.base.copy()[:, :columns]
+        fetching(x, matrix, same)
+        assert np.array_equal(same, ours)
         cpu.add_product(x, matrix, twin)
         for actual in (ours, twin):
             if dtype == "float64":

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from millrace.inference.reference import ReferenceEngine
+from millrace.kernels.linear import packed_linear
 from millrace.models.decoding import prepare
 from millrace.models.fused import Linear, fuse, set_deterministic
-from millrace.models.load import Model, save_model
+from millrace.models.load import Model, fresh_config, fresh_model, save_model
 from millrace.models.logprobs import hidden_states, packed_context
 from tests.close import close_fp32
 from tests.inference.fresh import decode, paged, random_requests, same
-from tests.models.tiny import SHAPES, tiny_model
+from tests.models.tiny import SHAPES, VOCABULARY, tiny_model
 
 # Of whose layers the order of things is known.
 KNOWN = {"llama", "qwen2", "qwen3", "mistral"}
@@ -31,6 +32,29 @@ def test_a_prepared_model_draws_the_same(architecture: str) -> None:
     theirs = ReferenceEngine(copy.deepcopy(model), decode).generate(prompts, params)
     prepare(model)
     assert len(replaced(model)) == (2 if architecture in KNOWN else 0)
+    ours = paged(model).generate(prompts, params)
+    assert same(ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        close_fp32(one.logprobs, other.logprobs, atol=3e-5)
+
+
+def test_a_layer_that_turns_a_part_of_each_head_only_takes_its_own_way() -> None:
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+        "first_k_dense_replace": 2,
+    }
+    config = fresh_config("glm4_moe", sizes, vocab_size=VOCABULARY, eos_token_id=0)
+    model = fresh_model(config, seed=0, dtype=torch.float32).requires_grad_(False)
+    prompts, params = random_requests(7, 12)
+    theirs = ReferenceEngine(copy.deepcopy(model), decode).generate(prompts, params)
+    prepare(model)
+    assert len(replaced(model)) == 2
     ours = paged(model).generate(prompts, params)
     assert same(ours, theirs)
     for one, other in zip(ours, theirs, strict=True):
@@ -57,6 +81,34 @@ def test_new_weights_are_packed_anew() -> None:
     assert same(engine.generate(prompts, params), expected)
 
 
+def test_queries_keys_and_values_are_packed_as_one_and_anew_when_one_is_written() -> None:
+    query, key = (torch.nn.Linear(64, size) for size in (32, 16))
+    for linear in (query, key):
+        Linear.adopt(linear)
+    query.packs = True
+    x_TD = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        packed = query.packed_weight(key)
+        assert packed is not None and query.packed_weight(key) is packed
+        both_TN = torch.cat([query.weight, key.weight])
+        close_fp32(packed_linear(x_TD, packed), x_TD @ both_TN.T, atol=1e-6)
+        key.weight.mul_(2)
+        both_TN[32:] *= 2
+        packed = query.packed_weight(key)
+        assert packed is not None
+        close_fp32(packed_linear(x_TD, packed), x_TD @ both_TN.T, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_layer_with_a_bias_for_keys_alone_stays_as_it_is(architecture: str) -> None:
+    model = tiny_model(architecture).requires_grad_(False)
+    attention = model.model.layers[0].self_attn
+    bias = None if architecture == "qwen2" else torch.nn.Parameter(torch.ones(16), requires_grad=False)
+    attention.k_proj.bias = bias
+    prepare(model)
+    assert len(replaced(model)) == 1
+
+
 def test_names_weights_and_files_stay_as_they_are(tmp_path: Any) -> None:
     model = tiny_model("qwen3")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -76,7 +128,8 @@ def test_packed_weights_sleep_with_the_others() -> None:
     prompts, params = random_requests(3, 6)
     before = engine.generate(prompts, params)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    assert len(linears) == 15 and all(linear._packed[1] is not None for linear in linears)
+    # Keys and values of both layers are in the copies of the queries.
+    assert [linear._packed[1] is not None for linear in linears].count(True) == 15 - 4
     engine.sleep(["weights"])
     assert all(linear._packed == (None, None) for linear in linears)
     engine.wake(["weights"])

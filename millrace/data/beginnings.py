@@ -3,7 +3,8 @@
 What a decoder makes of a token depends on it and on the tokens before it in its segment. So where segments
 begin alike, as samples of one prompt do, one of them computes these tokens and the others look there.
 
-T = tokens of the row, S = those that are computed, B = segments.
+T = tokens of the row, S = those that are computed, B = segments, L = layers with a router, K = experts of a
+token.
 """
 
 from __future__ import annotations
@@ -35,17 +36,23 @@ class Beginnings:
     first_B: Tensor
 
 
-def common_beginnings(token_T: Tensor, length_B: Tensor) -> Beginnings | None:
+def common_beginnings(
+    token_T: Tensor, length_B: Tensor, expert_TLK: Tensor | None = None
+) -> Beginnings | None:
     """What the segments of a row share; None where no segment shares enough.
 
     Args:
         token_T: token ids.
         length_B: tokens of each segment.
+        expert_TLK: the experts that each token is sent to: those that are sent elsewhere are not the same.
     """
-    token, length = token_T.cpu().numpy(), length_B.tolist()
+    known, length = token_T[:, None].int(), length_B.tolist()
+    if expert_TLK is not None:
+        known = torch.cat([known, expert_TLK.flatten(1).int()], 1)
+    known_TM = known.cpu().numpy()
     start = (np.cumsum(length) - length).tolist()
-    rows = [token[begin : begin + size] for begin, size in zip(start, length, strict=True)]
-    home_T = np.arange(len(token))
+    rows = [known_TM[begin : begin + size] for begin, size in zip(start, length, strict=True)]
+    home_T = np.arange(len(known_TM))
     first = [0] * len(rows)
     # Sorted, a segment has as much in common with its neighbour as with any before it.
     order = sorted(range(len(rows)), key=lambda b: rows[b].tobytes())
@@ -56,7 +63,7 @@ def common_beginnings(token_T: Tensor, length_B: Tensor) -> Beginnings | None:
             home_T[start[b] : start[b] + common] = home_T[start[before] : start[before] + common]
     if not any(first):
         return None
-    kept_S = np.flatnonzero(home_T == np.arange(len(token)))
+    kept_S = np.flatnonzero(home_T == np.arange(len(home_T)))
     place_T = torch.from_numpy(np.searchsorted(kept_S, home_T))
     return Beginnings(torch.from_numpy(kept_S), place_T, torch.tensor(first))
 
@@ -64,5 +71,5 @@ def common_beginnings(token_T: Tensor, length_B: Tensor) -> Beginnings | None:
 def _common(one: np.ndarray, other: np.ndarray) -> int:
     """How many tokens two segments have in common at their beginning."""
     size = min(len(one), len(other))
-    apart = np.flatnonzero(one[:size] != other[:size])
+    apart = np.flatnonzero((one[:size] != other[:size]).any(1))
     return int(apart[0]) if len(apart) else size

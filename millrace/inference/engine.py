@@ -7,6 +7,7 @@ array over rows; a request is touched alone only when it begins, ends, or asked 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -22,7 +23,7 @@ from millrace.inference.scheduler import Scheduler
 from millrace.inference.stats import EngineStats
 from millrace.inference.weights import load_in_place, release_weights, restore_weights
 from millrace.models.fused import forget_packed
-from millrace.models.load import Model
+from millrace.models.load import Model, named_weights
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import Completion, SamplingParams
 
@@ -49,6 +50,7 @@ class PagedEngine:
         max_requests: int = 1_024,
         prefix_caching: bool = True,
         cuda_graphs: bool = False,
+        record_experts: bool = False,
     ) -> None:
         """An engine at version 0 over `model`, which it owns from now on.
 
@@ -61,9 +63,10 @@ class PagedEngine:
             max_requests: requests that run at once.
             prefix_caching: whether prompts that begin alike share what was computed of them.
             cuda_graphs: whether decode steps are replayed as CUDA graphs.
+            record_experts: whether completions tell which experts their tokens went to.
 
         Raises:
-            ValueError: CUDA graphs are asked for a model that is not on a CUDA device.
+            ValueError: CUDA graphs are asked for a model that is not on CUDA, or experts of a dense one.
         """
         text = model.config.get_text_config()
         num_blocks = max(1, max_cache_tokens // block_size)
@@ -76,6 +79,7 @@ class PagedEngine:
             block_size=block_size,
             max_graph_rows=max_requests if cuda_graphs else 0,
             max_length=min(max_length, num_blocks * block_size),
+            record_experts=record_experts,
         )
         self._scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -85,7 +89,9 @@ class PagedEngine:
             max_length=max_length,
             prefix_caching=prefix_caching,
         )
-        self._results = Results(decode)
+        if record_experts:
+            self._scheduler.table.experts_of = partial(self._runner.experts, self._scheduler.table)
+        self._results = Results(decode, self._runner.routed)
         self._drawing = Drawing(self._runner, self._scheduler.table, self._results, self._vocab_size)
         self._requests: dict[str, Request] = {}
         self._num_special = 0
@@ -259,7 +265,7 @@ class PagedEngine:
         """A checksum of each weight as the engine holds it."""
         if "weights" in self._asleep:
             raise RuntimeError('the weights are asleep; call wake(["weights"]) before fingerprint()')
-        return fingerprint(self._model.named_parameters())
+        return fingerprint(named_weights(self._model))
 
     def pause(self, mode: PauseMode) -> None:
         """Stop computing until `resume`.

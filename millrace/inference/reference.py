@@ -1,6 +1,7 @@
 """The reference engine: the trainer's module, a dense cache, no cleverness. The slow twin of every engine.
 
-T = packed tokens, B = rows being decoded, V = vocabulary.
+T = packed tokens, B = rows being decoded, V = vocabulary, D = model width, L = layers with a router,
+K = experts of a token.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from millrace.inference.sampler import Drawn, SamplingTable, check_vocabulary
 from millrace.inference.weights import load_in_place
 from millrace.kernels.packed_attention import Segments
 from millrace.kernels.token_logprob import token_logprob
-from millrace.models.attention import Decode, DenseCache, Packed
-from millrace.models.load import Model
+from millrace.models.attention import Context, Decode, DenseCache, Packed
+from millrace.models.load import Model, named_weights
 from millrace.models.logprobs import hidden_states, output_head
+from millrace.models.routing import Routers
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import Completion, SamplingParams
 
@@ -36,6 +38,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     supports: list[tuple[np.ndarray, float]] = field(default_factory=list)
     prompt_logprobs: np.ndarray | None = None
+    experts: list[np.ndarray] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "error"] | None = None
     reason: str = ""
     text: str | None = None
@@ -55,6 +58,7 @@ class ReferenceEngine:
         *,
         max_cache_tokens: int = 262_144,
         max_prefill_tokens: int = 16_384,
+        record_experts: bool = False,
     ) -> None:
         """An engine at version 0 over `model`, which it owns from now on.
 
@@ -63,12 +67,17 @@ class ReferenceEngine:
             decode: tokens to text, special tokens left out.
             max_cache_tokens: slots of the cache, over all rows of a wave.
             max_prefill_tokens: tokens of one prefill forward.
+            record_experts: whether completions tell which experts their tokens went to.
+
+        Raises:
+            ValueError: experts are asked of a model that has none.
         """
         self.version = 0
         self._model = model
         self._decode = decode
         self._max_cache_tokens = max_cache_tokens
         self._max_prefill_tokens = max_prefill_tokens
+        self._routers = Routers(model) if record_experts else None
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._max_length = int(
             getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 31
@@ -107,7 +116,7 @@ class ReferenceEngine:
 
     def fingerprint(self) -> dict[str, str]:
         """A checksum of each weight as the engine holds it."""
-        return fingerprint(self._model.named_parameters())
+        return fingerprint(named_weights(self._model))
 
     def _check(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
@@ -169,7 +178,11 @@ class ReferenceEngine:
                 row_B, length_B, token_B = row_B[going], length_B[keep], token_B[keep]
             # A finished row that stays is decoded into its own slots and never read; its slot must exist.
             slot_B = (length_B + step - 1).clamp(max=cache.keys[0].shape[2] - 1)
-            hidden_BD = hidden_states(self._model, token_B, slot_B, Decode(cache, slot_B))
+            hidden_BD, expert_BLK = self._forward(token_B, slot_B, Decode(cache, slot_B))
+            if expert_BLK is not None:
+                for request, expert_LK in zip(active, expert_BLK, strict=True):
+                    if request.finish_reason is None:
+                        request.experts.append(expert_LK[None])
             logit_BV = output_head(self._model).logits(hidden_BD)
 
     def _prefill(self, wave: list[_Request]) -> tuple[DenseCache, Tensor]:
@@ -178,7 +191,9 @@ class ReferenceEngine:
         like = next(self._model.parameters())
         num_slots = max(len(prompt) for prompt in unique)
         cache = DenseCache(self._model.config, num_rows=len(unique), num_slots=num_slots, like=like)
-        parts, first = [], 0
+        parts: list[Tensor] = []
+        computed: dict[tuple[int, ...], np.ndarray] = {}
+        first = 0
         while first < len(unique):
             last, size = first, 0
             while last < len(unique) and (
@@ -186,14 +201,21 @@ class ReferenceEngine:
             ):
                 size += len(unique[last])
                 last += 1
-            parts.append(self._prefill_rows(cache, unique[first:last], first))
+            logit_NV, experts = self._prefill_rows(cache, unique[first:last], first)
+            parts.append(logit_NV)
+            computed |= dict(zip(unique[first:last], experts, strict=False))
             first = last
+        for request in wave:
+            request.experts += [computed[request.prompt]] if computed else []
         row = {prompt: index for index, prompt in enumerate(unique)}
         row_B = torch.tensor([row[request.prompt] for request in wave], device=self._device)
         cache.take(row_B, max(len(request.prompt) + request.params.max_tokens for request in wave))
         return cache, torch.cat(parts)[row_B]
 
-    def _prefill_rows(self, cache: DenseCache, prompts: list[tuple[int, ...]], first_row: int) -> Tensor:
+    def _prefill_rows(
+        self, cache: DenseCache, prompts: list[tuple[int, ...]], first_row: int
+    ) -> tuple[Tensor, list[np.ndarray]]:
+        """Logits after some prompts, and where each one's tokens were sent, if that is recorded."""
         length_B = torch.tensor([len(prompt) for prompt in prompts])
         token_T = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         row_T = torch.repeat_interleave(torch.arange(first_row, first_row + len(prompts)), length_B).to(
@@ -201,8 +223,19 @@ class ReferenceEngine:
         )
         slot_T = torch.cat([torch.arange(n) for n in length_B.tolist()]).to(self._device)
         context = Packed(Segments.of(length_B).to(self._device), cache, row_T, slot_T)
-        hidden_TD = hidden_states(self._model, token_T, slot_T, context)
-        return output_head(self._model).logits(hidden_TD[(length_B.cumsum(0) - 1).to(self._device)])
+        hidden_TD, expert_TLK = self._forward(token_T, slot_T, context)
+        logit_BV = output_head(self._model).logits(hidden_TD[(length_B.cumsum(0) - 1).to(self._device)])
+        return logit_BV, [] if expert_TLK is None else np.split(expert_TLK, length_B.cumsum(0)[:-1])
+
+    def _forward(
+        self, token_T: Tensor, position_T: Tensor, context: Context
+    ) -> tuple[Tensor, np.ndarray | None]:
+        """Final hidden states [T, D], and the experts that each token was sent to, if they are recorded."""
+        if self._routers is None:
+            return hidden_states(self._model, token_T, position_T, context), None
+        with self._routers.record() as record:
+            hidden_TD = hidden_states(self._model, token_T, position_T, context)
+        return hidden_TD, record.expert_TLK.cpu().numpy().astype(np.int16)
 
     def _score_prompt(self, request: _Request) -> np.ndarray:
         """Log-probability of each prompt token after those before it, float32 [prompt tokens - 1]."""
@@ -250,7 +283,16 @@ class ReferenceEngine:
             text=self._decode(request.tokens) if request.text is None else request.text,
             support=joined(request.supports),
             prompt_logprobs=request.prompt_logprobs,
+            experts=self._experts(request),
         )
+
+    def _experts(self, request: _Request) -> np.ndarray | None:
+        """Of every token; the last one drawn was not computed."""
+        if self._routers is None:
+            return None
+        missing = len(request.prompt) + len(request.tokens) - sum(map(len, request.experts))
+        size = (missing, self._routers.num_layers, self._routers.num_choices)
+        return np.concatenate([*request.experts, np.full(size, -1, np.int16)])
 
 
 def _history(requests: Sequence[_Request], n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ C = blocks of it, S = stop tokens of the request that has most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +40,8 @@ class Request:
         drawn: int32 [n], the tokens drawn, while it has no row.
         logprobs: float32 [n], of these tokens.
         versions: int32 [n], the weight version that drew each.
+        experts: int16 [m, L, K], where the m tokens were sent that were computed when it last gave up its
+            row, in layers with a router; None where nobody asks.
         finish_reason: why it ended; None until it does.
         reason: more words on that, for aborts and errors.
     """
@@ -53,6 +55,7 @@ class Request:
     drawn: np.ndarray = field(default_factory=_no_tokens)
     logprobs: np.ndarray = field(default_factory=_no_logprobs)
     versions: np.ndarray = field(default_factory=_no_tokens)
+    experts: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     reason: str = ""
 
@@ -99,6 +102,7 @@ class RequestTable:
         digests: of the last of these blocks.
         caches_R: bool, whether full blocks are handed to the prefix cache.
         free_rows: rows nobody has; the last goes first.
+        experts_of: what `Request.experts` is for a row; None where nobody asks.
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
@@ -114,6 +118,7 @@ class RequestTable:
         self.requests: list[Request | None] = [None] * num_rows
         self.digests: list[bytes] = [b""] * num_rows
         self.free_rows = list(range(num_rows))[::-1]
+        self.experts_of: Callable[[int], np.ndarray] | None = None
         self.used_R, self.forked_R, self.caches_R = (np.zeros(num_rows, bool) for _ in range(3))
         self.num_prompt_R, self.num_tokens_R, self.num_computed_R = self._counts(3)
         self.limit_R, self.min_R, self.num_blocks_R, self.num_hashed_R = self._counts(4)
@@ -183,6 +188,8 @@ class RequestTable:
         request.drawn = self.token_RL[row, drawn].copy()
         request.logprobs = self.logprob_RL[row, drawn].copy()
         request.versions = self.version_RL[row, drawn].copy()
+        if self.experts_of is not None:
+            request.experts = self.experts_of(row)
         request.row = -1
         self.requests[row] = None
         self.used_R[row] = False

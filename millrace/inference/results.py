@@ -28,9 +28,14 @@ class _Extra:
 class Results:
     """What requests have besides their tokens, until they are handed over."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Results whose text comes from `decode` (special tokens left out)."""
-        self._decode = decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], routed: tuple[int, int] | None = None) -> None:
+        """Nothing of any request.
+
+        Args:
+            decode: tokens to text, special tokens left out.
+            routed: layers with a router and experts of a token, where completions tell of them.
+        """
+        self._decode, self._routed = decode, routed
         self._extras: dict[str, _Extra] = {}
 
     def add_support(self, request: Request, token_ids: np.ndarray, log_mass: float) -> None:
@@ -79,8 +84,18 @@ class Results:
             text=texts[token_ids] if extra.text is None else extra.text,
             support=joined(extra.supports),
             prompt_logprobs=np.concatenate(extra.prompt_logprobs) if extra.prompt_logprobs else None,
+            experts=self._experts(request),
             reason=request.reason,
         )
+
+    def _experts(self, request: Request) -> np.ndarray | None:
+        """Where each token of prompt and completion was sent; -1 for those that were not computed."""
+        if self._routed is None:
+            return None
+        experts = np.full((len(request.prompt) + len(request.drawn), *self._routed), -1, np.int16)
+        if request.experts is not None:
+            experts[: len(request.experts)] = request.experts
+        return experts
 
     def _extra(self, request: Request) -> _Extra:
         return self._extras.setdefault(request.id, _Extra())

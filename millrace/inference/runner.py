@@ -1,11 +1,12 @@
 """From a plan to logits: one packed forward of the trainer's module over the paged pool.
 
 T = packed tokens of the step, B = rows that compute, N = rows that draw, M = blocks to copy, V = vocabulary,
-D = model width, S = slots of a block.
+D = model width, S = slots of a block, L = layers with a router, K = experts of a token.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,21 @@ from millrace.kernels.paged_attention import PagedRows, new_pool
 from millrace.models.attention import CacheShape, Paged
 from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head
+from millrace.models.routing import Routers
 
 
 class Runner:
     """The model and the pool of keys and values that it writes and reads."""
 
     def __init__(
-        self, model: Model, *, num_blocks: int, block_size: int, max_graph_rows: int = 0, max_length: int = 0
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_graph_rows: int = 0,
+        max_length: int = 0,
+        record_experts: bool = False,
     ) -> None:
         """A pool for each layer, in the model's dtype, on its device.
 
@@ -35,9 +44,11 @@ class Runner:
             block_size: slots of a block.
             max_graph_rows: decode steps of at most so many rows are replayed as CUDA graphs; 0 for none.
             max_length: tokens of the longest request, for graphs.
+            record_experts: whether each slot keeps which experts its token went to.
 
         Raises:
-            ValueError: graphs are asked for a model that is not on a CUDA device.
+            ValueError: graphs are asked for a model that is not on a CUDA device, or experts of a model that
+                has none.
         """
         like = next(model.parameters())
         if max_graph_rows and like.device.type != "cuda":
@@ -50,6 +61,8 @@ class Runner:
         self._dtype = like.dtype
         self._exact = output_head(model).tile is not None
         self._pools: list[tuple[Tensor, Tensor]] = []
+        self._routers = Routers(model) if record_experts else None
+        self._expert_pool: Tensor | None = None
         self._max_graph_rows, self._max_length = max_graph_rows, max_length
         self._graphs: DecodeGraphs | None = None
         self.restore()
@@ -94,7 +107,29 @@ class Runner:
         return self._forward(inputs)
 
     def _forward(self, inputs: Inputs) -> Tensor:
-        return hidden_states(self.model, inputs.token_T, inputs.position_T, Paged(self._pools, inputs.rows))
+        pool = self._expert_pool
+
+        def keep(layer: int, logit_TE: Tensor, expert_TK: Tensor) -> None:
+            if pool is not None:
+                pool.flatten(0, 1)[:, layer][inputs.rows.slot_T] = expert_TK.to(pool.dtype)
+
+        with nullcontext() if self._routers is None else self._routers.watch(keep):
+            context = Paged(self._pools, inputs.rows)
+            return hidden_states(self.model, inputs.token_T, inputs.position_T, context)
+
+    @property
+    def routed(self) -> tuple[int, int] | None:
+        """Layers with a router and experts of a token, where they are recorded."""
+        return None if self._routers is None else (self._routers.num_layers, self._routers.num_choices)
+
+    def experts(self, table: RequestTable, row: int) -> np.ndarray:
+        """The experts of a row's computed tokens, [tokens, L, K] int16, as long as its blocks hold them."""
+        assert self._expert_pool is not None
+        place_T = np.arange(table.num_computed_R[row])
+        slot_T = table.block_RC[row, place_T // self._block_size].astype(np.int64) * self._block_size
+        slot_T += place_T % self._block_size
+        found: np.ndarray = self._expert_pool.flatten(0, 1)[self._tensor(slot_T)].cpu().numpy()
+        return found
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits in float32 (float64 stays float64), [N, V]."""
@@ -106,13 +141,13 @@ class Runner:
             return
         # By these two calls, since assigning by index takes ten times as long on a CPU.
         source_M, target_M = self._tensor(from_M), self._tensor(to_M)
-        for pair in self._pools:
-            for pool in pair:
-                pool.index_copy_(0, target_M, pool.index_select(0, source_M))
+        pools = [pool for pair in self._pools for pool in pair]
+        for pool in pools if self._expert_pool is None else [*pools, self._expert_pool]:
+            pool.index_copy_(0, target_M, pool.index_select(0, source_M))
 
     def release(self) -> None:
         """Give the pool's memory back; nothing can be computed until `restore`."""
-        self._pools, self._graphs = [], None
+        self._pools, self._graphs, self._expert_pool = [], None, None
 
     def restore(self) -> None:
         """Take the memory; the pool is empty."""
@@ -128,6 +163,10 @@ class Runner:
             )
             for _ in range(shape.num_layers)
         ]
+        if self.routed is not None:
+            # What fills a graph up is sent to slot -1, which is in a block that nobody has.
+            size = (self._num_blocks + 1, self._block_size, *self.routed)
+            self._expert_pool = torch.full(size, -1, dtype=torch.int16, device=self.device)
         self.forget_graphs()
 
     def forget_graphs(self) -> None:

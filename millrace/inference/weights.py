@@ -7,20 +7,22 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from millrace.models.load import named_weights
+
 
 @torch.no_grad()
 def load_in_place(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy every weight into the model's own.
+    """Copy every weight (`models.load.named_weights`) into the model's own.
 
     Everything is checked before anything is written, so that a refused hand-over changes no weight.
 
     Raises:
         ValueError: a name is missing, unknown or given twice, or a shape or dtype differs.
     """
-    parameters = dict(model.named_parameters())
+    weights = dict(named_weights(model))
     sent: dict[str, Tensor] = {}
     for name, tensor in named_tensors:
-        held = parameters.get(name)
+        held = weights.get(name)
         if held is None:
             raise ValueError(f"weight {name} is not one of the engine's")
         if name in sent:
@@ -29,11 +31,11 @@ def load_in_place(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]])
             theirs, ours = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(held.shape)} {held.dtype}"
             raise ValueError(f"weight {name} was sent as {theirs}; the engine holds {ours}")
         sent[name] = tensor
-    missing = parameters.keys() - sent.keys()
+    missing = weights.keys() - sent.keys()
     if missing:
         raise ValueError(f"{len(missing)} weights were not sent, the first being {min(missing)}")
     for name, tensor in sent.items():
-        parameters[name].copy_(tensor)
+        weights[name].copy_(tensor)
 
 
 def release_weights(model: nn.Module) -> dict[str, torch.Size]:

@@ -6,7 +6,7 @@ or that of the weights before the update (R2). Only the choice is taken; its wei
 present scores, so the router learns.
 
 T = tokens of a packed row, or of this rank's part of it (context and sequence parallel), L = layers with a
-router in model order, N = experts of a token, E = experts, D = model width.
+router in model order, K = experts of a token, E = experts, D = model width.
 
 Sources: Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and inference routers"
 (R3); Zheng et al. 2025, "Group sequence policy optimization" (routing replay).
@@ -15,6 +15,7 @@ Sources: Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning tra
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,13 +45,13 @@ class Form:
     normalised: bool
     scale: float
 
-    def weights(self, logit_TE: Tensor, expert_TN: Tensor) -> Tensor:
-        """The weights of the experts given, [T, N] float32."""
-        weight_TN = self._scores(logit_TE).gather(1, expert_TN)
+    def weights(self, logit_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """The weights of the experts given, [T, K] float32."""
+        weight_TK = self._scores(logit_TE).gather(1, expert_TK)
         if self.normalised:
             # A forced expert may have lost all its mass; then 0 and not NaN.
-            weight_TN = weight_TN / (weight_TN.sum(1, keepdim=True) + 1e-20)
-        return weight_TN * self.scale
+            weight_TK = weight_TK / (weight_TK.sum(1, keepdim=True) + 1e-20)
+        return weight_TK * self.scale
 
     def probabilities(self, logit_TE: Tensor) -> Tensor:
         """The scores of all experts, divided by their sum, [T, E] float32."""
@@ -77,38 +78,45 @@ class Record:
     def __init__(self, routers: list[_Router]) -> None:
         """Made by `Routers.record`; empty until a forward has passed."""
         self._routers = routers
-        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
-    def expert_TLN(self) -> Tensor:
+    def expert_TLK(self) -> Tensor:
         """The experts that each token went to, int32 in [0, E).
 
         Raises:
             ValueError: no forward has passed.
         """
-        return torch.stack([expert_TN.int() for _, expert_TN in self._decisions()], 1)
+        return torch.stack([expert_TK.int() for _, expert_TK in self._decisions()], 1)
 
-    @property
-    def probability_TLE(self) -> Tensor:
-        """The routers' probabilities, float32, with the gradient of the forward.
+    def mass_LE(self, count_TL: Tensor) -> Tensor:
+        """The routers' probabilities added up over tokens, float32, with the gradient of the forward.
 
         Where a router scores by sigmoids, the scores divided by their sum.
+
+        Args:
+            count_TL: how often each token counts.
 
         Raises:
             ValueError: no forward has passed.
         """
-        decisions = zip(self._routers, self._decisions(), strict=True)
-        return torch.stack([router.form.probabilities(logit_TE) for router, (logit_TE, _) in decisions], 1)
+        logits = [logit_TE for logit_TE, _ in self._decisions()]
+        return torch.stack(
+            [
+                count_TL[:, layer].float() @ router.form.probabilities(logit_TE)
+                for layer, (router, logit_TE) in enumerate(zip(self._routers, logits, strict=True))
+            ]
+        )
 
-    def add(self, name: str, logit_TE: Tensor, expert_TN: Tensor) -> None:
+    def add(self, layer: int, logit_TE: Tensor, expert_TK: Tensor) -> None:
         """Take down what one router decided; a layer computed again replaces what it said before."""
-        self._seen[name] = logit_TE, expert_TN
+        self._seen[layer] = logit_TE, expert_TK
 
     def _decisions(self) -> list[tuple[Tensor, Tensor]]:
-        missing = [router.name for router in self._routers if router.name not in self._seen]
-        if missing:
-            raise ValueError(f"no forward has passed {missing[0]}; run the model inside of `record`")
-        return [self._seen[router.name] for router in self._routers]
+        for layer, router in enumerate(self._routers):
+            if layer not in self._seen:
+                raise ValueError(f"no forward has passed {router.name}; run the model inside of `record`")
+        return [self._seen[layer] for layer in range(len(self._routers))]
 
 
 class Routers:
@@ -117,7 +125,7 @@ class Routers:
     Attributes:
         num_layers: L, layers with a router.
         num_experts: E.
-        num_choices: N, experts of a token.
+        num_choices: K, experts of a token.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -146,73 +154,91 @@ class Routers:
         Inside of `replay`, the forced experts are taken down.
         """
         record = Record(self._routers)
-
-        def hook(layer: int, router: _Router) -> Callable[..., None]:
-            return lambda module, args, output: record.add(router.name, output[0], output[2])
-
-        with self._hooked(hook):
+        with self.watch(record.add):
             yield record
 
     @contextmanager
-    def replay(self, expert_TLN: Tensor) -> Iterator[None]:
+    def watch(self, see: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
+        """Show what each router decides in the forwards inside, as soon as it does.
+
+        Args:
+            see: given the layer, counted from 0 among those with a router, its logits [T, E] and the experts
+                chosen [T, K].
+        """
+
+        def hook(layer: int, router: _Router) -> Callable[..., None]:
+            return lambda module, args, output: see(layer, output[0], output[2])
+
+        with self._hooked(hook):
+            yield
+
+    @contextmanager
+    def replay(self, expert_TLK: Tensor) -> Iterator[None]:
         """Send the tokens of a forward inside to the experts given, with weights from the present scores.
 
         The backward belongs inside too where layers are computed again in it (activation checkpointing).
 
         Args:
-            expert_TLN: integers in [0, E), no expert twice; or -1 for all experts of a token in a layer: the
+            expert_TLK: integers in [0, E), no expert twice; or -1 for all experts of a token in a layer: the
                 router's own choice then stays (for a token that the sampler never computed).
 
         Raises:
             ValueError: shape, dtype or numbers do not fit the model; or, in the forward, the row has another
                 number of tokens.
         """
-        self._check(expert_TLN)
+        self._check(expert_TLK)
 
         def hook(layer: int, router: _Router) -> Callable[..., tuple[Tensor, ...]]:
-            forced_TN = expert_TLN[:, layer]
+            forced_TK = expert_TLK[:, layer]
 
             def force(module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                logit_TE, weight_TN, own_TN = output
-                if len(forced_TN) != len(own_TN):
+                logit_TE, weight_TK, own_TK = output
+                if len(forced_TK) != len(own_TK):
                     raise ValueError(
-                        f"expert_TLN has {len(forced_TN)} tokens, but the row that {router.name} sees has "
-                        f"{len(own_TN)}; replay the same tokens that were recorded"
+                        f"expert_TLK has {len(forced_TK)} tokens, but the row that {router.name} sees has "
+                        f"{len(own_TK)}; replay the same tokens that were recorded"
                     )
-                given_TN = forced_TN.to(own_TN)
-                chosen_TN = torch.where(given_TN < 0, own_TN, given_TN)
-                return logit_TE, router.form.weights(logit_TE, chosen_TN).to(weight_TN.dtype), chosen_TN
+                given_TK = forced_TK.to(own_TK)
+                chosen_TK = torch.where(given_TK < 0, own_TK, given_TK)
+                return logit_TE, router.form.weights(logit_TE, chosen_TK).to(weight_TK.dtype), chosen_TK
 
             return force
 
         with self._hooked(hook):
             yield
 
+    def prepare_biases(self) -> None:
+        """Let the biases of the choice be float32: in a narrower dtype their small steps would be lost.
+
+        Raises:
+            ValueError: the model's routers have none.
+        """
+        for router in self._routers:
+            if BIAS not in router.module._buffers:
+                raise ValueError(f"router {router.name} has no bias {BIAS} for the choice")
+            setattr(router.module, BIAS, getattr(router.module, BIAS).float())
+
     def move_biases(self, load_LE: Tensor, *, step: float) -> None:
         """Balance without a loss: move each expert's bias, which only the choice sees, against its load.
 
-        Called after each optimizer step, with the same loads on all ranks. The biases are buffers, float32
-        from then on, and belong to the weights that a sampler needs.
+        Called after each optimizer step, with the same loads on all ranks. The biases are buffers, which
+        `prepare_biases` has been through, and belong to the weights that a sampler needs.
 
         Args:
             load_LE: choices of each expert over the whole optimizer step, over all ranks; see `expert_load`.
             step: see `moved_bias`.
 
         Raises:
-            ValueError: the loads are not [L, E], or the model's routers have no such bias.
+            ValueError: the loads are not [L, E].
         """
         if load_LE.shape != (self.num_layers, self.num_experts):
             raise ValueError(
                 f"load_LE has shape {tuple(load_LE.shape)}; the model has {self.num_layers} layers of "
                 f"{self.num_experts} experts"
             )
-        for router in self._routers:
-            if BIAS not in router.module._buffers:
-                raise ValueError(
-                    f"router {router.name} has no bias {BIAS} for the choice; balance it by `balance_loss`"
-                )
         for router, load_E in zip(self._routers, load_LE, strict=True):
-            setattr(router.module, BIAS, moved_bias(getattr(router.module, BIAS), load_E, step=step))
+            bias_E = getattr(router.module, BIAS)
+            bias_E.copy_(moved_bias(bias_E, load_E, step=step))
 
     @contextmanager
     def _hooked(self, hook: Callable[[int, _Router], Callable[..., Any]]) -> Iterator[None]:
@@ -221,69 +247,91 @@ class Routers:
                 stack.callback(router.module.register_forward_hook(hook(layer, router)).remove)
             yield
 
-    def _check(self, expert_TLN: Tensor) -> None:
-        size, dtype = expert_TLN.shape, expert_TLN.dtype
-        if size[1:] != (self.num_layers, self.num_choices) or dtype not in (torch.int32, torch.int64):
+    def _check(self, expert_TLK: Tensor) -> None:
+        size, dtype = expert_TLK.shape, expert_TLK.dtype
+        integers = (torch.int16, torch.int32, torch.int64)
+        if size[1:] != (self.num_layers, self.num_choices) or dtype not in integers:
             raise ValueError(
-                f"expert_TLN has shape {tuple(size)} and {dtype}; the model needs integers [T, "
+                f"expert_TLK has shape {tuple(size)} and {dtype}; the model needs integers [T, "
                 f"{self.num_layers}, {self.num_choices}]: tokens, layers with a router, experts of a token"
             )
-        sorted_TLN = expert_TLN.sort(2).values
-        own_TL = (expert_TLN == -1).all(2)
-        wrong_TL = (sorted_TLN[..., 1:] == sorted_TLN[..., :-1]).any(2)
-        wrong_TL |= ((expert_TLN < 0) | (expert_TLN >= self.num_experts)).any(2)
+        sorted_TLK = expert_TLK.sort(2).values
+        own_TL = (expert_TLK == -1).all(2)
+        wrong_TL = (sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any(2)
+        wrong_TL |= ((expert_TLK < 0) | (expert_TLK >= self.num_experts)).any(2)
         wrong = (wrong_TL & ~own_TL).nonzero()
         if len(wrong):
             t, layer = wrong[0].tolist()
             raise ValueError(
-                f"expert_TLN sends token {t} in layer {layer} to {expert_TLN[t, layer].tolist()}; it must be "
+                f"expert_TLK sends token {t} in layer {layer} to {expert_TLK[t, layer].tolist()}; it must be "
                 f"{self.num_choices} different experts below {self.num_experts}, or -1 throughout"
             )
 
 
-def expert_load(expert_TLN: Tensor, num_experts: int) -> Tensor:
+def expert_load(expert_TLK: Tensor, num_experts: int) -> Tensor:
     """How many choices fell on each expert, [L, E] int64. Sum it over ranks, and over micro-batches.
 
     Args:
-        expert_TLN: integers in [0, E), as recorded.
+        expert_TLK: integers in [0, E), as recorded; -1 falls on none.
         num_experts: E.
     """
-    expert_LN = expert_TLN.long().transpose(0, 1).flatten(1)
-    load_LE = expert_LN.new_zeros(len(expert_LN), num_experts)
-    return load_LE.scatter_add_(1, expert_LN, torch.ones_like(expert_LN))
+    # Layer by layer, since a wide copy of the whole record would be large.
+    loads = [
+        torch.bincount(layer_TK.flatten().long() + 1, minlength=num_experts + 1)[1:]
+        for layer_TK in expert_TLK.unbind(1)
+    ]
+    return torch.stack(loads)
 
 
-def balance_loss(probability_TLE: Tensor, load_LE: Tensor, *, num_choices: int, coefficient: float) -> Tensor:
-    """Add up E sum_e f_e P_e over the layers, times the coefficient: least where the loads are equal.
+def load_metrics(load_LE: Tensor) -> dict[str, float]:
+    """How evenly experts are used, as means over the layers; nothing where no token chose any.
 
-    f_e = load_e / tokens is the share of tokens that chose expert e (the shares add up to N) and P_e its mean
-    probability. `load_LE` is of the tokens of all ranks, and where micro-batches shall not matter, of all
-    micro-batches; `probability_TLE` of this rank's and this micro-batch's alone. What is returned is their
-    part of the loss: the parts, and their gradients, add up to the loss of one process.
+    `router_max_load` is the largest load over the mean one, 1 where all are equal and E / K at worst;
+    `router_load_entropy` is the entropy of the loads' shares over log E, 1 where all are equal.
 
     Args:
-        probability_TLE: of the routers, with gradient.
         load_LE: choices of each expert.
-        num_choices: N, experts of a token.
+    """
+    if not bool((load_LE.sum(1) > 0).all()):
+        return {}
+    share_LE = load_LE.double() / load_LE.sum(1, keepdim=True)
+    entropy_L = torch.special.entr(share_LE).sum(1) / math.log(load_LE.shape[1])
+    return {
+        "router_max_load": float(share_LE.amax(1).mean()) * load_LE.shape[1],
+        "router_load_entropy": float(entropy_L.mean()),
+    }
+
+
+def balance_loss(mass_LE: Tensor, load_LE: Tensor, *, num_choices: int, coefficient: float) -> Tensor:
+    """Add up E sum_e f_e P_e over the layers, times the coefficient: least where the loads are equal.
+
+    f_e = load_e / tokens is the share of tokens that chose expert e (the shares add up to K) and P_e its mean
+    probability. `load_LE` is of the tokens of all ranks, and where micro-batches shall not matter, of all
+    micro-batches; `mass_LE` of this rank's and this micro-batch's alone. What is returned is their part of
+    the loss: the parts, and their gradients, add up to the loss of one process.
+
+    Args:
+        mass_LE: probabilities of the routers, added up over the tokens, with gradient.
+        load_LE: choices of each expert.
+        num_choices: K, experts of a token.
         coefficient: what the loss is multiplied with, at least 0.
 
     Raises:
         ValueError: shapes do not fit, num_choices is below 1, or the coefficient below 0.
 
-    Source: Fedus et al. 2021, "Switch transformers", equations 4 to 6; N experts as in transformers.
+    Source: Fedus et al. 2021, "Switch transformers", equations 4 to 6; K experts as in transformers.
     """
-    if probability_TLE.shape[1:] != load_LE.shape:
+    if mass_LE.shape != load_LE.shape:
         raise ValueError(
-            f"probability_TLE has shape {tuple(probability_TLE.shape)} and load_LE {tuple(load_LE.shape)}; "
-            f"they must be [T, L, E] and [L, E]"
+            f"mass_LE has shape {tuple(mass_LE.shape)} and load_LE {tuple(load_LE.shape)}; they must be "
+            f"[L, E]"
         )
     if num_choices < 1 or coefficient < 0:
         raise ValueError(
             f"num_choices is {num_choices} and coefficient {coefficient}; they must be at least 1 and 0"
         )
     num_tokens_L1 = (load_LE.sum(1, keepdim=True) / num_choices).clamp(min=1)
-    share_LE = load_LE / num_tokens_L1
-    mean_LE = probability_TLE.sum(0) / num_tokens_L1
+    share_LE, mean_LE = load_LE / num_tokens_L1, mass_LE / num_tokens_L1
     return coefficient * load_LE.shape[1] * (share_LE * mean_LE).sum()
 
 
@@ -303,7 +351,6 @@ def moved_bias(bias_E: Tensor, load_E: Tensor, *, step: float) -> Tensor:
     if step <= 0:
         raise ValueError(f"step is {step}; it must be above 0")
     load_E = load_E.to(bias_E.device, torch.float32)
-    # In bfloat16 a step of 0.001 would soon be lost.
     return bias_E.float() + step * (load_E.mean() - load_E).sign()
 
 
@@ -334,12 +381,12 @@ def _tried(name: str, router: Any) -> tuple[Form, int, int]:
         hidden_TD = torch.randn(TRIAL_TOKENS, router.weight.shape[1], generator=generator)
         # Small, so that no expert takes all.
         hidden_TD = hidden_TD / hidden_TD.shape[1] ** 0.5
-        logit_TE, weight_TN, expert_TN = type(router).forward(trial, hidden_TD)
+        logit_TE, weight_TK, expert_TK = type(router).forward(trial, hidden_TD)
         for score in ("softmax", "sigmoid"):
             for normalised in (True, False):
                 form = Form(score, normalised, float(getattr(router, "routed_scaling_factor", 1.0)))
-                if torch.allclose(form.weights(logit_TE, expert_TN), weight_TN.float(), rtol=1e-4):
-                    return form, logit_TE.shape[1], expert_TN.shape[1]
+                if torch.allclose(form.weights(logit_TE, expert_TK), weight_TK.float(), rtol=1e-4):
+                    return form, logit_TE.shape[1], expert_TK.shape[1]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"router {name} is a {type(router).__name__}, which cannot be tried: {error}"

@@ -11,10 +11,11 @@ from millrace.inference.graphs import DecodeGraphs, bucket
 from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import Model
 from tests.inference.fresh import decode, paged, random_requests, same
+from tests.models.mixtures import mixture
 from tests.models.tiny import tiny_model
 
 
-def replayed(model: Model, recorded: list[int]) -> PagedEngine:
+def replayed(model: Model, recorded: list[int], **more: Any) -> PagedEngine:
     """An engine whose decode steps go through the buffers of graphs; a recording repeats the call itself."""
 
     def record(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -22,7 +23,7 @@ def replayed(model: Model, recorded: list[int]) -> PagedEngine:
         recorded.append(len(out))
         return lambda: None if out.copy_(call()) is out else None, out
 
-    engine = paged(model, max_requests=6, max_batch_tokens=64)
+    engine = paged(model, max_requests=6, max_batch_tokens=64, **more)
     runner: Any = engine._runner
     runner._graphs = DecodeGraphs(
         runner._forward, max_rows=6, max_length=128, block_size=4, device=runner.device, record=record
@@ -39,6 +40,17 @@ def test_steps_that_are_filled_up_and_replayed_draw_the_same() -> None:
     assert same(ours, ReferenceEngine(model, decode).generate(prompts, params))
     assert sorted(recorded) == [1, 2, 4, 8]
     engine.check()
+
+
+def test_replayed_steps_record_where_tokens_went() -> None:
+    model = mixture("qwen3_moe")
+    recorded: list[int] = []
+    prompts, params = random_requests(3, 20)
+    ours = replayed(model, recorded, record_experts=True).generate(prompts, params)
+    assert sorted(recorded) == [1, 2, 4, 8]
+    for one, other in zip(ours, paged(model, record_experts=True).generate(prompts, params), strict=True):
+        assert one.experts is not None and other.experts is not None
+        assert one.experts.tolist() == other.experts.tolist()
 
 
 def test_a_step_that_does_not_fit_is_not_replayed() -> None:

@@ -47,10 +47,11 @@ def loss_of(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-probabilities, and this rank's part of the loss: of the tokens, and of their balance."""
     with Routers(model).record() as record:
         logprob_N, entropy_N = chosen_logprobs(model, batch, temperature=1.0)
-    load_LE = expert_load(record.expert_TLN, NUM_EXPERTS)
+    load_LE = expert_load(record.expert_TLK, NUM_EXPERTS)
     if dist.is_initialized():
         dist.all_reduce(load_LE)
-    balance = balance_loss(record.probability_TLE, load_LE, num_choices=NUM_CHOICES, coefficient=COEFFICIENT)
+    mass_LE = record.mass_LE(torch.ones(batch.num_tokens, len(load_LE)))
+    balance = balance_loss(mass_LE, load_LE, num_choices=NUM_CHOICES, coefficient=COEFFICIENT)
     weight_N = batch.weight_T[batch.action_mask_T]
     return logprob_N, ((logprob_N + 0.1 * entropy_N) * weight_N).sum() + balance
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from millrace.models.load import Model
+from millrace.models.load import Model, named_weights
 from millrace.models.mesh import Mesh
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -274,5 +274,5 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     All ranks that share weights go through it in step, and each gets all; at any moment a rank holds one
     whole weight besides its own parts.
     """
-    for name, parameter in model.named_parameters():
-        yield name, whole(parameter.detach())
+    for name, weight in named_weights(model):
+        yield name, whole(weight.detach())

@@ -7,7 +7,7 @@ everywhere; the head is `score.weight`. T = packed tokens, B = segments, N = row
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ from millrace.models.fused import fuse
 from millrace.models.load import (
     Model,
     ModelError,
+    ModelKind,
     check_folder,
     checked,
+    load_kind,
     load_model,
-    pretrained,
     save_model,
     sentences,
 )
+from millrace.models.load_sharded import empty_of
 from millrace.models.logprobs import hidden_states
 
 _KIND = "ForSequenceClassification"
@@ -42,22 +44,50 @@ def scalar_model(model: Model) -> Model:
     Raises:
         ModelError: transformers has no sequence classification for this architecture.
     """
-    config = copy.deepcopy(model.config)
-    config.num_labels = 1
-    try:
-        with no_init_weights():
-            made: Model = AutoModelForSequenceClassification.from_config(
-                config, attn_implementation=attention.NAME, dtype=model.dtype
-            )
-    except ValueError:
-        raise ModelError(
-            f"model type {config.model_type} has no sequence classification in transformers, so neither a "
-            "critic nor a reward model can be made of it"
-        ) from None
+    config = _scalar_config(model)
+    with no_init_weights():
+        made: Model = AutoModelForSequenceClassification.from_config(
+            config, attn_implementation=attention.NAME, dtype=model.dtype
+        )
     made.base_model.load_state_dict(model.base_model.state_dict())
     nn.init.zeros_(_head(made).weight)
     fuse(made)
     return made.eval().to(model.device)
+
+
+def empty_scalar_model(model: Model) -> Model:
+    """As `scalar_model`, without memory for its weights; the model may be dealt to ranks.
+
+    Raises:
+        ModelError: as `scalar_model`.
+    """
+    made = empty_of(_scalar_config(model), dtype=model.dtype, kind=SCALAR)
+    _head(made)
+    return made
+
+
+def scalar_weights(model: Model, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `scalar_model` by name.
+
+    Args:
+        model: from `empty_scalar_model`.
+        named: the language model's.
+    """
+    backbone = f"{model.base_model_prefix}."
+    yield from ((name, weight) for name, weight in named if name.startswith(backbone))
+    head = _head(model).weight
+    yield "score.weight", torch.zeros(head.shape, dtype=head.dtype)
+
+
+def _scalar_config(model: Model) -> Any:
+    if type(model.config) not in AutoModelForSequenceClassification._model_mapping:
+        raise ModelError(
+            f"model type {model.config.model_type} has no sequence classification in transformers, so "
+            "neither a critic nor a reward model can be made of it"
+        )
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    return config
 
 
 def load_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
@@ -67,6 +97,11 @@ def load_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
         ModelError: a file is missing or damaged, the folder holds another kind of model or one with several
             labels, weights do not fit the config, or the architecture cannot run packed.
     """
+    return load_kind(SCALAR, folder, dtype=dtype)
+
+
+def _check_folder(folder: str | Path) -> Path:
+    """The folder, if it holds a model that gives one number."""
     path = check_folder(folder)
     config = _config(path)
     if not _is_scalar(config):
@@ -76,7 +111,10 @@ def load_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
         )
     if config.num_labels != 1:
         raise ModelError(f"model folder {path} gives {config.num_labels} labels; a reward model gives 1")
-    model = pretrained(AutoModelForSequenceClassification, path, dtype=dtype)
+    return path
+
+
+def _checked(model: Model) -> Model:
     _head(model)
     # States are compared and not scores, since a head near zero would hide any difference.
     return checked(
@@ -85,6 +123,9 @@ def load_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
         packed=lambda hidden_TD: hidden_TD,
         plain=lambda token_1T: model.base_model(token_1T, use_cache=False).last_hidden_state,
     )
+
+
+SCALAR = ModelKind(AutoModelForSequenceClassification, _check_folder, _checked)
 
 
 def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:

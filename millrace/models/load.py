@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -30,6 +31,21 @@ Weights = dict[str, Tensor]
 
 class ModelError(ValueError):
     """A model that cannot be built or loaded; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKind:
+    """As what a folder is loaded.
+
+    Attributes:
+        auto: class of transformers that makes such a model.
+        folder: gives the folder back if it holds one, and raises a `ModelError` otherwise.
+        tried: gives the model our modules, and raises one where its packed forward is not its own plain one.
+    """
+
+    auto: Any
+    folder: Callable[[str | Path], Path]
+    tried: Callable[[PreTrainedModel], PreTrainedModel]
 
 
 def fresh_config(
@@ -79,7 +95,10 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
             raise ModelError(
                 f"model.shape does not make a {config.model_type}: {_first_line(error)}"
             ) from None
-    return checked_logits(model.to(dtype))
+    # Frequencies of positions and biases of routers stay float32, as in a model that is loaded.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return checked_logits(model)
 
 
 def check_folder(folder: str | Path) -> Path:
@@ -107,18 +126,19 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
         ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot
             run packed.
     """
-    return checked_logits(pretrained(AutoModelForCausalLM, check_folder(folder), dtype=dtype))
+    return load_kind(LANGUAGE, folder, dtype=dtype)
 
 
-def pretrained(kind: Any, path: Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of an `AutoModel` kind from a folder, with our attention and every weight it needs.
+def load_kind(kind: ModelKind, folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of a kind from a folder, with our modules and every weight it needs.
 
     Raises:
-        ModelError: a file is damaged, or weights do not fit the config.
+        ModelError: as `load_model`, or it is of another kind.
     """
+    path = kind.folder(folder)
     attention.register()
     with sentences(path):
-        model, info = kind.from_pretrained(
+        model, info = kind.auto.from_pretrained(
             path,
             attn_implementation=attention.NAME,
             dtype=dtype,
@@ -140,7 +160,7 @@ def pretrained(kind: Any, path: Path, *, dtype: torch.dtype) -> PreTrainedModel:
         # In the mapped file a weight begins anywhere, and products of unaligned memory round differently: a
         # resumed run would not repeat every bit.
         parameter.data = parameter.data.clone()
-    return model
+    return kind.tried(model)
 
 
 @contextmanager
@@ -157,6 +177,18 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder, safe_serialization=True)
 
 
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that a folder of the model holds, by name: parameters, tied ones once, then buffers.
+
+    Buffers that are computed from the config are none of it; the biases of a router's choice are.
+    """
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
 def num_parameters(model: PreTrainedModel) -> int:
     """Weights, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
@@ -170,6 +202,9 @@ def checked_logits(model: PreTrainedModel) -> PreTrainedModel:
         packed=lambda hidden_TD: output_head(model).logits(hidden_TD),
         plain=lambda token_1T: model(token_1T, use_cache=False).logits,
     )
+
+
+LANGUAGE = ModelKind(AutoModelForCausalLM, check_folder, checked_logits)
 
 
 def checked(

@@ -1,12 +1,13 @@
 """Models from a Hugging Face folder of which each rank reads only its own part.
 
-The model begins without memory (on the meta device), is shared out, and every rank then reads from the files
-the rows that it keeps. No rank ever holds the whole model.
+`empty_model` makes a model without memory (on the meta device). The caller changes it as it likes and shares
+it out, and `read_weights` gives every rank memory for what it keeps and reads that from the files. No rank
+ever holds the whole model. `take_weights` does the same with weights that another model holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -28,87 +29,116 @@ from transformers.core_model_loading import (
 )
 
 from millrace.models import attention
-from millrace.models.fsdp import Root, Sharding, shard
+from millrace.models.fsdp import Root, local
 from millrace.models.fused import fuse
-from millrace.models.load import Model, ModelError, check_folder, checked_logits, sentences
-from millrace.models.mesh import Mesh
+from millrace.models.load import LANGUAGE, Model, ModelError, ModelKind, named_weights, sentences
 
 # Where a part begins and ends along each dimension of a whole weight.
 Part = tuple[slice, ...]
 
 
-def load_sharded(
-    folder: str | Path,
-    mesh: Mesh,
-    sharding: Sharding,
-    *,
-    dtype: torch.dtype,
-    prepare: Callable[[Model], None] | None = None,
-) -> Root:
-    """A model from a folder, shared out as `models.fsdp.shard` does it; all ranks call it in step.
+def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LANGUAGE) -> Model:
+    """The model of a folder with our modules, without memory for its weights; buffers have their numbers.
 
     Args:
-        folder: a Hugging Face folder (safetensors) that every rank can read.
-        mesh: the layout; it is checked against the model.
-        sharding: how memory is saved.
+        folder: a Hugging Face folder (safetensors).
         dtype: of the weights.
-        prepare: changes the model in place before it is shared out, while it has no memory (tensor parallel:
-            DTensors over `tp`; fewer layers or experts). The caller then answers for the architecture,
-            which is otherwise tried as `load_model` does it.
+        kind: as what it is loaded.
 
     Raises:
-        ModelError: a file is missing or damaged, weights do not fit the config or are stored in a form that
-            cannot be read in parts, or the architecture cannot run packed.
-        ValueError: the layout does not divide the model.
+        ModelError: a file is missing or damaged, or it is no such model; or transformers does not say how a
+            buffer is computed.
     """
-    path = check_folder(folder)
+    path = kind.folder(folder)
     with sentences(path):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    mesh.check(config)
-    model = _without_memory(config, path, dtype)
-    if prepare is not None:
-        prepare(model)
-    root = shard(model, mesh, sharding)
-    _give_memory(
-        root, parameters=torch.device("cpu") if sharding.offload else mesh.device, others=mesh.device
-    )
-    with ExitStack() as stack:
-        files = _Files(path, root.model, stack)
-        for name, tensor in _stored(root.model).items():
-            files.read(name, tensor)
-    if prepare is None:
-        with torch.no_grad():
-            root(_check_packed)
-    return root
+        model = empty_of(config, dtype=dtype, kind=kind)
+        if (path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return model
 
 
-def _check_packed(model: Model) -> tuple[Tensor, ...]:
-    checked_logits(model)
-    return ()
-
-
-def _without_memory(config: PretrainedConfig, path: Path, dtype: torch.dtype) -> Model:
-    """The model with our modules, its parameters on the meta device and its buffers as they must be."""
+def empty_of(config: PretrainedConfig, *, dtype: torch.dtype, kind: ModelKind = LANGUAGE) -> Model:
+    """The model of a config; otherwise as `empty_model`."""
     attention.register()
-    with sentences(path), torch.device("meta"):
-        model: Model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.NAME, dtype=dtype
-        )
+    with torch.device("meta"):
+        model: Model = kind.auto.from_config(config, attn_implementation=attention.NAME, dtype=dtype)
     # Dropout off for good: the sampler and the trainer must be one function.
     model.eval()
-    generation = path / "generation_config.json"
-    if generation.is_file():
-        with sentences(path):
-            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     # A norm is tried with weights before it is replaced by ours; it is small.
-    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    for norm in norms:
-        norm.to_empty(device="cpu")
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.to_empty(device="cpu")
     fuse(model)
-    for norm in norms:
-        norm.to("meta")
+    model.to("meta")
     _compute_buffers(model)
     return model
+
+
+def read_weights(
+    root: Root, folder: str | Path, *, device: torch.device, offload: bool = False, kind: ModelKind = LANGUAGE
+) -> None:
+    """Give a model memory for what this rank keeps of it, and read that; all ranks call it in step.
+
+    What has memory before (an adapter's pairs) keeps its numbers. Whether all is there and fits is found out
+    before anything is exchanged, and by every rank alike. At the end the model is tried as an ordinary load
+    tries it.
+
+    Args:
+        root: around a model from `empty_model`, shared out by `models.fsdp.shard`, and by `models.tensor` and
+            `models.expert` before.
+        folder: the one it was made of, which every rank can read.
+        device: that computes.
+        offload: whether weights live in the host's memory.
+        kind: as what it is loaded.
+
+    Raises:
+        ModelError: a file is damaged, weights do not fit the config or are stored in a form that cannot be
+            read in parts, or the architecture cannot run packed.
+    """
+    path, model = Path(folder), root.model
+    given = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    wanted = {name: tensor for name, tensor in named_weights(model) if name not in given}
+    with ExitStack() as stack:
+        files = _Files(path, model, stack)
+        files.check(wanted)
+        _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
+        for name, tensor in named_weights(model):
+            if name in wanted:
+                files.read(name, tensor)
+
+    def try_it(whole: Model) -> tuple[Tensor, ...]:
+        kind.tried(whole)
+        return ()
+
+    with torch.no_grad():
+        root(try_it)
+
+
+@torch.no_grad()
+def take_weights(
+    root: Root, named: Iterable[tuple[str, Tensor]], *, device: torch.device, offload: bool = False
+) -> None:
+    """As `read_weights`, from whole weights that pass by one at a time; all ranks go through them in step.
+
+    Args:
+        root: as there.
+        named: every weight of the model once, in any order.
+        device: that computes.
+        offload: whether weights live in the host's memory.
+
+    Raises:
+        ValueError: a weight is unknown, or missing in the end.
+    """
+    _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
+    left = dict(named_weights(root.model))
+    for name, tensor in named:
+        if name not in left:
+            raise ValueError(f"weight {name} is not one of the model's, or came twice")
+        held = left.pop(name)
+        local(held).copy_(tensor[_place(held)])
+    if left:
+        raise ValueError(f"{len(left)} weights are missing, the first being {min(left)}")
 
 
 def _compute_buffers(model: Model) -> None:
@@ -128,26 +158,33 @@ def _compute_buffers(model: Model) -> None:
             )
 
 
-def _stored(model: Model) -> dict[str, Tensor]:
-    """What files hold of a model: its parameters, tied ones once, and the buffers that are no constants."""
-    constants = {name for name, _ in model.named_non_persistent_buffers()}
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in constants}
-    return dict(model.named_parameters()) | buffers
-
-
 def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) -> None:
-    """Memory for the parameters that this rank keeps, not yet written; buffers keep their numbers."""
+    """Memory for the parameters that this rank keeps, not yet written; what had some keeps its numbers."""
     buffers = [
         (module, name, buffer)
         for module in root.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
+    given = [(name, local(p).clone()) for name, p in root.named_parameters() if not p.is_meta]
     root.to_empty(device=parameters)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(others)
     if not isinstance(root, FSDPModule):
         # Parameters were made anew then, each module its own.
         root.model.tie_weights()
+    with torch.no_grad():
+        for name, tensor in given:
+            local(root.get_parameter(name)).copy_(tensor)
+
+
+def _place(tensor: Tensor) -> Part:
+    """What this rank keeps of a tensor, a DTensor or plain, as a part of the whole."""
+    begins = (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        _, begins = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    sizes = local(tensor).shape
+    return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
 class _Files:
@@ -176,32 +213,34 @@ class _Files:
             self._sources.setdefault(name, {}).setdefault(pattern or "", []).append((stored[key], key))
             if pattern is not None:
                 self._converters[name] = by_pattern[pattern]
-        self._same = {id(parameter): name for name, parameter in known.items() if name in self._sources}
+        # Of tied weights a file may hold either.
+        same = {id(tensor): name for name, tensor in known.items() if name in self._sources}
+        for name, tensor in known.items():
+            if name not in self._sources and id(tensor) in same:
+                self._sources[name] = self._sources[same[id(tensor)]]
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Refuse a folder that lacks one of these parameters and buffers, or holds one that does not fit."""
+        missing = sorted(wanted.keys() - self._sources.keys())
+        if missing:
+            raise ModelError(
+                f"model folder {self._path} lacks {len(missing)} weights, the first being {missing[0]}"
+            )
+        for name, tensor in wanted.items():
+            stored = self._shape(name)
+            if stored != tuple(tensor.shape):
+                raise ModelError(
+                    f"model folder {self._path}: weight {name} is {stored} but config.json makes it "
+                    f"{tuple(tensor.shape)}"
+                )
 
     @torch.no_grad()
-    def read(self, name: str, parameter: Tensor) -> None:
+    def read(self, name: str, tensor: Tensor) -> None:
         """Write into a parameter or buffer, a DTensor or plain, what this rank keeps of it."""
-        # Of tied weights a file may hold either.
-        name = name if name in self._sources else self._same.get(id(parameter), name)
-        if name not in self._sources:
-            raise ModelError(f"model folder {self._path} lacks weights, one of them being {name}")
-        local: Tensor = parameter
-        begins = [0] * parameter.ndim
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            mesh, placements = parameter.device_mesh, parameter.placements
-            begins = list(compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1])
-        stored = self._shape(name)
-        if stored != tuple(parameter.shape):
-            raise ModelError(
-                f"model folder {self._path}: weight {name} is {stored} but config.json makes it "
-                f"{tuple(parameter.shape)}"
-            )
-        if not local.numel():
-            return
-        place = tuple(slice(begin, begin + size) for begin, size in zip(begins, local.shape, strict=True))
-        with sentences(self._path):
-            local.copy_(self._slice(name, place))
+        near = local(tensor)
+        if near.numel():
+            with sentences(self._path):
+                near.copy_(self._slice(name, _place(tensor)))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """The shape of a whole stored weight."""

@@ -5,6 +5,8 @@ T = packed tokens, N = chosen tokens, D = model width.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,7 @@ from millrace.kernels.packed_attention import Places, Segments
 from millrace.kernels.token_logprob import Head, token_logprob
 from millrace.models.attention import INVARIANT_BLOCK, Context, Packed, contiguous_rows
 from millrace.models.fused import Linear
+from millrace.models.replay import Routed
 
 
 def output_head(model: PreTrainedModel) -> Head:
@@ -97,7 +100,7 @@ def packed_context(model: PreTrainedModel, length_B: Tensor) -> Packed:
     return Packed(segments, paged=contiguous_rows(length_B, block_size=INVARIANT_BLOCK, device=device))
 
 
-def states(model: PreTrainedModel, batch: Batch, at_N: Tensor) -> Tensor:
+def states(model: PreTrainedModel, batch: Batch, at_N: Tensor, *, routed: Routed | None = None) -> Tensor:
     """Final hidden states of some tokens of a packed row, [N, D].
 
     What its segments have in common is computed once, but not by a deterministic model, whose bits are the
@@ -107,16 +110,21 @@ def states(model: PreTrainedModel, batch: Batch, at_N: Tensor) -> Tensor:
         model: from `models.load`, or a part of one.
         batch: the row, on the device that computes.
         at_N: the tokens, in any order.
+        routed: what the model's routers do meanwhile; None leaves them alone.
     """
-    shared = None if deterministic(model) else common_beginnings(batch.token_T, batch.length_B)
+    apart = None if routed is None else routed.apart_TLK
+    shared = None if deterministic(model) else common_beginnings(batch.token_T, batch.length_B, apart)
+    routers = nullcontext() if routed is None else routed.forward(shared)
     if shared is None:
         context = packed_context(model, batch.length_B)
-        return hidden_states(model, batch.token_T, batch.position_T, context)[at_N]
+        with routers:
+            return hidden_states(model, batch.token_T, batch.position_T, context)[at_N]
     device, num_kept = at_N.device, len(shared.kept_S)
     segments = Segments.sharing(shared.place_T, batch.length_B.cpu(), shared.first_B, num_kept)
     context = Packed(segments.to(device))
     kept_S = shared.kept_S.to(device)
-    hidden_SD = hidden_states(model, batch.token_T[kept_S], batch.position_T[kept_S], context)
+    with routers:
+        hidden_SD = hidden_states(model, batch.token_T[kept_S], batch.position_T[kept_S], context)
     return Places.of(shared.place_T[at_N.cpu()], num_kept).to(device).spread(hidden_SD)
 
 

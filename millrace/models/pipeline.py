@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
+from millrace.models.load import named_weights
 from millrace.models.mesh import Mesh
 from millrace.models.pipeline_stages import (
     Absent,
@@ -104,7 +105,7 @@ class Pipeline:
         self.width = int(model.config.get_text_config().hidden_size)
         found = pieces(model, self.num_stages)
         self.holders, self.tied = self._weights(found)
-        self._shapes = {name: (weight.shape, weight.dtype) for name, weight in model.named_parameters()}
+        self._shapes = {name: (weight.shape, weight.dtype) for name, weight in named_weights(model)}
         stages = [stage_model(model, found, stage) for stage in range(self.num_stages)]
         check_stages(model, stages)
         local = range(self.rank, self.num_stages, self.num_ranks)
@@ -174,7 +175,7 @@ class Pipeline:
 
         Args:
             local: this rank's weights, or their gradients, whole and in the order of
-                `model.named_parameters()`; of the dtype the model was given with.
+                `load.named_weights(model)`; of the dtype the model was given with.
 
         Raises:
             ValueError: a weight is missing, or is not of the shape and dtype the model was given with.
@@ -217,10 +218,13 @@ class Pipeline:
         stage_of = {
             f"{piece.name}.{name}": piece.stage
             for piece in found
-            for name, _ in piece.module.named_parameters(remove_duplicate=False)
+            for name, _ in (
+                *piece.module.named_parameters(remove_duplicate=False),
+                *piece.module.named_buffers(),
+            )
         }
         first = {weight: name for name, weight in self.model.named_parameters()}
-        holders = {name: stage_of[name] % self.num_ranks for name in first.values()}
+        holders = {name: stage_of[name] % self.num_ranks for name, _ in named_weights(self.model)}
         named = self.model.named_parameters(remove_duplicate=False)
         tied = {name: first[weight] for name, weight in named if stage_of[name] != stage_of[first[weight]]}
         return holders, tied

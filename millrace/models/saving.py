@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from millrace.models.load import Model, Weights
+from millrace.models.load import Model, Weights, named_weights
 
 INDEX = "model.safetensors.index.json"
 # The part of a weight's name that says in which layer it is.
@@ -66,9 +66,8 @@ def own_layers(named: Iterable[tuple[str, Tensor]], *, rank: int, num_ranks: int
 
 
 def fixed_numbers(model: Model) -> Weights:
-    """Copies of what a folder holds besides weights: the buffers that are not computed from the config."""
-    computed = {name for name, _ in model.named_non_persistent_buffers()}
-    return {name: host_copy(buffer) for name, buffer in model.named_buffers() if name not in computed}
+    """Copies of what a folder holds besides parameters: the buffers that are not computed from the config."""
+    return {name: host_copy(x) for name, x in named_weights(model) if not isinstance(x, nn.Parameter)}
 
 
 def write_weights(model: Model, weights: Weights, folder: Path, *, rank: int, num_ranks: int) -> list[Path]:

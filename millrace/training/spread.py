@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,14 @@ from torch import Tensor, nn
 from millrace.config.mesh import MeshConfig
 from millrace.data.batch import Batch, micro_batches
 from millrace.models import expert, tensor
+from millrace.models.adapters import merged_tensors
 from millrace.models.context import Kind, shard_row
-from millrace.models.fsdp import Root, Sharding, full_tensors, gradient_norms, shard
+from millrace.models.fsdp import Root, Sharding, gradient_norms, shard
 from millrace.models.load import Model
-from millrace.models.logprobs import states
+from millrace.models.logprobs import deterministic, states
 from millrace.models.mesh import Mesh, make_mesh
 from millrace.models.pipeline import Pipeline
+from millrace.models.replay import Routed, Routing, recorded
 from millrace.planner.layout import Layout
 
 # Where ranks differ in the numbers they have: in their segments, or in whether they have any.
@@ -48,11 +51,21 @@ class Reading:
         numbers: from the model, the micro-batch, which M of the N are asked for and their states [M, D], to
             `count` tensors [M].
         count: K.
+        routing: what the model's routers do with the batch's record of experts; None leaves them alone.
     """
 
     places: Callable[[Batch], Tensor]
     numbers: Callable[[Model, Batch, Which, Tensor], tuple[Tensor, ...]]
     count: int
+    routing: Routing | None = None
+
+    def routed(self, micro: Batch) -> Routed | None:
+        """The routers during one micro-batch; None where they are left alone.
+
+        Raises:
+            ValueError: the batch has no record of experts.
+        """
+        return None if self.routing is None else Routed(self.routing, recorded(micro.expert_TLK))
 
 
 def predicting(batch: Batch) -> Tensor:
@@ -122,6 +135,7 @@ class Spread:
 
     Attributes:
         model: home of the weights that this rank holds.
+        runner: what runs it.
     """
 
     def __init__(
@@ -144,7 +158,7 @@ class Spread:
         """
         self.model = model
         self._mesh = mesh or Mesh(Layout(), model.device.type, None)
-        self._runner = runner or Root(model)
+        self.runner = runner or Root(model)
         self._kind = kind
         self._even_tokens = even_tokens
 
@@ -167,7 +181,8 @@ class Spread:
             wider model in its own dtype.
 
         Raises:
-            ValueError: one segment alone is longer than `max_tokens`.
+            ValueError: one segment alone is longer than `max_tokens`, or experts are to be replayed or
+                balanced on ranks that share out layers, tokens or matrices.
         """
         return self._passed(batch, max_tokens, reading, loss)
 
@@ -191,9 +206,12 @@ class Spread:
                 yield micro, torch.arange(start, start + micro.num_tokens)
                 start += micro.num_tokens
             return
+        # As `models.logprobs.states` does it, which neither stages of a pipeline nor shares of a row use.
+        sharing = self._mesh.size("pp") == self._mesh.size("cp") == 1 and not deterministic(self.model)
+        deal = partial(batch.deal, even_tokens=self._even_tokens, sharing=sharing)
         dealt = [
             [segments[span] for span in micro_batches(lengths, max_tokens)]
-            for segments in batch.deal(self._mesh.num_data_ranks, even_tokens=self._even_tokens)
+            for segments in deal(self._mesh.num_data_ranks)
             for lengths in [batch.length_B[torch.tensor(segments, dtype=torch.long)].tolist()]
         ]
         mine = dealt[self._mesh.data_rank]
@@ -202,24 +220,33 @@ class Spread:
         for _ in range(max(map(len, dealt)) - len(mine)):
             # Something short, of which nothing is kept and through which a gradient of 0 flows.
             filler = batch.select([int(batch.length_B.argmin())])
-            yield replace(filler, weight_T=torch.zeros_like(filler.weight_T)), filler.segment_T[:0]
+            filler.weight_T = torch.zeros_like(filler.weight_T)
+            if filler.expert_TLK is not None:
+                filler.expert_TLK = torch.full_like(filler.expert_TLK, -1)
+            yield filler, filler.segment_T[:0]
 
     def gradient_norms(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[float]:
         """The norm of the gradient of each group of weights over all ranks, which call it in step."""
-        copies = self._runner.tied if isinstance(self._runner, Pipeline) else {}
+        copies = self.runner.tied if isinstance(self.runner, Pipeline) else {}
         named = self.model.named_parameters()
         return gradient_norms(groups, self._mesh, elsewhere=[p for name, p in named if name in copies])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole, under its Hugging Face name, tied weights once; all ranks ask in step."""
-        held = full_tensors(self.model)
-        return self._runner.everywhere(held) if isinstance(self._runner, Pipeline) else held
+        """Every weight whole under its Hugging Face name, an adapter folded in; tied weights once.
+
+        All ranks ask in step.
+        """
+        held = merged_tensors(self.model)
+        return self.runner.everywhere(held) if isinstance(self.runner, Pipeline) else held
 
     def _passed(self, batch: Batch, max_tokens: int, reading: Reading, loss: Loss | None) -> Tensor:
+        divided = [name for name in ("tp", "pp", "cp") if self._mesh.size(name) > 1]
+        if reading.routing is not None and divided:
+            raise ValueError(f"experts cannot be replayed or balanced with mesh.{divided[0]} above 1")
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         number_KT = torch.zeros(reading.count, batch.num_tokens, dtype=dtype)
         micros = self.micro_batches(batch, max_tokens)
-        run = self._in_stages if isinstance(self._runner, Pipeline) else self._one_by_one
+        run = self._in_stages if isinstance(self.runner, Pipeline) else self._one_by_one
         for place_T, at_N, numbers in run(micros, reading, loss):
             # Of a sequence that counts for nothing, nothing is kept.
             if len(place_T):
@@ -232,22 +259,23 @@ class Spread:
         self, micros: Iterator[tuple[Batch, Tensor]], reading: Reading, loss: Loss | None
     ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
         """One micro-batch after the other through the whole model: its places, what was read where."""
-        run: Any = self._runner
+        run: Any = self.runner
         for micro, place_T in micros:
             here = micro.to(self._mesh.device)
-            at_N = reading.places(here)
+            at_N, routed = reading.places(here), reading.routed(here)
             if loss is None:
-                yield place_T, at_N, run(partial(self._numbers, here, at_N, reading))
+                yield place_T, at_N, run(partial(self._numbers, here, at_N, reading, routed))
                 continue
-            part, *numbers = run(partial(self._loss, here, at_N, reading, loss))
-            part.backward()
+            part, *numbers = run(partial(self._loss, here, at_N, reading, routed, loss))
+            with nullcontext() if routed is None else routed.backward():
+                part.backward()
             yield place_T, at_N, numbers
 
     def _in_stages(
         self, micros: Iterator[tuple[Batch, Tensor]], reading: Reading, loss: Loss | None
     ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
         """All micro-batches through the stages of a pipeline; the last one has the numbers."""
-        pipeline: Any = self._runner
+        pipeline: Any = self.runner
         pairs = list(micros)
         here = [micro.to(self._mesh.device) for micro, _ in pairs]
 
@@ -268,15 +296,20 @@ class Spread:
             yield place_T, reading.places(micro), numbers
 
     def _loss(
-        self, here: Batch, at_N: Tensor, reading: Reading, loss: Loss, model: Model
+        self, here: Batch, at_N: Tensor, reading: Reading, routed: Routed | None, loss: Loss, model: Model
     ) -> tuple[Tensor, ...]:
-        numbers = self._numbers(here, at_N, reading, model)
-        return loss(here, numbers), *(number_N.detach() for number_N in numbers)
+        numbers = self._numbers(here, at_N, reading, routed, model)
+        part = loss(here, numbers)
+        if routed is not None:
+            part = part + routed.balance()
+        return part, *(number_N.detach() for number_N in numbers)
 
-    def _numbers(self, here: Batch, at_N: Tensor, reading: Reading, model: Model) -> tuple[Tensor, ...]:
+    def _numbers(
+        self, here: Batch, at_N: Tensor, reading: Reading, routed: Routed | None, model: Model
+    ) -> tuple[Tensor, ...]:
         """All numbers of a micro-batch, on each of the ranks that it is shared out to."""
         if self._mesh.size("cp") == 1:
-            return reading.numbers(model, here, slice(None), states(model, here, at_N))
+            return reading.numbers(model, here, slice(None), states(model, here, at_N, routed=routed))
         share = shard_row(model, here, self._mesh, at_N, kind=self._kind)
         numbers = reading.numbers(model, here, share.read_M, share.hidden(model))
         return tuple(share.gather(number_M) for number_M in numbers)

@@ -15,14 +15,8 @@ from safetensors.torch import load_file
 from millrace import resume, train
 from millrace.config.recipe import load_recipe
 from millrace.config.settings import RunConfig
-from millrace.models.adapters import (
-    WEIGHTS,
-    add_adapter,
-    load_adapter,
-    merged,
-    save_adapter,
-    trained_weights,
-)
+from millrace.models.adapter_folder import WEIGHTS, load_adapter, save_adapter
+from millrace.models.adapters import add_adapter, merged, trained_weights
 from millrace.models.load import load_model
 from millrace.orchestration.checkpoints import evaluate_checkpoint
 from millrace.orchestration.controller import Controller

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from millrace.config.settings import RunConfig
 from millrace.models import expert
+from millrace.models.adapters import adapted_layers, add_adapter, trained_weights
 from millrace.models.expert import experts_of
 from millrace.models.fsdp import whole
 from millrace.models.heads import scalar_model
@@ -25,7 +26,7 @@ from millrace.orchestration.learn import Learner, train_on
 from millrace.orchestration.methods import build_control, build_method, build_objective
 from millrace.orchestration.step import Sampled
 from millrace.training.optimizer import adamw
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import BaseScorer, PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from millrace.training.spread import mesh_of, spread_over
 from millrace.training.value import ValueTrainer
@@ -40,6 +41,7 @@ STEPS = 3
 KL = {"coefficient": 0.05, "estimator": "k3"}
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"policy": {"kl": KL}},
+    "full": {"policy": {"kl": {"coefficient": 0.05, "estimator": "full"}}},
     "gspo": {"policy": {"loss": {"kind": "gspo"}, "token_weights": "sequence_mean"}},
     "ppo": {
         "advantage": {"kind": "gae"},
@@ -58,16 +60,18 @@ class Case:
         method: of METHODS.
         mesh: settings.
         max_tokens: of a micro-batch.
+        adapter: whether one learns in the model's stead, with the model itself for the reference.
     """
 
     architecture: str
     method: str
     mesh: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 60
+    adapter: bool = False
 
     def __str__(self) -> str:
         mesh = ",".join(f"{name}={value}" for name, value in self.mesh.items())
-        return f"{self.architecture}-{self.method}-{mesh}-{self.max_tokens}"
+        return f"{self.architecture}-{self.method}-{mesh}-{self.max_tokens}{'-adapter' * self.adapter}"
 
 
 LAYOUTS_OF_TWO: list[dict[str, Any]] = [
@@ -93,6 +97,7 @@ LAYOUTS_OF_EXPERTS: list[dict[str, Any]] = [{"dp_shard": 4, "ep": 2}, {"tp": 2, 
 QUICK = [
     *(Case("qwen3", "grpo", mesh) for mesh in LAYOUTS_OF_TWO),
     Case("qwen3_moe", "ppo", {"dp_shard": 2, "ep": 2}),
+    Case("qwen3", "grpo", {"dp_shard": 2}, adapter=True),
 ]
 TWO = [
     *(Case("llama", "gspo", mesh) for mesh in LAYOUTS_OF_TWO),
@@ -104,6 +109,10 @@ TWO = [
     *(Case("llama", "grpo", {"pp": 2}, max_tokens) for max_tokens in (25, 1000)),
     Case("qwen3", "grpo", {"dp_shard": 2, "checkpointing": "full", "reshard_after_forward": False}),
     Case("llama", "gspo", {"pp": 2, "checkpointing": "selective"}),
+    *(Case("qwen3", "grpo", mesh, adapter=True) for mesh in ({"dp_replicate": 2}, {"cp": 2})),
+    Case("qwen3", "full", {"dp_shard": 2, "checkpointing": "full"}, 30, adapter=True),
+    Case("qwen3", "ppo", {"dp_shard": 2}, adapter=True),
+    Case("qwen3_moe", "grpo", {"dp_shard": 2, "ep": 2}, adapter=True),
 ]
 FOUR = [
     *(Case("qwen3", "grpo", mesh) for mesh in LAYOUTS_OF_FOUR),
@@ -136,6 +145,16 @@ def groups(seed: int) -> list[Group]:
     return made
 
 
+def adapted(model: Model) -> Model:
+    """The model beside an adapter that changes what it says."""
+    add_adapter(model, rank=3, alpha=6.0, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            layer.lora_B.weight.copy_(torch.randn(layer.lora_B.weight.shape, generator=generator) * 0.1)
+    return model
+
+
 def model_of(architecture: str, seed: int = 0) -> Model:
     model = tiny_model(architecture, seed=seed)
     if experts_of(model):
@@ -151,13 +170,22 @@ def learner(case: Case) -> Learner:
     mesh, control = mesh_of(config.mesh, CPU), build_control(config)
     model, frozen = model_of(case.architecture), model_of(case.architecture, 1).requires_grad_(False)
     made = scalar_model(model) if config.critic else None
+    if case.adapter:
+        model = adapted(model)
     options = {"max_tokens": case.max_tokens, "max_gradient_norm": 0.1, "learning_rate": lambda step: 1e-3}
+    spread = spread_over(model, mesh, config.mesh)
+    if case.adapter:
+        reference = BaseScorer(model, temperature=0.8, max_tokens=case.max_tokens, spread=spread)
+    else:
+        asked = spread_over(frozen, mesh, config.mesh)
+        reference = ModelScorer(frozen, temperature=0.8, max_tokens=case.max_tokens, spread=asked)
     policy = PolicyTrainer(
         model,
         build_objective(config, control),
         temperature=0.8,
-        spread=(spread := spread_over(model, mesh, config.mesh)),
+        spread=spread,
         optimizer=optimizer_of(spread.model),
+        reference=reference if config.policy.kl and config.policy.kl.estimator == "full" else None,
         **options,
     )
     critic = None
@@ -168,13 +196,11 @@ def learner(case: Case) -> Learner:
         critic = ValueTrainer(
             made, optimizer_of(made), clip=config.critic.clip, coefficient=0.5, spread=held, **options
         )
-    asked = spread_over(frozen, mesh, config.mesh)
-    reference = ModelScorer(frozen, temperature=0.8, max_tokens=case.max_tokens, spread=asked)
     return Learner(policy, build_method(config), critic, reference if control else None, None, control)
 
 
 def optimizer_of(model: Model) -> torch.optim.Optimizer:
-    optimizer = adamw(model, betas=(0.9, 0.999), weight_decay=0.1)
+    optimizer = adamw(trained_weights(model), betas=(0.9, 0.999), weight_decay=0.1)
     for group in optimizer.param_groups:
         # With the usual eps, a gradient of nothing but rounding would move a weight as far as any other.
         group["eps"] = 1e-4
@@ -216,9 +242,9 @@ def on_ranks(rank: int, cases: list[Case]) -> dict[str, Tensor]:
 
 
 @cache
-def alone(architecture: str, method: str) -> dict[str, Tensor]:
+def alone(architecture: str, method: str, adapter: bool) -> dict[str, Tensor]:
     """What one process learns, in one micro-batch."""
-    return learned(Case(architecture, method, {}, 1000))
+    return learned(Case(architecture, method, {}, 1000, adapter))
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +263,7 @@ def on_four() -> list[dict[str, Tensor]]:
 
 
 def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:
-    expected = alone(case.architecture, case.method)
+    expected = alone(case.architecture, case.method, case.adapter)
     for told in ranks:
         found = {name.removeprefix(f"{case}/"): x for name, x in told.items() if name.startswith(f"{case}/")}
         # A rank of a pipeline has the gradients of its own stages.

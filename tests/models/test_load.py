@@ -22,6 +22,7 @@ from millrace.models.load import (
     save_model,
 )
 from tests.close import close_fp32
+from tests.models.mixtures import mixture
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, tiny_model
 
 
@@ -77,6 +78,19 @@ def test_a_fresh_model_depends_on_its_seed_alone() -> None:
     weights = [model.get_input_embeddings().weight for model in (first, second, other)]
     assert torch.equal(weights[0].bfloat16(), weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_fresh_model_has_the_dtypes_that_it_has_once_it_is_loaded(tmp_path: Path) -> None:
+    model = fresh_model(mixture("deepseek_v3").config, seed=0, dtype=torch.bfloat16)
+    save_model(model, tmp_path)
+    again = load_model(tmp_path, dtype=torch.bfloat16)
+
+    def dtypes(one: Model) -> dict[str, torch.dtype]:
+        return {name: x.dtype for name, x in (*one.named_parameters(), *one.named_buffers())}
+
+    assert dtypes(model) == dtypes(again)
+    # Of parameters, and of frequencies and the bias of a router.
+    assert set(dtypes(model).values()) == {torch.bfloat16, torch.float32}
 
 
 def test_a_fresh_config_takes_its_tokens_from_the_tokenizer() -> None:

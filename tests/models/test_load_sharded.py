@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from millrace.models import expert, tensor
 from millrace.models import load_sharded as module
-from millrace.models.fsdp import Sharding, full_tensors
+from millrace.models.fsdp import Root, Sharding, full_tensors, shard
 from millrace.models.fused import Linear, RMSNorm
-from millrace.models.load import ModelError, load_model, save_model
-from millrace.models.load_sharded import load_sharded
+from millrace.models.load import Model, ModelError, load_model, save_model
+from millrace.models.load_sharded import empty_model, read_weights, take_weights
 from millrace.models.logprobs import chosen_logprobs
 from millrace.models.mesh import Mesh, make_mesh
 from millrace.planner.layout import Layout
@@ -28,6 +29,16 @@ PLAIN = Sharding(precision=None, reshard_after_forward=True, offload=False, chec
 ARCHITECTURES = tuple(SHAPES)
 DEALT = ("llama", "gemma2", "qwen3_moe")
 ALONE = Mesh(Layout(), "cpu", None)
+
+
+def load(
+    folder: Path, mesh: Mesh, dtype: torch.dtype = torch.float32, prepare: Callable[[Model], Any] = id
+) -> Root:
+    model = empty_model(folder, dtype=dtype)
+    prepare(model)
+    root = shard(model, mesh, PLAIN)
+    read_weights(root, folder, device=mesh.device)
+    return root
 
 
 class _Counted:
@@ -84,7 +95,7 @@ def _load_on_two(rank: int, folder: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for architecture in ARCHITECTURES:
         opened.clear()
-        root = load_sharded(Path(folder) / architecture, mesh, PLAIN, dtype=torch.float32)
+        root = load(Path(folder) / architecture, mesh)
         found[f"{architecture}|read"] = torch.tensor(sum(file.num_bytes for file in opened))
         held = sum(parameter.to_local().nbytes for parameter in root.model.parameters())
         found[f"{architecture}|held"] = torch.tensor(held)
@@ -150,7 +161,7 @@ def _load_on_four(rank: int, folder: str) -> dict[str, Tensor]:
             else:
                 expert.apply(model, mesh.experts)
 
-        root = load_sharded(Path(folder) / architecture, mesh, PLAIN, dtype=torch.float32, prepare=prepare)
+        root = load(Path(folder) / architecture, mesh, prepare=prepare)
         held = sum(parameter.to_local().numel() for parameter in root.model.parameters())
         found[f"{architecture}|held"] = torch.tensor(held)
         found |= {f"{architecture}|{name}": weight for name, weight in full_tensors(root.model)}
@@ -167,7 +178,7 @@ def test_what_tensor_and_expert_parallel_dealt_out_before_is_read_in_parts_too(f
 
 
 def test_one_process_without_a_group_loads_as_ever(folders):
-    root = load_sharded(folders / "gemma2", ALONE, PLAIN, dtype=torch.bfloat16)
+    root = load(folders / "gemma2", ALONE, torch.bfloat16)
     whole = load_model(folders / "gemma2", dtype=torch.bfloat16)
     assert root.model.lm_head.weight is root.model.model.embed_tokens.weight
     for name, parameter in whole.named_parameters():
@@ -188,9 +199,9 @@ def _copy(folder: Path, to: Path, change: Any) -> Path:
 def test_a_missing_weight_is_named(folders, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     folder = _copy(folders / "llama", tmp_path / "less", lambda tensors: tensors.pop(name))
-    sentence = f"model folder {folder} lacks weights, one of them being {name}"
+    sentence = f"model folder {folder} lacks 1 weights, the first being {name}"
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
-        load_sharded(folder, ALONE, PLAIN, dtype=torch.float32)
+        load(folder, ALONE)
 
 
 def test_a_weight_of_another_shape_is_named_with_both(folders, tmp_path):
@@ -200,7 +211,7 @@ def test_a_weight_of_another_shape_is_named_with_both(folders, tmp_path):
     folder = _copy(folders / "llama", tmp_path / "wide", widen)
     sentence = f"model folder {folder}: weight model.norm.weight is (33,) but config.json makes it (32,)"
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
-        load_sharded(folder, ALONE, PLAIN, dtype=torch.float32)
+        load(folder, ALONE)
 
 
 def test_a_missing_expert_is_seen_in_the_shape(folders, tmp_path):
@@ -210,7 +221,7 @@ def test_a_missing_expert_is_seen_in_the_shape(folders, tmp_path):
 
     folder = _copy(folders / "qwen3_moe", tmp_path / "three", drop)
     with pytest.raises(ModelError, match=r"experts.\w+ is \(3, \d+, \d+\) but config.json makes it \(4, "):
-        load_sharded(folder, ALONE, PLAIN, dtype=torch.float32)
+        load(folder, ALONE)
 
 
 def test_positions_that_depend_on_the_batch_are_refused_as_by_the_ordinary_load(folders, tmp_path):
@@ -219,22 +230,34 @@ def test_positions_that_depend_on_the_batch_are_refused_as_by_the_ordinary_load(
     config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="with rope_type dynamic cannot be used by millrace"):
-        load_sharded(folder, ALONE, PLAIN, dtype=torch.float32)
-
-
-def test_a_layout_that_does_not_divide_the_model_is_refused_before_anything_is_read(folders):
-    mesh = Mesh(Layout(pp=3), "cpu", None)
-    with pytest.raises(ValueError, match="mesh.pp is 3, but the model has 2 layers"):
-        load_sharded(folders / "llama", mesh, PLAIN, dtype=torch.float32)
+        load(folder, ALONE)
 
 
 def test_a_form_that_cannot_be_read_in_parts_is_refused(folders, monkeypatch):
     monkeypatch.setattr(module, "MergeModulelist", int)
     with pytest.raises(ModelError, match="is stored in a form that cannot be read in parts; load the folder"):
-        load_sharded(folders / "qwen3_moe", ALONE, PLAIN, dtype=torch.float32)
+        load(folders / "qwen3_moe", ALONE)
 
 
 def test_a_buffer_that_nobody_can_compute_is_refused(folders, monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedModel._init_weights", lambda model, module: None)
     with pytest.raises(ModelError, match="a llama cannot be loaded in parts, .* model.rotary_emb.inv_freq"):
-        load_sharded(folders / "llama", ALONE, PLAIN, dtype=torch.float32)
+        load(folders / "llama", ALONE)
+
+
+def test_weights_that_pass_by_are_taken_in_any_order_and_each_must_come_once(folders):
+    named = dict(load_model(folders / "gemma2", dtype=torch.float32).named_parameters())
+
+    def take(names: list[str]) -> Model:
+        root = shard(empty_model(folders / "gemma2", dtype=torch.float32), ALONE, PLAIN)
+        take_weights(root, ((name, named.get(name, torch.empty(0))) for name in names), device=ALONE.device)
+        return root.model
+
+    taken = dict(take([*reversed(named)]).named_parameters())
+    assert [name for name in named if not torch.equal(taken[name], named[name])] == []
+    first, *rest = named
+    with pytest.raises(ValueError, match=f"^1 weights are missing, the first being {re.escape(first)}$"):
+        take(rest)
+    for more in (first, "lm_head.bias"):
+        with pytest.raises(ValueError, match=f"^weight {re.escape(more)} is not one of the model's, or came"):
+            take([*named, more])

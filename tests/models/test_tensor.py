@@ -28,7 +28,7 @@ from millrace.models.fsdp import Root, Sharding, shard
 from millrace.models.fused import set_deterministic
 from millrace.models.heads import packed_scores, scalar_model
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
-from millrace.models.load_sharded import load_sharded
+from millrace.models.load_sharded import empty_model, read_weights
 from millrace.models.logprobs import (
     chosen_hidden,
     chosen_logprobs,
@@ -199,13 +199,15 @@ def sliced(rank: int, cases: list[Case], folder: Path) -> dict[str, Tensor]:
             continue
         if case.loaded:
             path = folder / case.architecture
-            root = load_sharded(path, mesh, sharding, dtype=case.dtype, prepare=slice_)
+            model = empty_model(path, dtype=case.dtype)
         else:
             model = model_of(case)
             if mesh.experts is not None:
                 expert.apply(model, mesh.experts)
-            slice_(model)
-            root = shard(model, mesh, sharding)
+        slice_(model)
+        root = shard(model, mesh, sharding)
+        if case.loaded:
+            read_weights(root, path, device=mesh.device)
         told |= {f"{case}/{name}": value for name, value in trained(root, mesh).items()}
     return told
 

@@ -1,0 +1,36 @@
+"""A model without its weights: enough for another process to make it and wait for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from millrace.models.load import Model, fresh_model, sentences
+from millrace.models.saving import fixed_numbers, save_config
+
+FIXED = "fixed.safetensors"
+
+
+def save_shell(model: Model, folder: Path) -> None:
+    """Write a model's config, and the numbers that are neither weights nor follow from the config."""
+    save_config(model, folder)
+    save_file(fixed_numbers(model), folder / FIXED)
+
+
+def load_shell(folder: Path, *, dtype: torch.dtype) -> Model:
+    """The model of a folder that `save_shell` wrote; its weights are random.
+
+    Raises:
+        ModelError: the config makes no model, or one that cannot run packed.
+    """
+    with sentences(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = fresh_model(config, seed=0, dtype=dtype)
+    for name, tensor in load_file(folder / FIXED).items():
+        module, _, leaf = name.rpartition(".")
+        # Not copied into the one that is there, whose dtype may be narrower.
+        model.get_submodule(module)._buffers[leaf] = tensor
+    return model

@@ -1,14 +1,16 @@
 """Log-probabilities of chosen tokens, forward and backward: memory and time against full logits.
 
-    python benchmarks/logprob.py                  # T = 4k and 16k on the CPU, some minutes
+    python benchmarks/logprob.py                  # T = 4k and 16k on the CPU, ten minutes
+    python benchmarks/logprob.py --quick          # T = 512, to see that it works; nothing is written
     python benchmarks/logprob.py --full           # up to T = 64k
     python benchmarks/logprob.py --device cuda    # bfloat16, width 4096; the Triton kernels
 
-Everything in one run, turn by turn, medians of three turns or of as many as 5 s allow; gradients of the
-hidden states and of the head:
+Everything in one run, after a small call of each side to warm up: medians of three turns, each of which
+begins with another side; the last two sides leave turns out once they have taken 5 s. Gradients of the hidden
+states and of the head:
 
-- `products`: the bare matrix products that must be made where logits are not kept, into buffers made before:
-  the logits twice, and both gradients, so many tokens at a time as `ours` takes.
+- `products`: the floor, the bare matrix products that must be made where logits are not kept: the logits
+  twice, and both gradients, so many tokens at a time as `ours` takes, each by the quickest of torch's ways.
 - `ours`: `millrace.kernels.token_logprob.token_logprob`; log-probability and entropy, the former in the loss.
 - `torch chunked`: `torch.nn.functional.linear_cross_entropy` with its default `LinearCrossEntropyOptions`. It
   makes gradients in its forward, so it needs one product less, and takes a loss that is summed or averaged
@@ -30,8 +32,10 @@ import ctypes
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,9 +43,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from grpo_step import processor
+from peers.products import product, quickest
 from torch import Tensor
 
-from millrace.kernels.linear import linear
 from millrace.kernels.token_logprob import Head, rows_per_chunk, token_logprob
 
 RESULTS = Path(__file__).parent / "results"
@@ -50,12 +54,17 @@ TOKENS, WORDS = (4096, 16_384, 65_536), (32_000, 152_064)
 LARGEST_LOGITS_BYTES = {"cpu": 2**30, "cuda": 2**33}
 # Beyond so many logits torch's chunks take minutes on one thread.
 MANY_LOGITS = 2 * 10**8
-# A side that has run for so long is not run again.
+# A side beside `products` and `ours` that has run for so long is not run again.
 ENOUGH_S = 5.0
+# What `ours` should take at most, in times of the products.
+AIM = 1.3
+WARM_TOKENS = 64
 
 
-def cases(device: str, full: bool) -> list[tuple[int, int, int]]:
+def cases(device: str, full: bool, quick: bool = False) -> list[tuple[int, int, int]]:
     """Tokens, words and width."""
+    if quick:
+        return [(512, words, 128) for words in WORDS]
     sizes = [(tokens, words) for tokens in (TOKENS if full else TOKENS[:2]) for words in WORDS]
     if device == "cuda":
         return [(tokens, words, 4096) for tokens, words in sizes]
@@ -95,19 +104,21 @@ def sides(tokens: int, words: int, width: int, device: str) -> dict[str, Callabl
 
 
 def bare_products(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[[], object]:
-    """Logits twice and both gradients, chunk by chunk, into buffers that are there."""
+    """Logits twice and both gradients, chunk by chunk."""
     num_rows = 4096 if hidden_ND.is_cuda else rows_per_chunk(weight_VD)
     slope_NV = hidden_ND.new_zeros(num_rows, len(weight_VD))
-    hidden_gradient_ND, weight_gradient_VD = torch.empty_like(hidden_ND), torch.zeros_like(weight_VD)
+    weight_gradient_VD = torch.zeros_like(weight_VD)
+    calls: list[Callable[[], object]] = []
+    for size, count in Counter(len(part) for part in hidden_ND.split(num_rows)).items():
+        part_ND, part_NV = hidden_ND[:size], slope_NV[:size]
+        logits = product(part_ND, weight_VD)
+        hidden_gradient = quickest([partial(torch.mm, part_NV, weight_VD), product(part_NV, weight_VD.T)])
+        weight_gradient = partial(weight_gradient_VD.addmm_, part_NV.T, part_ND)
+        calls += [logits, logits, hidden_gradient, weight_gradient] * count
 
     def call() -> None:
-        for start in range(0, len(hidden_ND), num_rows):
-            part_ND = hidden_ND[start : start + num_rows]
-            part_NV = slope_NV[: len(part_ND)]
-            for _ in range(2):
-                linear(part_ND, weight_VD)
-            torch.mm(part_NV, weight_VD, out=hidden_gradient_ND[start : start + num_rows])
-            weight_gradient_VD.addmm_(part_NV.T, part_ND)
+        for each in calls:
+            each()
 
     return call
 
@@ -152,14 +163,17 @@ def measure(size: tuple[int, int, int], device: str, repeats: int) -> dict[str, 
     tokens, words, width = size
     calls = sides(tokens, words, width, device)
     run = run_on_cuda if device == "cuda" else run_on_cpu
-    if device == "cuda":
-        for call in calls.values():
-            call()  # compiles
+    # On a GPU kernels are compiled for the very sizes.
+    warm = calls if device == "cuda" else sides(WARM_TOKENS, words, width, device)
+    for side in calls:
+        warm[side]()
     runs: dict[str, list[tuple[float, int]]] = {side: [] for side in calls}
-    for _ in range(repeats):
-        for side, call in calls.items():
-            if sum(took_s for took_s, _ in runs[side]) < ENOUGH_S:
-                runs[side].append(run(call))
+    for turn in range(repeats):
+        names = list(calls)
+        start = turn % len(names)
+        for side in names[start:] + names[:start]:
+            if side in SIDES[:2] or sum(took_s for took_s, _ in runs[side]) < ENOUGH_S:
+                runs[side].append(run(calls[side]))
     seconds = {side: statistics.median(took_s for took_s, _ in found) for side, found in runs.items()}
     peaks = {side: max(peak for _, peak in found) for side, found in runs.items() if side != "products"}
     return summary(size, 2 if device == "cuda" else 4, seconds, peaks)
@@ -198,6 +212,8 @@ def show(result: dict[str, Any]) -> None:
             f"{took_s:10.4f} {result['time_over_products'][side]:9.2f} {memory}",
             flush=True,
         )
+    ratio = result["time_over_products"]["ours"]
+    print(f"{'':22s} ours takes {ratio:.2f} of the products' time (aim: at most {AIM})")
 
 
 def main() -> None:
@@ -206,6 +222,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=3, help="turns of all sides")
     parser.add_argument("--full", action="store_true", help="up to 65,536 tokens")
+    parser.add_argument("--quick", action="store_true", help="512 tokens, and nothing is written")
     given = parser.parse_args()
     torch.set_num_threads(1)
     machine = torch.cuda.get_device_name() if given.device == "cuda" else f"{processor()}, one thread"
@@ -218,13 +235,17 @@ def main() -> None:
         "machine": machine,
         "versions": {name: metadata.version(name) for name in ("torch", "triton", "millrace")},
         "dtype": "bfloat16" if given.device == "cuda" else "float32",
+        "repeats": given.repeats,
+        "aim_over_products": AIM,
         "cases": [],
     }
     RESULTS.mkdir(exist_ok=True)
     name = "logprob_cuda.json" if given.device == "cuda" else "logprob.json"
-    for size in cases(given.device, given.full):
+    for size in cases(given.device, given.full, given.quick):
         written["cases"].append(measure(size, given.device, given.repeats))
         show(written["cases"][-1])
+        if given.quick:
+            continue
         # After each case, so that a run that is cut short keeps what it measured.
         (RESULTS / name).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 

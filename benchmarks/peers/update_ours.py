@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from products import Call, product, quickest
 from torch import Tensor, nn
 from update import serve
 from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRADIENT_NORM, Sample, batch
@@ -16,6 +16,7 @@ from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRADIENT_NORM, Sample, b
 from millrace.algorithms.weights import token_mean
 from millrace.config.methods import PpoClipLoss
 from millrace.data.batch import Batch
+from millrace.data.beginnings import common_beginnings
 from millrace.data.packing import pack
 from millrace.models.load import load_model
 from millrace.orchestration.methods import build_loss
@@ -66,30 +67,40 @@ class Ours:
 
 
 class Products:
-    """What no update of the tokens can do without: each weight's product and both its gradients, by torch."""
+    """What no update of the tokens can do without: each weight's product and both its gradients.
+
+    Tokens that samples begin with together count once, since they have to be computed once only. Each product
+    is by the quickest of torch's ways.
+    """
 
     def __init__(self, folder: str, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
         model = load_model(folder, dtype=getattr(torch, dtype))
         found = packed(batch())
         num_drawn = int(found.action_mask_T.sum())
-        self._given: list[tuple[Tensor, Tensor, Tensor]] = []
+        shared = common_beginnings(found.token_T, found.length_B)
+        num_tokens = found.num_tokens if shared is None else len(shared.kept_S)
+        self._calls: list[Call] = []
         for module in model.modules():
             if isinstance(module, nn.Linear):
-                weight_ND = module.weight.detach()
-                num_rows = num_drawn if module is model.get_output_embeddings() else found.num_tokens
-                sizes = (num_rows, weight_ND.shape[1]), (num_rows, weight_ND.shape[0])
-                x_MD, slope_MN = (torch.randn(size).to(weight_ND.dtype) for size in sizes)
-                self._given.append((x_MD, weight_ND, slope_MN))
+                num_rows = num_drawn if module is model.get_output_embeddings() else num_tokens
+                self._calls += _products(module.weight.detach(), num_rows)
 
-    @torch.no_grad()
     def step(self) -> tuple[float, float]:
         """All products; there is no loss."""
-        for x_MD, weight_ND, slope_MN in self._given:
-            F.linear(x_MD, weight_ND)
-            slope_MN @ weight_ND
-            slope_MN.T @ x_MD
+        for call in self._calls:
+            call()
         return math.nan, math.nan
+
+
+def _products(weight_ND: Tensor, num_rows: int) -> list[Call]:
+    """The products x W^T, dy W and dy^T x of so many rows."""
+    x_MD, slope_MN = (torch.randn(num_rows, size).to(weight_ND) for size in reversed(weight_ND.shape))
+    return [
+        product(x_MD, weight_ND),
+        quickest([lambda: slope_MN @ weight_ND, product(slope_MN, weight_ND.T)]),
+        quickest([lambda: slope_MN.T @ x_MD, product(slope_MN.T, x_MD.T)]),
+    ]
 
 
 if __name__ == "__main__":

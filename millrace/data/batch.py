@@ -1,6 +1,6 @@
 """The packed container: one row of `T` tokens, no padding anywhere.
 
-T = packed tokens, B = segments (one trajectory each).
+T = packed tokens, B = segments (one trajectory each), L = layers with a router, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.data.beginnings import LEAST_SHARE
+from millrace.data.dealing import deal
 from millrace.kernels.token_logprob import Supports, runs
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Segments laid end to end. Every field is a column [T]; `None` fields were not computed.
+    """Segments laid end to end. Every field is a column [T, ...]; `None` fields were not computed.
 
     Attributes:
         token_T: int64 token ids.
@@ -37,6 +40,8 @@ class Batch:
         return_T: float32, what the critic learns; 0 likewise.
         correction_T: float32, factor of the token's policy loss (importance weight, 0 where rejected).
         selected_T: bool, tokens the policy loss treats apart (Clip-Cov, KL-Cov).
+        expert_TLK: int16, the experts that the sampler's layers sent each token to; -1 for a token that it
+            did not compute, as the last one it drew.
         support: the tokens that each chosen token was drawn among, which every log-probability of it is taken
             over; None where no draw was truncated. It is indexed by T.
     """
@@ -56,6 +61,7 @@ class Batch:
     return_T: Tensor | None = None
     correction_T: Tensor | None = None
     selected_T: Tensor | None = None
+    expert_TLK: Tensor | None = None
     support: Supports | None = None
 
     @property
@@ -125,24 +131,35 @@ class Batch:
             )
         return self.select(self.deal(world)[rank])
 
-    def deal(self, world: int, *, even_tokens: float = math.inf) -> list[list[int]]:
+    def deal(self, world: int, *, even_tokens: float = math.inf, sharing: bool = False) -> list[list[int]]:
         """The segments of each of `world` ranks, dealt so that their work is even; some may get none.
 
-        A segment of n tokens costs n + n^2 / even_tokens. The most expensive are dealt first, each to the
-        rank with the least work.
+        A segment of n tokens costs c(n) = n + n^2 / even_tokens; see `data.dealing` for who gets it.
 
         Args:
             world: ranks.
             even_tokens: length at which attending costs as much as everything else.
+            sharing: whether a rank computes once what segments begin with together. Then a prompt of n tokens
+                costs c(n) once on each rank that has samples of it.
         """
-        held: list[list[int]] = [[] for _ in range(world)]
-        load = [0.0] * world
-        work = [length + length**2 / even_tokens for length in self.length_B.tolist()]
-        for b in sorted(range(len(work)), key=lambda b: (-work[b], b)):
-            to = min(range(world), key=lambda r: (load[r], r))
-            held[to].append(b)
-            load[to] += work[b]
-        return [sorted(segments) for segments in held]
+        length = self.length_B.tolist()
+        work = [n + n**2 / even_tokens for n in length]
+        if not sharing:
+            return deal(work, [0.0] * len(work), range(len(work)), world)
+        prompts = self._prompts()
+        saved = [
+            len(prompt) + len(prompt) ** 2 / even_tokens if len(prompt) >= LEAST_SHARE * n else 0.0
+            for prompt, n in zip(prompts, length, strict=True)
+        ]
+        return deal(work, saved, [prompt.tobytes() for prompt in prompts], world)
+
+    def _prompts(self) -> list[np.ndarray]:
+        """The tokens of each segment before the first chosen one; all of one without any."""
+        mask_T, length_B = self.action_mask_T, self.length_B
+        first_B = length_B.scatter_reduce(0, self.segment_T[mask_T], self.position_T[mask_T], "amin")
+        token_T, start_B = self.token_T.cpu().numpy(), length_B.cumsum(0) - length_B
+        spans = zip(start_B.tolist(), first_B.tolist(), strict=True)
+        return [token_T[start : start + first] for start, first in spans]
 
     def places(self, segments: list[int]) -> Tensor:
         """Where the tokens of the named segments stand in this batch, in the order given."""

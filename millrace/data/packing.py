@@ -29,8 +29,8 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
         trajectories: each with an outcome that did not fail.
 
     Raises:
-        ValueError: there are none, one was not scored, one begins with a token of the policy's own, or the
-            support of a token is empty.
+        ValueError: there are none, one was not scored, one begins with a token of the policy's own, the
+            support of a token is empty, or experts are known of some trajectories only or of other tokens.
     """
     if not trajectories:
         raise ValueError("there are no trajectories to pack")
@@ -70,6 +70,7 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
         reward_T=reward_T,
         advantage_T=torch.zeros(len(mask)),
         weight_T=torch.zeros(len(mask)),
+        expert_TLK=_experts(trajectories),
         support=_supports(trajectories),
     )
 
@@ -141,10 +142,10 @@ def without_twins(batch: Batch) -> Batch:
 def once_each(batch: Batch) -> tuple[Batch, Tensor]:
     """Each sequence of tokens once, and for every token of `batch` its place among them, [T].
 
-    What a model says of a token depends on the sequence and the token's support alone, so it is asked once:
-    `scores_T[place_T]`.
+    What a model says of a token depends on the sequence, on the experts it is sent to and on the token's
+    support alone, so it is asked once: `scores_T[place_T]`.
     """
-    twin_of = torch.tensor(_twins(batch, ("token_T", "action_mask_T")))
+    twin_of = torch.tensor(_twins(batch, ("token_T", "action_mask_T", "expert_TLK")))
     kept_B, rank_B = twin_of.unique(return_inverse=True)
     small = batch.select(kept_B.tolist())
     return small, _starts(small)[rank_B[batch.segment_T]] + batch.position_T
@@ -184,6 +185,31 @@ def _positions(lengths: Sequence[int]) -> Tensor:
 def _logprobs(drawn: Completion) -> np.ndarray:
     """Log-probabilities of the drawn tokens over what they were drawn among."""
     return drawn.logprobs if drawn.support is None else drawn.logprobs - drawn.support.log_mass
+
+
+def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """The experts of each token, [T, L, K]; None where they were not recorded.
+
+    Raises:
+        ValueError: they were for some trajectories only, or a record is of other tokens.
+    """
+    # The last turn's prompt is all that was before it.
+    records = [trajectory.turns[-1].completion.experts for trajectory in trajectories]
+    known = [record for record in records if record is not None]
+    if not known:
+        return None
+    if len(known) < len(records):
+        raise ValueError(
+            f"of {len(records)} trajectories only {len(known)} say which experts their tokens went to; let "
+            "every engine record them, or none"
+        )
+    for record, trajectory in zip(known, trajectories, strict=True):
+        if len(record) != trajectory.num_tokens:
+            raise ValueError(
+                f"a trajectory has {trajectory.num_tokens} tokens, and its last completion says of "
+                f"{len(record)} which experts they went to"
+            )
+    return torch.from_numpy(np.concatenate(known))
 
 
 def _supports(trajectories: Sequence[Trajectory]) -> Supports | None:

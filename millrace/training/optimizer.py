@@ -4,32 +4,71 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from millrace.models.fsdp import local
+from millrace.models.load import ModelError
 from millrace.protocols import StepReport
 
 # Groups of weights -> the norm of the gradient of each.
 Norms = Callable[[Sequence[Sequence[nn.Parameter]]], list[float]]
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+# A weight of fewer numbers keeps float32 moments where others have 8-bit ones.
+LEAST_NUMBERS = 4096
+# Of an optimizer's state, what is the same for every weight and always.
+_CONSTANT = ("qmap1", "qmap2")
 
 
-def adamw(model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step."""
+def adamw(
+    model: nn.Module, *, betas: tuple[float, float], weight_decay: float, eight_bit: bool = False
+) -> torch.optim.Optimizer:
+    """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step.
+
+    Args:
+        model: whose weights it moves.
+        betas: decay of the two moments.
+        weight_decay: of matrices.
+        eight_bit: keep moments as 8-bit codes; see `training.eight_bit`, and `check_eight_bit` beforehand.
+    """
     parameters = list(model.parameters())
     groups = [
         {"kind": "matrices", "params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"kind": "vectors", "params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if eight_bit:
+        from millrace.training.eight_bit import EightBitAdamW
+
+        return EightBitAdamW(groups, lr=0.0, betas=betas, min_8bit_size=LEAST_NUMBERS)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
 
 
+def check_eight_bit(weights: Iterable[Tensor]) -> None:
+    """Whether 8-bit moments can be had for these weights, and for any of them.
+
+    Raises:
+        ModelError: the library is missing, weights are wider than what it computes in, or all are too small.
+    """
+    weights, key = list(weights), "policy.optimizer.eight_bit"
+    if find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"{key} needs a package that is not installed; run `pip install 'millrace[bitsandbytes]'` or "
+            f"remove {key}"
+        )
+    if any(weight.dtype == torch.float64 for weight in weights):
+        raise ModelError(f"{key} computes in float32, and precision is float64; remove one of them")
+    if all(weight.numel() < LEAST_NUMBERS for weight in weights):
+        raise ModelError(
+            f"{key} has no effect: it leaves weights of fewer than {LEAST_NUMBERS} numbers as they are, and "
+            "no weight that learns has more; remove it"
+        )
+
+
 def optimizer_step(
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     *,
     learning_rate: float,
     max_gradient_norm: float,
@@ -69,9 +108,11 @@ def optimizer_step(
         for group in groups:
             group["lr"] = learning_rate
         optimizer.step()
-        for group in groups:
-            for parameter in group["params"]:
-                _put_update(parameter, optimizer.state[parameter], group)
+        # The one with 8-bit moments has put its updates there by itself.
+        if isinstance(optimizer, torch.optim.AdamW):
+            for group in groups:
+                for parameter in group["params"]:
+                    _put_update(parameter, optimizer.state[parameter], group)
         found |= _named("update_norm", groups, norms(rows))
     optimizer.zero_grad(set_to_none=True)
     return StepReport(skipped=not finite, gradient_norm=norm, learning_rate=learning_rate, metrics=found)
@@ -102,24 +143,28 @@ def _named(what: str, groups: Sequence[Mapping[str, Any]], values: Sequence[floa
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state by `moment/weight name`, as this rank keeps it; empty before the first step."""
+    """The optimizer's state by `kind/weight name`, as this rank keeps it; empty before the first step."""
     # Where pipeline stages hold a tied weight apart, both of its states are equal and go by one name.
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     return {
-        f"{moment}/{tied.get(name, name)}": optimizer.state[parameter][moment]
+        f"{kind}/{tied.get(name, name)}": tensor
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
-        for moment in _MOMENTS
+        for kind, tensor in optimizer.state[parameter].items()
+        if kind not in _CONSTANT
     }
 
 
 def start_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Give an optimizer the state it has before its first step, to be filled; as `optimizer_tensors`."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if isinstance(optimizer, torch.optim.AdamW):
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+            else:
+                cast(Any, optimizer).init_state(group, parameter, group_index, index)
     return optimizer_tensors(optimizer, model)

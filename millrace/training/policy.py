@@ -1,20 +1,23 @@
 """The policy trainer: accumulate `(loss_T * weight_T).sum()` over micro-batches, then step.
 
-N = chosen tokens in packed order, M = some of them, D = model width.
+N = chosen tokens in packed order, M = some of them, D = model width, L = layers with a router, E = experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import Head, token_divergence, token_logprob
-from millrace.models.adapters import merged_tensors, without_adapter
+from millrace.models.adapters import without_adapter
 from millrace.models.load import Model
 from millrace.models.logprobs import output_head
+from millrace.models.replay import Routing
+from millrace.models.routing import load_metrics
 from millrace.protocols import StepReport
 from millrace.training.objective import Objective, Predicted
 from millrace.training.optimizer import optimizer_step
@@ -29,7 +32,7 @@ class PolicyTrainer:
         self,
         model: Model,
         objective: Objective,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         *,
         learning_rate: Callable[[int], float],
         temperature: float,
@@ -38,6 +41,7 @@ class PolicyTrainer:
         version: int = 0,
         spread: Spread | None = None,
         reference: ModelScorer | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """A trainer whose first step makes version `version + 1`.
 
@@ -52,25 +56,35 @@ class PolicyTrainer:
             version: optimizer steps already done.
             spread: how the model lies on several ranks; None for this rank alone.
             reference: whom the divergence over the whole vocabulary is taken from, where the loss has it.
+            routing: of a mixture of experts: what is done with a batch's record of where its tokens went.
+                The balance is that of the tokens of one `forward_backward`.
         """
         self.model = model
         self._spread = spread or Spread(model)
         self.optimizer = optimizer
         self.version = version
         self.num_attempts = 0
-        self.scorer = ModelScorer(model, temperature=temperature, max_tokens=max_tokens, spread=self._spread)
+        self.scorer = ModelScorer(
+            model, temperature=temperature, max_tokens=max_tokens, spread=self._spread, routing=routing
+        )
         self._objective = objective
         self._learning_rate = learning_rate
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._max_gradient_norm = max_gradient_norm
-        self._reference = reference
+        self._reference, self._routing = reference, routing
+        self._load_LE: Tensor | None = None
         self._totals: dict[str, float] = {}
         self._weight = 0.0
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradient of one packed batch, micro-batch by micro-batch; see `protocols.Trainer`."""
-        reading = Reading(predicting, self._numbers, 2 if self._reference is None else 3)
+        routing = self._routing
+        if routing is not None:
+            load_LE = routing.load(batch.expert_TLK)
+            routing = replace(routing, load_LE=load_LE)
+            self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
+        reading = Reading(predicting, self._numbers, 2 if self._reference is None else 3, routing)
         number_KT = self._spread.learn(batch, self._max_tokens, reading, self._loss)
         predicted = self._predicted(tuple(number_KT[:, predicting(batch)]))
         with torch.no_grad():
@@ -104,7 +118,11 @@ class PolicyTrainer:
         return (loss_N * micro.weight_T[micro.action_mask_T]).sum()
 
     def optim_step(self) -> StepReport:
-        """Move the weights, or leave them where the gradient is not finite; see `protocols.Trainer`."""
+        """Move the weights, or leave them where the gradient is not finite; see `protocols.Trainer`.
+
+        The biases by which routers balance their choice move with them.
+        """
+        load_LE = self._load_LE
         report = optimizer_step(
             self.optimizer,
             learning_rate=self._learning_rate(self.num_attempts),
@@ -112,6 +130,13 @@ class PolicyTrainer:
             metrics=self._take(),
             norms=self._spread.gradient_norms,
         )
+        if (
+            self._routing is not None
+            and self._routing.bias_step
+            and load_LE is not None
+            and not report.skipped
+        ):
+            self._routing.routers.move_biases(load_LE, step=self._routing.bias_step)
         self.version += not report.skipped
         self.num_attempts += 1
         return report
@@ -126,13 +151,15 @@ class PolicyTrainer:
 
         All ranks ask in step.
         """
-        return merged_tensors(self.model) if self._spread.alone else self._spread.named_tensors()
+        return self._spread.named_tensors()
 
     def _take(self) -> dict[str, float]:
         """The metrics since the last step: the loss, and means over the shares that were trained on."""
         shared = self._weight or 1.0
         metrics = {name: total if name == "loss" else total / shared for name, total in self._totals.items()}
-        self._totals, self._weight = {}, 0.0
+        if self._load_LE is not None:
+            metrics |= load_metrics(self._load_LE)
+        self._totals, self._weight, self._load_LE = {}, 0.0, None
         return metrics
 
 
@@ -141,9 +168,9 @@ class BaseScorer(ModelScorer):
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         """As `ModelScorer.hidden`, of the base alone and without gradient."""
-        with torch.no_grad(), without_adapter(self._model):
+        with torch.no_grad(), without_adapter(self.model):
             return super().hidden(batch)
 
     def _read(self, batch: Batch, numbers: Callable[..., tuple[Tensor, ...]]) -> Tensor:
-        with without_adapter(self._model):
+        with without_adapter(self.model):
             return super()._read(batch, numbers)

@@ -77,7 +77,7 @@ def pair_accuracy(model: Model, pairs: Sequence[Rows], *, max_tokens: int) -> fl
 
 def preference_step(
     model: Model,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     pairs: Sequence[Rows],
     *,
     learning_rate: float,

@@ -11,6 +11,7 @@ from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import Head, token_logprob, token_squares
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_hidden, output_head
+from millrace.models.replay import Routing
 from millrace.training.spread import Reading, Spread, Which, at_chosen, predicting
 
 
@@ -18,10 +19,19 @@ class ModelScorer:
     """Log-probabilities of chosen tokens under a model's present weights, without gradient.
 
     Over the batch's supports where it has them, so that ratios and divergences compare like with like.
+
+    Attributes:
+        model: whose weights they are.
     """
 
     def __init__(
-        self, model: Model, *, temperature: float, max_tokens: int, spread: Spread | None = None
+        self,
+        model: Model,
+        *,
+        temperature: float,
+        max_tokens: int,
+        spread: Spread | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """A scorer over `model`.
 
@@ -30,11 +40,13 @@ class ModelScorer:
             temperature: the sampler's.
             max_tokens: tokens of one forward.
             spread: how the model lies on several ranks; None for this rank alone.
+            routing: what the model's routers do with a batch's record of experts; None leaves them alone.
         """
-        self._model = model
+        self.model = model
         self._spread = spread or Spread(model)
         self._temperature = temperature
         self._max_tokens = max_tokens
+        self._routing = routing
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of each chosen token, [T]; 0 elsewhere."""
@@ -46,10 +58,11 @@ class ModelScorer:
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         """The final hidden states that the chosen tokens are predicted from, [N, D], and the output head."""
-        return chosen_hidden(self._model, batch)[0], output_head(self._model)
+        return chosen_hidden(self.model, batch)[0], output_head(self.model)
 
     def _read(self, batch: Batch, numbers: Callable[..., tuple[Tensor, ...]]) -> Tensor:
-        (number_T,) = self._spread.read(batch, self._max_tokens, Reading(predicting, numbers, 1))
+        reading = Reading(predicting, numbers, 1, self._routing)
+        (number_T,) = self._spread.read(batch, self._max_tokens, reading)
         return at_chosen(batch, number_T).float()
 
     def _logprob(self, model: Model, micro: Batch, which: Which, hidden_MD: Tensor) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ class ValueTrainer:
     def __init__(
         self,
         model: Model,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         *,
         learning_rate: Callable[[int], float],
         clip: float | None,

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
+from millrace.data.packing import pack_demonstrations
 
 LENGTHS = [3, 5, 2, 4, 1]
 
@@ -152,6 +154,24 @@ def test_work_is_dealt_by_what_attention_costs() -> None:
     # 8 + 8 = 16 and 5 + 3.125 = 8.125.
     assert long.deal(2, even_tokens=8.0) == [[0, 3], [1, 2]]
     assert long.deal(6) == [[0], [1], [2], [3], [], []]
+
+
+def test_a_prompt_costs_once_on_each_rank_where_it_is_most_of_its_samples() -> None:
+    """Four samples of one prompt, four of another; without sharing they are dealt in turns."""
+    pairs = [([prompt] * 6, [8, 9, prompt]) for prompt in (1, 1, 1, 2, 2, 2, 2, 1)]
+    batch = pack_demonstrations(pairs, token_mean)
+    assert batch.deal(2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert batch.deal(2, sharing=True) == [[0, 1, 2, 7], [3, 4, 5, 6]]
+    # A prompt of a tenth of its samples is computed for each of them.
+    longer = pack_demonstrations([(prompt, answer * 18) for prompt, answer in pairs], token_mean)
+    assert longer.deal(2, sharing=True) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_segment_without_a_chosen_token_is_a_prompt_of_its_own() -> None:
+    batch = pack_demonstrations([([1] * 6, [2, 3])] * 4, token_mean)
+    batch.action_mask_T[8:16] = False
+    # 8 of the second; 8, and 2 for each more, of the others, which together are more than the even 10.
+    assert batch.deal(2, sharing=True) == [[0, 2, 3], [1]]
 
 
 def test_places_say_where_the_tokens_of_segments_stand() -> None:

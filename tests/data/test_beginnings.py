@@ -38,6 +38,17 @@ def test_of_twins_one_is_computed_and_of_prompts_within_prompts_the_rest() -> No
     )
 
 
+def test_tokens_that_go_to_other_experts_are_not_the_same() -> None:
+    token_T, length_B = torch.tensor([5, 6, 7, 5, 6, 7]), torch.tensor([3, 3])
+    expert_TLK = torch.tensor([[0, 1], [2, 3], [1, 0], [0, 1], [2, 4], [1, 0]], dtype=torch.int16)[:, None]
+    found = common_beginnings(token_T, length_B, expert_TLK)
+    assert found is not None
+    assert (found.kept_S.tolist(), found.first_B.tolist()) == ([0, 1, 2, 4, 5], [0, 1])
+    expert_TLK[4] = expert_TLK[1]
+    whole = common_beginnings(token_T, length_B, expert_TLK)
+    assert whole is not None and whole.kept_S.tolist() == [0, 1, 2]
+
+
 def test_tokens_after_others_are_not_shared_nor_is_a_small_part_of_a_segment() -> None:
     assert shared([1, 2, 3], [2, 2, 3]) is None
     assert shared([4]) is None

@@ -17,7 +17,10 @@ from tests.close import close_fp32, close_fp64
 from tests.data.pieces import weighed
 
 Weights = Callable[[Tensor, Tensor], Tensor]
-OPTIONAL = ("reference_logprob_T", "proximal_logprob_T", "value_T", "return_T", "correction_T", "selected_T")
+OPTIONAL = (
+    *("reference_logprob_T", "proximal_logprob_T", "value_T", "return_T", "correction_T", "selected_T"),
+    "expert_TLK",
+)
 
 
 def completion(tokens: Sequence[int], version: int) -> Completion:
@@ -44,7 +47,7 @@ def test_turns_are_laid_end_to_end_with_what_the_engine_said() -> None:
     assert batch.reward_T.tolist() == [0, 0, 0, 0, 0, 0.5, 0, -1.0]
     # Not known before they are estimated.
     assert batch.advantage_T.tolist() == batch.weight_T.tolist() == [0] * 8
-    assert [getattr(batch, name) for name in OPTIONAL] == [None] * 6
+    assert [getattr(batch, name) for name in OPTIONAL] == [None] * 7
 
 
 def test_a_batch_has_the_types_the_container_promises() -> None:
@@ -209,6 +212,7 @@ def filled(batch: Batch) -> Batch:
     """With every optional field, equal for twins."""
     columns = {name: of_tokens(batch, salt) for salt, name in enumerate(OPTIONAL)}
     columns["selected_T"] = columns["selected_T"] > 3.5
+    columns["expert_TLK"] = columns["expert_TLK"].mul(7).short()[:, None, None].expand(-1, 2, 3).clone()
     return replace(batch, **columns)
 
 
@@ -230,7 +234,51 @@ def test_each_sequence_is_looked_at_once_whatever_else_differs() -> None:
     assert small.token_T.tolist() == [1, 2, 3, 4, 1, 5, 6, 7, 1, 2, 4, 3]
     assert small.action_mask_T.nonzero()[:, 0].tolist() == [2, 3, 5, 6, 7, 10, 11]
     assert place_T.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3]
-    assert [getattr(small, name) is None for name in OPTIONAL] == [False] * 6
+    assert [getattr(small, name) is None for name in OPTIONAL] == [False] * 7
+
+
+def test_a_sequence_that_went_to_other_experts_is_another() -> None:
+    batch = filled(twins())
+    assert batch.expert_TLK is not None
+    assert once_each(batch)[0].num_segments == 3
+    batch.expert_TLK[10, 1, 2] += 1
+    assert once_each(batch)[0].num_segments == 4
+
+
+def routed(made: Trajectory, num_tokens: int | None) -> Trajectory:
+    """With a record of so many tokens in its last turn: token t goes to expert t; the last one to none."""
+    if num_tokens is None:
+        return made
+    experts = np.arange(num_tokens, dtype=np.int16)[:, None, None].repeat(2, 1)
+    experts[-1] = -1
+    *before, last = made.turns
+    return replace(made, turns=(*before, replace(last, completion=replace(last.completion, experts=experts))))
+
+
+def test_the_last_turn_says_where_all_tokens_went() -> None:
+    two_turns = routed(trajectory(([1, 2], [3], 4), ([5], [6, 7], 9)), 6)
+    batch = pack([two_turns, routed(trajectory(([8], [10], 2)), 2)])
+    assert batch.expert_TLK is not None
+    assert (batch.expert_TLK.dtype, batch.expert_TLK.shape) == (torch.int16, (8, 2, 1))
+    assert batch.expert_TLK[:, 1, 0].tolist() == [0, 1, 2, 3, 4, -1, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("counts", "sentence"),
+    [
+        (
+            (3, None),
+            "of 2 trajectories only 1 say which experts their tokens went to; let every engine record",
+        ),
+        ((3, 2), "has 3 tokens, and its last completion says of 2 which experts they went to"),
+    ],
+)
+def test_a_record_of_some_or_of_other_tokens_is_an_error(
+    counts: tuple[int, int | None], sentence: str
+) -> None:
+    given = [routed(trajectory(([1], [2, 3], 0)), count) for count in counts]
+    with pytest.raises(ValueError, match=sentence):
+        pack(given)
 
 
 def test_what_is_said_of_each_sequence_once_reaches_every_token() -> None:

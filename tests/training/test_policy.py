@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.algorithms import kl, ratios, weights
 from millrace.config import methods as words
-from millrace.config.settings import PolicyConfig
+from millrace.config.sections import PolicyConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import pack_demonstrations
 from millrace.models.logprobs import chosen_logprobs

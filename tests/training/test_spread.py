@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
 from millrace.data.beginnings import common_beginnings
+from millrace.data.packing import pack_demonstrations
+from millrace.models.fused import set_deterministic
 from millrace.models.heads import scalar_model
+from millrace.models.mesh import Mesh
+from millrace.planner.layout import Layout
 from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
+from millrace.training.spread import Spread
 from millrace.training.value import ValueTrainer
 from tests.close import close_fp32
 from tests.data.pieces import random_tree, truncated
@@ -61,8 +67,8 @@ def test_what_segments_share_is_computed_once_and_changes_no_number(
 ) -> None:
     calls = []
 
-    def counted(token_T: Tensor, length_B: Tensor):
-        calls.append(common_beginnings(token_T, length_B))
+    def counted(*row: Tensor):
+        calls.append(common_beginnings(*row))
         return calls[-1]
 
     for seed in range(3):
@@ -79,3 +85,26 @@ def test_what_segments_share_is_computed_once_and_changes_no_number(
                 for ours, theirs in zip(found, expected, strict=True):
                     close_fp32(ours, theirs, rtol=1e-4, atol=1e-5)
     assert len(calls) > 12 and sum(call is not None for call in calls) > 6
+
+
+@pytest.mark.parametrize(
+    ("layout", "exact", "together"),
+    [
+        (Layout(dp_shard=2), False, True),
+        (Layout(dp_replicate=2, tp=2), False, True),
+        (Layout(dp_shard=2, cp=2), False, False),
+        (Layout(dp_shard=2, pp=2), False, False),
+        (Layout(dp_shard=2), True, False),
+    ],
+)
+def test_samples_of_a_prompt_stay_on_a_rank_where_they_share_it(layout: Layout, exact: bool, together: bool):
+    """Four samples of each of two prompts, equally long; without sharing, ranks get them in turns."""
+    batch = pack_demonstrations([([1 + b // 4] * 6, [8 + b, 9]) for b in range(8)], token_mean)
+    model = tiny_model("qwen3")
+    if exact:
+        set_deterministic(model)
+    # The first rank's share; nothing is computed, so nobody is asked.
+    spread = Spread(model, mesh=Mesh(layout, "cpu", None))
+    (micro,) = (micro for micro, _ in spread.micro_batches(batch, 1000))
+    drawn = micro.token_T[micro.position_T == 6].tolist()
+    assert drawn == ([8, 9, 10, 11] if together else [8, 10, 12, 14])

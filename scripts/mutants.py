@@ -34,9 +34,11 @@ from typing import Any
 TARGETS = (
     "millrace/algorithms/*.py",
     "millrace/kernels/*.py",
+    "millrace/data/dealing.py",
     "millrace/data/packing.py",
     "millrace/inference/scheduler.py",
-    "millrace/orchestration/buffer.py",
+    "millrace/orchestration/flow.py",
+    "millrace/orchestration/line.py",
 )
 ALLOWED = "tests/mutants_allowed.txt"
 NOT_RUN = (3, 4, 5)  # pytest's words for an internal error, a wrong command line, and no tests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from millrace.config.section import Section
 
@@ -30,12 +30,22 @@ class EngineConfig(Section):
         False, description="replay decode steps as CUDA graphs (written for CUDA, not yet measured on a GPU)"
     )
     block_size: PositiveInt = Field(16, description="tokens of a block of the paged cache")
+    processes: NonNegativeInt | None = Field(
+        None,
+        description="engines in processes of their own, which draw while the trainer trains; 0 draws in the "
+        "trainer's; null is 1 with flow.staleness above 0, else 0",
+    )
+    take_turns: bool = Field(
+        False,
+        description="trainer and engine share the device's memory in turns: what the trainer holds waits in "
+        "the host's memory while the engine samples (on a CPU in a file of the run folder)",
+    )
 
 
 def idle_engine(engine: EngineConfig) -> Iterator[str]:
     """One sentence for each setting that was given and can have no effect."""
     if engine.name == "reference":
-        for name in ("max_requests", "block_size", "cuda_graphs"):
+        for name in ("max_requests", "block_size", "cuda_graphs", "take_turns"):
             if name in engine.model_fields_set:
                 yield f"engine.{name} has no effect with engine.name reference; remove it"
     if engine.cache_tokens is not None and engine.cache_tokens < engine.block_size:

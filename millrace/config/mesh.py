@@ -16,6 +16,12 @@ UNDIVIDED = {
     "advantage kind token_baseline": ("tp",),
     "rollout.top_k": ("tp",),
     "rollout.top_p": ("tp",),
+    "model.adapter": ("tp", "pp"),
+    "policy.router_replay": ("tp", "pp", "cp"),
+    "policy.router_aux_coefficient": ("tp", "pp", "cp"),
+    "policy.router_bias_step": ("tp", "pp", "cp"),
+    # Its blocks lie over a weight's numbers as one rank has them.
+    "policy.optimizer.eight_bit": ("dp_shard", "dp_replicate", "tp", "pp", "cp"),
 }
 
 
@@ -59,13 +65,12 @@ class MeshConfig(Section):
         return self.dp_shard * self.dp_replicate * self.tp * self.pp * self.cp
 
 
-def idle_mesh(mesh: MeshConfig, *, precision: str, adapter: bool, used: Mapping[str, bool]) -> Iterator[str]:
+def idle_mesh(mesh: MeshConfig, *, precision: str, used: Mapping[str, bool]) -> Iterator[str]:
     """One sentence for each setting of the mesh that can have no effect, or does not go with another.
 
     Args:
         mesh: of the recipe.
         precision: of the weights.
-        adapter: whether one learns.
         used: which of `UNDIVIDED` the recipe uses.
     """
     for name, needs in (("sequence_parallel", "tp"), ("pp_chunks", "pp"), ("cp_kind", "cp")):
@@ -75,8 +80,6 @@ def idle_mesh(mesh: MeshConfig, *, precision: str, adapter: bool, used: Mapping[
         for name in ("compute", "reshard_after_forward", "offload", "checkpointing"):
             if getattr(mesh, name) != type(mesh).model_fields[name].default:
                 yield f"mesh.{name} has no effect with one rank; remove it, or raise mesh.dp_shard"
-    elif adapter:
-        yield "model.adapter trains on one rank only; remove it, or the settings of mesh that ask for more"
     for key, names in UNDIVIDED.items():
         for name in names:
             if used[key] and getattr(mesh, name) > 1:

@@ -1,7 +1,7 @@
 """RunConfig: every setting of a run, its meaning and its default, in one place.
 
-A setting has one home and one default: the field below that bears its name. How a recipe and overrides
-become a RunConfig stands in `recipe.py`.
+A setting has one home and one default: the field that bears its name, here or in the section's class. How a
+recipe and overrides become a RunConfig stands in `recipe.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    FiniteFloat,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from millrace.config.engine import EngineConfig, idle_engine
+from millrace.config.flow import FlowConfig, idle_flow
 from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig, idle_model
 from millrace.config.mesh import MeshConfig, idle_mesh
 from millrace.config.methods import (
@@ -30,140 +22,22 @@ from millrace.config.methods import (
     SCANNED,
     VALUED,
     AdvantageConfig,
-    CorrectionConfig,
     CriticConfig,
     GaeAdvantage,
     GroupAdvantage,
-    KlConfig,
-    LossConfig,
-    PpoClipLoss,
     with_default_kind,
 )
 from millrace.config.rewards import RewardConfig
 from millrace.config.section import Section
-
-
-class WarmupConfig(Section):
-    """Supervised training on demonstrations before reinforcement."""
-
-    steps: PositiveInt = Field(description="most optimizer steps")
-    sequences_per_step: PositiveInt = Field(128, description="demonstrations per optimizer step")
-    learning_rate: PositiveFloat = Field(
-        1e-3, description="peak learning rate of the warm-up's own optimizer"
-    )
-    gate: tuple[float, float] | None = Field(
-        None,
-        description="stop once held-out accuracy, seen at evaluation.every, is in this band; null runs all",
-    )
-
-    @model_validator(mode="after")
-    def _band(self) -> WarmupConfig:
-        if self.gate is not None and not 0 <= self.gate[0] < self.gate[1] <= 1:
-            raise ValueError(f"gate {list(self.gate)} is not a band of accuracies [low, high] within 0 and 1")
-        return self
-
-
-class RolloutConfig(Section):
-    """How the policy is sampled while it trains."""
-
-    prompts_per_step: PositiveInt = Field(32, description="prompts in a batch; each becomes a group")
-    samples_per_prompt: PositiveInt = Field(8, description="completions drawn for each prompt")
-    max_tokens: PositiveInt = Field(128, description="longest completion")
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature")
-    top_k: NonNegativeInt = Field(0, description="draw among the k most likely tokens; 0 is off")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw among the tokens that hold this mass; 1 is off")
-    stop: tuple[str, ...] = Field(
-        (), description="texts that end a completion, besides the end-of-text token"
-    )
-    refill_rounds: NonNegativeInt = Field(
-        0,
-        description="times new prompts replace groups whose rewards are all equal (DAPO's dynamic sampling)",
-    )
-    overlong_tokens: NonNegativeInt = Field(
-        0, description="over the last so many tokens of max_tokens the reward sinks by up to 1 (DAPO)"
-    )
-
-
-class OptimizerConfig(Section):
-    """AdamW and the schedule of its learning rate."""
-
-    learning_rate: PositiveFloat = Field(1e-6, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the first and second moments")
-    weight_decay: NonNegativeFloat = Field(
-        0.0, description="decoupled decay of matrices (not of norms and biases)"
-    )
-    max_gradient_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="shape after the ramp; linear and cosine end at a tenth of the peak"
-    )
-    ramp_steps: NonNegativeInt = Field(
-        0, description="optimizer steps over which the learning rate rises from 0"
-    )
-
-
-class PolicyConfig(Section):
-    """How a batch of scored groups becomes new weights."""
-
-    loss: LossConfig = Field(default_factory=PpoClipLoss, description="policy loss per token")
-    proximal: Literal["sampler", "recompute", "interpolate"] = Field(
-        "sampler",
-        description="what the ratio is taken to: the sampler's own log-probabilities, the trainer's before "
-        "the batch (decoupled PPO), or a mean of sampler and policy by version",
-    )
-    correction: CorrectionConfig | None = Field(
-        None, description="importance weight of proximal over sampler, after the clip; null is none"
-    )
-    kl: KlConfig | None = Field(None, description="penalty on the distance from the reference; null is none")
-    entropy_coefficient: FiniteFloat = Field(0.0, description="factor of an entropy bonus")
-    token_weights: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum", "fixed_length"] = (
-        Field("token_mean", description="how tokens share the loss of an optimizer step")
-    )
-    optimizer_steps_per_batch: PositiveInt = Field(
-        1, description="optimizer steps a batch of groups is divided into"
-    )
-    tokens_per_micro_batch: PositiveInt = Field(16_384, description="tokens in one forward and backward")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _default_loss(cls, value: Any) -> Any:
-        return with_default_kind(value, "policy.loss")
-
-
-class KernelConfig(Section):
-    """Which implementation computes what has several; all give the same numbers."""
-
-    scan: Literal["auto", "loop", "chunked", "numba", "triton"] = Field(
-        "auto", description="of returns and advantages per token; auto is the fastest for the device"
-    )
-
-
-class EvaluationConfig(Section):
-    """Greedy accuracy on held-out prompts, before, during and after."""
-
-    every: PositiveInt = Field(
-        20, description="batches (in the warm-up: optimizer steps) between evaluations"
-    )
-
-
-class CheckpointConfig(Section):
-    """What is kept to resume from and to load."""
-
-    every: PositiveInt = Field(
-        50, description="batches (in the warm-up: optimizer steps) between checkpoints"
-    )
-    keep: PositiveInt = Field(2, description="newest checkpoints kept, the best one besides")
-
-
-class LimitConfig(Section):
-    """When a run that goes wrong stops."""
-
-    nonfinite_steps: PositiveInt = Field(
-        5, description="optimizer steps in a row without a finite gradient, then stop"
-    )
-    failed_rewards: float = Field(
-        0.2, ge=0, le=1, description="share of a batch whose rewards may fail, else stop"
-    )
+from millrace.config.sections import (
+    CheckpointConfig,
+    EvaluationConfig,
+    KernelConfig,
+    LimitConfig,
+    PolicyConfig,
+    RolloutConfig,
+    WarmupConfig,
+)
 
 
 class RunConfig(Section):
@@ -183,6 +57,9 @@ class RunConfig(Section):
         "float32", description="dtype of the weights"
     )
     threads: NonNegativeInt = Field(0, description="CPU threads; 0 takes every core this process may use")
+    profile_steps: tuple[PositiveInt, ...] = Field(
+        (), description="batches of reinforcement that torch's profiler records, in the run's folder profile"
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
         ("tensorboard",), description="where metrics go besides metrics.jsonl"
     )
@@ -194,6 +71,9 @@ class RunConfig(Section):
     warmup: WarmupConfig | None = Field(None, description="supervised training first; null starts at once")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how the policy is sampled")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="what draws completions")
+    flow: FlowConfig = Field(
+        default_factory=FlowConfig, description="how far sampling runs ahead of training"
+    )
     rewards: tuple[RewardConfig, ...] = Field(
         description="what an answer is worth: the sum of these", min_length=1
     )
@@ -238,14 +118,25 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         "advantage kind token_baseline": config.advantage.kind == "token_baseline",
         "rollout.top_k": config.rollout.top_k > 0,
         "rollout.top_p": config.rollout.top_p < 1,
+        "model.adapter": config.model.adapter is not None,
+        "policy.router_replay": config.policy.router_replay,
+        "policy.router_aux_coefficient": config.policy.router_aux_coefficient > 0,
+        "policy.router_bias_step": config.policy.router_bias_step > 0,
+        "policy.optimizer.eight_bit": config.policy.optimizer.eight_bit,
     }
-    adapter = config.model.adapter is not None
-    found += idle_mesh(config.mesh, precision=config.precision, adapter=adapter, used=used)
+    found += idle_mesh(config.mesh, precision=config.precision, used=used)
     if config.deterministic and config.engine.name == "reference":
         found.append("deterministic needs engine.name paged; remove one of them")
     if config.steps == 0:
         return [*found, *_idle_without_reinforcement(config)]
-    return [*found, *_idle_sampling(config), *_idle_advantage(config), *_idle_policy(config)]
+    found += idle_flow(config.flow, corrected=config.policy.correction is not None)
+    return [
+        *found,
+        *_idle_ahead(config),
+        *_idle_sampling(config),
+        *_idle_advantage(config),
+        *_idle_policy(config),
+    ]
 
 
 def _idle_inputs(config: RunConfig) -> Iterator[str]:
@@ -283,12 +174,29 @@ def _idle_without_reinforcement(config: RunConfig) -> Iterator[str]:
     if config.warmup is None:
         yield "steps is 0 and there is no warmup, so nothing would be trained; set one of them"
     supervised = {"tokens_per_micro_batch", "optimizer"}
-    idle = [f"policy.{name}" for name in PolicyConfig.model_fields if name not in supervised]
+    idle = [f"policy.{name}" for name in type(config.policy).model_fields if name not in supervised]
     idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
     idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
-    idle += [name for name in ("advantage", "critic", "kernels") if name in _given(config)]
+    idle += [name for name in ("advantage", "critic", "flow", "kernels") if name in _given(config)]
+    idle += ["profile_steps"] * bool(config.profile_steps)
     for key in idle:
         yield f"{key} has no effect because steps is 0 (supervised training alone); remove it"
+
+
+def _idle_ahead(config: RunConfig) -> Iterator[str]:
+    """Engines that draw while the trainer trains have processes of their own."""
+    ahead, processes = config.flow.staleness > 0, config.engine.processes
+    if ahead and processes == 0:
+        yield "flow.staleness above 0 needs engines in processes of their own; remove engine.processes 0"
+    if not (ahead or processes):
+        return
+    why = "flow.staleness above 0" if ahead else f"engine.processes {processes}"
+    if config.engine.name == "reference":
+        yield f"{why} needs engine.name paged; remove one of them"
+    if config.engine.take_turns:
+        yield f"engine.take_turns does not go with {why}, where nobody takes turns; remove one of them"
+    if config.mesh.num_ranks > 1:
+        yield f"{why} trains on one rank only; remove it, or the settings of mesh that ask for more"
 
 
 def _idle_sampling(config: RunConfig) -> Iterator[str]:
@@ -348,22 +256,24 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
 
 def _idle_policy(config: RunConfig) -> Iterator[str]:
     policy = config.policy
-    if policy.optimizer_steps_per_batch == 1:
-        # The first optimizer step after sampling has a ratio of 1, which no bound touches.
+    num_steps, staleness = policy.optimizer_steps_per_batch, config.flow.staleness
+    if num_steps == 1 and (staleness == 0 or policy.proximal == "recompute"):
+        # The first optimizer step after what the ratio is taken to has a ratio of 1, which no bound touches.
         for name in sorted(_given(policy.loss) - {"kind", *ACTING.get(policy.loss.kind, ())}):
             yield (
                 f"policy.loss.{name} has no effect with one optimizer step per batch, where nothing is "
                 "clipped; remove it, or raise policy.optimizer_steps_per_batch"
             )
-        if config.critic is not None and "clip" in _given(config.critic):
-            yield (
-                "critic.clip has no effect with one optimizer step per batch, where no value has moved; "
-                "remove it, or raise policy.optimizer_steps_per_batch"
-            )
-    if policy.proximal == "interpolate" and policy.optimizer_steps_per_batch < 3:
+    if num_steps == 1 and config.critic is not None and "clip" in _given(config.critic):
+        yield (
+            "critic.clip has no effect with one optimizer step per batch, where no value has moved; "
+            "remove it, or raise policy.optimizer_steps_per_batch"
+        )
+    if policy.proximal == "interpolate" and (staleness + 1) * num_steps < 3:
         yield (
             "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, "
-            "whose tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch"
+            "whose tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch "
+            "or flow.staleness"
         )
     if policy.proximal == "sampler" and policy.correction is not None:
         yield (

@@ -108,7 +108,7 @@ def check_steps(
             continue
         attempt = progress.attempts - len(reports) + number
         path = folder / f"{progress.checkpoint_name}-attempt-{attempt:06d}"
-        _keep_evidence(path, report, next(left))
+        _keep_evidence(path, next(left), {"gradient_norm": report.gradient_norm, **report.metrics})
         told = (
             "the gradient was not finite, so an optimizer step was skipped; its batch is in "
             f"{path}.safetensors"
@@ -122,6 +122,30 @@ def check_steps(
     return told
 
 
+def check_mismatch(
+    record: dict[str, float], batch: Batch | None, *, limit: float | None, folder: Path
+) -> str | None:
+    """A warning if the trainer finds its sampler's tokens too unlikely; the first such batch is kept.
+
+    Args:
+        record: of the batch just trained on.
+        batch: that one, packed.
+        limit: of `mismatch/k3`; None for none.
+        folder: for evidence.
+    """
+    found = record.get("mismatch/k3")
+    if limit is None or found is None or batch is None or found <= limit:
+        return None
+    path = folder / "mismatch"
+    if not path.with_suffix(".json").exists():
+        _keep_evidence(path, batch, {name: record[name] for name in record if name.startswith("mismatch/")})
+    return (
+        "trainer and sampler have come apart: mismatch/k3 has passed limits.mismatch_k3 = "
+        f"{limit:g}; the first batch is in {path}.safetensors. Compare mismatch/fresh_max: where that is "
+        "large the sampler computes with other weights or other arithmetic, else its tokens are too old"
+    )
+
+
 def check_accuracy(progress: Progress, accuracy: float) -> str | None:
     """A warning if the policy has collapsed since its best evaluation."""
     best = progress.eval_best
@@ -133,13 +157,18 @@ def check_accuracy(progress: Progress, accuracy: float) -> str | None:
     )
 
 
-def _keep_evidence(path: Path, report: StepReport, batch: Batch) -> None:
+def _keep_evidence(path: Path, batch: Batch, numbers: dict[str, float]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = ("token_T", "segment_T", "action_mask_T", "sampler_logprob_T", "advantage_T", "weight_T")
+    names = (
+        "token_T",
+        "segment_T",
+        "action_mask_T",
+        "sampler_logprob_T",
+        "version_T",
+        "advantage_T",
+        "weight_T",
+    )
     # Copies, because a file of tensors may not hold one twice.
     save_file({name: getattr(batch, name).clone() for name in names}, path.with_suffix(".safetensors"))
-    numbers = {
-        "gradient_norm": str(report.gradient_norm),
-        **{key: str(value) for key, value in report.metrics.items()},
-    }
-    path.with_suffix(".json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+    told = {key: str(value) for key, value in numbers.items()}
+    path.with_suffix(".json").write_text(json.dumps(told, indent=1), encoding="utf-8")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -19,7 +19,6 @@ from millrace.environments.single_turn import SingleTurn
 from millrace.inference.engine import PagedEngine
 from millrace.inference.reference import ReferenceEngine
 from millrace.models.adapters import merged, trained_weights
-from millrace.models.decoding import prepare
 from millrace.models.fused import set_deterministic
 from millrace.models.load import (
     Model,
@@ -29,20 +28,27 @@ from millrace.models.load import (
     load_model,
     num_parameters,
 )
+from millrace.models.mesh import Mesh
+from millrace.models.replay import Routing
+from millrace.models.routing import Routers
+from millrace.orchestration.apart import OneAtATime, num_processes, num_threads, start_engines
 from millrace.orchestration.companions import critic, reference, teacher
-from millrace.orchestration.memory import cache_tokens
+from millrace.orchestration.engines import engine_over
+from millrace.orchestration.lengths import longest_prompt, longest_sequence
 from millrace.orchestration.methods import build_control, build_method, build_objective
-from millrace.orchestration.parts import Parts, SetupError
+from millrace.orchestration.parts import Newest, Parts, SetupError
 from millrace.orchestration.ranks import Ranks
+from millrace.orchestration.runtime.processes import ProcessRuntime
 from millrace.orchestration.shared import SharedEngine, SharedReward
-from millrace.orchestration.trainable import choose_weights, save_policy
+from millrace.orchestration.trainable import check_base, choose_weights, save_policy
 from millrace.protocols import Engine, Reward
 from millrace.rewards.combine import CombinedReward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.training.kl_control import KlControl
+from millrace.training.loading import loaded
 from millrace.training.objective import Objective, imitation
-from millrace.training.optimizer import adamw
+from millrace.training.optimizer import adamw, check_eight_bit
 from millrace.training.policy import PolicyTrainer
 from millrace.training.reward_model import load_reward_model
 from millrace.training.schedule import learning_rate
@@ -54,6 +60,18 @@ if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
 
+class _Sampling(TypedDict):
+    """The fields of `Parts` that have to do with sampling."""
+
+    engine: Engine
+    sleeper: PagedEngine | None
+    runtime: ProcessRuntime | None
+    newest: Newest
+    transport: LocalTransport
+    reward: Reward
+    held: ExitStack
+
+
 def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> Parts:
     """Every part of a run as one rank has it, with the weights of `checkpoint` if there is one.
 
@@ -61,15 +79,17 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         ValueError: a DataError, ModelError, RewardError or SetupError that says what to change.
     """
     device, ranks = choose_device(config.device), ranks or Ranks()
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // neighbours))
+    torch.set_num_threads(num_threads(config))
     if checkpoint is None and config.model.path is not None:
         check_folder(config.model.path)
     split = read_split(config.data, seed=config.seed)
     saved = None if checkpoint is None else checkpoint / "model"
     tokenizer = _tokenizer(config, saved, split)
-    model, base = _policy(config, tokenizer, saved, device)
-    count = num_parameters(model)
+    mesh = mesh_of(config.mesh, device)
+    spread, sampled, base = _policy(config, tokenizer, saved, mesh, device)
+    model = spread.model
+    if config.policy.optimizer.eight_bit:
+        check_eight_bit(trained_weights(model))
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
     limit = longest_prompt(config, model)
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
@@ -77,37 +97,61 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
     demonstrations = {}
     if config.warmup:
-        longest = _longest_sequence(config, model)
+        longest = longest_sequence(config, model)
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
-    engine: Engine = build_engine(config, model, tokenizer)
-    reward = build_reward(config, device)
-    if ranks.size > 1:
-        engine, reward = SharedEngine(engine, ranks), SharedReward(reward, ranks)
-    mesh = mesh_of(config.mesh, device)
-    # Last: from here on each rank has a part of the weights.
-    spread = spread_over(model, mesh, config.mesh)
+    routing = _routing(config, model, sampled)
+    asked = teacher(config, mesh, device, tokenizer)
+    sampling = _sampling(config, sampled, tokenizer, ranks, device)
     return Parts(
-        engine=engine,
-        transport=build_transport(engine),
-        reward=reward,
+        **sampling,
         full_marks=full_marks(config),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         num_filtered=num_dropped + num_dropped_eval,
         stop_token_ids=stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
         imitator=partial(_imitator, config, spread),
-        reinforcer=partial(_reinforcer, config, spread),
-        critic=partial(critic, config, spread, mesh, checkpoint, rate=_rate) if config.critic else None,
-        reference=partial(reference, config, model, mesh) if config.policy.kl else None,
-        teacher=teacher(config, model, mesh, tokenizer),
+        reinforcer=partial(_reinforcer, config, spread, routing),
+        critic=partial(critic, config, spread, mesh, checkpoint, device=device, rate=_rate)
+        if config.critic
+        else None,
+        reference=partial(reference, config, spread, mesh, device) if config.policy.kl else None,
+        teacher=asked,
         control=build_control(config),
         method=build_method(config),
         demonstrations=demonstrations,
         save_model=partial(save_policy, model, tokenizer, base),
-        num_parameters=count,
+        num_parameters=num_parameters(sampled),
         device=_device_name(device),
         environment=SingleTurn,
     )
+
+
+def _sampling(
+    config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, device: torch.device
+) -> _Sampling:
+    """What draws and judges."""
+    newest = Newest()
+    with ExitStack() as undone:
+        reward: Reward = undone.enter_context(closing(build_reward(config, device)))
+        runtime, sleeper = None, None
+        engine: Engine
+        if num_processes(config):
+            reward = OneAtATime(reward)
+            engine = runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
+        else:
+            engine = build_engine(config, sampled, tokenizer)
+            sleeper = engine if isinstance(engine, PagedEngine) else None
+        if ranks.size > 1:
+            engine, reward = SharedEngine(engine, ranks), SharedReward(reward, ranks)
+        return {
+            "engine": engine,
+            "sleeper": sleeper,
+            "runtime": runtime,
+            "newest": newest,
+            "transport": build_transport(engine),
+            "reward": reward,
+            "held": undone.pop_all(),
+        }
 
 
 def _tokenizer(config: RunConfig, saved: Path | None, split: Split) -> Tokenizer:
@@ -125,24 +169,41 @@ def _tokenizer(config: RunConfig, saved: Path | None, split: Split) -> Tokenizer
 
 
 def _policy(
-    config: RunConfig, tokenizer: Tokenizer, saved: Path | None, device: torch.device
-) -> tuple[Model, str]:
-    """The policy, in which it is settled what learns, and a checksum of an adapter's base."""
+    config: RunConfig, tokenizer: Tokenizer, saved: Path | None, mesh: Mesh | None, device: torch.device
+) -> tuple[Spread, Model, str]:
+    """The policy, in which it is settled what learns, as the ranks share it out.
+
+    Besides, a whole model with weights of its own, for the sampler, and a checksum of an adapter's base.
+    """
     # An adapter goes on beside the model it began with; what a checkpoint calls its model is both, merged.
-    model = build_model(config, tokenizer, None if config.model.adapter else saved).to(device)
-    if config.deterministic:
-        set_deterministic(model)
-    # A fresh model is drawn from the seed itself.
-    return model, choose_weights(config.model, model, saved, seed=config.seed + 1)
+    folder = saved if saved is not None and config.model.adapter is None else config.model.path
+
+    def settle(model: Model) -> None:
+        if config.deterministic:
+            set_deterministic(model)
+        # A fresh model is drawn from the seed itself.
+        choose_weights(config.model, model, saved, seed=config.seed + 1)
+
+    if mesh is None or folder is None:
+        # Every rank draws all of a fresh model, so that its weights do not depend on how many there are.
+        model = _whole(config, tokenizer, folder).to(device)
+        settle(model)
+        sampled, spread = merged(model), spread_over(model, mesh, config.mesh)
+    else:
+        # An adapter comes to the sampler when weights are published for the first time.
+        sampled = _whole(config, tokenizer, folder).to(device)
+        if config.deterministic:
+            set_deterministic(sampled)
+        dtype = getattr(torch, config.precision)
+        spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=settle)
+    return spread, sampled, check_base(config.model, spread.model, saved)
 
 
-def build_model(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> Model:
-    """The policy: from a checkpoint, from the recipe's folder, or fresh."""
+def _whole(config: RunConfig, tokenizer: Tokenizer, folder: str | Path | None) -> Model:
+    """A model of a folder, or a fresh one."""
     dtype = getattr(torch, config.precision)
-    if saved is not None:
-        return load_model(saved, dtype=dtype)
-    if config.model.path is not None:
-        return load_model(config.model.path, dtype=dtype)
+    if folder is not None:
+        return load_model(folder, dtype=dtype)
     fresh = fresh_config(
         config.model.architecture,
         config.model.shape,
@@ -153,29 +214,13 @@ def build_model(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
 
 
 def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> PagedEngine | ReferenceEngine:
-    """A sampler with weights of its own, equal to the model's at first."""
-    copied = merged(model).requires_grad_(False)
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    options = config.engine
-    if options.cuda_graphs and model.device.type != "cuda":
-        raise SetupError(
-            f"engine.cuda_graphs needs a CUDA device, and the model is on {model.device}; remove it"
-        )
-    prepare(copied)
-    longest = _longest_sequence(config, model)
-    tokens = cache_tokens(options, model, longest)
-    if options.name == "reference":
-        return ReferenceEngine(
-            copied, decode, max_cache_tokens=tokens, max_prefill_tokens=options.tokens_per_step
-        )
-    return PagedEngine(
-        copied,
-        decode,
-        max_cache_tokens=tokens,
-        block_size=options.block_size,
-        max_batch_tokens=options.tokens_per_step,
-        max_requests=options.max_requests,
-        cuda_graphs=options.cuda_graphs,
+    """A sampler over a model from `models.load`, which it owns from now on."""
+    return engine_over(
+        config.engine,
+        model,
+        tokenizer,
+        longest=longest_sequence(config, model),
+        record_experts=bool(config.policy.needs_experts),
     )
 
 
@@ -241,37 +286,6 @@ def full_marks(config: RunConfig) -> float:
     return sum(max(0.0, reward.weight) for reward in config.rewards)
 
 
-def longest_prompt(config: RunConfig, model: Model) -> int:
-    """The recipe's limit, or what the model and a micro-batch leave beside a completion.
-
-    Raises:
-        SetupError: nothing is left.
-    """
-    return min(config.data.max_prompt_tokens, _longest_sequence(config, model) - config.rollout.max_tokens)
-
-
-def _longest_sequence(config: RunConfig, model: Model) -> int:
-    """Tokens of the longest sequence that the model and a micro-batch hold.
-
-    Raises:
-        SetupError: a completion of `rollout.max_tokens` leaves no room for a prompt.
-    """
-    micro = config.policy.tokens_per_micro_batch
-    allowed = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or micro)
-    asked = config.rollout.max_tokens
-    if asked >= allowed:
-        raise SetupError(
-            f"rollout.max_tokens is {asked} but the model allows {allowed} tokens in all, prompt included; "
-            "lower rollout.max_tokens"
-        )
-    if asked >= micro:
-        raise SetupError(
-            f"rollout.max_tokens is {asked} but a micro-batch holds {micro} tokens, prompt included; raise "
-            "policy.tokens_per_micro_batch"
-        )
-    return min(allowed, micro)
-
-
 def _trainer(
     config: RunConfig,
     spread: Spread,
@@ -280,12 +294,18 @@ def _trainer(
     objective: Objective,
     rate: Callable[[int], float],
     reference: ModelScorer | None = None,
+    routing: Routing | None = None,
 ) -> PolicyTrainer:
     options, model = config.policy.optimizer, spread.model
     return PolicyTrainer(
         model,
         objective,
-        adamw(trained_weights(model), betas=options.betas, weight_decay=options.weight_decay),
+        adamw(
+            trained_weights(model),
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            eight_bit=options.eight_bit,
+        ),
         learning_rate=rate,
         temperature=1.0 if objective is imitation else config.rollout.temperature,
         max_tokens=config.policy.tokens_per_micro_batch,
@@ -293,6 +313,7 @@ def _trainer(
         version=version,
         spread=spread,
         reference=reference,
+        routing=routing,
     )
 
 
@@ -312,14 +333,45 @@ def _imitator(config: RunConfig, spread: Spread, version: int) -> PolicyTrainer:
 
 
 def _reinforcer(
-    config: RunConfig, spread: Spread, version: int, control: KlControl | None, reference: ModelScorer | None
+    config: RunConfig,
+    spread: Spread,
+    routing: Routing | None,
+    version: int,
+    control: KlControl | None,
+    reference: ModelScorer | None,
 ) -> PolicyTrainer:
     objective = build_objective(config, control)
     rate = _rate(config, config.policy.optimizer.learning_rate)
     full = config.policy.kl is not None and config.policy.kl.estimator == "full"
     return _trainer(
-        config, spread, version, objective=objective, rate=rate, reference=reference if full else None
+        config,
+        spread,
+        version,
+        objective=objective,
+        rate=rate,
+        reference=reference if full else None,
+        routing=routing,
     )
+
+
+def _routing(config: RunConfig, trained: Model, sampled: Model) -> Routing | None:
+    """What is done about the experts that tokens are sampled with; None where nothing is asked for.
+
+    Raises:
+        SetupError: the policy is no mixture of experts, or has nothing that could be balanced so.
+    """
+    policy, name = config.policy, config.policy.needs_experts
+    if not name:
+        return None
+    try:
+        routers = Routers(trained)
+        if policy.router_bias_step:
+            name = "policy.router_bias_step"
+            for each in (routers, Routers(sampled)):
+                each.prepare_biases()
+    except ValueError as error:
+        raise SetupError(f"{name} does not go with this policy: {error}; remove it") from None
+    return Routing(routers, policy.router_replay, policy.router_aux_coefficient, policy.router_bias_step)
 
 
 def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:

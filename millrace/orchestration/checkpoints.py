@@ -21,9 +21,9 @@ from millrace.orchestration.build import (
     build_reward,
     choose_device,
     full_marks,
-    longest_prompt,
 )
 from millrace.orchestration.evaluate import Evaluation, evaluate
+from millrace.orchestration.lengths import longest_prompt
 from millrace.orchestration.parts import SetupError
 from millrace.orchestration.run_folder import RunFolder, find_checkpoint
 from millrace.orchestration.step import greedy

@@ -12,11 +12,12 @@ from millrace.config.methods import TeacherAdvantage
 from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer
 from millrace.models.adapters import adapted_layers, merged
-from millrace.models.heads import load_scalar_model, scalar_model
-from millrace.models.load import Model, fresh_model, load_model
+from millrace.models.heads import SCALAR, empty_scalar_model, scalar_model, scalar_weights
+from millrace.models.load import Model, fresh_model, load_model, named_weights
 from millrace.models.mesh import Mesh
 from millrace.orchestration.parts import SetupError
 from millrace.orchestration.run_folder import model_folder
+from millrace.training.loading import loaded, taken
 from millrace.training.optimizer import adamw
 from millrace.training.policy import BaseScorer
 from millrace.training.scorer import ModelScorer
@@ -36,6 +37,7 @@ def critic(
     mesh: Mesh | None,
     checkpoint: Path | None,
     *,
+    device: torch.device,
     rate: Callable[[RunConfig, float], Callable[[int], float]],
 ) -> ValueTrainer:
     """The critic of a checkpoint, or a fresh one on the policy's present weights.
@@ -45,20 +47,28 @@ def critic(
         spread: the policy.
         mesh: over which the critic is spread too.
         checkpoint: that the run goes on from, if any.
+        device: of this rank.
         rate: makes a learning rate by steps of the recipe and a peak.
     """
     assert config.critic is not None
-    model = spread.model
     saved = None if checkpoint is None else checkpoint / CRITIC
     if saved is not None and saved.is_dir():
-        made = load_scalar_model(saved, dtype=model.dtype).to(model.device)
+        own = loaded(saved, mesh, config.mesh, dtype=spread.model.dtype, device=device, kind=SCALAR)
+    elif mesh is None or mesh.size("pp") > 1:
+        own = spread_over(scalar_model(_whole(spread, device)), mesh, config.mesh)
     else:
-        made = scalar_model(_whole(spread))
-    own = spread_over(made, mesh, config.mesh)
+        made = empty_scalar_model(spread.model)
+        own = taken(made, scalar_weights(made, spread.named_tensors()), mesh, config.mesh, device)
+    made = own.model
     options = config.policy.optimizer
     return ValueTrainer(
         made,
-        adamw(made, betas=options.betas, weight_decay=options.weight_decay),
+        adamw(
+            made,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            eight_bit=options.eight_bit,
+        ),
         learning_rate=rate(config, config.critic.learning_rate),
         clip=config.critic.clip,
         coefficient=config.critic.coefficient,
@@ -68,38 +78,51 @@ def critic(
     )
 
 
-def _whole(spread: Spread) -> Model:
+def _whole(spread: Spread, device: torch.device) -> Model:
     """The policy as one whole model, an adapter folded in; itself where it is that already."""
     if spread.alone:
         return merged(spread.model) if adapted_layers(spread.model) else spread.model
-    model = fresh_model(spread.model.config, seed=0, dtype=spread.model.dtype).to(spread.model.device)
+    model = fresh_model(spread.model.config, seed=0, dtype=spread.model.dtype).to(device)
+    held = dict(named_weights(model))
     with torch.no_grad():
         for name, tensor in spread.named_tensors():
-            model.get_parameter(name).copy_(tensor)
+            held[name].copy_(tensor)
     return model
 
 
-def reference(config: RunConfig, model: Model, mesh: Mesh | None, folder: Path) -> ModelScorer:
+def reference(
+    config: RunConfig, policy: Spread, mesh: Mesh | None, device: torch.device, folder: Path
+) -> ModelScorer:
     """What a KL penalty holds the policy to: the weights of a folder, or without a copy of it the base."""
     adapter = config.model.adapter
     if adapter is None or adapter.path is not None or config.warmup is not None:
-        return _frozen(config, model, mesh, folder)
+        return _frozen(config, mesh, device, folder)
     # A fresh adapter adds nothing, so that the policy began as its base.
     limit = config.policy.tokens_per_micro_batch
-    return BaseScorer(model, temperature=config.rollout.temperature, max_tokens=limit)
+    temperature = config.rollout.temperature
+    return BaseScorer(policy.model, temperature=temperature, max_tokens=limit, spread=policy)
 
 
-def _frozen(config: RunConfig, model: Model, mesh: Mesh | None, folder: Path) -> ModelScorer:
+def _frozen(config: RunConfig, mesh: Mesh | None, device: torch.device, folder: Path) -> ModelScorer:
     """What the weights of a folder say of tokens; they never change."""
-    frozen = load_model(folder, dtype=model.dtype).to(model.device).requires_grad_(False)
-    limit = config.policy.tokens_per_micro_batch
+    dtype, limit = getattr(torch, config.precision), config.policy.tokens_per_micro_batch
     # A penalty over the whole vocabulary reads its head while the policy computes, so it is whole there.
-    whole = config.policy.kl is not None and config.policy.kl.estimator == "full"
-    spread = Spread(frozen, mesh=mesh) if whole else spread_over(frozen, mesh, config.mesh)
-    return ModelScorer(frozen, temperature=config.rollout.temperature, max_tokens=limit, spread=spread)
+    if config.policy.kl is not None and config.policy.kl.estimator == "full":
+        spread = Spread(_still(load_model(folder, dtype=dtype).to(device)), mesh=mesh)
+    else:
+        spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=_still)
+    temperature = config.rollout.temperature
+    return ModelScorer(spread.model, temperature=temperature, max_tokens=limit, spread=spread)
 
 
-def teacher(config: RunConfig, model: Model, mesh: Mesh | None, tokenizer: Tokenizer) -> ModelScorer | None:
+def _still(model: Model) -> Model:
+    """The model, of which nothing learns."""
+    return model.requires_grad_(False)
+
+
+def teacher(
+    config: RunConfig, mesh: Mesh | None, device: torch.device, tokenizer: Tokenizer
+) -> ModelScorer | None:
     """Whom on-policy distillation follows.
 
     Raises:
@@ -119,4 +142,4 @@ def teacher(config: RunConfig, model: Model, mesh: Mesh | None, tokenizer: Token
             f"teacher {folder} reads other tokens than the policy; distillation needs one tokenizer, so "
             "train both on the same data and tokenizer settings, or set tokenizer.path to the teacher's"
         )
-    return _frozen(config, model, mesh, folder)
+    return _frozen(config, mesh, device, folder)

@@ -5,17 +5,16 @@ The order of things stands in `loops.py`; this file holds the verbs.
 
 from __future__ import annotations
 
-import platform
 import time
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from millrace.config.settings import RunConfig
 from millrace.data.prompts import PromptStream
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
+from millrace.observability.memory import PeakMemory
 from millrace.observability.metrics import Spans
 from millrace.observability.report import write_report
 from millrace.observability.sinks import JsonlSink, Sink
@@ -23,16 +22,24 @@ from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_accuracy, check_evaluation
 from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
+from millrace.orchestration.events import EventLog
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.learn import Learner
+from millrace.orchestration.memory import owners
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.ranks import Ranks
 from millrace.orchestration.run_folder import RunFolder
+from millrace.orchestration.runtime.inline import InlineRuntime
 from millrace.orchestration.saving import POLICY, Saver, restore_optimizer, snapshot
+from millrace.orchestration.source import Source
 from millrace.orchestration.step import greedy
+from millrace.orchestration.summary import run_report
+from millrace.orchestration.turns import Turns
+from millrace.orchestration.watchdog import Watchdog
 from millrace.planner.model_shape import ModelShape
-from millrace.training.checkpoint import flush, remove_checkpoint, verify_checkpoint, write_state
+from millrace.training.checkpoint import flush, verify_checkpoint, write_state
+from millrace.training.offload import Owner
 from millrace.training.policy import PolicyTrainer
 
 
@@ -81,7 +88,18 @@ class Controller:
         self.ranks = ranks
         self.console = console
         self.progress = progress
-        self.spans = Spans()
+        cuda = parts.device.startswith("cuda")
+        self.memory = PeakMemory(cuda=cuda)
+        self.spans = Spans(memory=self.memory)
+        sleeper = parts.sleeper if config.engine.take_turns else None
+        self.turns = Turns(sleeper, cuda=cuda, folder=folder.checkpoints.parent)
+        self.watchdog = Watchdog(
+            folder.status,
+            limit_s=config.limits.phase_s,
+            phase=lambda: self.spans.open,
+            facts=self._stands,
+            stalled=self._stalled,
+        )
         self.trainer: PolicyTrainer | None = None
         self.learner: Learner | None = None
         self._saver = saver
@@ -116,8 +134,13 @@ class Controller:
         if checkpoint is not None:
             restore_optimizer(trainer, checkpoint, POLICY, self.ranks)
         trainer.num_attempts = self.progress.attempts
-        self.trainer = trainer
+        self.trainer = self.parts.newest.trainer = trainer
+        self.turns.own(self.owners())
         return trainer
+
+    def owners(self) -> list[Owner]:
+        """All on the trainer's side that hold weights."""
+        return owners(self.trainer, self.learner, self.parts.teacher)
 
     def learn(self, checkpoint: Path | None) -> Learner:
         """Everything that turns groups into weights: the policy and, as the recipe asks, critic and scorers.
@@ -129,6 +152,8 @@ class Controller:
             CheckpointError: the reference policy is damaged.
         """
         parts, progress = self.parts, self.progress
+        # Others learn from here on, and are made from what the policy is now.
+        self.turns.meet()
         control, reference = parts.control, None
         if control is not None and progress.kl_coefficient is not None:
             control.coefficient = progress.kl_coefficient
@@ -141,8 +166,6 @@ class Controller:
             self.ranks.wait()
             reference = parts.reference(start / POLICY)
         trainer = self.adopt(parts.reinforcer(progress.version, control, reference), checkpoint)
-        if checkpoint is not None:
-            self.publish()
         critic = None
         if parts.critic is not None:
             critic = parts.critic()
@@ -153,12 +176,31 @@ class Controller:
         learns = self.config.model.adapter is None and not self.config.model.frozen
         shape = ModelShape.known(trainer.model.config.to_dict()) if learns else None
         self.learner = Learner(trainer, parts.method, critic, reference, parts.teacher, control, shape=shape)
+        self.turns.own(self.owners())
         return self.learner
+
+    def source(self) -> Source:
+        """Where batches of reinforcement come from."""
+        parts = self.parts
+        runtime = parts.runtime or InlineRuntime(
+            parts.engine, parts.reward, lambda version: self.publish(), self.spans
+        )
+        return Source(
+            self.config,
+            parts,
+            self.stream(),
+            runtime=runtime,
+            log=EventLog(self.folder.events, lambda: self.wall_s),
+            spans=self.spans,
+            watchdog=self.watchdog,
+        )
 
     def publish(self) -> None:
         """Send the trainer's weights to the sampler, proved."""
         assert self.trainer is not None
-        self.parts.transport.send(self.trainer.named_tensors(), self.trainer.version)
+        with self.spans("sync"):
+            self.turns.meet()
+            self.parts.transport.send(self.trainer.named_tensors(), self.trainer.version)
 
     def record(self, stage: str, numbers: dict[str, Any]) -> None:
         """Write one record to every sink and show it."""
@@ -179,6 +221,7 @@ class Controller:
         parts = self.parts
         params = greedy(self.config.rollout, parts.stop_token_ids)
         with self.spans("evaluate"):
+            self.turns.sample()
             result = evaluate(
                 parts.engine, parts.reward, parts.eval_prompts, params, full_marks=parts.full_marks
             )
@@ -216,8 +259,11 @@ class Controller:
         self.progress.best_checkpoint = self.progress.checkpoint_name
         return True
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, source: Source | None = None) -> None:
         """Save what a resumed run needs, then forget the oldest checkpoints; training goes on meanwhile.
+
+        Args:
+            source: of batches, which keeps what is under way.
 
         Raises:
             CheckpointError: the one before could not be written.
@@ -236,6 +282,9 @@ class Controller:
         saved = replace(progress)
 
         def begin(aside: Path) -> None:
+            if source is not None:
+                source.save(aside)
+                flush(self.folder.events)
             flush(self.folder.metrics)
             self.parts.save_model(aside / POLICY, weights=False)
             if critic is not None:
@@ -243,6 +292,7 @@ class Controller:
             write_state(aside, progress.to_json())
 
         with self.spans("save"):
+            self.turns.meet()
             # One copy of everything in host memory is enough.
             self._saver.settle()
             snapshots = {POLICY: snapshot(trainer, self.ranks)}
@@ -261,10 +311,15 @@ class Controller:
         if saved.best_checkpoint:
             best = {"checkpoint": saved.best_checkpoint, "accuracy": saved.eval_best}
             self.folder.write_json(self.folder.best, best)
-        self._forget(saved)
+        # The reference policy is the start.
+        also = {saved.best_checkpoint} | ({"step-000000"} if self.parts.reference is not None else set())
+        self.folder.forget(saved.checkpoint_name, keep=self.config.checkpoint.keep, also=also)
 
-    def leave_if_asked(self) -> None:
+    def leave_if_asked(self, source: Source | None = None) -> None:
         """Save, unless that was just done, and raise Interrupted if the user pressed Ctrl-C.
+
+        Args:
+            source: of batches, if there is one.
 
         Raises:
             Interrupted: the user did.
@@ -275,7 +330,7 @@ class Controller:
         # Each hears of Ctrl-C in its own time; they leave after the same step.
         if self.ranks.agree(self._interrupts.asked):
             if self._saved != self.progress.checkpoint_name:
-                self.checkpoint()
+                self.checkpoint(source)
             self._saver.settle()
             raise Interrupted
 
@@ -297,64 +352,28 @@ class Controller:
             f"from this recipe's rewards; the first is {shown[wrong].id}: {why}"
         )
 
-    def finish(self, status: str) -> RunReport:
+    def finish(self, status: Literal["finished", "interrupted", "failed"]) -> RunReport:
         """Write the summary and the report."""
         self.progress.wall_s = self.wall_s
-        report = self._report(status)
+        report = run_report(
+            self.progress,
+            self.parts,
+            run=self.folder.path,
+            recipe=self._recipe,
+            status=status,
+            demonstrations=self._scored_demonstrations,
+        )
         self.folder.write_json(self.folder.summary, asdict(report))
         write_report(self.folder.path)
         return report
 
-    def _report(self, status: Any) -> RunReport:
-        progress = self.progress
-        warming = progress.stage == "warmup"
-        return RunReport(
-            run=str(self.folder.path),
-            name=self.folder.path.name,
-            recipe=self._recipe,
-            status=status,
-            eval_before=progress.eval_before,
-            eval_after=progress.eval_after,
-            eval_best=progress.eval_best,
-            best_checkpoint=progress.best_checkpoint,
-            steps=0 if warming else progress.step,
-            warmup_steps=progress.step if warming else progress.warmup_steps,
-            wall_s=round(progress.wall_s, 2),
-            tokens_sampled=progress.tokens_sampled,
-            tokens_trained=progress.tokens_trained,
-            skipped_steps=progress.skipped_steps,
-            num_parameters=self.parts.num_parameters,
-            num_train_prompts=len(self.parts.train_prompts),
-            eval_size=len(self.parts.eval_prompts),
-            filtered_prompts=self.parts.num_filtered,
-            filtered_demonstrations=self.parts.num_long_demonstrations,
-            scored_demonstrations=self._scored_demonstrations[0],
-            right_demonstrations=self._scored_demonstrations[1],
-            device=self.parts.device,
-            versions=versions(),
-            warnings=progress.warnings,
-        )
+    def _stands(self) -> dict[str, Any]:
+        warmup = self.config.warmup
+        stage = self.progress.stage
+        steps = warmup.steps if warmup is not None and stage == "warmup" else self.config.steps
+        return {"stage": stage, "step": self.progress.step, "steps": steps}
 
-    def _forget(self, saved: Progress) -> None:
-        """Remove all but the newest checkpoints, the best, and the start where that is the reference."""
-
-        def place(name: str) -> tuple[bool, str]:
-            return name.startswith("step-"), name
-
-        # What lies ahead of the progress is damaged and will be redone; it must not push out what is whole.
-        here = place(saved.checkpoint_name)
-        there = [path.name for path in self.folder.checkpoints.iterdir()]
-        names = [name for name in there if name.startswith(("warmup-", "step-")) and place(name) <= here]
-        names.sort(key=place)
-        kept = set(names[-self.config.checkpoint.keep :]) | {saved.best_checkpoint}
-        if self.parts.reference is not None:
-            kept.add("step-000000")
-        for name in names:
-            if name not in kept:
-                remove_checkpoint(self.folder.checkpoints / name)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers."""
-    packages = {name: metadata.version(name) for name in ("millrace", "torch", "transformers")}
-    return {"python": platform.python_version(), **packages}
+    def _stalled(self, text: str) -> None:
+        """From the watchdog, while the run's own thread hangs: what a resumed run begins with is saved."""
+        self.progress.warnings.append(text)
+        self.finish("failed")

@@ -23,6 +23,7 @@ from millrace.orchestration.build import build, choose_device
 from millrace.orchestration.controller import Controller, Interrupted
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.loops import run
+from millrace.orchestration.out_of_memory import explained
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.ranks import Ranks, joined
@@ -63,9 +64,10 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
     started_s = time.monotonic()
     with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
         # Everything that can be wrong with a recipe is found before a folder is made for it.
-        parts = build(config, None, ranks)
+        with explained(config):
+            parts = build(config, None, ranks)
         make = partial(RunFolder.create, config.output, config.name, recipe)
-        with closing(parts.reward), _folder(ranks, make) as folder:
+        with closing(parts), _folder(ranks, make) as folder:
             (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
             # Last, because it makes the folder one that can be resumed.
             folder.write_text(folder.recipe, to_yaml(config))
@@ -96,8 +98,9 @@ def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
         recipe = origin.read_text(encoding="utf-8") if origin.is_file() else given.path.name
         checkpoint, refused = _newest(given.checkpoints, ranks)
         progress = Progress() if checkpoint is None else Progress.from_json(read_state(checkpoint))
-        parts = build(config, checkpoint, ranks)
-        with closing(parts.reward):
+        with explained(config):
+            parts = build(config, checkpoint, ranks)
+        with closing(parts):
             start = _Start(config, recipe, checkpoint, refused, progress, ranks)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
@@ -177,13 +180,18 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             progress=start.progress,
             started_s=started_s,
         )
+        if ranks.first:
+            # Where another rank hangs, the first waits for it.
+            held.enter_context(controller.watchdog)
         for sentence in start.refused:
             controller.warn(f"{sentence}; it is passed over")
         if start.checkpoint is not None:
             console.say(f"resumed from {start.checkpoint}")
         try:
-            run(controller, start.checkpoint)
-            saver.settle()
+            spans, named = controller.spans, controller.owners
+            with explained(start.config, phase=lambda: spans.failed, owners=named, engine=parts.sleeper):
+                run(controller, start.checkpoint)
+                saver.settle()
             return controller.finish("finished")
         except Interrupted:
             return controller.finish("interrupted")
@@ -192,20 +200,27 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
                 f"left at once; continue from the last checkpoint with: millrace resume {folder.path}"
             ) from None
         except Exception as error:
-            if isinstance(error, OSError):
-                error = RunStopped(
-                    f"run folder {folder.path} cannot be written: {error.strerror or error}; what was saved "
-                    f"before is intact, so make room and continue with: millrace resume {folder.path}"
-                )
-            controller.progress.warnings.append(str(error))
-            try:
-                saver.settle()
-            except RuntimeError as another:
-                controller.warn(str(another))
-            # A summary that cannot be written must not hide why the run failed.
-            with suppress(OSError):
-                controller.finish("failed")
+            error = _failed(controller, saver, error)
             raise error
+
+
+def _failed(controller: Controller, saver: Saver, error: Exception) -> Exception:
+    """What the run failed with, once its summary says so."""
+    path = controller.folder.path
+    if isinstance(error, OSError):
+        error = RunStopped(
+            f"run folder {path} cannot be written: {error.strerror or error}; what was saved before is "
+            f"intact, so make room and continue with: millrace resume {path}"
+        )
+    controller.progress.warnings.append(str(error))
+    try:
+        saver.settle()
+    except RuntimeError as another:
+        controller.warn(str(another))
+    # A summary that cannot be written must not hide why the run failed.
+    with suppress(OSError):
+        controller.finish("failed")
+    return error
 
 
 def _trackers(start: _Start, folder: RunFolder) -> list[Sink]:

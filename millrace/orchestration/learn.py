@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.algorithms.ratios import mismatch_metrics
+from millrace.algorithms.ratios import mismatch, mismatch_metrics
 from millrace.algorithms.shaping import overlong_penalty
 from millrace.data.batch import Batch
 from millrace.data.packing import once_each, pack, with_gradient, without_twins
@@ -22,10 +22,11 @@ from millrace.orchestration.methods import Method
 from millrace.orchestration.step import Sampled, completion_seed, group_rewards, is_equal
 from millrace.planner.flops import training_operations
 from millrace.planner.model_shape import ModelShape
-from millrace.protocols import Scorer, StepReport
+from millrace.protocols import StepReport
 from millrace.training.estimate import Scored, usable
 from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
+from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer
 from millrace.types import Group, Trajectory
 
@@ -47,8 +48,8 @@ class Learner:
     trainer: PolicyTrainer
     method: Method
     critic: ValueTrainer | None = None
-    reference: Scorer | None = None
-    teacher: Scorer | None = None
+    reference: ModelScorer | None = None
+    teacher: ModelScorer | None = None
     control: KlControl | None = None
     shape: ModelShape | None = None
 
@@ -61,6 +62,7 @@ class BatchResult:
         record: numbers for the metrics, without times.
         rows: one for each trajectory, for a table.
         reports: of the optimizer steps.
+        batch: what was trained on, packed; None where nothing was.
         skipped: the packed batches whose optimizer step was skipped, as evidence.
         tokens_sampled: tokens drawn.
         tokens_trained: chosen tokens a gradient was computed for.
@@ -70,6 +72,7 @@ class BatchResult:
     record: dict[str, float]
     rows: list[dict[str, Any]]
     reports: list[StepReport]
+    batch: Batch | None
     skipped: list[Batch]
     tokens_sampled: int
     tokens_trained: int
@@ -108,6 +111,7 @@ def train_on(
         if not members or whole is None:
             continue
         batch = one_step(learner.method, whole, members)
+        _count_bounded(learner.method, batch, done)
         if learner.critic is not None:
             valued = without_twins(batch)
             learner.critic.forward_backward(valued)
@@ -117,6 +121,8 @@ def train_on(
             _update(learner, batch, completion_seed(seed, step, part), done)
     record = _describe(groups) | _averaged(done.reports, "policy") | _averaged(done.critic_reports, "critic")
     record |= done.mismatch
+    if done.num_corrected:
+        record["policy/bounded_share"] = done.num_bounded / done.num_corrected
     record |= _steer(learner, whole, record)
     if sampled.num_rounds:
         record["group/refill_rounds"] = sampled.num_rounds
@@ -128,7 +134,7 @@ def train_on(
         shown[i] = advantage
     rows = rollout_rows(step, groups, shown)
     return BatchResult(
-        record, rows, done.reports, done.skipped, tokens_sampled, done.tokens_trained, done.operations
+        record, rows, done.reports, whole, done.skipped, tokens_sampled, done.tokens_trained, done.operations
     )
 
 
@@ -140,6 +146,8 @@ class _Done:
     critic_reports: list[StepReport] = field(default_factory=list)
     skipped: list[Batch] = field(default_factory=list)
     mismatch: dict[str, float] = field(default_factory=dict)
+    num_corrected: int = 0
+    num_bounded: int = 0
     tokens_trained: int = 0
     operations: int = 0
 
@@ -168,8 +176,8 @@ def _update(learner: Learner, batch: Batch, seed: int, done: _Done) -> None:
         done.tokens_trained += num_chosen
         done.operations += _operations(learner.shape, moving, num_predicted=num_chosen)
         if not done.reports:
-            # Only before the first update are trainer and sampler the same weights.
-            done.mismatch = _mismatch(logprob_N, moving)
+            # Only before the first update is what is compared not of this batch's own making.
+            done.mismatch = _mismatch(logprob_N, moving, learner.trainer.version)
     done.reports.append(learner.trainer.optim_step())
     if done.reports[-1].skipped and moving is not None:
         done.skipped.append(moving)
@@ -269,13 +277,33 @@ def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:
     )
 
 
-def _mismatch(logprob_N: Tensor, batch: Batch) -> dict[str, float]:
-    """How far the trainer's log-probabilities are from the sampler's, before the first update."""
+def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from the sampler's, before the first update.
+
+    Args:
+        logprob_N: the trainer's, of the chosen tokens.
+        batch: with the sampler's.
+        version: of the trainer's weights. Where older ones drew a part of the tokens, the rest is also
+            compared alone: there nothing but arithmetic differs.
+    """
     mask_T = batch.action_mask_T
-    found = mismatch_metrics(
-        logprob_N.cpu(), batch.sampler_logprob_T[mask_T], batch.segment_T[mask_T], batch.num_segments
-    )
+    trainer_N, sampler_N = logprob_N.cpu(), batch.sampler_logprob_T[mask_T]
+    found = mismatch_metrics(trainer_N, sampler_N, batch.segment_T[mask_T], batch.num_segments)
+    fresh_N = batch.version_T[mask_T] == version
+    if fresh_N.any() and not fresh_N.all():
+        fresh = mismatch(trainer_N[fresh_N], sampler_N[fresh_N])
+        found |= {"fresh_mean": fresh["mean"], "fresh_max": fresh["max"]}
     return {f"mismatch/{key}": value for key, value in found.items()}
+
+
+def _count_bounded(method: Method, batch: Batch, done: _Done) -> None:
+    """Count the tokens whose importance weight the correction's bounds have cut."""
+    if method.bounded is None or batch.proximal_logprob_T is None:
+        return
+    mask_T = batch.action_mask_T
+    log_ratio_N = (batch.proximal_logprob_T - batch.sampler_logprob_T)[mask_T]
+    done.num_corrected += len(log_ratio_N)
+    done.num_bounded += int(method.bounded(log_ratio_N, batch.segment_T[mask_T], batch.num_segments).sum())
 
 
 def _steer(learner: Learner, whole: Batch | None, record: dict[str, float]) -> dict[str, float]:

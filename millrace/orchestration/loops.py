@@ -1,20 +1,23 @@
-"""The run, from first step to last: warm-up, then reinforcement at staleness bound 0.
+"""The run, from first step to last: warm-up, then reinforcement, whose samples come from a `Source`.
 
-Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint,
-so a resumed run does bit for bit what an undisturbed one would have done.
+Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint.
+So at staleness 0 a resumed run does bit for bit what an undisturbed one would have done. With more, the same
+prompts are drawn with the same seeds, and timing alone decides which weights draw which token.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from millrace.config.settings import WarmupConfig
+from millrace.config.sections import WarmupConfig
 from millrace.data.packing import pack_demonstrations
+from millrace.observability.profile import Profiler
 from millrace.observability.tables import write_table
-from millrace.orchestration.alarms import check_rewards, check_steps
+from millrace.orchestration.alarms import check_mismatch, check_rewards, check_steps
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.learn import BatchResult, Learner, train_on
-from millrace.orchestration.step import sample_batch
+from millrace.orchestration.memory import fullest
+from millrace.orchestration.source import Source
 from millrace.orchestration.utilization import reached
 
 
@@ -59,6 +62,8 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
         controller.keep_answers("before", result)
         progress.eval_before = result.accuracy
     while progress.step < warmup.steps and not progress.gate_open:
+        with controller.spans("sync"):
+            controller.turns.train()
         with controller.spans("train"):
             prompts = stream.next(warmup.sequences_per_step)
             pairs = [(prompt.token_ids, parts.demonstrations[prompt.id]) for prompt in prompts]
@@ -136,43 +141,65 @@ def begin_reinforcement(controller: Controller) -> None:
 
 
 def reinforce(controller: Controller, checkpoint: Path | None) -> None:
-    """Batches of reinforcement: a group starts only when the weights of the batch before it are published."""
-    config, progress, parts = controller.config, controller.progress, controller.parts
+    """Batches of reinforcement, each trained on as soon as its samples are there."""
+    config, progress = controller.config, controller.progress
     learner = controller.learn(checkpoint)
-    stream = controller.stream()
     controller.console.stage("reinforcement", config.steps, progress.step)
-    spans = controller.spans
-    spans.take()
-    while progress.step < config.steps:
-        sampled = sample_batch(parts, stream, config, step=progress.step, spans=spans)
-        critic_alone = config.critic is not None and progress.step < config.critic.warmup_steps
-        with spans("train"):
-            result = train_on(
-                learner,
-                sampled,
-                seed=config.seed,
-                step=progress.step + 1,
-                policy_moves=not critic_alone,
-            )
-        with spans("sync"):
-            controller.publish()
-        progress.step += 1
-        progress.stream = stream.state()
-        _account(controller, learner, result)
-        last, improved = progress.step == config.steps, False
-        if last or progress.step % config.evaluation.every == 0:
-            evaluation = controller.evaluate()
-            improved = controller.note_best(evaluation.accuracy)
-            if last:
-                controller.keep_answers("after", evaluation)
-                progress.eval_after = evaluation.accuracy
-        if improved or last or progress.step % config.checkpoint.every == 0:
-            controller.checkpoint()
-        controller.leave_if_asked()
+    profiler = Profiler(config.profile_steps, controller.folder.profile)
+    with controller.source() as source:
+        source.begin(checkpoint, learner.trainer.version)
+        controller.spans.take()
+        controller.memory.take()
+        while progress.step < config.steps:
+            with profiler(progress.step + 1):
+                result, told = _one_batch(controller, learner, source)
+            progress.step += 1
+            _account(controller, learner, result, told)
+            controller.warn(source.warning())
+            last, improved = progress.step == config.steps, False
+            if last or progress.step % config.evaluation.every == 0:
+                evaluation = controller.evaluate()
+                improved = controller.note_best(evaluation.accuracy)
+                if last:
+                    controller.keep_answers("after", evaluation)
+                    progress.eval_after = evaluation.accuracy
+            if improved or last or progress.step % config.checkpoint.every == 0:
+                controller.checkpoint(source)
+            controller.leave_if_asked(source)
 
 
-def _account(controller: Controller, learner: Learner, result: BatchResult) -> None:
+def _one_batch(
+    controller: Controller, learner: Learner, source: Source
+) -> tuple[BatchResult, dict[str, float]]:
+    """Sample, train, publish; what the batch did, and how its samples came about."""
+    config, progress, spans, turns = (
+        controller.config,
+        controller.progress,
+        controller.spans,
+        controller.turns,
+    )
+    with spans("sync"):
+        turns.sample()
+    sampled, told = source.next_batch()
+    with spans("sync"):
+        turns.train()
+    critic_alone = config.critic is not None and progress.step < config.critic.warmup_steps
+    with spans("train"):
+        result = train_on(
+            learner, sampled, seed=config.seed, step=progress.step + 1, policy_moves=not critic_alone
+        )
+    source.published(learner.trainer.version)
+    return result, told
+
+
+def _account(controller: Controller, learner: Learner, result: BatchResult, told: dict[str, float]) -> None:
     """Count, record and judge one batch.
+
+    Args:
+        controller: of the run.
+        learner: what learned.
+        result: what the batch did.
+        told: how its samples came about.
 
     Raises:
         RunStopped: too many rewards failed, or too many steps had no finite gradient.
@@ -192,12 +219,14 @@ def _account(controller: Controller, learner: Learner, result: BatchResult) -> N
         dtype, device = config.mesh.compute or config.precision, learner.trainer.model.device
         num_ranks = controller.ranks.size
         speed |= reached(result.operations, spent["train"], num_ranks=num_ranks, device=device, dtype=dtype)
-    controller.record(
-        "reinforcement", {"version": learner.trainer.version, **result.record, **times, **speed}
-    )
+    peaks = fullest(controller.ranks, controller.memory.take())
+    version = {"version": learner.trainer.version}
+    controller.record("reinforcement", version | result.record | told | times | speed | peaks)
     reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
     kind, limit = config.advantage.kind, config.limits.failed_rewards
     controller.warn(check_rewards(progress, result.record, kind=kind, limit=limit, reason=reason))
     limit = config.limits.nonfinite_steps
     folder = controller.folder.evidence
     controller.warn(check_steps(progress, result.reports, result.skipped, limit=limit, folder=folder))
+    most = config.limits.mismatch_k3
+    controller.warn(check_mismatch(result.record, result.batch, limit=most, folder=folder))

@@ -45,6 +45,7 @@ class Method:
         num_parts: optimizer steps a batch is divided into.
         recompute: the ratio is taken to the trainer's own log-probabilities before the batch.
         correction: factor of a token's loss, from the ratio of the former over the sampler's.
+        bounded: which tokens' weight lies outside the correction's bounds, from the same.
         selection: tokens the loss treats apart, chosen before each optimizer step over all of it.
         drop_selected: their policy loss is left out.
         multiple: the loss is a multiple of the advantage, so that a segment without one moves nothing.
@@ -61,6 +62,7 @@ class Method:
     num_parts: int
     recompute: bool
     correction: Correction | None
+    bounded: Correction | None
     selection: Selection | None
     drop_selected: bool
     multiple: bool
@@ -77,6 +79,8 @@ def build_method(config: RunConfig) -> Method:
     policy, advantage, loss = config.policy, config.advantage, config.policy.loss
     in_loss = policy.kl is not None and policy.kl.place == "loss"
     held = in_loss or policy.entropy_coefficient != 0 or isinstance(loss, words.DroLoss | words.KlCovLoss)
+    # A segment without an advantage is balanced all the same.
+    held = held or policy.router_aux_coefficient > 0
     correction = build_correction(policy.correction) if policy.correction else None
     in_reward = policy.kl is not None and policy.kl.place == "reward"
     return Method(
@@ -85,6 +89,7 @@ def build_method(config: RunConfig) -> Method:
         num_parts=policy.optimizer_steps_per_batch,
         recompute=policy.proximal == "recompute",
         correction=None if policy.proximal == "interpolate" else correction,
+        bounded=build_bounded(policy.correction) if policy.correction else None,
         selection=_selection(loss),
         drop_selected=isinstance(loss, words.ClipCovLoss),
         multiple=not held,
@@ -335,6 +340,16 @@ def build_correction(correction: words.CorrectionConfig) -> Correction:
         return weight_N
 
     return correct
+
+
+def build_bounded(correction: words.CorrectionConfig) -> Correction:
+    """Which tokens' importance weight is above `high`, or below `low`, True where it is."""
+
+    def bounded(log_ratio_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
+        weight_N = ratios.importance_weights(log_ratio_N, segment_N, num_segments, level=correction.level)
+        return (weight_N > correction.high) | (weight_N < correction.low)
+
+    return bounded
 
 
 def _divergence(name: str) -> Divergence:

@@ -19,20 +19,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from millrace.config.flow import FlowConfig
 from millrace.config.methods import SCANNED
-from millrace.config.settings import KernelConfig, RunConfig
+from millrace.config.sections import KernelConfig
+from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import once_each, pack, without_twins
 from millrace.data.prompts import PromptStream
 from millrace.kernels.dispatch import Scan
 from millrace.models.load import Model
-from millrace.observability.metrics import Spans
 from millrace.orchestration.alarms import check_failures
 from millrace.orchestration.build import build
 from millrace.orchestration.learn import Learner, estimated, moving_part, one_step
 from millrace.orchestration.methods import build_method
 from millrace.orchestration.parts import Parts, SetupError
-from millrace.orchestration.step import Sampled, sample_batch
+from millrace.orchestration.runtime.inline import InlineRuntime
+from millrace.orchestration.source import as_sampled, rollouts_of
+from millrace.orchestration.step import Sampled
 from millrace.training.estimate import usable
 from millrace.types import Trajectory
 
@@ -86,12 +89,17 @@ def check_numerics(config: RunConfig) -> list[Check]:
     policy = config.policy.model_copy(update={"optimizer_steps_per_batch": 1})
     # For a row as short as this one `auto` is the plain loop, which would be compared with itself.
     fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
-    config = config.model_copy(update={"rollout": rollout, "policy": policy, **_with_scan(fast)})
+    # The numbers of a batch do not depend on where it was sampled, nor on what else is.
+    here = {"flow": FlowConfig(), "engine": config.engine.model_copy(update={"processes": None})}
+    config = config.model_copy(update={"rollout": rollout, "policy": policy, **here, **_with_scan(fast)})
     parts = build(config, None)
-    with closing(parts.reward):
+    with closing(parts):
         learner = _learner(parts)
         stream = PromptStream(parts.train_prompts, seed=config.seed, shuffle=config.data.shuffle)
-        sampled = sample_batch(parts, stream, config, step=0, spans=Spans())
+        runtime = InlineRuntime(parts.engine, parts.reward, lambda version: None)
+        rollouts = rollouts_of(config, parts, stream, runtime, num_batches=1)
+        rollouts.begin(parts.engine.version)
+        sampled = as_sampled(rollouts.next_batch(config.limits.phase_s))
     _check_rewards(sampled, config)
     trajectories, group_N = usable(sampled.groups)
     allowed = ALLOWED[config.precision]

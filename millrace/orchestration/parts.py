@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from millrace.orchestration.methods import Method
-from millrace.protocols import Engine, Environment, Reward, WeightTransport
+from millrace.orchestration.runtime.base import Runtime
+from millrace.protocols import Engine, Environment, NamedTensors, Reward, Trainer, WeightTransport
 from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
@@ -18,6 +20,36 @@ from millrace.types import Prompt
 
 class SetupError(ValueError):
     """Settings that fit the schema and not each other or this machine; the message says what to change."""
+
+
+class Sleeper(Protocol):
+    """An engine whose memory can be given back; see `inference.engine.PagedEngine`."""
+
+    def sleep(self, tags: Collection[Literal["weights", "kv_cache"]]) -> None:
+        """Give memory back."""
+        ...
+
+    def wake(self, tags: Collection[Literal["weights", "kv_cache"]]) -> None:
+        """Take it again; weights are nothing until they are loaded."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What it holds, by tag."""
+        ...
+
+
+class Newest:
+    """The weights of whoever trains at the moment it is asked."""
+
+    def __init__(self) -> None:
+        """Nobody trains."""
+        self.trainer: Trainer | None = None
+
+    def __call__(self) -> NamedTensors:
+        """Every weight under its name."""
+        if self.trainer is None:
+            raise RuntimeError("nobody trains yet, so there are no weights to hand over")
+        return self.trainer.named_tensors()
 
 
 class SaveModel(Protocol):
@@ -38,6 +70,10 @@ class Parts:
 
     Attributes:
         engine: the sampler.
+        sleeper: this rank's own engine behind it; None for one that cannot sleep.
+        runtime: engines in processes of their own, of which `engine` asks one; None where it is in this one.
+        newest: what those engines are given; whoever trains is entered there.
+        held: ends what has processes of its own: rewards and engines.
         transport: carries weights to it.
         reward: judges completions.
         full_marks: the reward of a right answer (the sum of the positive weights).
@@ -61,6 +97,10 @@ class Parts:
     """
 
     engine: Engine
+    sleeper: Sleeper | None
+    runtime: Runtime | None
+    newest: Newest
+    held: ExitStack
     transport: WeightTransport
     reward: Reward
     full_marks: float
@@ -80,6 +120,10 @@ class Parts:
     num_parameters: int
     device: str
     environment: Callable[[Prompt], Environment]
+
+    def close(self) -> None:
+        """End what has processes of its own."""
+        self.held.close()
 
     @property
     def num_long_demonstrations(self) -> int:

@@ -6,11 +6,17 @@ import fcntl
 import itertools
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from millrace.training.checkpoint import CheckpointError, newest_checkpoint, verify_checkpoint
+from millrace.training.checkpoint import (
+    CheckpointError,
+    newest_checkpoint,
+    remove_checkpoint,
+    verify_checkpoint,
+)
 
 
 class RunFolderError(RuntimeError):
@@ -30,13 +36,16 @@ class RunFolder:
         self.path = path
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = checkpoints or path / "checkpoints"
         self.evidence = path / "evidence"
+        self.profile = path / "profile"
         self.summary = path / "summary.json"
         self.best = path / "best.json"
+        self.status = path / "status.json"
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -98,6 +107,26 @@ class RunFolder:
             raise RunFolderError(f"run {self.path} is being trained by another process") from None
         except OSError as error:
             raise RunFolderError(f"run folder {self.path} cannot be written: {error.strerror}") from error
+
+    def forget(self, newest: str, *, keep: int, also: Collection[str | None]) -> None:
+        """Remove all checkpoints but the last ones, and some by name.
+
+        Args:
+            newest: whole one.
+            keep: how many of the last stay.
+            also: names of others that stay, where there are such.
+        """
+
+        def place(name: str) -> tuple[bool, str]:
+            return name.startswith("step-"), name
+
+        # What lies ahead of the newest is damaged and will be redone; it must not push out what is whole.
+        there = [path.name for path in self.checkpoints.iterdir()]
+        names = [name for name in there if name.startswith(("warmup-", "step-"))]
+        names = sorted((name for name in names if place(name) <= place(newest)), key=place)
+        for name in names[:-keep]:
+            if name not in also:
+                remove_checkpoint(self.checkpoints / name)
 
     def __enter__(self) -> RunFolder:
         """Keep the lock, taken before, until the end of the block."""

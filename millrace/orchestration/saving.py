@@ -15,9 +15,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from millrace.models.adapter_folder import adapter_pairs, write_pairs
 from millrace.models.load import Model, Weights
-from millrace.models.saving import fixed_numbers, own_layers, write_index, write_weights
+from millrace.models.saving import own_layers, write_index, write_weights
 from millrace.orchestration.ranks import Ranks
+from millrace.orchestration.trainable import ADAPTER
 from millrace.training.checkpoint import (
     CheckpointError,
     Entries,
@@ -46,19 +48,18 @@ class Snapshot:
     Attributes:
         model: whose it is; only its config is read.
         weights: whole ones, which this rank alone has.
-        shared: numbers that never learn, which other ranks may have too.
-        optimizer: parts of the optimizer's state, likewise.
+        optimizer: parts of the optimizer's state, which other ranks may have too.
+        pairs: of an adapter, whole; the first rank alone writes them.
     """
 
     model: Model
     weights: Weights
-    shared: Weights
     optimizer: list[Part]
+    pairs: Weights
 
     def held(self) -> dict[str, int]:
         """What other ranks may have too, by name and place, and its bytes."""
-        buffers = {name: tensor.nbytes for name, tensor in self.shared.items()}
-        return buffers | {part.place: part.tensor.nbytes for part in self.optimizer}
+        return {part.place: part.tensor.nbytes for part in self.optimizer}
 
 
 def snapshot(learner: PolicyTrainer | ValueTrainer, ranks: Ranks) -> Snapshot:
@@ -66,8 +67,8 @@ def snapshot(learner: PolicyTrainer | ValueTrainer, ranks: Ranks) -> Snapshot:
     return Snapshot(
         learner.model,
         own_layers(learner.named_tensors(), rank=ranks.rank, num_ranks=ranks.size),
-        fixed_numbers(learner.model),
         own_parts(optimizer_tensors(learner.optimizer, learner.model)),
+        adapter_pairs(learner.model),
     )
 
 
@@ -208,10 +209,12 @@ class Saver:
     ) -> Entries:
         rank, files = self._ranks.rank, []
         for name, each in snapshots.items():
-            weights = each.weights | {key: each.shared[key] for key in each.shared.keys() & dealt[name]}
             parts = [part for part in each.optimizer if part.place in dealt[name]]
+            weights = each.weights
             files += write_weights(each.model, weights, aside / name, rank=rank, num_ranks=self._ranks.size)
             files += write_parts(parts, aside / OPTIMIZER / name, rank=rank)
+            if self._ranks.first and each.pairs:
+                files.append(write_pairs(each.pairs, aside / name / ADAPTER))
         return flushed(aside, files)
 
     def _round(self, folder: Path, work: Callable[[], Any]) -> list[Any]:

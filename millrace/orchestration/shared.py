@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
 
+from millrace.orchestration.columns import from_columns, to_columns
 from millrace.orchestration.ranks import Ranks, share_of
 from millrace.protocols import Engine, NamedTensors, Reward
-from millrace.types import Completion, Outcome, Prompt, SamplingParams, Support
+from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
 _WORDS = "words"
 
@@ -81,65 +81,13 @@ class SharedReward:
 
 def pack_completions(completions: Sequence[Completion]) -> bytes:
     """Completions as bytes: numbers as safetensors, words as JSON in it."""
-    supports = [completion.support for completion in completions if completion.support is not None]
-    scored = [c.prompt_logprobs for c in completions if c.prompt_logprobs is not None]
-    words = [
-        {
-            "num_tokens": len(completion.token_ids),
-            "finish_reason": completion.finish_reason,
-            "text": completion.text,
-            "reason": completion.reason,
-            "support": None if completion.support is None else len(completion.support.token_ids),
-            "prompt": None if completion.prompt_logprobs is None else len(completion.prompt_logprobs),
-        }
-        for completion in completions
-    ]
-    columns = {
-        "token_ids": _joined([np.array(c.token_ids, np.int64) for c in completions], np.int64),
-        "logprobs": _joined([c.logprobs for c in completions], np.float32),
-        "versions": _joined([c.versions for c in completions], np.int32),
-        "support_token_ids": _joined([support.token_ids for support in supports], np.int32),
-        "support_counts": _joined([support.counts for support in supports], np.int32),
-        "support_log_mass": _joined([support.log_mass for support in supports], np.float32),
-        "prompt_logprobs": _joined(scored, np.float32),
-        _WORDS: np.frombuffer(json.dumps(words).encode(), np.uint8),
-    }
-    packed: bytes = save(columns)
+    words, columns = to_columns(completions)
+    packed: bytes = save({**columns, _WORDS: np.frombuffer(json.dumps(words).encode(), np.uint8)})
     return packed
 
 
 def unpack_completions(data: bytes) -> list[Completion]:
     """What `pack_completions` packed."""
     columns = load(data)
-    words: list[dict[str, Any]] = json.loads(columns.pop(_WORDS).tobytes())
-    at = dict.fromkeys(columns, 0)
-
-    def take(name: str, count: int) -> np.ndarray:
-        at[name] += count
-        taken: np.ndarray = columns[name][at[name] - count : at[name]]
-        return taken
-
-    completions = []
-    for one in words:
-        count = one["num_tokens"]
-        support = None
-        if one["support"] is not None:
-            tokens = take("support_token_ids", one["support"])
-            support = Support(tokens, take("support_counts", count), take("support_log_mass", count))
-        completions.append(
-            Completion(
-                token_ids=tuple(take("token_ids", count).tolist()),
-                logprobs=take("logprobs", count),
-                versions=take("versions", count),
-                finish_reason=one["finish_reason"],
-                text=one["text"],
-                support=support,
-                prompt_logprobs=None if one["prompt"] is None else take("prompt_logprobs", one["prompt"]),
-                reason=one["reason"],
-            )
-        )
-    return completions
-
-
-def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype)
+    words = json.loads(columns.pop(_WORDS).tobytes())
+    return from_columns(words, columns)

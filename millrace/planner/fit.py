@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.planner.errors import PlanError
 from millrace.planner.layout import Layout
-from millrace.planner.memory import Memory, Workload, memory_per_rank
+from millrace.planner.memory import EIGHT_BIT_MOMENT, Memory, Workload, memory_per_rank
 from millrace.planner.model_shape import ModelShape
 
 # Of a device's memory, what tensors may take; the rest is for driver, communication library and holes.
@@ -150,10 +150,13 @@ def _changes(work: Workload, num_ranks: int) -> dict[str, dict[str, Any]]:
         "mesh.checkpointing=full": {"checkpointing": "full"},
         "mesh.offload=true": {"offload": True},
     }
-    return (shared if num_ranks > 1 else {}) | {
+    # It keeps whole weights.
+    alone = {"policy.optimizer.eight_bit=true": {"moment_bytes": min(work.moment_bytes, EIGHT_BIT_MOMENT)}}
+    both: dict[str, dict[str, Any]] = {
         f"policy.tokens_per_micro_batch={work.longest}": {"micro_batch_tokens": work.longest},
         f"engine.max_requests={requests} engine.cache_tokens={requests * work.longest}": {
             "max_requests": requests,
             "cache_tokens": requests * work.longest,
         },
     }
+    return shared | both if num_ranks > 1 else both | alone

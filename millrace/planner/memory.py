@@ -32,6 +32,8 @@ CHUNK_ELEMENTS = 7 << 20
 SHORT_LENGTH = 32
 # Of the memory that is free when an engine is built, its cache takes at most so much by itself.
 CACHE_SHARE = 0.25
+# Bytes of a number of a moment with 8-bit codes: its own, and a float32 scale of 256.
+EIGHT_BIT_MOMENT = 1 + 4 / 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Workload:
             free.
         block_size: slots of a block of it.
         step_tokens: of one forward of an engine.
+        take_turns: whether what trains and the engine are on the device one after the other.
     """
 
     prompt_tokens: int
@@ -72,7 +75,7 @@ class Workload:
     micro_batch_tokens: int
     weight_bytes: int = 4
     compute_bytes: int = 2
-    moment_bytes: int = 4
+    moment_bytes: float = 4
     checkpointing: Checkpointing = "none"
     fused_norms: bool = False
     reshard_after_forward: bool = True
@@ -87,6 +90,7 @@ class Workload:
     cache_tokens: int | None = None
     block_size: int = 16
     step_tokens: int = 8192
+    take_turns: bool = False
 
     @property
     def longest(self) -> int:
@@ -115,7 +119,9 @@ class Memory:
         sampler: the engine's weights.
         cache: keys and values.
         drawing: logits and one forward of the engine.
-        host: weights, moments, critic, frozen and gradients where they lie in the host's memory.
+        host: weights, moments, critic, frozen and gradients where they lie in the host's memory, or but for
+            gradients wait there.
+        take_turns: whether what trains and the engine are on the device one after the other.
     """
 
     weights: int
@@ -130,29 +136,32 @@ class Memory:
     cache: int
     drawing: int
     host: int
+    take_turns: bool = False
 
     @property
     def training(self) -> int:
         """While it trains."""
-        return self._lasting + self.gradients + self.gathered + self.activations + self.scratch
+        engine = 0 if self.take_turns else self.sampler + self.cache
+        return self._trained + self.gradients + self.gathered + self.activations + self.scratch + engine
 
     @property
     def sampling(self) -> int:
         """While it samples."""
-        return self._lasting + self.drawing
+        return (0 if self.take_turns else self._trained) + self.sampler + self.cache + self.drawing
 
     @property
     def peak(self) -> int:
-        """The fuller of the two."""
-        return max(self.training, self.sampling)
+        """The fullest moment: of these two, or when the trainer's weights are handed to the engine's."""
+        return max(self.training, self.sampling, self._trained + self.sampler)
 
     @property
-    def _lasting(self) -> int:
-        return self.weights + self.moments + self.critic + self.frozen + self.sampler + self.cache
+    def _trained(self) -> int:
+        return self.weights + self.moments + self.critic + self.frozen
 
     def parts(self) -> dict[str, int]:
         """Every part on the device by its name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
+        others = ("host", "take_turns")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 
 def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_bytes: float) -> Memory:
@@ -170,13 +179,14 @@ def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_by
     layout.check(shape)
     held = _held(shape, layout)
     weights = held.sharded * work.weight_bytes
-    moments = 2 * held.sharded * work.moment_bytes
+    moments = ceil(2 * held.sharded * work.moment_bytes)
     sampler = shape.num_parameters * work.weight_bytes
     frozen = work.num_frozen * (sampler if work.whole_frozen else weights)
     critic = work.critic * (weights + moments)
     # What is whole on each rank is not dealt by FSDP, so it stays on the device.
     there = 2 * weights + moments + critic + (0 if work.whole_frozen else frozen)
     here = 0 if work.offload else 1
+    waiting = here * (weights + moments + critic) + frozen * (here or work.whole_frozen)
     return Memory(
         weights=here * weights,
         moments=here * moments,
@@ -189,7 +199,8 @@ def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_by
         sampler=sampler,
         cache=_cache(shape, work, device_bytes - 2 * sampler),
         drawing=_drawing(shape, work),
-        host=there if work.offload else 0,
+        host=work.offload * there + work.take_turns * waiting,
+        take_turns=work.take_turns,
     )
 
 

@@ -274,7 +274,7 @@ class Maps:
             raise WeightSyncError(f"{path} is in the manifest and not there") from error
         try:
             if create:
-                _give_size(handle, num_bytes, path)
+                give_size(handle, num_bytes, path)
             status = os.fstat(handle)
             if status.st_size != num_bytes:
                 raise WeightSyncError(f"{path} holds {status.st_size} bytes; {num_bytes} were sent")
@@ -288,8 +288,17 @@ class Maps:
             os.close(handle)
 
 
-def _give_size(handle: int, num_bytes: int, path: Path) -> None:
-    """Room is taken before it is written to: a mapped page for which there is none kills the process."""
+def give_size(handle: int, num_bytes: int, path: Path | str) -> None:
+    """Give a file its size, and take the room: a mapped page for which there is none kills the process.
+
+    Args:
+        handle: of the file.
+        num_bytes: of its new size.
+        path: what the error calls it.
+
+    Raises:
+        WeightSyncError: there is no room.
+    """
     grows = os.fstat(handle).st_size < num_bytes
     os.ftruncate(handle, num_bytes)
     if grows:

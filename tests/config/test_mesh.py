@@ -22,9 +22,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"mesh": {"checkpointing": "full"}},
         "mesh.checkpointing has no effect with one rank; remove it, or raise mesh.dp_shard",
     ),
-    (
-        {"mesh": {"dp_shard": 2}, "model": {"adapter": {}}},
-        "model.adapter trains on one rank only; remove it, or the settings of mesh that ask for more",
+    *(
+        (
+            {"mesh": {name: 2}, "model": {"adapter": {}}},
+            f"model.adapter does not go with mesh.{name} above 1; set that to 1, or remove model.adapter",
+        )
+        for name in ("tp", "pp")
     ),
     (
         {"mesh": {"dp_shard": 2, "compute": "bfloat16"}, "precision": "bfloat16"},
@@ -37,6 +40,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "policy.kl.estimator full",
         )
         for name in ("tp", "cp", "pp")
+    ),
+    *(
+        (
+            {"mesh": {name: 2}, "policy": {"optimizer": {"eight_bit": True}}},
+            f"policy.optimizer.eight_bit does not go with mesh.{name} above 1; set that to 1, or remove "
+            "policy.optimizer.eight_bit",
+        )
+        for name in ("dp_shard", "dp_replicate", "tp", "pp", "cp")
+    ),
+    *(
+        (
+            {"mesh": {name: 2}, "policy": {f"router_{what}": value}},
+            f"policy.router_{what} does not go with mesh.{name} above 1; set that to 1, or remove "
+            f"policy.router_{what}",
+        )
+        for name in ("tp", "pp", "cp")
+        for what, value in (("replay", True), ("aux_coefficient", 0.1), ("bias_step", 0.1))
     ),
     *(
         (
@@ -60,6 +80,8 @@ FINE: list[dict[str, Any]] = [
     {"mesh": {"cp": 2}, "deterministic": True},
     {"mesh": {"cp": 2}, "rollout": {"top_k": 3}},
     {"mesh": {"dp_shard": 2}, **FULL_KL},
+    {"mesh": {"dp_shard": 2, "dp_replicate": 2, "ep": 2}, "model": {"adapter": {}}},
+    {"mesh": {"dp_shard": 2, "cp": 2, "cp_kind": "ring"}, "model": {"adapter": {}}},
     {"mesh": {"dp_shard": 2, "ep": 2}, "advantage": {"kind": "token_baseline"}},
 ]
 

@@ -74,6 +74,10 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "engine.block_size has no effect with engine.name reference; remove it",
     ),
     (
+        {"engine": {"name": "reference", "take_turns": True}},
+        "engine.take_turns has no effect with engine.name reference; remove it",
+    ),
+    (
         {"engine": {"cache_tokens": 15}},
         "engine.cache_tokens 15 is less than one block of engine.block_size 16; raise it",
     ),
@@ -174,7 +178,53 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     (
         {"policy": {"proximal": "interpolate", "optimizer_steps_per_batch": 2}},
         "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, whose "
-        "tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch",
+        "tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch or "
+        "flow.staleness",
+    ),
+    (
+        {"flow": {"staleness": 1}, "policy": {"proximal": "recompute", "loss": {"low": 0.1}}},
+        "policy.loss.low has no effect with one optimizer step per batch, where nothing is clipped; remove "
+        "it, or raise policy.optimizer_steps_per_batch",
+    ),
+    (
+        {"flow": {"staleness": 1}, "policy": {"proximal": "interpolate"}},
+        "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, whose "
+        "tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch or "
+        "flow.staleness",
+    ),
+    (
+        {"flow": {"staleness": 1}, "engine": {"processes": 0}},
+        "flow.staleness above 0 needs engines in processes of their own; remove engine.processes 0",
+    ),
+    (
+        {"flow": {"staleness": 1}, "engine": {"name": "reference"}},
+        "flow.staleness above 0 needs engine.name paged; remove one of them",
+    ),
+    (
+        {"engine": {"processes": 2, "name": "reference"}},
+        "engine.processes 2 needs engine.name paged; remove one of them",
+    ),
+    (
+        {"flow": {"staleness": 1}, "engine": {"take_turns": True}},
+        "engine.take_turns does not go with flow.staleness above 0, where nobody takes turns; remove one of "
+        "them",
+    ),
+    (
+        {"flow": {"staleness": 1}, "mesh": {"dp_shard": 2}},
+        "flow.staleness above 0 trains on one rank only; remove it, or the settings of mesh that ask for "
+        "more",
+    ),
+    (
+        {"flow": {"stale": "drop"}},
+        "flow.stale has no effect with flow.staleness 0, where no group grows too old; remove it",
+    ),
+    (
+        {"steps": 0, "warmup": {"steps": 1}, "flow": {"staleness": 1}},
+        "flow has no effect because steps is 0 (supervised training alone); remove it",
+    ),
+    (
+        {"steps": 0, "warmup": {"steps": 1}, "profile_steps": [1]},
+        "profile_steps has no effect because steps is 0 (supervised training alone); remove it",
     ),
     (
         {"policy": {"correction": {}}},
@@ -246,6 +296,11 @@ def test_a_setting_that_can_have_no_effect_is_refused(tree: dict[str, Any], sent
         {"policy": {"loss": {"kind": "gspo", "gradient": "token"}}},
         {"policy": {"loss": {"kind": "cispo", "low": 1.0}, "optimizer_steps_per_batch": 2}},
         {"policy": {"proximal": "recompute", "correction": {"normalise": True}}},
+        {"flow": {"staleness": 1}, "policy": {"loss": {"low": 0.1}}},
+        {"flow": {"staleness": 2}, "policy": {"proximal": "interpolate"}},
+        {"flow": {"staleness": 2, "kv": "keep"}, "engine": {"processes": 2}, "profile_steps": [1]},
+        {"flow": {"staleness": 1, "order": "completion", "stale": "drop", "interrupt": False}},
+        {"flow": {"order": "completion", "spare_groups": 4}, "engine": {"processes": 1}},
         {
             "advantage": {"kind": "gae"},
             "critic": {"clip": None},

@@ -17,6 +17,7 @@ from millrace.orchestration.alarms import (
     check_accuracy,
     check_evaluation,
     check_failures,
+    check_mismatch,
     check_rewards,
     check_steps,
 )
@@ -178,3 +179,29 @@ def test_a_policy_below_half_of_its_best_has_collapsed():
     assert check_accuracy(Progress(eval_best=0.09), 0.0) is None
     assert check_accuracy(Progress(eval_best=0.1), 0.0) is not None
     assert check_accuracy(Progress(), 0.0) is None
+
+
+def test_a_sampler_that_came_apart_from_the_trainer_is_told_once_with_its_first_batch(tmp_path):
+    record = {"mismatch/k3": 0.3, "mismatch/max": 2.0, "policy/loss": 1.0}
+    first, second = random_batch(1), random_batch(2)
+    told = check_mismatch(record, first, limit=0.2, folder=tmp_path / "evidence")
+    path = tmp_path / "evidence" / "mismatch"
+    assert told is not None
+    assert told.startswith(
+        "trainer and sampler have come apart: mismatch/k3 has passed limits.mismatch_k3 = 0.2"
+    )
+    assert f"{path}.safetensors" in told
+    assert check_mismatch(record, second, limit=0.2, folder=tmp_path / "evidence") == told
+    kept = load_file(path.with_suffix(".safetensors"))
+    assert torch.equal(kept["token_T"], first.token_T)
+    assert torch.equal(kept["version_T"], first.version_T)
+    assert json.loads(path.with_suffix(".json").read_text()) == {"mismatch/k3": "0.3", "mismatch/max": "2.0"}
+
+
+@pytest.mark.parametrize(
+    ("record", "limit"),
+    [({"mismatch/k3": 0.2}, 0.2), ({"mismatch/k3": 9.0}, None), ({}, 0.2)],
+)
+def test_a_mismatch_within_its_limit_is_no_news(tmp_path, record, limit):
+    assert check_mismatch(record, random_batch(1), limit=limit, folder=tmp_path) is None
+    assert list(tmp_path.iterdir()) == []

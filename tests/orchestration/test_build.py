@@ -13,10 +13,12 @@ from millrace.data.rows import DataError
 from millrace.inference.engine import PagedEngine
 from millrace.inference.reference import ReferenceEngine
 from millrace.models.heads import save_scalar_model
+from millrace.models.load import ModelError
 from millrace.orchestration.build import build, choose_device
 from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.parts import SetupError
 from millrace.rewards.errors import RewardError
+from millrace.training.optimizer import start_optimizer
 from tests.close import close_fp64
 from tests.end_to_end.tiny import tiny_recipe
 from tests.training.pieces import random_batch
@@ -182,6 +184,17 @@ def test_a_critic_begins_at_the_present_weights_with_a_head_of_zeros_and_its_own
     # Twelve optimizer steps of six batches, down to a tenth of the peak.
     rates = [critic.optim_step().learning_rate for _ in range(12)]
     close_fp64([rates[0], rates[-1]], [0.25, 0.25 * (0.1 + 0.9 / 12)])
+
+
+def test_eight_bit_moments_are_of_policy_and_critic_and_refused_without_effect(tmp_path):
+    changes = CRITIC_RECIPE | {"policy.optimizer.eight_bit": True}
+    with pytest.raises(ModelError) as error:
+        build(tiny_recipe(tmp_path, changes | {"model.shape.hidden_size": 8}), None)
+    assert "policy.optimizer.eight_bit has no effect" in str(error.value)
+    parts = build(tiny_recipe(tmp_path, changes), None)
+    for trainer in (parts.imitator(0), parts.reinforcer(0, None, None), parts.critic()):
+        kinds = {name.partition("/")[0] for name in start_optimizer(trainer.optimizer, trainer.model)}
+        assert kinds == {"step", "state1", "state2", "absmax1", "absmax2"}
 
 
 def test_a_critic_of_a_checkpoint_is_taken_up_as_it_was(tmp_path):

@@ -11,7 +11,8 @@ import pytest
 
 from millrace import resume, train
 from millrace.orchestration import controller
-from millrace.orchestration.controller import Controller, versions
+from millrace.orchestration.controller import Controller
+from millrace.orchestration.summary import versions
 from tests.end_to_end.tiny import tiny_recipe
 
 
@@ -75,7 +76,7 @@ def test_a_damaged_checkpoint_ahead_never_pushes_out_a_whole_one(tmp_path, monke
     calls = []
     real = Controller.leave_if_asked
 
-    def leave(self):
+    def leave(self, source=None):
         self._interrupts.asked |= (self.progress.step, len(calls)) in ((4, 0), (3, 1))
         real(self)
 

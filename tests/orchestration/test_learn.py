@@ -235,6 +235,32 @@ def test_the_record_says_how_far_the_trainer_is_from_the_sampler():
     close_fp32(record["mismatch/chi_square_token"], float((2 * difference_N).exp().mean()) - 1, rtol=1e-4)
 
 
+def test_tokens_that_the_trainers_own_version_drew_are_also_compared_alone():
+    """Where the weights are the same, nothing but arithmetic differs; older tokens do not hide that."""
+    prompt = scored([1.0])[0].prompt
+    old = trajectory((5, 6), (1,), logprobs=[-9.0]).scored(Outcome("score", 1.0))
+    new = trajectory((5, 6), (2,), logprobs=[-3.0], version=4).scored(Outcome("score", 0.0))
+    one = learner(centred())
+    one.trainer.version = 4
+    batches = watched(one.trainer)
+    record = run(one, [Group(prompt, (old, new))]).record
+    with torch.no_grad():
+        logprob_N = chosen_logprobs(tiny_model(), batches[0], temperature=1.0)[0]
+    close_fp32(record["mismatch/max"], abs(float(logprob_N[0]) + 9.0))
+    close_fp32(
+        [record["mismatch/fresh_max"], record["mismatch/fresh_mean"]], [abs(float(logprob_N[1]) + 3)] * 2
+    )
+
+
+@pytest.mark.parametrize("version", [0, 7])
+def test_tokens_of_one_version_are_compared_once(version):
+    one = learner(centred())
+    one.trainer.version = version
+    record = run(one, scored([1.0, 0.0])).record
+    assert [name for name in record if "fresh" in name] == []
+    assert "policy/bounded_share" not in record
+
+
 def test_the_record_describes_rewards_and_lengths():
     groups = scored([1.0, 0.0], [4.0, 3.0])
     last = groups[1].trajectories[1].scored(Outcome("invalid", -1.0, "no number"))

@@ -11,7 +11,7 @@ from millrace.algorithms import losses
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.orchestration.learn import Learner
-from tests.close import close_fp32
+from tests.close import close_fp32, close_fp64
 from tests.orchestration.pieces import (
     CENTRED,
     GROUPS,
@@ -54,29 +54,34 @@ def log_ratios(batch: Batch) -> list[list[float]]:
 def test_each_token_is_weighed_by_proximal_over_sampler_up_to_a_bound():
     one = recomputed({"high": 1.1})
     batches = watched(one.trainer)
-    run(one, scored(*GROUPS, logprob=-4.0))
+    record = run(one, scored(*GROUPS, logprob=-4.0)).record
     expected = [[min(1.1, math.exp(x)) for x in row] for batch in batches for row in log_ratios(batch)]
     found = [row for batch in batches for row in per_segment(batch, "correction_T")]
     for one_row, other in zip(found, expected, strict=True):
         close_fp32(one_row, other)
     flat = [number for row in expected for number in row]
     assert 0 < flat.count(1.1) < len(flat)
+    close_fp64(record["policy/bounded_share"], flat.count(1.1) / len(flat))
     assert all(set(batch.correction_T[~batch.action_mask_T].tolist()) == {1.0} for batch in batches)
 
 
 def test_a_sequences_weight_is_left_out_beyond_its_bounds_and_normalised_over_the_optimizer_step():
     one = recomputed({"level": "sequence", "action": "mask", "low": 0.5, "high": 1.3, "normalise": True})
     batches = watched(one.trainer)
-    run(one, scored(*GROUPS, logprob=-4.0))
-    num_out = 0
+    record = run(one, scored(*GROUPS, logprob=-4.0)).record
+    num_out, tokens_out, tokens = 0, 0, 0
     for batch in batches:
         weights = [math.exp(sum(row)) for row in log_ratios(batch)]
         weights = [weight if 0.5 <= weight <= 1.3 else 0.0 for weight in weights]
         num_out += weights.count(0.0)
+        lengths = [len(row) for row in log_ratios(batch)]
+        tokens += sum(lengths)
+        tokens_out += sum(n for n, weight in zip(lengths, weights, strict=True) if weight == 0.0)
         mean = sum(weights) / len(weights)
         for weight, row in zip(weights, per_segment(batch, "correction_T"), strict=True):
             close_fp32(row, [weight / mean] * len(row))
     assert 0 < num_out < 8
+    close_fp64(record["policy/bounded_share"], tokens_out / tokens)
 
 
 @pytest.mark.parametrize(

@@ -59,15 +59,25 @@ REINFORCEMENT = {
     "policy/skipped_steps",
     *(f"mismatch/{name}" for name in ("k1", "k3", "mean", "max", "chi_square_token", "chi_square_sequence")),
     *(f"mismatch/perplexity_{name}" for name in ("trainer", "sampler", "ratio")),
+    "mismatch/effective_share",
     "tokens/sampled",
     "tokens/trained",
     *(f"time/{part}_s" for part in ("sample", "score", "train", "sync", "other", "step", "wall")),
     "time/tokens_per_s",
     "time/tflops_per_rank",
+    *(f"memory/{phase}_peak_bytes" for phase in ("sample", "score", "train", "sync")),
+}
+# What sampling ahead of training adds.
+AHEAD = {
+    "mismatch/fresh_mean",
+    "mismatch/fresh_max",
+    *(f"staleness/{name}" for name in ("mean", "max", "dropped_groups")),
+    *(f"bias/{name}" for name in ("dropped_share", "length", "reward", "difficulty")),
 }
 # What a method adds.
 OPTIONAL = {
     "group/refill_rounds",
+    "policy/bounded_share",
     "policy/correction",
     *(f"critic/{name}" for name in ("loss", "clip_share", "value", "explained_variance")),
     *(f"critic/{name}" for name in ("gradient_norm", "learning_rate", "skipped_steps", *NORMS)),
@@ -141,7 +151,7 @@ def test_everything_that_a_method_records_is_documented(tmp_path):
     batches = [record for record in metrics_of(report.run) if record["stage"] == "reinforcement"]
     assert set().union(*batches) == REINFORCEMENT | OPTIONAL
     written = DOCUMENT.read_text(encoding="utf-8")
-    assert {key for key in OPTIONAL if f"`{key}`" not in written} == set()
+    assert {key for key in OPTIONAL | AHEAD if f"`{key}`" not in written} == set()
 
 
 def test_the_run_folder_holds_a_table_a_batch_and_the_answers_before_and_after(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from millrace import train
 from millrace.data.batch import Batch
 from millrace.kernels import linear_scan_cpu
-from millrace.orchestration import build, learn, methods, numerics, step
+from millrace.orchestration import build, learn, methods, numerics
 from millrace.orchestration.alarms import RunStopped
 from millrace.orchestration.numerics import Check, check_numerics
 from millrace.orchestration.parts import SetupError
@@ -109,8 +110,13 @@ def test_a_teacher_is_asked_as_in_training(tmp_path):
 
 
 def test_greedy_answers_without_a_score_do_not_disturb(tmp_path, monkeypatch):
-    nothing = lambda parts, prompts, config, spans: ([math.nan] * len(prompts), 0)  # noqa: E731
-    monkeypatch.setattr(step, "greedy_baselines", nothing)
+    real = numerics.as_sampled
+
+    def failed(rolled):
+        sampled = real(rolled)
+        return replace(sampled, baselines=[math.nan] * len(sampled.groups))
+
+    monkeypatch.setattr(numerics, "as_sampled", failed)
     assert wrong(tmp_path, {"advantage": {"kind": "greedy_baseline"}}) == []
 
 
@@ -289,13 +295,13 @@ def test_a_scan_that_is_off_is_found_though_the_row_is_short(tmp_path, monkeypat
 
 
 def test_the_batch_is_small_and_not_refilled(tmp_path, monkeypatch):
-    real, seen = numerics.sample_batch, []
+    real, seen = numerics.rollouts_of, []
 
-    def watched(parts, stream, config, **more):
+    def watched(config, *given, **more):
         seen.append((config.rollout.prompts_per_step, config.rollout.refill_rounds))
-        return real(parts, stream, config, **more)
+        return real(config, *given, **more)
 
-    monkeypatch.setattr(numerics, "sample_batch", watched)
+    monkeypatch.setattr(numerics, "rollouts_of", watched)
     for prompts in (3, 9):
         given = {"rollout.prompts_per_step": prompts, "rollout.refill_rounds": 2}
         assert wrong(tmp_path, given) == []

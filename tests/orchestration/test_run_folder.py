@@ -102,3 +102,22 @@ def test_json_is_written_aside_so_that_half_of_it_is_never_seen(tmp_path, monkey
     folder.write_json(folder.best, {"checkpoint": "step-000003"})
     assert json.loads(folder.best.read_text()) == {"checkpoint": "step-000003"}
     assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
+
+
+@pytest.mark.parametrize(
+    ("newest", "keep", "also", "left"),
+    [
+        ("step-000004", 2, [None], ["step-000002", "step-000004", "step-000006"]),
+        ("step-000004", 1, ["warmup-000003", "step-000000"], [0, 4, 6, "warmup-000003"]),
+        ("warmup-000003", 1, [], [0, 2, 4, 6, "warmup-000003"]),
+    ],
+)
+def test_of_the_checkpoints_up_to_the_newest_the_last_stay_and_some_by_name(
+    newest, keep, also, left, tmp_path
+):
+    names = [f"step-00000{n}" for n in (0, 2, 4, 6)] + ["warmup-000002", "warmup-000003"]
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    RunFolder(tmp_path).forget(newest, keep=keep, also=also)
+    expected = [name if isinstance(name, str) else f"step-00000{name}" for name in left]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == expected

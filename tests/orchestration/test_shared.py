@@ -14,7 +14,7 @@ from millrace.orchestration.shared import SharedEngine, SharedReward, pack_compl
 from millrace.types import Completion, Outcome, Prompt, SamplingParams, Support
 from tests.ranks import run_ranks
 
-ARRAYS = ("logprobs", "versions", "prompt_logprobs")
+ARRAYS = ("logprobs", "versions", "prompt_logprobs", "experts")
 
 
 def completion(seed: int) -> Completion:
@@ -33,6 +33,7 @@ def completion(seed: int) -> Completion:
         text=f"é{seed}\n",
         support=support,
         prompt_logprobs=draw.normal(size=seed % 5).astype(np.float32) if seed % 2 else None,
+        experts=draw.integers(-1, 9, (count + 2, 3, 2)).astype(np.int16) if seed % 3 else None,
         reason="why" * (seed % 2),
     )
 

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.config.inputs import AdapterConfig, ModelConfig
-from millrace.models.adapters import CONFIG, WEIGHTS, adapted_layers, trained_weights
+from millrace.models.adapter_folder import CONFIG, WEIGHTS
+from millrace.models.adapters import adapted_layers, trained_weights
 from millrace.models.load import ModelError
 from millrace.orchestration.build import build
-from millrace.orchestration.trainable import ADAPTER, choose_weights
+from millrace.orchestration.trainable import ADAPTER, check_base, choose_weights
 from millrace.training.policy import BaseScorer
 from millrace.training.scorer import ModelScorer
 from millrace.transport.fingerprint import fingerprint
@@ -105,7 +106,7 @@ def test_a_checkpoint_without_its_adapter_or_beside_another_base_is_not_taken_up
     )
     for path in (folder / "model" / ADAPTER).iterdir():
         path.unlink()
-    with pytest.raises(ModelError, match="was trained beside other weights"):
+    with pytest.raises(ModelError, match=r"adapter folder .*adapter has no adapter_config.json"):
         build(config, folder)
 
 
@@ -121,8 +122,16 @@ def test_frozen_weights_of_the_recipe_do_not_learn(tmp_path):
 
 def test_where_everything_learns_there_is_no_checksum_and_nothing_is_changed():
     model = tiny_model()
-    assert choose_weights(ModelConfig(), model, Path("nowhere"), seed=0) == ""
+    choose_weights(ModelConfig(), model, Path("nowhere"), seed=0)
+    assert check_base(ModelConfig(), model, Path("nowhere")) == ""
     assert len(trained_weights(model)) == len(list(model.parameters()))
-    config = ModelConfig(adapter=AdapterConfig(rank=2))
-    sums = {choose_weights(config, tiny_model(seed), None, seed=0) for seed in (0, 0, 1)}
-    assert sorted(len(one) for one in sums) == [64, 64]
+
+
+def test_the_checksum_of_a_base_is_that_of_the_weights_beside_the_adapter():
+    config, sums = ModelConfig(adapter=AdapterConfig(rank=2)), []
+    for base, adapter in ((0, 0), (0, 1), (1, 0)):
+        model = tiny_model(base)
+        choose_weights(config, model, None, seed=adapter)
+        sums.append(check_base(config, model, None))
+    assert sums[0] == sums[1] != sums[2]
+    assert [len(one) for one in sums] == [64] * 3

@@ -22,9 +22,15 @@ from millrace.orchestration import memory as engine_memory
 from millrace.planner import memory as planned
 from millrace.planner.errors import PlanError
 from millrace.planner.layout import Layout
-from millrace.planner.memory import Workload, cache_bytes_per_token, memory_per_rank, rows_per_chunk
+from millrace.planner.memory import (
+    EIGHT_BIT_MOMENT,
+    Workload,
+    cache_bytes_per_token,
+    memory_per_rank,
+    rows_per_chunk,
+)
 from millrace.planner.model_shape import ModelShape
-from millrace.training.optimizer import adamw
+from millrace.training.optimizer import adamw, start_optimizer
 from millrace.types import Completion, Outcome, Trajectory, Turn
 from tests.close import close_fp64
 from tests.planner import shapes
@@ -124,6 +130,17 @@ def test_a_real_update_takes_what_is_planned():
     total = memory.weights + memory.moments + memory.gradients + memory.activations + memory.scratch
     held = sum(value.nbytes for value in state) + 2 * gradients + peak
     close_fp64(total, held, rtol=0.02)
+
+
+def test_moments_of_eight_bits_take_what_is_planned():
+    model = made("qwen3", LARGER, 16384)
+    batch = batch_of(1, 8, 16384)
+    optimizer = adamw(model, betas=(0.9, 0.99), weight_decay=0.0, eight_bit=True)
+    held = sum(tensor.nbytes for tensor in start_optimizer(optimizer, model).values())
+    memory = planned_for(model, batch, moment_bytes=EIGHT_BIT_MOMENT)
+    # Vectors keep float32, which is not counted.
+    close_fp64(memory.moments, held, rtol=5e-3)
+    assert memory.moments < 0.26 * planned_for(model, batch).moments
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -265,6 +282,19 @@ def test_what_is_whole_on_every_rank_stays_on_the_device():
     there = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(whole, offload=True), 80e9)
     assert plain.frozen == there.frozen == 4 * LLAMA.num_parameters
     assert there.host == 2 * plain.weights + plain.moments
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_takes_turns_is_counted_one_after_the_other(offload):
+    whole = replace(WORK, num_frozen=1, whole_frozen=True, critic=True, offload=offload)
+    both = memory_per_rank(LLAMA, Layout(dp_shard=8), whole, 80e9)
+    apart = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(whole, take_turns=True), 80e9)
+    assert apart.parts() == both.parts()
+    trained = both.weights + both.moments + both.critic + both.frozen
+    assert both.training - apart.training == both.sampler + both.cache
+    assert both.sampling - apart.sampling == apart.host - both.host == trained
+    meeting = replace(apart, activations=0, gathered=0, scratch=0, gradients=0, cache=0, drawing=0)
+    assert meeting.peak == trained + both.sampler > max(meeting.training, meeting.sampling)
 
 
 def test_layers_that_stay_gathered_take_as_much_as_the_whole_stage():

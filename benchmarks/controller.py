@@ -1,0 +1,166 @@
+"""What the controller costs: 10,000 trajectories in flight over 1,000 simulated engines.
+
+    python benchmarks/controller.py            # writes results/controller.json
+    python benchmarks/controller.py --quick    # a tenth of it, writes nothing
+
+The controller is the one of every run (`millrace.orchestration.rollouts` with its flow and its event log,
+which goes to a file); engines, rewards and trainer are on a virtual clock (`runtime.virtual`), and the time
+that the simulation itself takes is left out. A trajectory costs what the processor does for it from its
+prompt to its batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from millrace.environments.single_turn import SingleTurn
+from millrace.orchestration.events import EventLog, check_log
+from millrace.orchestration.flow import Flow, FlowRules
+from millrace.orchestration.rollouts import Rollouts
+from millrace.orchestration.runtime.base import Event
+from millrace.orchestration.runtime.virtual import Costs, VirtualRuntime
+from millrace.planner.simulate import exponential, lognormal
+from millrace.types import Prompt, SamplingParams
+
+RESULTS = Path(__file__).parent / "results"
+NUM_SAMPLES, NUM_BATCHES, STALENESS, TRAIN_S, DEADLINE_S = 8, 8, 1, 20.0, 1e6
+ORDERS = ("submit", "abort", "load", "judge", "wait", "now")
+
+
+class Watched(VirtualRuntime):
+    """A virtual runtime that knows how long it took itself, and what it told."""
+
+    seconds, num_events = 0.0, 0
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """As the virtual runtime does, and count."""
+        events = super().wait(timeout_s)
+        self.num_events += len(events)
+        return events
+
+
+def timed(runtime: Watched, order: Callable[..., Any]) -> Callable[..., Any]:
+    """An order whose time goes to the simulation."""
+
+    def call(*given: Any) -> Any:
+        begun_s = time.process_time()
+        try:
+            return order(*given)
+        finally:
+            runtime.seconds += time.process_time() - begun_s
+
+    return call
+
+
+class Stream:
+    """Prompts of 100 tokens, without end."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        """At the first one."""
+        self._prompts, self._at = prompts, 0
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """The next ones."""
+        self._at += num_prompts
+        return [self._prompts[(self._at - i) % len(self._prompts)] for i in range(num_prompts, 0, -1)]
+
+
+def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
+    """One run: what a trajectory cost."""
+    size = num_flying // (NUM_SAMPLES * (STALENESS + 1))
+    rules = FlowRules(groups_per_step=size, staleness=STALENESS)
+    prompts = [Prompt(f"train:{i}", (i, *range(99)), "") for i in range(5000)]
+    costs = Costs(num_tokens=lognormal(300, 0.7), judge_s=exponential(0.5), load_s=exponential(0.5))
+    runtime = Watched(num_engines, costs)
+    for order in ORDERS:
+        setattr(runtime, order, timed(runtime, getattr(runtime, order)))
+    log = EventLog(folder / "events.jsonl", runtime.now)
+    log.add("begin", rules=asdict(rules), num_batches=NUM_BATCHES)
+    flow = Flow(rules, num_batches=NUM_BATCHES, note=log.add)
+    params = SamplingParams(max_tokens=1000)
+    rollouts = Rollouts(
+        flow,
+        runtime,
+        Stream(prompts),  # type: ignore[arg-type]
+        prompts={prompt.id: prompt for prompt in prompts},
+        environment=SingleTurn,
+        params=lambda number, sample, turn: replace(params, seed=number * NUM_SAMPLES + sample),
+        num_samples=NUM_SAMPLES,
+        draw_s=1e5,
+        load_s=1e5,
+        note=log.add,
+    )
+    before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    begun_s, spent = time.process_time(), 0.0
+    rollouts.begin(0)
+    for batch in range(NUM_BATCHES):
+        rollouts.next_batch(DEADLINE_S)
+        end_s = runtime.now() + TRAIN_S
+        while runtime.now() < end_s:
+            rollouts.advance(end_s - runtime.now())
+        rollouts.published(batch + 1)
+    rollouts.wait_until_published(DEADLINE_S)
+    spent = time.process_time() - begun_s
+    log.close()
+    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert check_log([json.loads(line) for line in lines]) == []
+    num_trajectories = NUM_BATCHES * size * NUM_SAMPLES
+    controller_s = spent - runtime.seconds
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "engines": num_engines,
+        "in_flight": size * NUM_SAMPLES * (STALENESS + 1),
+        "trajectories": num_trajectories,
+        "controller_us_per_trajectory": 1e6 * controller_s / num_trajectories,
+        "events_per_s": runtime.num_events / controller_s,
+        "simulation_us_per_trajectory": 1e6 * runtime.seconds / num_trajectories,
+        "virtual_s": runtime.now(),
+        "memory_bytes_per_trajectory_in_flight": (peak_bytes - before_bytes) / num_flying,
+        "log_bytes_per_trajectory": sum(map(len, lines)) / num_trajectories,
+    }
+
+
+def processor() -> str:
+    """The processor's own name."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def main() -> None:
+    """Measure and write; see the top of this file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tenth of it; nothing is written")
+    given = parser.parse_args()
+    share = 10 if given.quick else 1
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(1000 // share, 10_000 // share, Path(folder))
+    for name, number in found.items():
+        print(f"{name:40s} {number:14,.1f}")
+    if not given.quick:
+        written = {
+            "benchmark": "controller",
+            "date": date.today().isoformat(),
+            "machine": f"{processor()}, 1 of {os.cpu_count()} cores",
+            "versions": {"python": platform.python_version(), "millrace": metadata.version("millrace")},
+            **found,
+        }
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "controller.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

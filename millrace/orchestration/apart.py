@@ -1,0 +1,106 @@
+"""Engines in processes of their own, from a recipe."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.config.settings import RunConfig
+from millrace.models.load import Model
+from millrace.orchestration.engines import save_engine
+from millrace.orchestration.lengths import longest_sequence
+from millrace.orchestration.parts import Newest
+from millrace.orchestration.runtime.child import Settings
+from millrace.orchestration.runtime.processes import ProcessRuntime
+from millrace.protocols import Reward
+from millrace.types import Outcome, Prompt
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+
+class OneAtATime:
+    """A reward that several threads may ask: the trainer's, which evaluates, and the one of the samples."""
+
+    def __init__(self, reward: Reward) -> None:
+        """Shares out a reward.
+
+        Args:
+            reward: of one thread.
+        """
+        self._reward, self._lock = reward, threading.Lock()
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        """One outcome for each completion, in order; see `protocols.Reward`."""
+        with self._lock:
+            return self._reward.score(prompts, completions)
+
+    def close(self) -> None:
+        """Give back what the reward holds."""
+        self._reward.close()
+
+
+def num_processes(config: RunConfig) -> int:
+    """Engines in processes of their own; none where sampling and training take turns."""
+    wanted = config.engine.processes
+    return int(config.flow.staleness > 0) if wanted is None else wanted
+
+
+def num_threads(config: RunConfig) -> int:
+    """Threads of each process of a rank.
+
+    The recipe's, or the cores that this process may use, shared evenly with the other ranks of this machine
+    and with the engines that draw while it trains. Engines that wait for the trainer, as it waits for them,
+    leave it all of its share.
+    """
+    if config.threads:
+        return config.threads
+    at_work = 1 + (num_processes(config) if config.flow.staleness else 0)
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // neighbours // at_work)
+
+
+def start_engines(
+    config: RunConfig,
+    model: Model,
+    tokenizer: Tokenizer,
+    reward: Reward,
+    newest: Newest,
+    *,
+    held: ExitStack,
+) -> ProcessRuntime:
+    """Start the recipe's engines.
+
+    Args:
+        config: of the run.
+        model: what they sample from; they get its weights by the first publish.
+        tokenizer: of its tokens.
+        reward: judges what they draw, beside everything else.
+        newest: the trainer's weights.
+        held: ends them, and the reward.
+
+    Raises:
+        EngineFailed: one cannot be started.
+    """
+    folder = held.enter_context(tempfile.TemporaryDirectory(prefix="millrace-engine-"))
+    save_engine(
+        config.engine,
+        model,
+        tokenizer,
+        Path(folder),
+        longest=longest_sequence(config, model),
+        deterministic=config.deterministic,
+        record_experts=bool(config.policy.needs_experts),
+    )
+    settings = Settings(
+        folder, threads=num_threads(config), kv=config.flow.kv, interrupt=config.flow.interrupt
+    )
+    runtime = ProcessRuntime(
+        settings, reward, newest, num_engines=num_processes(config), load_s=config.limits.phase_s
+    )
+    return held.enter_context(runtime)

@@ -1,0 +1,203 @@
+"""The engines of a run: the weights that each has proved, what it draws, how long it may take. No torch.
+
+A *birth* is a number of publishes: that of the weights which drew a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from millrace.orchestration.flow import Note
+from millrace.orchestration.runtime.base import Draw, Drawn, Loaded, Lost, Runtime
+
+
+class DrawFailed(RuntimeError):
+    """An engine did not do what was asked of it; the message says what and why."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    """One engine.
+
+    `version` and `birth` are of the weights it proved last, `serves` says that it may draw, `draws` when each
+    draw was asked for, `early` what it drew with weights whose proof is still under way.
+    """
+
+    version: int | None = None
+    birth: int = -1
+    serves: bool = False
+    loads_since_s: float = math.inf
+    draws: dict[str, float] = field(default_factory=dict)
+    early: list[Drawn] = field(default_factory=list)
+
+
+class Fleet:
+    """Every engine, from its first load to its loss."""
+
+    def __init__(self, runtime: Runtime, *, draw_s: float, load_s: float, note: Note) -> None:
+        """No engine is known before `begin`.
+
+        Args:
+            runtime: has them.
+            draw_s: an engine that answers a draw no sooner is lost.
+            load_s: an engine that proves new weights no sooner is lost.
+            note: hears of `joined`, `load`, `lost` and `ignore`.
+        """
+        self._runtime, self._draw_s, self._load_s, self._note = runtime, draw_s, load_s, note
+        self._engines: dict[str, _Engine] = {}
+        self._gone: set[str] = set()
+        self._births: dict[int, int] = {}
+        self._newest, self._version = 0, 0
+        self._due_s = math.inf
+
+    def begin(self, version: int, num_published: int) -> None:
+        """Send every engine the weights, which are those of so many publishes."""
+        self._newest, self._version = num_published, version
+        self._births[version] = num_published
+        for name in self._runtime.engines():
+            self.join(name)
+
+    @property
+    def newest(self) -> int:
+        """Publishes ordered so far."""
+        return self._newest
+
+    @property
+    def in_force(self) -> int:
+        """Publishes in force: every engine that serves holds these weights or newer ones."""
+        return min((engine.birth for engine in self._engines.values() if engine.serves), default=self._newest)
+
+    @property
+    def due_s(self) -> float:
+        """When an engine may have to be given up."""
+        return self._due_s
+
+    def publish(self, version: int) -> None:
+        """Send every engine the trainer's weights."""
+        same = version == self._version
+        self._newest += 1
+        self._births[version], self._version = self._newest, version
+        for name, engine in self._engines.items():
+            if not same:
+                self._load(name, engine)
+            elif engine.version == version:
+                # The step was left out, and the engine holds these weights already.
+                self._prove(name, version, at=None)
+
+    def choose(self, home: str) -> str | None:
+        """Who is to draw: the engine of the turn before, else the one with least to do; None: nobody may."""
+        engine = self._engines.get(home)
+        if engine is not None and engine.serves:
+            return home
+        serving = [(len(engine.draws), name) for name, engine in self._engines.items() if engine.serves]
+        return min(serving)[1] if serving else None
+
+    def submit(self, name: str, draws: Sequence[Draw]) -> None:
+        """Have an engine draw."""
+        now_s, engine = self._runtime.now(), self._engines[name]
+        engine.draws.update((draw.id, now_s) for draw in draws)
+        self._due_s = min(self._due_s, now_s + self._draw_s)
+        self._runtime.submit(name, draws)
+
+    def accept(self, event: Drawn) -> bool:
+        """Whether a draw may be used; otherwise it is kept until the weights that drew it are proved."""
+        engine, drawn = self._engines[event.engine], event.completion
+        if len(drawn.versions) and self.birth(int(drawn.versions.max())) > engine.birth:
+            engine.early.append(event)
+            return False
+        del engine.draws[event.id]
+        return True
+
+    def abort(self, name: str, ids: Sequence[str]) -> None:
+        """End draws that nobody wants any more."""
+        for id in ids:
+            del self._engines[name].draws[id]
+        self._runtime.abort(name, ids)
+
+    def birth(self, version: int) -> int:
+        """Publishes of these weights.
+
+        Raises:
+            DrawFailed: they were never published.
+        """
+        if version not in self._births:
+            raise DrawFailed(f"an engine drew with version {version}, which was never published")
+        return self._births[version]
+
+    def join(self, name: str) -> None:
+        """Give a new engine the newest weights; it serves once it has proved them."""
+        if name not in self._engines and name not in self._gone:
+            self._engines[name] = _Engine()
+            self._note("joined", engine=name)
+            self._load(name, self._engines[name])
+
+    def loaded(self, event: Loaded) -> list[Drawn]:
+        """An engine has proved weights; what it drew with them before that was heard may be used."""
+        engine, birth = self._engines.get(event.engine), self._births.get(event.version, -1)
+        if engine is None or birth <= engine.birth:
+            self._note("ignore", reason=f"{event.engine} says again that it holds version {event.version}")
+            return []
+        self._prove(event.engine, event.version, at=event.at)
+        early, engine.early = engine.early, []
+        return early
+
+    def lost(self, event: Lost) -> list[str]:
+        """Forget an engine.
+
+        Returns:
+            ids of the draws that it had.
+        """
+        self._gone.add(event.engine)
+        engine = self._engines.pop(event.engine, None)
+        if engine is None:
+            return []
+        self._note("lost", engine=event.engine, reason=event.reason)
+        return list(engine.draws)
+
+    def overdue(self) -> list[Lost]:
+        """Engines that did not answer in time; the runtime is told to end them."""
+        now_s = self._runtime.now()
+        if now_s < self._due_s:
+            return []
+        self._due_s, found = math.inf, []
+        for name, engine in self._engines.items():
+            draws_s = next(iter(engine.draws.values()), math.inf) + self._draw_s
+            loads_s = engine.loads_since_s + self._load_s
+            if draws_s <= now_s:
+                found.append(Lost(name, f"a draw took longer than {self._draw_s:g} s"))
+            elif loads_s <= now_s:
+                found.append(
+                    Lost(name, f"version {self._version} took longer than {self._load_s:g} s to load")
+                )
+            else:
+                self._due_s = min(self._due_s, draws_s, loads_s)
+        for lost in found:
+            self._runtime.lose(lost.engine, lost.reason)
+        return found
+
+    def blockers(self) -> Iterator[str]:
+        """Engines that others wait for, and what they are doing."""
+        now_s = self._runtime.now()
+        if not any(engine.serves for engine in self._engines.values()):
+            yield "an engine that serves"
+        for name, engine in self._engines.items():
+            if engine.loads_since_s < math.inf:
+                yield f"{name} (loads version {self._version} since {now_s - engine.loads_since_s:.0f} s)"
+
+    def _load(self, name: str, engine: _Engine) -> None:
+        # Newer weights are no excuse for who proved nothing yet.
+        engine.loads_since_s = min(engine.loads_since_s, self._runtime.now())
+        self._due_s = min(self._due_s, engine.loads_since_s + self._load_s)
+        self._runtime.load(name, self._version)
+
+    def _prove(self, name: str, version: int, *, at: int | None) -> None:
+        """An engine holds these weights; a new one serves once they are the newest."""
+        engine = self._engines[name]
+        engine.version, engine.birth = version, self._births[version]
+        newest = engine.birth == self._newest
+        engine.serves = engine.serves or newest
+        engine.loads_since_s = math.inf if newest else self._runtime.now()
+        if engine.serves:
+            self._note("load", engine=name, version=engine.birth, at=at)

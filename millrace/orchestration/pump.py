@@ -1,0 +1,98 @@
+"""Rollouts that go on in a thread of their own while the trainer trains. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from millrace.orchestration.rollouts import Rolled, Rollouts
+from millrace.orchestration.runtime.base import Runtime
+
+# How long the thread may take to notice that it is to leave, and others to hear that it is busy.
+_LOOK_S = 0.1
+
+
+class Pump:
+    """The verbs of `Rollouts`, for the trainer's thread, while entered; its own thread hears the events."""
+
+    def __init__(self, rollouts: Rollouts, runtime: Runtime) -> None:
+        """Nothing moves before it is entered.
+
+        Args:
+            rollouts: begun; nobody else calls them from now on.
+            runtime: theirs.
+        """
+        self._rollouts, self._runtime = rollouts, runtime
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="millrace-pump", daemon=True)
+
+    def __enter__(self) -> Pump:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """End the thread."""
+        self._over = True
+        self._thread.join()
+
+    def next_batch(self, deadline_s: float) -> Rolled:
+        """Wait for a batch; errors of the thread are raised here."""
+        with self._changed:
+            return self._rollouts.next_batch(deadline_s, self._wait)
+
+    def published(self, version: int) -> None:
+        """Send every engine the trainer's weights; they may change again once this has returned."""
+        with self._changed:
+            self._rollouts.published(version)
+
+    def wait_until_published(self, deadline_s: float) -> None:
+        """Wait until the newest weights are in force; errors of the thread are raised here."""
+        with self._changed:
+            self._rollouts.wait_until_published(deadline_s, self._wait)
+
+    def blockers(self) -> list[str]:
+        """Whom the next batch or publish waits for; answered also where the thread is stuck."""
+        if not self._changed.acquire(timeout=_LOOK_S):
+            return [f"{self._thread.name} (handles what happened)"]
+        try:
+            return self._rollouts.blockers()
+        finally:
+            self._changed.release()
+
+    def state(self) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
+        """What a checkpoint keeps; see `Rollouts.state`."""
+        with self._changed:
+            return self._rollouts.state()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block nothing is decided; what happens meanwhile is heard after it."""
+        with self._changed:
+            yield
+
+    def _run(self) -> None:
+        while not self._over:
+            try:
+                events = self._runtime.wait(self._rollouts.patience_s(_LOOK_S))
+                with self._changed:
+                    self._rollouts.handle(events)
+                    self._changed.notify_all()
+            except Exception as error:
+                with self._changed:
+                    self._failure, self._over = error, True
+                    self._changed.notify_all()
+
+    def _wait(self, timeout_s: float) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._changed.wait(timeout_s)

@@ -1,0 +1,385 @@
+"""The sampling half of every run: prompts become scored groups, wherever engines run. No torch.
+
+`Flow` says which groups may start and which are trained on, `Fleet` knows the engines, a `Runtime` draws and
+judges. What stands between them is here: episodes, their turns, and what they said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from millrace.orchestration.episodes import Episode, Playing, Sample
+from millrace.orchestration.finished import pack_groups, unpack_groups
+from millrace.orchestration.fleet import DrawFailed, Fleet
+from millrace.orchestration.flow import Flow, Note, Taken, unheard
+from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost, Runtime
+from millrace.orchestration.watchdog import Wait
+from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
+
+Found = TypeVar("Found")
+
+
+class Stalled(RuntimeError):
+    """Somebody waited to the deadline; the message says for whom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """A batch: what `Flow` says of it, its scored groups in that order, and the baselines of each.
+
+    Besides, what was drawn of the groups that were dropped, scored where they were finished.
+    """
+
+    taken: Taken
+    groups: list[Group]
+    baselines: list[tuple[Trajectory, ...]]
+    dropped: list[Group]
+
+
+class Stream(Protocol):
+    """Deals prompts; a `data.prompts.PromptStream`."""
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """The next ones."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """Where it stands."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on there."""
+        ...
+
+
+class Rollouts:
+    """Starts groups, sees them through and hands out batches. For one thread; `Pump` makes it one for two."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        runtime: Runtime,
+        stream: Stream,
+        *,
+        prompts: Mapping[str, Prompt],
+        environment: Callable[[Prompt], Episode],
+        params: Callable[[int, int, int], SamplingParams],
+        num_samples: int,
+        num_baselines: int = 0,
+        draw_s: float = math.inf,
+        load_s: float = math.inf,
+        note: Note = unheard,
+    ) -> None:
+        """Nothing runs before `begin`.
+
+        Args:
+            flow: says what may start.
+            runtime: draws and judges.
+            stream: deals new prompts.
+            prompts: every prompt by its id, for those that start again.
+            environment: makes a fresh episode of a prompt.
+            params: (group's number, sample, turn) to sampling parameters, the seed among them.
+            num_samples: trajectories of a group.
+            num_baselines: samples beyond them, which are scored but not trained on.
+            draw_s: an engine that answers a draw no sooner is lost.
+            load_s: an engine that proves new weights no sooner is lost.
+            note: hears of `joined`, `load`, `lost`, `arrive` and `ignore`, as `events.EventLog.add` does.
+        """
+        self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
+        self._environment, self._params, self._note = environment, params, note
+        self._num_samples, self._num_baselines = num_samples, num_baselines
+        self._fleet = Fleet(runtime, draw_s=draw_s, load_s=load_s, note=note)
+        self._running: dict[int, Playing] = {}
+        self._finished: dict[int, Group] = {}
+        # What waits for an engine: samples of one prompt at the same turn together.
+        self._unsent: deque[list[Sample]] = deque()
+        self._draws: dict[str, Sample] = {}
+        self._unjudged: list[int] = []
+        self._judging: dict[str, list[tuple[int, str]]] = {}
+        self._num_draws, self._num_calls = 0, 0
+
+    def begin(self, version: int) -> None:
+        """Send every engine the weights, and start again what `load_state` left unfinished."""
+        self._fleet.begin(version, self._flow.num_published)
+        for number, prompt_id in self._flow.unfinished.items():
+            self._open(number, self._prompts[prompt_id])
+        self.start()
+
+    def start(self) -> None:
+        """Start the groups that have a ticket, and send what waits for an engine."""
+        for _ in range(self._flow.num_free):
+            repeats = self._flow.repeats
+            prompt = self._prompts[repeats[0]] if repeats else self._stream.next(1)[0]
+            self._open(self._flow.start(prompt.id), prompt)
+        self._send()
+
+    def advance(self, timeout_s: float) -> None:
+        """Let things happen for at most so long."""
+        self.handle(self._runtime.wait(self.patience_s(timeout_s)))
+
+    def patience_s(self, timeout_s: float) -> float:
+        """How long to wait for events: no longer than until an engine may have to be given up."""
+        return max(0.0, min(timeout_s, self._fleet.due_s - self._runtime.now()))
+
+    def handle(self, events: Sequence[Event]) -> None:
+        """Take in what happened, and order what follows from it.
+
+        Raises:
+            DrawFailed: an engine could not draw what was asked.
+        """
+        for event in events:
+            match event:
+                case Drawn():
+                    self._drawn(event)
+                case Judged():
+                    self._judged(event)
+                case Loaded():
+                    for early in self._fleet.loaded(event):
+                        self._drawn(early)
+                case Lost():
+                    self._lost(event)
+                case Joined():
+                    self._fleet.join(event.engine)
+        for lost in self._fleet.overdue():
+            self._lost(lost)
+        self._judge()
+        self._settle()
+
+    def take(self) -> Rolled | None:
+        """The next batch, once it is complete; what it makes superfluous is ended."""
+        taken = self._flow.take()
+        if taken is None:
+            return None
+        dropped = [self._end(each.number) for each in taken.dropped]
+        groups = [self._finished.pop(number) for number in taken.numbers]
+        self.start()
+        return Rolled(
+            taken,
+            [Group(group.prompt, group.trajectories[: self._num_samples]) for group in groups],
+            [group.trajectories[self._num_samples :] for group in groups],
+            dropped,
+        )
+
+    def next_batch(self, deadline_s: float, let_happen: Callable[[float], None] | None = None) -> Rolled:
+        """Let things happen until a batch is complete.
+
+        Args:
+            deadline_s: so long at most.
+            let_happen: for at most so many seconds; `advance` unless another thread does that.
+
+        Raises:
+            Stalled: no batch was complete in time.
+        """
+        return self._until(self.take, f"batch {self._flow.num_taken}", deadline_s, let_happen)
+
+    def published(self, version: int) -> None:
+        """Send every engine the trainer's weights, after its work on the oldest batch that had none yet."""
+        self._fleet.publish(version)
+        self._settle()
+
+    def wait_until_published(
+        self, deadline_s: float, let_happen: Callable[[float], None] | None = None
+    ) -> None:
+        """Let things happen, as in `next_batch`, until all engines that serve have proved the newest weights.
+
+        Raises:
+            Stalled: they had not in time.
+        """
+        self._until(
+            lambda: self._flow.num_published == self._fleet.newest or None,
+            f"publish {self._fleet.newest}",
+            deadline_s,
+            let_happen,
+        )
+
+    def blockers(self) -> list[str]:
+        """Whom the next batch or publish waits for, and what those are doing."""
+        found = list(self._fleet.blockers())
+        for number in self._flow.waits_for():
+            if number in self._running:
+                group = self._running[number]
+                drawn = [
+                    f"sample {s.place} on {s.engine} since {self._runtime.now() - s.asked_s:.0f} s"
+                    for s in group.samples
+                    if s.draw
+                ]
+                doing = ", ".join(drawn) or ("an engine" if group.num_open else "its reward")
+                found.append(f"group {number} ({doing})")
+        return found
+
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Words for JSON and columns of numbers; save them with weights trained on every batch taken."""
+        finished, columns = pack_groups(self._finished)
+        words = {
+            "flow": self._flow.state(),
+            "stream": self._stream.state(),
+            "num_draws": self._num_draws,
+            "finished": finished,
+        }
+        return words, columns
+
+    def load_state(self, words: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
+        """Go on where `state` was taken; before `begin`."""
+        self._flow.load_state(words["flow"])
+        self._stream.load_state(words["stream"])
+        self._num_draws = words["num_draws"]
+        self._finished = unpack_groups(words["finished"], columns, self._prompts)
+
+    def _until(
+        self,
+        ready: Callable[[], Found | None],
+        what: str,
+        deadline_s: float,
+        let_happen: Callable[[float], None] | None,
+    ) -> Found:
+        began_s = self._runtime.now()
+        while (found := ready()) is None:
+            waited_s = self._runtime.now() - began_s
+            if waited_s >= deadline_s:
+                raise Stalled(str(Wait("trainer", what, waited_s, deadline_s, tuple(self.blockers()))))
+            (let_happen or self.advance)(deadline_s - waited_s)
+        return found
+
+    def _open(self, number: int, prompt: Prompt) -> None:
+        """Begin the episodes of a group."""
+        num_samples = self._num_samples + self._num_baselines
+        group = self._running[number] = Playing.begin(number, prompt, self._environment, num_samples)
+        self._unsent.append(group.samples)
+
+    def _send(self) -> None:
+        """Hand what waits for an engine to one."""
+        while self._unsent:
+            samples = self._unsent[0]
+            name = self._fleet.choose(samples[0].engine)
+            if name is None:
+                return
+            self._unsent.popleft()
+            if samples[0].number not in self._running:
+                continue
+            draws, now_s = [], self._runtime.now()
+            for sample in samples:
+                sample.engine, sample.asked_s = name, now_s
+                sample.draw = f"{sample.number}.{sample.place}.{self._num_draws}"
+                self._num_draws += 1
+                self._draws[sample.draw] = sample
+                params = self._params(sample.number, sample.place, len(sample.turns))
+                draws.append(Draw(sample.draw, sample.context, params))
+            self._fleet.submit(name, draws)
+
+    def _drawn(self, event: Drawn) -> None:
+        sample, completion = self._draws.get(event.id), event.completion
+        if sample is None:
+            if completion.finish_reason != "abort":
+                self._note("ignore", reason=f"{event.engine} gives draw {event.id}, for which nobody waits")
+            return
+        if completion.finish_reason == "error":
+            raise DrawFailed(
+                f"{event.engine} failed to draw sample {sample.place} of group {sample.number}: "
+                f"{completion.reason}"
+            )
+        if not self._fleet.accept(event):
+            return
+        del self._draws[event.id]
+        sample.draw = ""
+        if completion.finish_reason == "abort":
+            # Nobody here asked for it, so it is wanted still.
+            self._unsent.append([sample])
+            return
+        self._arrived(sample, event)
+        if not sample.play(completion):
+            self._unsent.append([sample])
+            return
+        group = self._running[sample.number]
+        group.num_open -= 1
+        if not group.num_open:
+            self._unjudged.append(sample.number)
+
+    def _arrived(self, sample: Sample, event: Drawn) -> None:
+        """Note who drew a turn with which weights."""
+        versions = event.completion.versions
+        oldest, newest = self._fleet.birth(int(versions.min())), self._fleet.birth(int(versions.max()))
+        sample.birth = oldest if sample.birth is None else min(sample.birth, oldest)
+        self._note(
+            "arrive",
+            number=sample.number,
+            sample=sample.place,
+            turn=len(sample.turns),
+            engine=event.engine,
+            oldest=oldest,
+            newest=newest,
+            began=event.began,
+            ended=event.ended,
+        )
+
+    def _judge(self) -> None:
+        """Have the groups judged whose episodes are over. What is said twice is judged once."""
+        if not self._unjudged:
+            return
+        said = {
+            (number, sample.said): None
+            for number in self._unjudged
+            for sample in self._running[number].samples
+        }
+        self._unjudged = []
+        call = f"call-{self._num_calls}"
+        self._num_calls += 1
+        self._judging[call] = list(said)
+        self._runtime.judge(call, [self._running[n].prompt for n, _ in said], [text for _, text in said])
+
+    def _judged(self, event: Judged) -> None:
+        said = self._judging.pop(event.id, None)
+        if said is None:
+            self._note("ignore", reason=f"{event.id} of the reward is answered again")
+            return
+        outcomes: dict[int, dict[str, Outcome]] = {}
+        for (number, text), outcome in zip(said, event.outcomes, strict=True):
+            outcomes.setdefault(number, {})[text] = outcome
+        for number, by_text in outcomes.items():
+            # A batch may have been full before it was judged.
+            if number in self._running:
+                self._finish(number, by_text)
+
+    def _finish(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
+        playing = self._running.pop(number)
+        group = self._finished[number] = playing.scored(outcomes)
+        trained = group.trajectories[: self._num_samples]
+        rewards = {t.outcome.value for t in trained if t.outcome is not None and t.outcome.kind != "failed"}
+        births = [s.birth for s in playing.samples[: self._num_samples] if s.birth is not None]
+        self._flow.finish(number, births, equal=len(rewards) < 2)
+
+    def _lost(self, event: Lost) -> None:
+        """Have others draw again what a lost engine had, with the same seeds."""
+        again: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
+        for id in self._fleet.lost(event):
+            sample = self._draws.pop(id)
+            sample.draw = ""
+            again.setdefault((sample.number, sample.context), []).append(sample)
+        self._unsent.extendleft(reversed(again.values()))
+
+    def _settle(self) -> None:
+        """Tell the flow of publishes that are in force, and start what that makes room for."""
+        if self._flow.num_published < self._fleet.newest:
+            for _ in range(self._fleet.in_force - self._flow.num_published):
+                self._flow.published()
+        self.start()
+
+    def _end(self, number: int) -> Group:
+        """Forget a group that is not trained on: what was drawn of it."""
+        if number in self._finished:
+            group = self._finished.pop(number)
+            return Group(group.prompt, group.trajectories[: self._num_samples])
+        playing = self._running.pop(number)
+        ids: dict[str, list[str]] = {}
+        for sample in playing.samples:
+            if sample.draw:
+                ids.setdefault(sample.engine, []).append(sample.draw)
+                del self._draws[sample.draw]
+        for engine, theirs in ids.items():
+            self._fleet.abort(engine, theirs)
+        return playing.unscored(self._num_samples)

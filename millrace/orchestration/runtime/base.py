@@ -1,0 +1,143 @@
+"""Where engines and rewards run: in this thread, in processes, on a cluster, or on a virtual clock. No torch.
+
+`orchestration/rollouts.py` decides, a `Runtime` carries out and tells what happened. Orders return at once or
+after a copy; whatever takes long ends in an event that `wait` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from millrace.types import Completion, Outcome, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One completion wanted.
+
+    Attributes:
+        id: never used before; a completion that is drawn again elsewhere has another.
+        prompt: its tokens, every turn so far among them.
+        params: how to draw, the seed among them.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A draw ended: complete, aborted with what it had (`finish_reason` abort), or failed (error).
+
+    Attributes:
+        engine: that drew it.
+        id: of the draw.
+        completion: what was drawn.
+        began: number of the engine step before which the engine took the draw up.
+        ended: number of the engine step before which the draw had ended, an abort among the causes.
+    """
+
+    engine: str
+    id: str
+    completion: Completion
+    began: int = 0
+    ended: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine draws with these weights from its step `at` on; checksums of both sides agree."""
+
+    engine: str
+    version: int
+    at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A call of the reward ended.
+
+    Attributes:
+        id: of the call.
+        outcomes: one for each text, in order; those of a call that died or hung are failures that say why.
+    """
+
+    id: str
+    outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An engine died, hangs, or could not prove its weights.
+
+    What it was drawing is gone, and its name is not used again.
+    """
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A new engine, or one restarted under a new name; it has no weights before its first `load`."""
+
+    engine: str
+
+
+Event = Drawn | Loaded | Judged | Lost | Joined
+
+
+class Runtime(Protocol):
+    """What carries out orders.
+
+    One thread calls `wait`; another may call the rest meanwhile. Events may come late, twice or in another
+    order than they happened. An order for an engine that is lost, or about a draw that has ended, is ignored:
+    the event that says so is under way.
+    """
+
+    def now(self) -> float:
+        """Seconds on the clock that deadlines are meant in."""
+        ...
+
+    def engines(self) -> list[str]:
+        """Those that are alive; they have no weights before their first `load`."""
+        ...
+
+    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
+        """Begin to draw; samples of one prompt come in one call. Each ends in `Drawn`, or all in `Lost`."""
+        ...
+
+    def abort(self, engine: str, ids: Sequence[str]) -> None:
+        """End draws now, with what they have."""
+        ...
+
+    def load(self, engine: str, version: int) -> None:
+        """Have the engine load the trainer's weights; ends in `Loaded` or `Lost`.
+
+        The first call with a new version takes the weights as they are and returns once they may change
+        again; later calls with this version, for other engines, load the same copy.
+        """
+        ...
+
+    def lose(self, engine: str, reason: str) -> None:
+        """Give an engine up that did not answer in time, as if it had died; ends in `Lost`."""
+        ...
+
+    def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+        """Score texts, each an answer to the prompt in its place; ends in `Judged`."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """What happened, at least one event; empty if nothing did in time.
+
+        Raises:
+            RuntimeError: nothing can happen any more, such as an engine that dies each time it is started.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every engine and reward; harmless when called twice."""
+        ...

@@ -1,0 +1,197 @@
+"""An engine's process as the trainer holds it: started, judged by what it says, and ended without a trace.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any, Literal
+
+import numpy as np
+
+from millrace.orchestration.runtime.frames import REPORTS, Line
+
+MODULE = "millrace.orchestration.runtime.engine_process"
+# How long a process may take to be there: to import torch, to make the model, to load compiled kernels.
+START_S = 300.0
+# How long one whose line is closed may take to end by itself, and a killed one to be gone.
+END_S = 10.0
+TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the engines of a run have in common.
+
+    Attributes:
+        folder: what `engines.save_engine` wrote.
+        threads: of each process; those of torch spin while they wait for one another, so processes that
+            compute at the same time and share a core hold each other up.
+        kv: see `PagedEngine.load_weights`.
+        interrupt: whether new weights come between two tokens, or once all has been drawn that was submitted
+            before they were; what is submitted after that waits for them.
+    """
+
+    folder: str
+    threads: int
+    kv: Literal["recompute", "keep"] = "recompute"
+    interrupt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What one process is started with: settings, and descriptors that it inherits.
+
+    Attributes:
+        settings: of the run.
+        line: its end of a socket pair.
+        lifeline: read end of a pipe that carries nothing; its other end closes when the trainer is gone.
+        weights: the memory through which they come.
+    """
+
+    settings: Settings
+    line: int
+    lifeline: int
+    weights: int
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One engine.
+
+    Attributes:
+        name: of the engine.
+        process: its process, first of a group of its own.
+        line: to it.
+        lifeline: while this descriptor is open, the process may live.
+        log: what it printed; the file has no name.
+        num_barren: how many before it, one after the other, drew nothing and were lost.
+        ready: it has started.
+        drawing: what it was asked to draw and has not drawn.
+        num_drawn: what it has.
+        asked: it was asked for a fingerprint.
+        held: the weights that it proved last.
+        order: those that it is to load now.
+        failed_once: whether it has tried that in vain.
+        announce: whether anybody waits to hear that it has loaded them.
+        heard_s: when it last said something, or was given something to do.
+    """
+
+    name: str
+    process: subprocess.Popen[bytes]
+    line: Line
+    lifeline: int
+    log: IO[bytes]
+    num_barren: int
+    ready: bool = False
+    drawing: set[str] = field(default_factory=set)
+    num_drawn: int = 0
+    asked: bool = False
+    held: Mapping[str, Any] | None = None
+    order: Mapping[str, Any] | None = None
+    failed_once: bool = False
+    announce: bool = False
+    heard_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def works(self) -> bool:
+        """Whether something should be heard of it."""
+        draws = bool(self.drawing) and self.held is not None
+        return not self.ready or self.order is not None or draws or self.asked
+
+    def overdue(self, now_s: float, silence_s: float) -> str:
+        """Why it must be given up, if it was silent for too long; otherwise nothing.
+
+        Args:
+            now_s: now, after everything it said has been heard.
+            silence_s: how long one that has started may be silent while it works.
+        """
+        if not self.works:
+            return ""
+        most_s = silence_s if self.ready else START_S
+        if now_s <= self.heard_s + most_s:
+            return ""
+        doing = "to start" if not self.ready else f"to draw {len(self.drawing)} completions"
+        if self.order is not None:
+            doing = f"to load version {self.order['version']}"
+        return f"it had {doing} and was not heard of for {most_s:g} s"
+
+    def give(
+        self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Send an order; silence is counted from now on."""
+        if not self.works or kind == "load":
+            self.heard_s = time.monotonic()
+        self.line.put(kind, note, arrays)
+
+    def obituary(self) -> str:
+        """How a process whose line is closed has ended."""
+        try:
+            code = self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its line"
+        if code < 0:
+            return f"its process was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"its process ended with exit code {code}"
+
+    def last_words(self) -> str:
+        """The end of what it printed, after a colon; nothing if it printed nothing."""
+        end = self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, end - TAIL_BYTES))
+        said = self.log.read().decode("utf-8", "replace").strip()
+        return f"; the last it printed: {said}" if said else ""
+
+    def kill(self) -> None:
+        """End the process and every one it started, and give back what was held for it."""
+        with contextlib.suppress(ProcessLookupError):  # nothing may be left of the group
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(END_S)
+        self.line.close()
+        self.log.close()
+        os.close(self.lifeline)
+
+
+def start(name: str, settings: Settings, weights: int, *, num_barren: int = 0) -> Child:
+    """Start an engine; it says `ready` when it is.
+
+    Args:
+        name: of the engine.
+        settings: of every engine of a run.
+        weights: descriptor of the memory through which weights come.
+        num_barren: see `Child`.
+    """
+    ours, theirs = socket.socketpair()
+    read_end, lifeline = os.pipe()
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
+    given = Start(settings, theirs.fileno(), read_end, weights)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, json.dumps(asdict(given))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(given.line, given.lifeline, given.weights),
+            # Read when torch is imported.
+            env={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
+            start_new_session=True,
+        )
+    except OSError:
+        ours.close()
+        os.close(lifeline)
+        log.close()
+        raise
+    finally:
+        theirs.close()
+        os.close(read_end)
+    return Child(name, process, Line(ours, REPORTS), lifeline, log, num_barren)

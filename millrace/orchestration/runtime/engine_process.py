@@ -1,0 +1,167 @@
+"""The process of one engine: it steps without a pause, and reads its mailbox between two steps.
+
+Started by `child.start`, with one argument in JSON. It ends when the trainer's end of its line is closed, and
+is killed by the kernel when the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from millrace.inference.engine import KvPolicy, PagedEngine
+from millrace.inference.request import Request
+from millrace.orchestration.engines import open_engine
+from millrace.orchestration.runtime.child import Settings, Start
+from millrace.orchestration.runtime.frames import ORDERS, Frame, Line, drawn_as_frame, draws_of
+from millrace.rewards.worker import die_with_parent
+from millrace.transport.local import WeightSyncError
+from millrace.transport.memory import MappedWeights
+from millrace.transport.sync import Note, WeightReceiver
+from millrace.types import Completion
+
+# While an engine works it is heard of at least so often, unless one step takes longer.
+BEAT_S = 1.0
+
+
+def main(text: str) -> None:
+    """Serve until the trainer has gone."""
+    given = json.loads(text)
+    start = Start(**given | {"settings": Settings(**given["settings"])})
+    settings = start.settings
+    die_with_parent(start.lifeline)
+    torch.set_num_threads(settings.threads)
+    line = Line(socket.socket(fileno=start.line), ORDERS)
+    engine = open_engine(Path(settings.folder))
+    Mailbox(engine, line, start.weights, kv=settings.kv, interrupt=settings.interrupt).serve()
+
+
+class Mailbox:
+    """An engine at one end of a line."""
+
+    def __init__(
+        self, engine: PagedEngine, line: Line, weights: int, *, kv: KvPolicy, interrupt: bool
+    ) -> None:
+        """Nothing is drawn before the first weights are proved.
+
+        Args:
+            engine: owned from now on.
+            line: to the trainer.
+            weights: descriptor of the memory through which they come.
+            kv: see `PagedEngine.load_weights`.
+            interrupt: see `Settings`.
+        """
+        self._engine, self._line, self._interrupt = engine, line, interrupt
+        self._carrier = MappedWeights(weights, self._answer)
+        self._receiver = WeightReceiver(
+            self._carrier, partial(engine.load_weights, kv=kv), engine.fingerprint
+        )
+        self._proved, self._load_waits = False, False
+        self._num_steps, self._last_word_s = 0, 0.0
+        # The step before which each unfinished request was taken up.
+        self._began: dict[str, int] = {}
+        # Submits, and aborts behind them, that wait for new weights to be loaded.
+        self._held_back: list[Frame] = []
+        self._orders: dict[str, Callable[[Frame], None]] = {
+            "submit": self._submit,
+            "abort": self._abort,
+            "load": self._order_load,
+            "fingerprint": lambda frame: self._say("fingerprint", engine.fingerprint()),
+        }
+
+    def serve(self) -> None:
+        """Step and answer until the trainer closes its end."""
+        self._say("ready")
+        while not self._line.ended:
+            for frame in self._mail():
+                self._orders[frame.kind](frame)
+            # Without weights nothing that was taken up will ever end.
+            if self._load_waits and (self._interrupt or not self._began or not self._proved):
+                self._load()
+            if self._works:
+                self._step()
+
+    @property
+    def _works(self) -> bool:
+        return self._proved and self._engine.has_work
+
+    def _mail(self) -> list[Frame]:
+        """What has arrived; waits for it if there is nothing to compute."""
+        write = [self._line] if self._line.unsent else []
+        busy = self._works or self._load_waits
+        select.select([self._line], write, [], 0 if busy else None)
+        self._line.flush()
+        return self._line.take()
+
+    def _submit(self, frame: Frame) -> None:
+        if self._load_waits and not self._interrupt:
+            self._held_back.append(frame)
+            return
+        for draws in draws_of(frame):
+            ids = [draw.id for draw in draws]
+            try:
+                self._engine.add(draws[0].prompt, [draw.params for draw in draws], ids=ids)
+            except ValueError as error:  # the caller's mistake, who must hear of it
+                self._say("refused", {"ids": ids, "reason": str(error)})
+            else:
+                self._began.update(dict.fromkeys(ids, self._num_steps))
+
+    def _abort(self, frame: Frame) -> None:
+        if self._held_back:
+            self._held_back.append(frame)
+        ended = [(id, self._engine.abort(id)) for id in frame.note["ids"]]
+        self._tell_drawn([(id, completion) for id, completion in ended if completion is not None])
+
+    def _order_load(self, frame: Frame) -> None:
+        self._carrier.note = dict(frame.note)
+        self._load_waits = True
+
+    def _load(self) -> None:
+        self._load_waits, self._proved = False, False
+        # The answer says what was wrong. Until other weights are proved, nothing is drawn.
+        with suppress(WeightSyncError):
+            self._receiver.receive()
+            self._proved = True
+        held_back, self._held_back = self._held_back, []
+        for frame in held_back:
+            self._orders[frame.kind](frame)
+
+    def _answer(self, note: Note) -> None:
+        self._say("loaded", {"version": self._carrier.note["version"], "at": self._num_steps, **note})
+
+    def _step(self) -> None:
+        touched = self._engine.step()
+        self._num_steps += 1
+        ended = [request for request in touched if request.finish_reason is not None]
+        if ended:
+            self._tell_drawn(self._completions(ended))
+        elif not self._line.unsent and time.monotonic() > self._last_word_s + BEAT_S:
+            self._say("beat")
+
+    def _completions(self, ended: Sequence[Request]) -> list[tuple[str, Completion]]:
+        texts: dict[tuple[int, ...], str] = {}
+        return [(request.id, self._engine.completion(request, texts)) for request in ended]
+
+    def _tell_drawn(self, ended: Sequence[tuple[str, Completion]]) -> None:
+        drawn = [(id, self._began.pop(id), self._num_steps, completion) for id, completion in ended]
+        if drawn:
+            note, columns = drawn_as_frame(drawn)
+            self._last_word_s = time.monotonic()
+            self._line.put("drawn", note, columns)
+
+    def _say(self, kind: str, note: Note | None = None) -> None:
+        self._last_word_s = time.monotonic()
+        self._line.put(kind, note)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,351 @@
+"""Engines and rewards on a virtual clock, with faults: the real controller, a thousand engines in seconds.
+
+An engine is a queue that all its requests share: each step costs `planner.simulate.Service` and draws one
+token for every request. What is drawn, how long it is and what goes wrong are functions of seeds, so a run is
+repeated exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost
+from millrace.planner.simulate import Quantile, Service, constant, exponential
+from millrace.types import Completion, Outcome, Prompt
+
+# Whatever an engine draws after the first token.
+_WORD = 7
+
+
+class EnginesGone(RuntimeError):
+    """No engine is left, and none is started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, and how often; nothing does unless it is said.
+
+    Attributes:
+        crash_every_s: mean life of an engine until it dies, whatever it is doing.
+        hang_every_s: mean life until it stops answering.
+        notice_s: from then until the runtime finds that out; infinite: the controller's deadlines must.
+        slow: share of engines that are ten times slower.
+        late: share of messages that `late_s` holds back, so that others overtake them.
+        late_s: seconds, for those.
+        twice: share of messages that come again, `late_s` later.
+        reward: share of reward calls that fail.
+        load_breaks: share of loads after which the engine is lost, because its weights are not the trainer's.
+        load_hangs: share of loads that are never proved.
+        restart_s: from a loss until another engine joins.
+        restarts: as many lost engines are replaced.
+    """
+
+    crash_every_s: float = math.inf
+    hang_every_s: float = math.inf
+    notice_s: float = math.inf
+    slow: float = 0.0
+    late: float = 0.0
+    late_s: Quantile = field(default=constant(1.0))
+    twice: float = 0.0
+    reward: float = 0.0
+    load_breaks: float = 0.0
+    load_hangs: float = 0.0
+    restart_s: Quantile = field(default=constant(1.0))
+    restarts: int = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """How long things take, and what comes of them.
+
+    Attributes:
+        service: of an engine.
+        num_tokens: of an answer, before `max_tokens` cuts it.
+        judge_s: seconds of a reward call.
+        load_s: seconds for which an engine draws nothing while it takes new weights.
+        message_s: seconds that an event is under way.
+        reward: the value of an answer.
+        num_answers: different answers to a prompt.
+    """
+
+    service: Service = Service()
+    num_tokens: Quantile = field(default=constant(100.0))
+    judge_s: Quantile = field(default=constant(0.1))
+    load_s: Quantile = field(default=constant(0.5))
+    message_s: Quantile = field(default=constant(1e-3))
+    reward: Callable[[Prompt, str], float] = field(default=lambda prompt, text: float(int(text) % 2))
+    num_answers: int = 4
+
+
+class VirtualRuntime:
+    """A `Runtime` whose seconds cost nothing; see `base.Runtime` for the orders it takes."""
+
+    def __init__(
+        self, num_engines: int, costs: Costs | None = None, faults: Faults | None = None, *, seed: int = 0
+    ) -> None:
+        """Engines without weights, at second 0.
+
+        Args:
+            num_engines: at the start.
+            costs: how long things take.
+            faults: what goes wrong.
+            seed: of everything that is left to chance, answers aside: those come from each draw's own seed.
+        """
+        self._costs, self._faults = costs or Costs(), faults or Faults()
+        self._random = random.Random(seed)
+        self._now_s = 0.0
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_planned, self._num_engines, self._num_lost = 0, 0, 0
+        self._ready: list[Event] = []
+        self._engines: dict[str, _Engine] = {}
+        self._last_loss = "there never was one"
+        for _ in range(num_engines):
+            self._start_engine()
+
+    def now(self) -> float:
+        """Seconds of the virtual clock."""
+        return self._now_s
+
+    def engines(self) -> list[str]:
+        """Those that are alive."""
+        return list(self._engines)
+
+    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
+        """Begin to draw."""
+        if (one := self._engines.get(engine)) is not None:
+            one.advance(self._now_s)
+            one.add(draws, [self._num_tokens(draw) for draw in draws])
+            self._plan_next(one)
+
+    def abort(self, engine: str, ids: Sequence[str]) -> None:
+        """End draws now, with what they have."""
+        if (one := self._engines.get(engine)) is None or one.hangs:
+            return
+        one.advance(self._now_s)
+        for id in ids:
+            if id in one.draws:
+                self._ended(one, id, aborted=True)
+        self._plan_next(one)
+
+    def load(self, engine: str, version: int) -> None:
+        """Take new weights, after those that are being taken."""
+        if (one := self._engines.get(engine)) is None or one.hangs:
+            return
+        faults, chance = self._faults, self._random.random()
+        one.advance(self._now_s)
+        one.busy_until_s = max(one.busy_until_s, self._now_s) + self._costs.load_s(self._random.random())
+        if chance < faults.load_breaks:
+            self._at(one.busy_until_s, lambda: self.lose(engine, f"it does not hold version {version}"))
+        elif chance >= faults.load_breaks + faults.load_hangs:
+            self._at(one.busy_until_s, lambda: self._loaded(one, version))
+        self._plan_next(one)
+
+    def lose(self, engine: str, reason: str) -> None:
+        """End an engine; another one may join in its place."""
+        if self._engines.pop(engine, None) is None:
+            return
+        self._last_loss = f"{engine}: {reason}"
+        self._num_lost += 1
+        self._tell(Lost(engine, reason))
+        if self._num_lost <= self._faults.restarts:
+            self._at(self._now_s + self._faults.restart_s(self._random.random()), self._join)
+
+    def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+        """Score texts."""
+        if self._random.random() < self._faults.reward:
+            outcomes = tuple(Outcome.failure("the reward died") for _ in texts)
+        else:
+            reward = self._costs.reward
+            outcomes = tuple(Outcome("score", reward(p, t)) for p, t in zip(prompts, texts, strict=True))
+        done_s = self._now_s + self._costs.judge_s(self._random.random())
+        self._at(done_s, lambda: self._tell(Judged(id, outcomes)))
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """Let the clock run until something happened, or for so long.
+
+        Raises:
+            EnginesGone: nothing can happen any more.
+        """
+        if not self._engines and self._num_lost > self._faults.restarts:
+            raise EnginesGone(f"no engine is left, and none is started again; the last was {self._last_loss}")
+        end_s = self._now_s + timeout_s
+        while self._agenda and self._agenda[0][0] <= (self._now_s if self._ready else end_s):
+            self._now_s, _, happen = heapq.heappop(self._agenda)
+            happen()
+        if not self._ready:
+            self._now_s = end_s
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self) -> None:
+        """End every engine."""
+        self._engines.clear()
+        self._agenda.clear()
+
+    def _at(self, when_s: float, happen: Callable[[], None]) -> None:
+        self._num_planned += 1
+        heapq.heappush(self._agenda, (when_s, self._num_planned, happen))
+
+    def _tell(self, event: Event) -> None:
+        """Send an event on its way."""
+        faults, chance = self._faults, self._random.random
+        arrives_s = self._now_s + self._costs.message_s(chance())
+        late_s = faults.late_s(chance())
+        again = chance() < faults.twice
+        if chance() < faults.late:
+            arrives_s += late_s
+        self._at(arrives_s, lambda: self._ready.append(event))
+        if again:
+            self._at(arrives_s + late_s, lambda: self._ready.append(event))
+
+    def _start_engine(self) -> str:
+        faults, chance = self._faults, self._random.random
+        name = f"engine-{self._num_engines}"
+        self._num_engines += 1
+        one = self._engines[name] = _Engine(
+            name, self._costs.service, 10.0 if chance() < faults.slow else 1.0
+        )
+        one.at_s = one.busy_until_s = self._now_s
+        if faults.crash_every_s < math.inf:
+            life_s = exponential(faults.crash_every_s)(chance())
+            self._at(self._now_s + life_s, lambda: self.lose(name, "it died"))
+        if faults.hang_every_s < math.inf:
+            life_s = exponential(faults.hang_every_s)(chance())
+            self._at(self._now_s + life_s, lambda: self._hang(name))
+        return name
+
+    def _join(self) -> None:
+        self._tell(Joined(self._start_engine()))
+
+    def _hang(self, name: str) -> None:
+        if (one := self._engines.get(name)) is None:
+            return
+        one.advance(self._now_s)
+        one.hangs = True
+        if self._faults.notice_s < math.inf:
+            self._at(self._now_s + self._faults.notice_s, lambda: self.lose(name, "it hangs"))
+
+    def _loaded(self, one: _Engine, version: int) -> None:
+        if one.hangs or one.name not in self._engines:
+            return
+        one.advance(self._now_s)
+        one.take_weights(version)
+        self._tell(Loaded(one.name, version, math.ceil(one.clock)))
+
+    def _num_tokens(self, draw: Draw) -> int:
+        wanted = self._costs.num_tokens(_share(draw.params.seed))
+        return max(1, min(draw.params.max_tokens, round(wanted)))
+
+    def _plan_next(self, one: _Engine) -> None:
+        """Have the clock stop where the engine's next request ends, unless the engine changes before."""
+        one.plan += 1
+        plan, next_s = one.plan, one.next_end_s()
+        if next_s < math.inf and not one.hangs:
+            self._at(next_s, lambda: self._finish(one, plan))
+
+    def _finish(self, one: _Engine, plan: int) -> None:
+        if plan != one.plan or one.hangs or one.name not in self._engines:
+            return
+        one.advance(self._now_s)
+        for id in one.pop_ended():
+            self._ended(one, id, aborted=False)
+        self._plan_next(one)
+
+    def _ended(self, one: _Engine, id: str, *, aborted: bool) -> None:
+        """Tell of a draw that is over."""
+        draw, start, length = one.draws.pop(id)
+        if aborted:
+            length = max(0, min(length - 1, int(one.clock - start)))
+        seed = draw.params.seed
+        completion = Completion(
+            token_ids=(seed & 0xFFFF, *(_WORD,) * (length - 1)) if length else (),
+            logprobs=np.full(length, -1.0, np.float32),
+            versions=one.versions(start, length),
+            finish_reason="abort" if aborted else "length" if length == draw.params.max_tokens else "stop",
+            text=str(seed % self._costs.num_answers),
+        )
+        self._tell(Drawn(one.name, id, completion, math.ceil(start), math.ceil(start) + length))
+
+
+class _Engine:
+    """One engine. Its clock counts steps, of which every request that runs has one token each."""
+
+    def __init__(self, name: str, service: Service, slowness: float) -> None:
+        self.name = name
+        self.hangs = False
+        self.clock, self.at_s, self.busy_until_s = 0.0, 0.0, 0.0
+        self.draws: dict[str, tuple[Draw, float, int]] = {}
+        self.plan = 0
+        self._service, self._slowness = service, slowness
+        self._ends: list[tuple[float, int, str]] = []
+        self._num_added = 0
+        self._weights: list[tuple[float, int]] = []
+
+    def advance(self, now_s: float) -> None:
+        """Do the steps up to now, but for the time in which it did something else."""
+        begin_s = max(self.at_s, min(self.busy_until_s, now_s))
+        if self.draws and not self.hangs:
+            self.clock += (now_s - begin_s) / self._step_s()
+        self.at_s = now_s
+
+    def add(self, draws: Sequence[Draw], lengths: Sequence[int]) -> None:
+        """Take requests up; the prompt that they share is computed once."""
+        prompts = {draw.prompt for draw in draws}
+        prompt_s = sum(map(len, prompts)) * self._service.prompt_token_s * self._slowness
+        self.busy_until_s = max(self.busy_until_s, self.at_s) + prompt_s
+        for draw, length in zip(draws, lengths, strict=True):
+            self.draws[draw.id] = (draw, self.clock, length)
+            self._num_added += 1
+            heapq.heappush(self._ends, (self.clock + length, self._num_added, draw.id))
+
+    def take_weights(self, version: int) -> None:
+        """Draw with this version from here on."""
+        oldest = min((start for _, start, _ in self.draws.values()), default=self.clock)
+        first = bisect_right(self._weights, oldest, key=lambda one: one[0]) - 1
+        self._weights = [*self._weights[max(first, 0) :], (self.clock, version)]
+
+    def versions(self, start: float, length: int) -> np.ndarray:
+        """Of the tokens of a request that began at this clock; each is of the weights its step began with."""
+        if not self._weights:
+            raise RuntimeError(f"{self.name} was asked to draw before it had weights")
+        last_clock, last_version = self._weights[-1]
+        if last_clock <= start:
+            return np.full(length, last_version, np.int32)
+        clocks = np.array([clock for clock, _ in self._weights])
+        places = np.searchsorted(clocks, start + np.arange(length), side="right") - 1
+        versions: np.ndarray = np.array([version for _, version in self._weights], np.int32)[places]
+        return versions
+
+    def next_end_s(self) -> float:
+        """When the next request ends, if nothing changes."""
+        while self._ends and self._ends[0][2] not in self.draws:
+            heapq.heappop(self._ends)
+        if not self._ends:
+            return math.inf
+        return max(self.at_s, self.busy_until_s) + max(0.0, self._ends[0][0] - self.clock) * self._step_s()
+
+    def pop_ended(self) -> Iterator[str]:
+        """Requests that have all their tokens, in the order in which they were given."""
+        # The clock is a sum of many small steps; the last token is not missed for its rounding.
+        while self._ends and self._ends[0][0] <= self.clock + 1e-6:
+            _, _, id = heapq.heappop(self._ends)
+            if id in self.draws:
+                yield id
+
+    def _step_s(self) -> float:
+        return self._service.token_s(len(self.draws)) * self._slowness
+
+
+def _share(seed: int) -> float:
+    """A number between 0 and 1 that neighbouring seeds do not share (splitmix64)."""
+    mixed = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (mixed ^ (mixed >> 31)) / 2**64

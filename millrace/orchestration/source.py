@@ -1,0 +1,264 @@
+"""Where the trainer's batches come from: the recipe's flow, its rollouts, and what runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+
+from safetensors.numpy import load_file, save_file
+
+from millrace.config.settings import RunConfig
+from millrace.data.prompts import PromptStream
+from millrace.observability.metrics import Spans
+from millrace.orchestration.bias import BiasMeter
+from millrace.orchestration.events import EventLog
+from millrace.orchestration.flow import Flow, FlowRules, Note, unheard
+from millrace.orchestration.parts import Parts
+from millrace.orchestration.pump import Pump
+from millrace.orchestration.rollouts import Rolled, Rollouts
+from millrace.orchestration.runtime.base import Runtime
+from millrace.orchestration.step import Sampled, completion_seed, greedy, group_rewards, sampling
+from millrace.orchestration.watchdog import Watchdog
+from millrace.types import Group, SamplingParams, Trajectory
+
+WORDS, NUMBERS = "rollouts.json", "rollouts.safetensors"
+
+
+def flow_rules(config: RunConfig) -> FlowRules:
+    """What the recipe's flow keeps to."""
+    flow, options = config.flow, config.rollout
+    return FlowRules(
+        groups_per_step=options.prompts_per_step,
+        staleness=flow.staleness,
+        order=flow.order,
+        stale=flow.stale,
+        refill_rounds=options.refill_rounds,
+        spare_groups=flow.spare_groups,
+    )
+
+
+def rollouts_of(
+    config: RunConfig,
+    parts: Parts,
+    stream: PromptStream,
+    runtime: Runtime,
+    *,
+    num_batches: int,
+    note: Note = unheard,
+) -> Rollouts:
+    """The recipe's rollouts; nothing runs before their `begin`.
+
+    Args:
+        config: of the run.
+        parts: of the run.
+        stream: deals prompts.
+        runtime: draws and judges.
+        num_batches: of all.
+        note: hears of every decision.
+    """
+    return Rollouts(
+        Flow(flow_rules(config), num_batches=num_batches, note=note),
+        runtime,
+        stream,
+        prompts={prompt.id: prompt for prompt in parts.train_prompts},
+        environment=parts.environment,
+        params=_params(config, parts.stop_token_ids),
+        num_samples=config.rollout.samples_per_prompt,
+        num_baselines=int(parts.method.greedy_baseline),
+        draw_s=config.limits.phase_s,
+        load_s=config.limits.phase_s,
+        note=note,
+    )
+
+
+def as_sampled(rolled: Rolled) -> Sampled:
+    """A batch as it is trained on: without what is withheld, with the rewards of the greedy answers."""
+    taken = rolled.taken
+    groups = []
+    for number, group in zip(taken.numbers, rolled.groups, strict=True):
+        out = set(taken.withheld.get(number, ()))
+        kept = tuple(t for place, t in enumerate(group.trajectories) if place not in out)
+        groups.append(Group(group.prompt, kept))
+    answers = [Group(g.prompt, row) for g, row in zip(groups, rolled.baselines, strict=True)]
+    num_greedy_tokens = sum(t.num_actions for answer in answers for t in answer.trajectories)
+    baselines = None
+    if num_greedy_tokens:
+        rewards = [group_rewards(answer) for answer in answers]
+        baselines = [reward[0] if reward else math.nan for reward in rewards]
+    return Sampled(groups, taken.left_out, baselines, num_greedy_tokens, taken.num_rounds)
+
+
+class Source:
+    """Batches for the trainer: sampled while it waits, or ahead of it in a thread of their own.
+
+    Use it as a context manager; nothing is sampled outside.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Parts,
+        stream: PromptStream,
+        *,
+        runtime: Runtime,
+        log: EventLog,
+        spans: Spans,
+        watchdog: Watchdog,
+    ) -> None:
+        """No prompt was dealt yet.
+
+        Args:
+            config: of the run.
+            parts: of the run.
+            stream: deals prompts.
+            runtime: draws and judges.
+            log: hears of every decision.
+            spans: of the trainer's thread.
+            watchdog: knows what that thread waits for.
+        """
+        self._config, self._runtime, self._log = config, runtime, log
+        self._spans, self._watchdog = spans, watchdog
+        self._ahead = config.flow.staleness > 0
+        # In the order of submission no group is dropped for being slow.
+        self._selects = config.flow.order == "completion"
+        self._selects = config.flow.stale in ("drop", "withhold") or config.flow.spare_groups > 0
+        self._apart = parts.runtime is not None
+        self._rollouts = rollouts_of(config, parts, stream, runtime, num_batches=config.steps, note=log.add)
+        self._verbs: Rollouts | Pump = self._rollouts
+        self._bias = BiasMeter()
+        self._num_batches = 0
+        self._held = ExitStack()
+
+    def begin(self, checkpoint: Path | None, version: int) -> None:
+        """Send the engines the weights and start the first groups, or those that a checkpoint left.
+
+        Args:
+            checkpoint: to go on from; one without rollouts, as None, begins the flow anew.
+            version: of the weights.
+
+        Raises:
+            ValueError: the checkpoint was made with other settings of the flow, or other prompts.
+        """
+        if checkpoint is None or not (checkpoint / WORDS).is_file():
+            self._log.rewind(0)
+            self._log.add("begin", rules=asdict(flow_rules(self._config)), num_batches=self._config.steps)
+        else:
+            words = json.loads((checkpoint / WORDS).read_text(encoding="utf-8"))
+            self._log.rewind(words["log_bytes"])
+            self._bias.load_state(words["bias"])
+            self._rollouts.load_state(words["rollouts"], load_file(checkpoint / NUMBERS))
+        self._rollouts.begin(version)
+        if self._ahead:
+            self._verbs = self._held.enter_context(Pump(self._rollouts, self._runtime))
+
+    def __enter__(self) -> Source:
+        """Sample within the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """Nothing is sampled any more."""
+        self._held.close()
+        self._log.close()
+
+    def next_batch(self) -> tuple[Sampled, dict[str, float]]:
+        """The next batch and what is to be recorded of how it came about.
+
+        Raises:
+            Stalled: it did not come in time; the message says who waits for whom.
+        """
+        with self._waiting("sample", f"batch {self._num_batches}"):
+            rolled = self._verbs.next_batch(self._config.limits.phase_s)
+        self._num_batches += 1
+        return as_sampled(rolled), self._record(rolled)
+
+    def published(self, version: int) -> None:
+        """Send every engine the trainer's weights; at staleness 0, wait until all have proved them.
+
+        Ahead of training, the weights before must be in force: one version is under way at a time.
+
+        Raises:
+            Stalled: they were not, in time.
+            WeightSyncError: an engine in this process could not.
+        """
+        limit_s = self._config.limits.phase_s
+        with self._waiting("sync", f"version {version} to be in force"):
+            if self._ahead:
+                self._verbs.wait_until_published(limit_s)
+            self._verbs.published(version)
+            if not self._ahead:
+                self._verbs.wait_until_published(limit_s)
+
+    @contextmanager
+    def _waiting(self, span: str, reason: str) -> Iterator[None]:
+        """The trainer waits, if it does not work itself, as it does where the engine is in this process."""
+        if not self._apart:
+            yield
+            return
+        limit_s, on = self._config.limits.phase_s, self._verbs.blockers
+        with self._spans(span), self._watchdog.waiting("trainer", reason, deadline_s=limit_s, on=on):
+            yield
+
+    def save(self, folder: Path) -> None:
+        """Write all that is under way into a checkpoint being filled, trained on every batch given out."""
+        # Nothing may be decided between what is kept and where the log of it ends.
+        with self._verbs.paused() if isinstance(self._verbs, Pump) else nullcontext():
+            words, columns = self._verbs.state()
+            self._log.add("save", name=folder.name)
+            told = {"rollouts": words, "bias": self._bias.state(), "log_bytes": self._log.position}
+        (folder / WORDS).write_text(json.dumps(told), encoding="utf-8")
+        save_file(dict(columns), folder / NUMBERS)
+
+    def warning(self) -> str | None:
+        """What to say of a selection among the samples."""
+        return self._bias.warning() if self._selects else None
+
+    def _record(self, rolled: Rolled) -> dict[str, float]:
+        taken, found = rolled.taken, {}
+        if self._ahead:
+            found = {
+                "staleness/mean": fmean(taken.staleness),
+                "staleness/max": max(taken.staleness),
+                "staleness/dropped_groups": len(taken.dropped),
+            }
+        if not self._selects:
+            return found
+        for number, group in zip(taken.numbers, rolled.groups, strict=True):
+            out = taken.withheld.get(number, ())
+            facts = [_facts(trajectory) for trajectory in group.trajectories]
+            used = [place not in out for place in range(len(facts))]
+            self._bias.add([length for length, _ in facts], [reward for _, reward in facts], used)
+        longest = max(float(t.num_actions) for group in rolled.groups for t in group.trajectories)
+        for dropped in rolled.dropped:
+            facts = [_facts(trajectory) for trajectory in dropped.trajectories]
+            # Those that were still being drawn: at least as long as what was drawn meanwhile.
+            facts += [(longest, math.nan)] * (self._config.rollout.samples_per_prompt - len(facts))
+            lengths, rewards = [length for length, _ in facts], [reward for _, reward in facts]
+            self._bias.add(lengths, rewards, [False] * len(facts))
+        return found | self._bias.record()
+
+
+def _facts(trajectory: Trajectory) -> tuple[float, float]:
+    """Tokens drawn, and the reward, NaN where there is none."""
+    outcome = trajectory.outcome
+    failed = outcome is None or outcome.kind == "failed"
+    return float(trajectory.num_actions), math.nan if failed or outcome is None else outcome.value
+
+
+def _params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> Callable[[int, int, int], SamplingParams]:
+    """(group, sample, turn) to sampling parameters; samples beyond those of a group are greedy."""
+    drawn, likeliest = sampling(config.rollout, stop_token_ids), greedy(config.rollout, stop_token_ids)
+
+    def params(number: int, place: int, turn: int) -> SamplingParams:
+        if place >= config.rollout.samples_per_prompt:
+            return likeliest
+        return replace(drawn, seed=completion_seed(config.seed, number, place, turn))
+
+    return params

@@ -1,0 +1,343 @@
+"""Fault schedules on a virtual clock: whatever happens to engines, rewards and trainer, no group is lost.
+
+    python scripts/chaos.py --schedules 100000 --workers 2
+    python scripts/chaos.py --first 4711 --schedules 1        # one schedule again
+
+A schedule is a function of its number: rules, engines, durations and faults are drawn from it. Engines crash,
+hang, slow down; messages come late, twice and in another order; rewards fail; loads break half way or are
+never proved; the trainer dies between any two orders or events and goes on from what it saved last. The
+controller is the real one (`millrace.orchestration.rollouts`). Afterwards each group that started is trained
+on once or dropped with a reason, within its staleness bound, from the tokens it asked for, and the event log
+proves the same; or the run ended with a named error where the schedule leaves no other end. Exit code 1 says
+that a schedule did not, and which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from millrace.data.prompts import PromptStream
+from millrace.orchestration.events import check_log
+from millrace.orchestration.flow import Flow, FlowRules
+from millrace.orchestration.rollouts import Rolled, Rollouts
+from millrace.orchestration.runtime.virtual import Costs, EnginesGone, Faults, VirtualRuntime
+from millrace.planner.simulate import Service, constant, exponential, lognormal
+from millrace.types import Completion, Group, Prompt, SamplingParams
+
+PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 3, 4), f"p{i}") for i in range(20)}
+# A slow engine with a full queue is far below it.
+DRAW_S, LOAD_S = 90.0, 20.0
+# Virtual seconds; more engines than any schedule has may be lost one after the other within it.
+DEADLINE_S = 20_000.0
+
+
+class Died(Exception):
+    """The trainer's process is gone."""
+
+
+class Broken(AssertionError):
+    """A schedule showed what must never be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What is drawn from a schedule's number."""
+
+    number: int
+    rules: FlowRules
+    num_batches: int
+    num_samples: int
+    num_turns: int
+    num_engines: int
+    faults: Faults
+    costs: Costs
+    train_s: float
+    save_every: int
+    lives: tuple[int, ...]
+
+    @classmethod
+    def drawn(cls, number: int) -> Schedule:
+        """The schedule of this number."""
+        rng = random.Random(number)
+
+        def sometimes(value: Any, otherwise: Any, share: float = 0.3) -> Any:
+            return value if rng.random() < share else otherwise
+
+        return cls(
+            number=number,
+            rules=_rules(rng),
+            num_batches=rng.randint(2, 5),
+            num_samples=rng.randint(1, 3),
+            num_turns=rng.choice((1, 1, 1, 2, 3)),
+            num_engines=rng.randint(1, 4),
+            faults=Faults(
+                crash_every_s=sometimes(rng.uniform(20, 120), math.inf, 0.6),
+                hang_every_s=sometimes(rng.uniform(60, 300), math.inf),
+                notice_s=sometimes(rng.uniform(0.1, 30), math.inf, 0.5),
+                slow=sometimes(0.4, 0.0),
+                late=sometimes(rng.uniform(0.0, 0.6), 0.0),
+                late_s=exponential(rng.uniform(0.1, 5)),
+                twice=sometimes(rng.uniform(0.0, 0.5), 0.0),
+                reward=sometimes(0.3, 0.0),
+                load_breaks=sometimes(0.2, 0.0),
+                load_hangs=sometimes(0.2, 0.0),
+                restart_s=exponential(rng.uniform(0.1, 10)),
+                restarts=sometimes(rng.randint(0, 6), 1_000_000, 0.1),
+            ),
+            costs=Costs(
+                service=Service(0.02, 0.002, 1e-4),
+                num_tokens=lognormal(rng.uniform(5, 30), 0.8),
+                judge_s=exponential(rng.uniform(0.01, 2)),
+                load_s=constant(rng.uniform(0.0, 1.0)),
+                message_s=exponential(0.01),
+                num_answers=rng.randint(1, 3),
+            ),
+            train_s=rng.uniform(0.0, 4.0),
+            save_every=rng.randint(1, 3),
+            # So many orders and waits until the trainer dies, each time.
+            lives=tuple(
+                int(rng.expovariate(1 / 60)) + 1 for _ in range(sometimes(rng.randint(1, 3), 0, 0.4))
+            ),
+        )
+
+
+def _rules(rng: random.Random) -> FlowRules:
+    staleness = rng.choice((0, 0, 1, 1, 2, 3))
+    in_order = rng.random() < 0.5
+    return FlowRules(
+        groups_per_step=rng.randint(1, 3),
+        staleness=staleness,
+        order="submission" if in_order else "completion",
+        stale="wait" if in_order or not staleness else rng.choice(("wait", "drop", "keep", "withhold")),
+        refill_rounds=rng.choice((0, 0, 1, 2)),
+        spare_groups=0 if in_order or staleness else rng.randint(0, 2),
+    )
+
+
+def seed_of(schedule: int, number: int, sample: int, turn: int) -> int:
+    """The seed of one turn, as a run would draw it."""
+    return int.from_bytes(
+        hashlib.blake2b(repr((schedule, number, sample, turn)).encode(), digest_size=8).digest()
+    )
+
+
+class Turns:
+    """An episode of some turns, which says the turn and what it was told."""
+
+    def __init__(self, prompt: Prompt, *, num_turns: int) -> None:
+        self._prompt, self._num_turns, self._turn = prompt, num_turns, 0
+
+    def observe(self) -> tuple[int, ...]:
+        """The prompt."""
+        return self._prompt.token_ids
+
+    def step(self, completion: Completion) -> tuple[int, ...] | None:
+        """The turn, and what was just said."""
+        self._turn += 1
+        return (self._turn, *completion.token_ids[:1]) if self._turn < self._num_turns else None
+
+
+def mortal(runtime: VirtualRuntime, life: int) -> VirtualRuntime:
+    """A runtime whose trainer dies after so many orders and waits."""
+    left = [life]
+
+    def dying(order: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Died
+            return order(*given)
+
+        return call
+
+    for name in ("submit", "abort", "load", "judge", "wait"):
+        setattr(runtime, name, dying(getattr(runtime, name)))
+    return runtime
+
+
+@dataclass(slots=True)
+class Known:
+    """What the run has in its folder, and what the harness knows of the truth."""
+
+    versions: list[int] = field(default_factory=lambda: [100])
+    events: list[dict[str, Any]] = field(default_factory=list)
+    trained: dict[int, int] = field(default_factory=dict)
+    state: Any = None
+
+    def note(self, kind: str, /, **facts: Any) -> None:
+        """Keep an event."""
+        self.events.append({"kind": kind, **facts})
+
+    def copy(self) -> Known:
+        """The same, to go on from."""
+        return replace(self, versions=[*self.versions], events=[*self.events], trained={**self.trained})
+
+    def saved(self, rollouts: Rollouts) -> Known:
+        """What a checkpoint taken now keeps."""
+        words, columns = rollouts.state()
+        self.note("save", name=f"step-{len(self.versions) - 1}")
+        return replace(self.copy(), state=(json.loads(json.dumps(words)), columns))
+
+
+class Run:
+    """One schedule, with as many lives as it has."""
+
+    def __init__(self, number: int) -> None:
+        self.schedule = Schedule.drawn(number)
+        self.rng = random.Random(-number - 1)
+        self.saved = self.known = Known()
+
+    def run(self) -> str:
+        """How it ended: `done`, or the name of the error that the schedule explains."""
+        for life in [*self.schedule.lives, sys.maxsize]:
+            try:
+                self.live(self.saved.copy(), life)
+            except Died:
+                continue
+            except EnginesGone:
+                if self.schedule.faults.restarts > 1000:
+                    raise
+                return "EnginesGone"
+            return "done"
+        raise Broken("the last life ended")
+
+    def live(self, known: Known, life: int) -> None:
+        """Train from the last checkpoint to the end, or until the trainer dies."""
+        schedule, self.known = self.schedule, known
+        rules, costs = schedule.rules, schedule.costs
+        if not known.events:
+            known.note("begin", rules=asdict(rules), num_batches=schedule.num_batches)
+        seed = self.rng.getrandbits(32)
+        runtime = mortal(VirtualRuntime(schedule.num_engines, costs, schedule.faults, seed=seed), life)
+        flow = Flow(rules, num_batches=schedule.num_batches, note=known.note)
+        rollouts = Rollouts(
+            flow,
+            runtime,
+            PromptStream(list(PROMPTS.values()), seed=schedule.number, shuffle=True),
+            prompts=PROMPTS,
+            environment=partial(Turns, num_turns=schedule.num_turns),
+            params=self.params,
+            num_samples=schedule.num_samples,
+            num_baselines=schedule.number % 2,
+            draw_s=DRAW_S,
+            load_s=LOAD_S,
+            note=known.note,
+        )
+        if known.state is not None:
+            rollouts.load_state(*known.state)
+        rollouts.begin(known.versions[-1])
+        while flow.num_taken < schedule.num_batches:
+            rolled = rollouts.next_batch(DEADLINE_S)
+            flow.check()
+            self.check(rolled, known)
+            end_s = runtime.now() + schedule.train_s
+            while runtime.now() < end_s:
+                rollouts.advance(end_s - runtime.now())
+            known.versions.append(known.versions[-1] + self.rng.choice((0, 1, 1, 2)))
+            rollouts.published(known.versions[-1])
+            flow.check()
+            if self.rng.random() < 0.3:
+                rollouts.wait_until_published(DEADLINE_S)
+            if flow.num_taken % schedule.save_every == 0:
+                self.saved = known.saved(rollouts)
+        rollouts.wait_until_published(DEADLINE_S)
+        if left := check_log(known.events):
+            raise Broken(f"groups {left} were neither trained on nor dropped")
+        if len(known.versions) != schedule.num_batches + 1:
+            raise Broken(f"{len(known.versions) - 1} batches were trained on")
+
+    def params(self, number: int, sample: int, turn: int) -> SamplingParams:
+        """With the seed of the turn."""
+        return SamplingParams(max_tokens=60, seed=seed_of(self.schedule.number, number, sample, turn))
+
+    def check(self, rolled: Rolled, known: Known) -> None:
+        """Prove a batch from its tokens alone."""
+        taken, batch = rolled.taken, len(known.versions) - 1
+        _demand(taken.batch == batch, f"batch {taken.batch} came where {batch} is next")
+        _demand(len(taken.numbers) == len(rolled.groups), "numbers and groups differ")
+        started = {e["number"]: e["prompt"] for e in known.events if e["kind"] == "start"}
+        if self.schedule.rules.order == "submission":
+            _demand(max(known.trained, default=-1) < taken.numbers[0], "groups were overtaken")
+        for place, number in enumerate(taken.numbers):
+            group = rolled.groups[place]
+            _demand(number not in known.trained, f"group {number} was trained on twice")
+            _demand(group.prompt.id == started[number], f"group {number} has another prompt")
+            known.trained[number] = batch
+            _demand(len(group.trajectories) == self.schedule.num_samples, "samples are missing")
+            withheld = taken.withheld.get(number, ())
+            ages = [
+                self.check_trajectory(group, number, sample, known)
+                for sample in range(self.schedule.num_samples)
+            ]
+            age = max(age for sample, age in enumerate(ages) if sample not in withheld)
+            bound = math.inf if self.schedule.rules.stale == "keep" else self.schedule.rules.staleness
+            _demand(
+                age <= min(bound, taken.staleness[place]) or place in taken.left_out,
+                f"group {number} is {age} old, {taken.staleness[place]} was said",
+            )
+
+    def check_trajectory(self, group: Group, number: int, sample: int, known: Known) -> int:
+        """Its tokens are those that its seeds draw, in order; how old the oldest is."""
+        trajectory = group.trajectories[sample]
+        _demand(len(trajectory.turns) == self.schedule.num_turns, "turns are missing or doubled")
+        _demand(trajectory.outcome is not None, "it has no outcome")
+        expected, seen = group.prompt.token_ids, []
+        for place, turn in enumerate(trajectory.turns):
+            drawn, first = turn.completion, seed_of(self.schedule.number, number, sample, place) & 0xFFFF
+            _demand(turn.observation == expected, f"turn {place} was told {turn.observation}, not {expected}")
+            _demand(drawn.token_ids[0] == first, f"turn {place} holds the tokens of another")
+            _demand(drawn.finish_reason in ("stop", "length"), f"turn {place} was cut short")
+            expected = (place + 1, first)
+            seen += drawn.versions.tolist()
+        _demand(set(seen) <= set(known.versions), "a token is of weights that were never published")
+        # Equal versions are equal weights: the newest publish counts.
+        newest = {version: publish for publish, version in enumerate(known.versions)}
+        return len(known.versions) - 1 - min(newest[version] for version in seen)
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Broken(otherwise)
+
+
+def tried(number: int) -> tuple[int, str, str]:
+    """A schedule's number, how it ended, and the traceback where it must not end so."""
+    try:
+        return number, Run(number).run(), ""
+    except Exception:
+        return number, "broken", traceback.format_exc()
+
+
+def main() -> None:
+    """Run schedules; see the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    given = parser.parse_args()
+    numbers, begun_s = range(given.first, given.first + given.schedules), time.perf_counter()
+    ends: Counter[str] = Counter()
+    with ProcessPoolExecutor(given.workers) as pool:
+        for number, end, why in pool.map(tried, numbers, chunksize=50):
+            ends[end] += 1
+            if why and ends[end] <= 5:
+                print(f"schedule {number} broke:\n{why}", file=sys.stderr)
+    print(f"{len(numbers)} schedules in {time.perf_counter() - begun_s:.0f} s: {dict(ends)}")
+    sys.exit(1 if ends["broken"] else 0)
+
+
+if __name__ == "__main__":
+    main()

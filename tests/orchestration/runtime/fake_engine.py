@@ -1,0 +1,73 @@
+"""A process that stands in for an engine's and starts at once. Its folder's name says how it behaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from millrace.orchestration.runtime.frames import ORDERS, Line, drawn_as_frame, draws_of
+from millrace.rewards.worker import die_with_parent
+from millrace.types import Completion
+
+TOKENS = (3, 1, 2)
+
+
+def completion(version: int) -> Completion:
+    return Completion(TOKENS, np.zeros(3, np.float32), np.full(3, version, np.int32), "length", "312")
+
+
+def main(text: str) -> None:
+    start = json.loads(text)
+    manner = start["settings"]["folder"].rpartition("/")[2]
+    die_with_parent(start["lifeline"])
+    if manner == "stillborn":
+        sys.exit("no such model")
+    line = Line(socket.socket(fileno=start["line"]), ORDERS)
+    line.put("ready")
+    version, num_loads = -1, 0
+    while not line.ended:
+        select.select([line], [], [])
+        for frame in line.take():
+            if manner == "mute":
+                continue
+            if frame.kind == "load":
+                num_loads += 1
+                error = answer(manner, num_loads, start["weights"], frame.note)
+                version = frame.note["version"]
+                line.put("loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
+            elif frame.kind == "submit":
+                submitted(manner, line, [draw.id for draws in draws_of(frame) for draw in draws], version)
+            elif frame.kind == "fingerprint":
+                line.put("fingerprint", {"pid": str(os.getpid())})
+
+
+def answer(manner: str, num_loads: int, memory: int, note: Any) -> str:
+    if manner == "slow":
+        time.sleep(1.0)
+    held = os.pread(memory, 4, note["tensors"]["weight"][2])
+    right = held == np.float32(note["version"]).tobytes()
+    if manner == "liar" or (manner == "clumsy" and num_loads == 1) or not right:
+        return "weight differs"
+    return ""
+
+
+def submitted(manner: str, line: Line, ids: list[str], version: int) -> None:
+    if manner == "crash" or (manner == "fragile" and "fatal" in ids):
+        sys.exit("out of luck")
+    if manner == "gibberish":
+        os.write(line.fileno(), b"\xff" * 100)
+    elif manner == "strict":
+        line.put("refused", {"ids": ids, "reason": "the prompt is empty"})
+    else:
+        line.put("drawn", *drawn_as_frame([(id, 5, 8, completion(version)) for id in ids]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,292 @@
+"""What an engine's process does with its mail: in a thread of the test, and once as the process it is."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.config.engine import EngineConfig
+from millrace.data.tokenizers import train_tokenizer
+from millrace.inference.engine import KvPolicy, PagedEngine
+from millrace.models.load import Model, fresh_config, fresh_model
+from millrace.orchestration.engines import open_engine, save_engine
+from millrace.orchestration.runtime import engine_process
+from millrace.orchestration.runtime.base import Draw, Drawn, Joined, Loaded, Lost
+from millrace.orchestration.runtime.child import Settings
+from millrace.orchestration.runtime.engine_process import Mailbox
+from millrace.orchestration.runtime.frames import ORDERS, REPORTS, Frame, Line, drawn_of, draws_as_frame
+from millrace.orchestration.runtime.processes import ProcessRuntime
+from millrace.transport.memory import SharedWeights
+from millrace.types import Completion, SamplingParams
+from tests.inference.fresh import paged, random_requests
+from tests.models.tiny import SIZES, tiny_model
+from tests.orchestration.runtime.test_processes import Judge, pids, until
+
+LIMIT_S = 60.0
+Ended = tuple[str, int, int, Completion]
+
+
+class Trainer:
+    """The other end of the line, and models whose weights it sends as versions 0, 1, ..."""
+
+    def __init__(self, line: Line, weights: SharedWeights, models: Sequence[Model]) -> None:
+        self.line, self.weights, self.models = line, weights, models
+        self.frames: list[Frame] = []
+
+    def load(self, version: int) -> None:
+        self.line.put("load", self.weights.write(self.models[version].named_parameters(), version))
+
+    def submit(self, *draws: Draw) -> None:
+        self.line.put("submit", *draws_as_frame(draws))
+
+    def hear(self, kind: str, num: int = 1) -> list[Frame]:
+        """Everything heard so far of this kind, at least so many frames."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while sum(frame.kind == kind for frame in self.frames) < num:
+            assert time.monotonic() < deadline_s and not self.line.ended
+            select.select([self.line], [], [], 1.0)
+            self.frames += self.line.take()
+        return [frame for frame in self.frames if frame.kind == kind]
+
+    def drawn(self, num: int) -> list[Ended]:
+        """At least so many that have ended, in order."""
+        frames: list[Frame] = []
+        while sum(len(frame.note["draws"]) for frame in frames) < num:
+            frames = self.hear("drawn", len(frames) + 1)
+        return [one for frame in frames for one in drawn_of(frame)]
+
+
+@contextmanager
+def serving(engine: PagedEngine, kv: KvPolicy = "recompute", *, interrupt: bool = True) -> Iterator[Trainer]:
+    ours, theirs = socket.socketpair()
+    weights = SharedWeights()
+    box = Mailbox(engine, Line(theirs, ORDERS), weights.handle, kv=kv, interrupt=interrupt)
+    thread = threading.Thread(target=box.serve)
+    line = Line(ours, REPORTS)
+    thread.start()
+    try:
+        yield Trainer(line, weights, [tiny_model("qwen3", seed=seed) for seed in (1, 2)])
+    finally:
+        line.close()
+        thread.join(LIMIT_S)
+        theirs.close()
+        weights.close()
+    assert not thread.is_alive()
+
+
+def engine(**sizes: Any) -> PagedEngine:
+    return paged(tiny_model("qwen3"), **sizes)
+
+
+def long_draws(num: int, *, seed: int = 0, max_tokens: int = 90) -> list[Draw]:
+    return [
+        Draw(f"{seed}-{i}", (5, 6, 7 + seed), SamplingParams(max_tokens=max_tokens, seed=100 * seed + i))
+        for i in range(num)
+    ]
+
+
+def same_bits(one: Completion, other: Completion) -> bool:
+    return one.token_ids == other.token_ids and all(
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in ("logprobs", "versions")
+    )
+
+
+def test_nothing_is_drawn_before_weights_are_proved() -> None:
+    with serving(engine()) as trainer:
+        trainer.submit(*long_draws(1))
+        trainer.hear("ready")
+        note = trainer.weights.write(trainer.models[0].named_parameters(), 0)
+        name = min(note["fingerprint"])
+        trainer.line.put("load", {**note, "fingerprint": note["fingerprint"] | {name: "0" * 32}})
+        (loaded,) = trainer.hear("loaded")
+        assert loaded.note["error"].endswith(f"the first being {name}")
+        time.sleep(0.2)
+        assert [frame.kind for frame in trainer.frames + trainer.line.take()] == ["ready", "loaded"]
+        trainer.line.put("load", note)
+        again = trainer.hear("loaded", 2)[1]
+        assert (again.note["version"], again.note["at"], again.note["error"]) == (0, 0, "")
+        ((id, began, ended, completion),) = trainer.drawn(1)
+        assert (id, began, ended, len(completion.token_ids)) == ("0-0", 0, 90, 90)
+
+
+def test_it_draws_what_the_engine_draws() -> None:
+    prompts, params = random_requests(3, 12)
+    with serving(engine()) as trainer:
+        trainer.load(0)
+        trainer.submit(
+            *[Draw(f"{i}", p, wanted) for i, (p, wanted) in enumerate(zip(prompts, params, strict=True))]
+        )
+        ours = {id: completion for id, _, _, completion in trainer.drawn(12)}
+    twin = paged(tiny_model("qwen3", seed=1))
+    for i, completion in enumerate(twin.generate(prompts, params)):
+        assert ours[f"{i}"].token_ids == completion.token_ids
+        assert (ours[f"{i}"].text, ours[f"{i}"].finish_reason) == (completion.text, completion.finish_reason)
+
+
+def test_what_cannot_be_served_is_refused_and_the_rest_goes_on() -> None:
+    with serving(engine()) as trainer:
+        trainer.load(0)
+        bad = Draw("bad", (99,), SamplingParams(max_tokens=2))
+        trainer.submit(bad, *long_draws(1, max_tokens=2))
+        (refused,) = trainer.hear("refused")
+        assert refused.note == {"ids": ["bad"], "reason": "the prompt holds token 99; the vocabulary has 40"}
+        assert [id for id, *_ in trainer.drawn(1)] == ["0-0"]
+
+
+def test_it_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "BEAT_S", 0.01)
+    with serving(engine()) as trainer:
+        trainer.load(0)
+        trainer.submit(*long_draws(2))
+        trainer.drawn(2)
+        assert trainer.hear("beat", 3)
+
+
+def replayed(
+    twin: PagedEngine,
+    models: Sequence[Model],
+    loads: Sequence[tuple[int, int]],
+    draws: Sequence[Draw],
+    told: dict[str, Ended],
+    kv: KvPolicy,
+) -> dict[str, Completion]:
+    """What an engine draws that does everything before the steps it is told."""
+    found: dict[str, Completion] = {}
+    step = 0
+    while len(found) < len(draws):
+        for version, at in loads:
+            if at == step:
+                twin.load_weights(models[version].named_parameters(), version, kv=kv)
+        for draw in draws:
+            if told[draw.id][1] == step:
+                twin.add(draw.prompt, [draw.params], ids=[draw.id])
+        for id, _, ended, completion in told.values():
+            if ended == step and completion.finish_reason == "abort":
+                aborted = twin.abort(id)
+                assert aborted is not None
+                found[id] = aborted
+        for request in twin.step():
+            if request.finish_reason is not None:
+                found[request.id] = twin.completion(request)
+        step += 1
+    return found
+
+
+@pytest.mark.parametrize("interrupt", [True, False])
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrupt: bool) -> None:
+    """Weights in flight, an abort, and draws that come while others are drawn."""
+    first, second = long_draws(6), long_draws(4, seed=1)
+    with serving(engine(), kv, interrupt=interrupt) as trainer:
+        trainer.load(0)
+        trainer.submit(*first)
+        trainer.hear("loaded")
+        time.sleep(0.05)
+        trainer.load(1)
+        trainer.line.put("abort", {"ids": ["0-1", "nobody"]})
+        trainer.submit(*second)
+        trainer.line.put("abort", {"ids": ["1-0"]})
+        told = {one[0]: one for one in trainer.drawn(10)}
+        loads = [(frame.note["version"], frame.note["at"]) for frame in trainer.hear("loaded", 2)]
+    assert loads[0] == (0, 0)
+    for id, began, ended, completion in told.values():
+        # What began before the last load and ended after it was drawn by both.
+        expected = {version for version, at in ((0, 0), (1, loads[1][1])) if at < ended}
+        expected -= {0} if began >= loads[1][1] else set()
+        assert set(completion.versions.tolist()) == (expected if completion.token_ids else set()), id
+    spans = [set(completion.versions.tolist()) for *_, completion in told.values()]
+    assert ({0, 1} in spans) == interrupt
+    if not interrupt:
+        assert all(told[draw.id][1] == loads[1][1] for draw in second)
+    assert told["0-1"][3].finish_reason == told["1-0"][3].finish_reason == "abort"
+    models = [tiny_model("qwen3", seed=seed) for seed in (1, 2)]
+    again = replayed(engine(), models, loads, [*first, *second], told, kv)
+    for id, *_, completion in told.values():
+        assert same_bits(again[id], completion), id
+
+
+def saved(folder: Path) -> list[Model]:
+    """An engine's folder, and two models that fit it."""
+    tokenizer = train_tokenizer(["0 1 2 3"], vocab_size=257, across_words=False)
+    config = fresh_config(
+        "qwen3",
+        {**SIZES, "head_dim": 16, "max_position_embeddings": 800},
+        vocab_size=len(tokenizer),
+        eos_token_id=0,
+    )
+    models = [fresh_model(config, seed=seed, dtype=torch.float32) for seed in (1, 2)]
+    options = EngineConfig(cache_tokens=8192, max_requests=8, tokens_per_step=64)
+    save_engine(options, models[0], tokenizer, folder, longest=800)
+    return models
+
+
+@contextmanager
+def real(folder: Path) -> Iterator[tuple[ProcessRuntime, PagedEngine, list[Model]]]:
+    """An engine's process, its twin in this one, and the models that it may load, the newest last."""
+    models = saved(folder)
+    newest = [models[0]]
+    settings = Settings(str(folder), 1)
+    with ProcessRuntime(settings, Judge(), lambda: newest[-1].named_parameters()) as runtime:
+        runtime.load("engine-0", 0)
+        assert until(runtime, Loaded, LIMIT_S) == [Loaded("engine-0", 0, 0)]
+        newest.append(models[1])
+        yield runtime, open_engine(folder), models
+
+
+PROMPTS = [(1, 2, 3)] * 4
+PARAMS = [SamplingParams(max_tokens=30, seed=seed) for seed in range(4)]
+ENDLESS = Draw("endless", (4,), SamplingParams(max_tokens=700, seed=9))
+
+
+@pytest.mark.timeout(300)
+def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
+    with real(tmp_path) as (runtime, twin, models):
+        twin.load_weights(models[0].named_parameters(), 0)
+        ours, theirs = runtime.generate(PROMPTS, PARAMS), twin.generate(PROMPTS, PARAMS)
+        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        assert runtime.fingerprint() == twin.fingerprint()
+        runtime.submit("engine-0", [ENDLESS])
+        time.sleep(0.1)
+        runtime.load("engine-0", 1)
+        (loaded,) = until(runtime, Loaded, LIMIT_S)
+        (drawn,) = until(runtime, Drawn, LIMIT_S)
+        assert isinstance(loaded, Loaded) and isinstance(drawn, Drawn)
+        num_old = loaded.at - drawn.began
+        assert 0 < num_old < 700
+        assert drawn.completion.versions.tolist() == [0] * num_old + [1] * (700 - num_old)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nothing_is_lost_with_a_real_process(tmp_path: Path) -> None:
+    with real(tmp_path) as (runtime, twin, models):
+        draws = [Draw(f"{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
+        runtime.submit("engine-0", [ENDLESS, *draws])
+        time.sleep(0.05)
+        (pid,) = pids(runtime)
+        os.kill(pid, signal.SIGKILL)
+        events = until(runtime, Joined, LIMIT_S)
+        assert any(isinstance(event, Lost) for event in events)
+        done = [event for event in events if isinstance(event, Drawn)]
+        assert len(done) < 5
+        runtime.load("engine-1", 0)
+        until(runtime, Loaded, LIMIT_S)
+        ended = {one.id for one in done}
+        runtime.submit("engine-1", [draw for draw in draws if draw.id not in ended])
+        while len(done) < 4:
+            done += [event for event in runtime.wait(LIMIT_S) if isinstance(event, Drawn)]
+        twin.load_weights(models[0].named_parameters(), 0)
+        ours = {one.id: one.completion.token_ids for one in done}
+        assert ours == {f"{i}": c.token_ids for i, c in enumerate(twin.generate(PROMPTS, PARAMS))}

@@ -1,0 +1,399 @@
+"""Orders, events, weights and losses, with processes that stand in for engines and start at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.orchestration.runtime import child
+from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost
+from millrace.orchestration.runtime.child import Settings
+from millrace.orchestration.runtime.children import EngineFailed
+from millrace.orchestration.runtime.processes import ProcessRuntime
+from millrace.types import Outcome, Prompt, SamplingParams
+from tests.orchestration.runtime.fake_engine import TOKENS
+from tests.rewards.helpers import ends_within, is_running
+
+FAKE = "tests.orchestration.runtime.fake_engine"
+PROMPT = Prompt("train:0", (1,), "text")
+LIMIT_S = 20.0
+
+
+class Judge:
+    """Gives 1 to right answers."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self.closed = False
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        self.threads.append(threading.current_thread().name)
+        if "broken" in completions:
+            raise ValueError("the judge is ill")
+        return [Outcome("score", float(text == "right")) for text in completions]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Trainer:
+    """One weight, whose number is how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.num_asked = -1
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.num_asked += 1
+        yield "weight", torch.tensor([float(self.num_asked)])
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "MODULE", FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+
+@contextmanager
+def running(manner: str = "obedient", **options: Any) -> Iterator[ProcessRuntime]:
+    with ProcessRuntime(Settings(manner, 1), Judge(), Trainer().named_tensors, **options) as runtime:
+        yield runtime
+
+
+def draws(*ids: str) -> list[Draw]:
+    return [Draw(id, (1, 2), SamplingParams(max_tokens=3)) for id in ids]
+
+
+def until(runtime: ProcessRuntime, last: type[Event], limit_s: float = LIMIT_S) -> list[Event]:
+    """Events up to one of this kind."""
+    events: list[Event] = []
+    deadline_s = time.monotonic() + limit_s
+    while not any(isinstance(event, last) for event in events):
+        assert time.monotonic() < deadline_s, events
+        events += runtime.wait(1.0)
+    return events
+
+
+def pids(runtime: ProcessRuntime) -> list[int]:
+    return [one.process.pid for one in runtime._engines.living.values()]
+
+
+def test_draws_loads_and_judgements_end_in_events() -> None:
+    with running() as runtime:
+        assert runtime.engines() == ["engine-0"]
+        runtime.load("engine-0", 0)
+        assert until(runtime, Loaded) == [Loaded("engine-0", 0, 7)]
+        runtime.submit("engine-0", draws("a", "b"))
+        events = until(runtime, Drawn)
+        assert [(e.id, e.began, e.ended) for e in events if isinstance(e, Drawn)] == [
+            ("a", 5, 8),
+            ("b", 5, 8),
+        ]
+        assert all(isinstance(e, Drawn) and e.completion.token_ids == TOKENS for e in events)
+        runtime.judge("call", [PROMPT] * 2, ["right", "wrong"])
+        (judged,) = until(runtime, Judged)
+        assert isinstance(judged, Judged)
+        assert [outcome.value for outcome in judged.outcomes] == [1.0, 0.0]
+        assert runtime._reward.threads == ["millrace-reward_0"]
+        assert runtime.wait(0.0) == []
+
+
+def test_engines_share_one_copy_of_a_version() -> None:
+    trainer = Trainer()
+    with ProcessRuntime(Settings("", 1), Judge(), trainer.named_tensors, num_engines=2) as runtime:
+        for name in runtime.engines():
+            runtime.load(name, 0)
+        loaded = until(runtime, Loaded)
+        loaded += until(runtime, Loaded) if len(loaded) < 2 else []
+        assert {e.engine for e in loaded if isinstance(e, Loaded)} == {"engine-0", "engine-1"}
+        assert trainer.num_asked == 0
+        runtime.load("engine-1", 1)
+        assert until(runtime, Loaded) == [Loaded("engine-1", 1, 7)]
+        assert trainer.num_asked == 1
+
+
+def test_the_next_version_waits_until_the_last_one_is_read() -> None:
+    with running("slow") as runtime:
+        runtime.load("engine-0", 0)
+        begun_s = time.monotonic()
+        # Its answer says that it found the version it was sent, a second later.
+        runtime.load("engine-0", 1)
+        assert time.monotonic() - begun_s > 0.5
+        events = until(runtime, Loaded)
+        while Loaded("engine-0", 1, 7) not in events:
+            events += until(runtime, Loaded)
+        assert events == [Loaded("engine-0", 0, 7), Loaded("engine-0", 1, 7)]
+
+
+def test_an_engine_that_reads_for_too_long_is_lost() -> None:
+    with running("mute", load_s=0.3) as runtime:
+        runtime.load("engine-0", 0)
+        runtime.load("engine-0", 1)
+        (lost,) = until(runtime, Lost)
+        assert lost == Lost("engine-0", "it was still loading 0.3 s after version 1 was there")
+
+
+def test_a_load_that_fails_is_tried_again() -> None:
+    with running("clumsy") as runtime:
+        runtime.load("engine-0", 0)
+        assert until(runtime, Loaded) == [Loaded("engine-0", 0, 7)]
+
+
+def test_a_load_that_fails_twice_loses_the_engine() -> None:
+    with running("liar") as runtime:
+        runtime.load("engine-0", 0)
+        (lost,) = until(runtime, Lost)
+        assert lost == Lost("engine-0", "it could not load version 0: weight differs")
+
+
+@pytest.mark.parametrize(
+    ("manner", "reason"),
+    [
+        ("crash", "its process ended with exit code 1; the last it printed: out of luck"),
+        ("gibberish", "a frame's header was announced with 4294967295 bytes; at most 268435456 come"),
+        ("mute", "it had to draw 1 completions and was not heard of for 0.4 s"),
+    ],
+)
+def test_a_lost_engine_says_why_and_another_one_comes(manner: str, reason: str) -> None:
+    with running(manner, silence_s=0.4) as runtime:
+        if manner == "mute":
+            # It proved its weights before it fell silent.
+            runtime._engines.living["engine-0"].held = {"version": 0}
+        (pid,) = pids(runtime)
+        runtime.submit("engine-0", draws("a"))
+        assert until(runtime, Lost) == [Lost("engine-0", reason)]
+        assert until(runtime, Joined) == [Joined("engine-1")]
+        assert runtime.engines() == ["engine-1"]
+        assert not is_running(pid)
+
+
+def test_an_idle_engine_may_be_silent() -> None:
+    with running(silence_s=0.2) as runtime:
+        runtime.load("engine-0", 0)
+        until(runtime, Loaded)
+        assert runtime.wait(2.0) == []
+        assert runtime.engines() == ["engine-0"]
+
+
+def test_what_a_killed_engine_had_is_drawn_by_the_next_one() -> None:
+    trainer = Trainer()
+    with ProcessRuntime(Settings("", 1), Judge(), trainer.named_tensors) as runtime:
+        runtime.load("engine-0", 0)
+        until(runtime, Loaded)
+        os.kill(pids(runtime)[0], signal.SIGSTOP)
+        runtime.submit("engine-0", draws("a"))
+        os.kill(pids(runtime)[0], signal.SIGKILL)
+        assert until(runtime, Lost) == [Lost("engine-0", "its process was killed by signal 9 (SIGKILL)")]
+        # Orders for it are not heard any more.
+        runtime.submit("engine-0", draws("b"))
+        runtime.abort("engine-0", ["a"])
+        runtime.load("engine-0", 0)
+        until(runtime, Joined)
+        runtime.load("engine-1", 0)
+        until(runtime, Loaded)
+        runtime.submit("engine-1", draws("c"))
+        (drawn,) = until(runtime, Drawn)
+        assert isinstance(drawn, Drawn)
+        assert (drawn.engine, drawn.id) == ("engine-1", "c")
+        assert trainer.num_asked == 0
+
+
+def test_an_engine_can_be_given_up() -> None:
+    with running() as runtime:
+        os.kill(pids(runtime)[0], signal.SIGSTOP)
+        runtime.lose("engine-0", "it drew nothing in 9 s")
+        assert until(runtime, Lost) == [Lost("engine-0", "it drew nothing in 9 s")]
+        assert until(runtime, Joined) == [Joined("engine-1")]
+        runtime.lose("engine-0", "again")
+        assert runtime.wait(0.2) == []
+
+
+def test_engines_that_come_to_nothing_end_the_run() -> None:
+    with running("crash", max_barren=1) as runtime:
+        runtime.submit("engine-0", draws("a"))
+        until(runtime, Joined)
+        runtime.submit("engine-1", draws("a"))
+        with pytest.raises(EngineFailed, match="^2 engines were lost .* engine-1: .* printed: out of luck$"):
+            for _ in range(20):
+                runtime.wait(1.0)
+
+
+def test_an_engine_that_has_drawn_may_always_be_replaced() -> None:
+    with running("fragile", max_barren=0) as runtime:
+        for number in range(2):
+            runtime.submit(f"engine-{number}", draws("a"))
+            until(runtime, Drawn)
+            runtime.submit(f"engine-{number}", draws("fatal"))
+            until(runtime, Joined)
+        assert runtime.engines() == ["engine-2"]
+
+
+def test_an_engine_that_cannot_start_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="^engine-0 could not be started: .*exit code 1.*no such model$"):
+        ProcessRuntime(Settings("stillborn", 1), Judge(), Trainer().named_tensors)
+
+
+def test_what_cannot_be_served_is_raised() -> None:
+    with running("strict") as runtime:
+        runtime.submit("engine-0", draws("a"))
+        with pytest.raises(ValueError, match="^the prompt is empty$"):
+            runtime.wait(LIMIT_S)
+
+
+def test_what_a_reward_raises_is_raised() -> None:
+    with running() as runtime:
+        runtime.judge("call", [PROMPT], ["broken"])
+        with pytest.raises(ValueError, match="^the judge is ill$"):
+            runtime.wait(LIMIT_S)
+
+
+# ---- as an engine
+
+
+def ask(runtime: ProcessRuntime, num: int) -> list[tuple[int, ...]]:
+    return [c.token_ids for c in runtime.generate([(1,)] * num, [SamplingParams()] * num)]
+
+
+def test_what_it_generates_itself_is_no_event() -> None:
+    with running() as runtime:
+        with pytest.raises(RuntimeError, match="no engine was given weights yet"):
+            print(runtime.version)
+        runtime.load_weights(Trainer().named_tensors(), 0)
+        assert runtime.version == 0
+        runtime.submit("engine-0", draws("a"))
+        assert ask(runtime, 2) == [TOKENS, TOKENS]
+        assert runtime.fingerprint() == {"pid": str(pids(runtime)[0])}
+        (drawn,) = runtime.wait(LIMIT_S)
+        assert isinstance(drawn, Drawn)
+        assert drawn.id == "a"
+
+
+def test_what_it_generates_survives_a_loss() -> None:
+    with running() as runtime:
+        runtime.load_weights(Trainer().named_tensors(), 0)
+        (pid,) = pids(runtime)
+        os.kill(pid, signal.SIGSTOP)
+        asked = threading.Thread(target=lambda: found.extend(ask(runtime, 3)))
+        found: list[tuple[int, ...]] = []
+        asked.start()
+        time.sleep(0.2)
+        assert found == []
+        os.kill(pid, signal.SIGKILL)
+        asked.join(LIMIT_S)
+        assert found == [TOKENS] * 3
+        assert [type(event) for event in runtime.wait(0.0)] == [Lost, Joined]
+
+
+def test_who_waits_hears_of_the_end() -> None:
+    found: list[BaseException] = []
+
+    def wait(runtime: ProcessRuntime) -> None:
+        try:
+            ask(runtime, 1)
+        except RuntimeError as error:
+            found.append(error)
+
+    with running("mute") as runtime:
+        asked = threading.Thread(target=wait, args=(runtime,))
+        runtime._note = runtime._engines.living["engine-0"].held = {"version": 0}
+        asked.start()
+        time.sleep(0.2)
+        assert asked.is_alive()
+    asked.join(LIMIT_S)
+    assert [str(error) for error in found] == ["the engines were ended while somebody waited for them"]
+
+
+def test_what_it_cannot_serve_itself_harms_nothing_else() -> None:
+    with running("strict") as runtime:
+        runtime.load_weights(Trainer().named_tensors(), 0)
+        with pytest.raises(ValueError, match="^prompt 0 of 2: the prompt is empty$"):
+            ask(runtime, 2)
+        assert runtime.wait(0.0) == []
+
+
+# ---- nothing is left
+
+
+def open_files() -> list[str]:
+    return sorted(os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+
+def held() -> tuple[int, list[str], int]:
+    """Open files of this process, shared memory with a name, and threads."""
+    return len(open_files()), sorted(os.listdir("/dev/shm")), threading.active_count()
+
+
+@pytest.mark.parametrize("ends", ["close", "error"])
+def test_nothing_is_left_in_the_end(ends: str) -> None:
+    before = held()
+    children: list[int] = []
+
+    def use(runtime: ProcessRuntime) -> None:
+        runtime.load("engine-0", 0)
+        until(runtime, Loaded)
+        children.extend(pids(runtime))
+        runtime.lose("engine-0", "no reason")
+        until(runtime, Joined)
+        children.extend(pids(runtime))
+        if ends == "error":
+            raise KeyError("a mistake")
+
+    def run() -> Any:
+        with running() as runtime:
+            use(runtime)
+        runtime.close()
+        return runtime._reward
+
+    if ends == "error":
+        with pytest.raises(KeyError, match="a mistake"):
+            run()
+    else:
+        assert run().closed
+    assert len(children) == 2
+    assert not any(is_running(pid) for pid in children)
+    assert held() == before
+
+
+SCRIPT = f"""
+import sys
+from millrace.orchestration.runtime import child
+from millrace.orchestration.runtime.child import Settings
+child.MODULE = {FAKE!r}
+one = child.start("engine-0", Settings("obedient", 1), 1)
+print(one.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_is_left_of_a_trainer_that_is_killed() -> None:
+    """Not even of an engine that hangs, and would never read that its line is closed."""
+    command = [sys.executable, "-c", SCRIPT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        time.sleep(1.0)
+        assert is_running(pid)
+        os.kill(pid, signal.SIGSTOP)
+        trainer.kill()
+        assert ends_within(pid, LIMIT_S)
+
+
+def test_orders_from_another_thread_are_heard_by_who_waits() -> None:
+    with running() as runtime:
+        runtime.load("engine-0", 0)
+        until(runtime, Loaded)
+        timer = threading.Timer(0.3, runtime.submit, ("engine-0", draws("a")))
+        timer.start()
+        (drawn,) = runtime.wait(LIMIT_S)
+        timer.join()
+        assert isinstance(drawn, Drawn)

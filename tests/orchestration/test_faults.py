@@ -1,0 +1,173 @@
+"""Thousands of fault schedules, and that they would find a controller that is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+from types import ModuleType
+
+import pytest
+
+from millrace.orchestration.events import check_log
+from millrace.orchestration.fleet import Fleet
+from millrace.orchestration.rollouts import Rollouts
+from tests.house.source import ROOT
+
+NUM_SCHEDULES = 2000
+# A controller that is wrong is found among so many.
+NUM_SABOTAGED = 400
+
+
+@pytest.fixture(scope="module")
+def chaos() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("chaos", ROOT / "scripts" / "chaos.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["chaos"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_schedule_loses_a_group(chaos):
+    """And the schedules are what they should be: every fault happens, and most runs end well all the same."""
+    ends, seen, orders = Counter(), Counter(), Counter()
+    for number in range(NUM_SCHEDULES):
+        run = chaos.Run(number)
+        try:
+            ends[run.run()] += 1
+        except Exception as error:
+            raise AssertionError(f"schedule {number} broke") from error
+        orders[run.schedule.rules.order, run.schedule.rules.stale] += 1
+        seen.update(f"{event['kind']} {event.get('reason', '')[:10]}" for event in run.known.events)
+    assert set(ends) == {"done", "EnginesGone"}
+    assert ends["done"] > 0.97 * NUM_SCHEDULES
+    assert len(orders) == 5
+    faults = {
+        "resume ": "the trainer died",
+        "lost it died": "an engine crashed",
+        "lost it hangs": "an engine hung",
+        "lost a draw too": "nobody noticed that an engine hung",
+        "lost version 1": "a load was never proved",
+        "lost it does no": "a load broke",
+        "ignore engine": "an engine answered late or twice",
+        "ignore call": "a reward answered twice",
+        "drop stale": "a group was too old",
+        "drop spare": "a group was not needed",
+    }
+    missing = [what for fault, what in faults.items() if not any(kind.startswith(fault) for kind in seen)]
+    assert missing == []
+
+
+def test_a_schedule_repeats_itself_and_its_log_is_plain(chaos):
+    for number in range(3):
+        one, other = chaos.Run(number), chaos.Run(number)
+        assert one.run() == other.run()
+        assert one.known.events == other.known.events
+        assert check_log(json.loads(json.dumps(one.known.events))) == []
+
+
+def lose_a_draw(monkeypatch):
+    lost = Fleet.lost
+    monkeypatch.setattr(Fleet, "lost", lambda self, event: lost(self, event)[1:])
+
+
+def free_tickets_too_early(monkeypatch):
+    monkeypatch.setattr(Fleet, "in_force", property(lambda self: self.newest))
+
+
+def accept_answers_twice(monkeypatch):
+    drawn = Rollouts._drawn
+
+    def twice(self, event):
+        sample = self._draws.get(event.id)
+        drawn(self, event)
+        if sample is not None and event.id not in self._draws and event.engine in self._fleet._engines:
+            self._draws[event.id] = sample
+            self._fleet._engines[event.engine].draws[event.id] = 0.0
+
+    monkeypatch.setattr(Rollouts, "_drawn", twice)
+
+
+def draw_again_with_other_seeds(monkeypatch):
+    submit = Fleet.submit
+
+    def other(self, name, draws):
+        seeds = [hash((draw.params.seed, name)) for draw in draws]
+        submit(
+            self,
+            name,
+            [type(d)(d.id, d.prompt, type(d.params)(60, seed=s)) for d, s in zip(draws, seeds, strict=True)],
+        )
+
+    monkeypatch.setattr(Fleet, "submit", other)
+
+
+def serve_without_proof(monkeypatch):
+    def accept(self, event):
+        self._engines[event.engine].draws.pop(event.id)
+        return True
+
+    monkeypatch.setattr(Fleet, "accept", accept)
+
+
+def let_new_engines_draw_with_old_weights(monkeypatch):
+    prove = Fleet._prove
+
+    def at_once(self, name, version, *, at):
+        self._engines[name].serves = True
+        prove(self, name, version, at=at)
+
+    monkeypatch.setattr(Fleet, "_prove", at_once)
+
+
+def forget_what_was_unfinished(monkeypatch):
+    def begin(self, version):
+        self._fleet.begin(version, self._flow.num_published)
+        self.start()
+
+    monkeypatch.setattr(Rollouts, "begin", begin)
+
+
+def never_give_up(monkeypatch):
+    monkeypatch.setattr(Fleet, "overdue", lambda self: setattr(self, "_due_s", float("inf")) or [])
+
+
+def take_the_wrong_group(monkeypatch):
+    finish = Rollouts._finish
+
+    def swapped(self, number, outcomes):
+        finish(self, number, outcomes)
+        others = [other for other in self._finished if other != number]
+        if others:
+            a, b = self._finished[others[0]], self._finished[number]
+            self._finished[others[0]], self._finished[number] = b, a
+
+    monkeypatch.setattr(Rollouts, "_finish", swapped)
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        lose_a_draw,
+        free_tickets_too_early,
+        accept_answers_twice,
+        draw_again_with_other_seeds,
+        serve_without_proof,
+        let_new_engines_draw_with_old_weights,
+        forget_what_was_unfinished,
+        never_give_up,
+        take_the_wrong_group,
+    ],
+)
+def test_a_controller_that_is_wrong_is_found(chaos, monkeypatch, sabotage):
+    sabotage(monkeypatch)
+    assert any(chaos.tried(number)[1] == "broken" for number in range(NUM_SABOTAGED))
+
+
+def test_the_script_says_how_it_went(chaos, monkeypatch):
+    command = [sys.executable, "-W", "error", str(ROOT / "scripts" / "chaos.py"), "--schedules", "20"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("20 schedules in ")

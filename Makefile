@@ -4,7 +4,7 @@ PYTEST := $(PYTHON) -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow soak lint type bench mutants docs clean
+.PHONY: help setup train test slow soak chaos lint type bench mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -23,6 +23,9 @@ slow: setup ## run the tests marked slow
 
 soak: setup ## ten minutes of random requests and faults against the server; nothing may be left over
 	@$(PYTHON) scripts/soak.py --seconds 600 $(ARGS)
+
+chaos: setup ## 100,000 fault schedules of the controller on a virtual clock, some minutes on two cores
+	@$(PYTHON) scripts/chaos.py --schedules 100000 --workers 2 $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

@@ -190,6 +190,9 @@ class Completion:
             truncate.
         prompt_logprobs: float32 [tokens of the prompt - 1], each prompt token's log-probability after those
             before it (the first has none), in the way of `logprobs`; None unless asked for.
+        experts: int16 [tokens of prompt and completion, layers with a router, experts of a token], where a
+            mixture of experts sent each token; -1 for a token that was not computed, as the last one drawn.
+            None unless the engine records them.
         reason: why it was aborted or failed.
     """
 
@@ -200,6 +203,7 @@ class Completion:
     text: str
     support: Support | None = None
     prompt_logprobs: np.ndarray | None = None
+    experts: np.ndarray | None = None
     reason: str = ""
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from millrace.cli.recipes import recipes
 from millrace.cli.resume import resume
 from millrace.cli.reward_model import reward_model
 from millrace.cli.serve import serve
+from millrace.cli.status import status
 from millrace.cli.train import train
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -35,6 +36,7 @@ KNOWN = {
     "millrace.rewards.errors.RewardError": FAILED,
     "millrace.orchestration.run_folder.RunFolderError": FAILED,
     "millrace.training.checkpoint.CheckpointError": FAILED,
+    "millrace.training.offload.OffloadError": FAILED,
     "millrace.transport.local.WeightSyncError": FAILED,
     "millrace.orchestration.alarms.RunStopped": FAILED,
     "millrace.orchestration.ranks.RanksError": MISUSED,
@@ -89,7 +91,19 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (train, resume, evaluate, generate, serve, reward_model, recipes, config, plan, doctor):
+for _command in (
+    train,
+    resume,
+    status,
+    evaluate,
+    generate,
+    serve,
+    reward_model,
+    recipes,
+    config,
+    plan,
+    doctor,
+):
     app.command()(guarded(_command))
 
 

@@ -48,6 +48,7 @@ MEANINGS = {
     "drawing": "logits and a forward of the engine",
 }
 OFFLOADED = "of each rank: weights, moments and gradients"
+WAITING = "of each rank: what trains, while the engine samples"
 
 
 def plan(
@@ -157,7 +158,7 @@ def workload(config: RunConfig) -> Workload:
     """
     from millrace.planner.errors import PlanError
     from millrace.planner.hardware import NUMBER_BYTES
-    from millrace.planner.memory import Workload
+    from millrace.planner.memory import EIGHT_BIT_MOMENT, Workload
 
     if config.precision not in NUMBER_BYTES:
         raise PlanError(f"precision {config.precision} is for tests; plan float32 or bfloat16")
@@ -174,7 +175,7 @@ def workload(config: RunConfig) -> Workload:
         micro_batch_tokens=policy.tokens_per_micro_batch,
         weight_bytes=weight_bytes,
         compute_bytes=NUMBER_BYTES[mesh.compute or config.precision],
-        moment_bytes=weight_bytes,
+        moment_bytes=EIGHT_BIT_MOMENT if policy.optimizer.eight_bit else weight_bytes,
         checkpointing=mesh.checkpointing,
         reshard_after_forward=mesh.reshard_after_forward,
         sequence=mesh.sequence_parallel,
@@ -188,6 +189,7 @@ def workload(config: RunConfig) -> Workload:
         cache_tokens=engine.cache_tokens,
         block_size=engine.block_size,
         step_tokens=engine.tokens_per_step,
+        take_turns=engine.take_turns,
     )
 
 
@@ -212,7 +214,8 @@ def plan_lines(
     phases = {"while training": memory.training, "while sampling": memory.sampling}
     lines += [f"  {name:{NAME_WIDTH}}{gigabytes(size):>{NUMBER_WIDTH}}" for name, size in phases.items()]
     if memory.host:
-        lines.append(f"  {'in the host':{NAME_WIDTH}}{gigabytes(memory.host):>{NUMBER_WIDTH}}  {OFFLOADED}")
+        what = WAITING if memory.take_turns else OFFLOADED
+        lines.append(f"  {'in the host':{NAME_WIDTH}}{gigabytes(memory.host):>{NUMBER_WIDTH}}  {what}")
     verdict = "it fits" if fit.fits else "it does not fit"
     lines += [f"{verdict}: {gigabytes(memory.peak)} of {usable} GB that may be used", ""]
     if not fit.fits:

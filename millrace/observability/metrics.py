@@ -1,10 +1,14 @@
-"""Where the time of a step goes."""
+"""Where the time and the memory of a step go."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millrace.observability.memory import PeakMemory
 
 
 class Spans:
@@ -14,12 +18,21 @@ class Spans:
 
     Args:
         clock: seconds, never going back.
+        memory: told where each span begins and ends; None where nobody asks.
+
+    Attributes:
+        failed: the span that an error last went through; None before.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, memory: PeakMemory | None = None
+    ) -> None:
+        self.failed: str | None = None
         self._clock = clock
+        self._memory = memory
         self._seconds: dict[str, float] = {}
         self._open: str | None = None
+        self._began = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -30,13 +43,26 @@ class Spans:
         """
         if self._open is not None:
             raise RuntimeError(f"span {name} was opened inside span {self._open}; close {self._open} first")
+        if self._memory is not None:
+            self._memory.restart()
+        self._began = self._clock()
         self._open = name
-        start = self._clock()
         try:
             yield
+        except BaseException:
+            self.failed = name
+            raise
         finally:
             self._open = None
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - self._began
+            if self._memory is not None:
+                self._memory.note(name)
+
+    @property
+    def open(self) -> tuple[str, float] | None:
+        """The span that is open and the clock's seconds at its start; any thread may ask."""
+        name = self._open
+        return None if name is None else (name, self._began)
 
     def take(self) -> dict[str, float]:
         """Seconds by name since the last call."""

@@ -19,7 +19,7 @@ def main(lifeline: int) -> None:
     Args:
         lifeline: read end of a pipe that carries nothing; its other end closes when the parent is gone.
     """
-    _die_with_parent(lifeline)
+    die_with_parent(lifeline)
     requests, replies = _take_channel()
     import json
 
@@ -47,7 +47,7 @@ def main(lifeline: int) -> None:
             reply(verdict(judge, text, completion, answer, row))
 
 
-def _die_with_parent(lifeline: int) -> None:
+def die_with_parent(lifeline: int) -> None:
     """Have this process group killed when the lifeline's other end closes.
 
     The kernel does it, since a judge that hangs inside C code would never get to look at a closed pipe.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import logprob
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ def test_the_default_ends_at_16k_tokens_and_the_first_case_has_the_width_of_a_re
         (16_384, 32_000, 128),
         (16_384, 152_064, 128),
     ]
+    assert logprob.cases("cpu", full=False, quick=True) == [(512, 32_000, 128), (512, 152_064, 128)]
     assert logprob.cases("cuda", full=True)[-1] == (65_536, 152_064, 4096)
 
 
@@ -44,12 +47,14 @@ def test_all_sides_that_fit_compute_the_same_gradients(monkeypatch) -> None:
 
 
 def test_bare_products_make_the_logits_twice_and_each_gradient_once(monkeypatch) -> None:
-    made = []
-    monkeypatch.setattr(logprob, "linear", lambda x, weight: made.append(len(x)))
+    made: list[int] = []
+    monkeypatch.setattr(logprob, "product", lambda x, weight: partial(made.append, len(x)))
+    monkeypatch.setattr(logprob, "quickest", lambda calls: calls[0])
     weight_VD = torch.ones(1_000_000, 1)
     assert rows_per_chunk(weight_VD) == 7
-    logprob.bare_products(torch.ones(10, 1), weight_VD)()
-    assert made == [7, 7, 3, 3]
+    call = logprob.bare_products(torch.ones(24, 1), weight_VD)
+    call()
+    assert made == [7, 7] * 3 + [3, 3]
 
 
 def test_memory_that_a_call_held_is_seen() -> None:

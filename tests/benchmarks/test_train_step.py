@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 
 import pytest
 import torch
 import train_step
-from peers import update_task
+from peers import products, update_task
 from peers.workloads import SHAPES
+from torch import Tensor
 
 from millrace.models.load import fresh_config, fresh_model, save_model
-from tests.close import close_fp32, close_fp64
+from tests.close import close_bf16, close_fp32, close_fp64
 from tests.house.source import ROOT
 
 SMALL = {
@@ -56,6 +58,46 @@ def test_the_loops_make_the_same_two_updates_as_ours(layout, monkeypatch, tmp_pa
         ours, theirs = (side.step() for side in sides)
         assert ours[1] > 0.1
         close_fp32(torch.tensor(ours), torch.tensor(theirs))
+
+
+def test_the_floor_is_of_the_tokens_that_have_to_be_computed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
+    import update_ours
+
+    config = fresh_config("qwen3", SMALL, vocab_size=update_task.VOCAB_SIZE, eos_token_id=0)
+    save_model(fresh_model(config, seed=0, dtype=torch.float32), tmp_path / "model")
+    rows: dict[tuple[int, ...], set[int]] = {}
+    monkeypatch.setattr(
+        update_ours, "_products", lambda w, n: rows.setdefault(tuple(w.shape), set()).add(n) or []
+    )
+    update_ours.Products(str(tmp_path / "model"), "float32", torch.get_num_threads())
+    samples = update_task.batch()
+    head = rows.pop((update_task.VOCAB_SIZE, 32))
+    assert head == {sum(len(one.drawn) for one in samples)}
+    # Of two groups of eight, each prompt is there once but for samples that it is little of.
+    begun = {tuple(one.tokens[:at]) for one in samples for at in range(1, len(one.tokens) + 1)}
+    (tokens,) = set.union(*rows.values())
+    assert len(rows) == 4 and len(begun) <= tokens < 1042 - 6 * sum({len(one.prompt) for one in samples})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whatever_is_quickest_gives_the_product(dtype, monkeypatch):
+    x_MD, weight_ND = torch.randn(5, 7).to(dtype), torch.randn(7, 3).to(dtype).T
+    tried: list[Tensor] = []
+
+    def all_of(calls):
+        tried.extend(call() for call in calls)
+        return calls[0]
+
+    monkeypatch.setattr(products, "quickest", all_of)
+    products.product(x_MD, weight_ND)
+    assert len(tried) == 2
+    for found in tried:
+        close_bf16(found, x_MD.double() @ weight_ND.double().T)
+
+
+def test_the_quickest_call_is_taken():
+    assert products.quickest([lambda: time.sleep(0.02), print]) is print
 
 
 def test_sides_that_do_not_agree_are_not_compared():

@@ -119,6 +119,13 @@ def no_cuda(lab: Lab) -> Result:
     return lab.train("device=cuda")
 
 
+def too_large_a_cache(lab: Lab) -> Result:
+    # In a process of its own, where no other test's tensors are.
+    process = lab.start("train", "tiny.yaml", "engine.cache_tokens=1000000000000")
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return Result(process.returncode, out, err)
+
+
 def interrupted(lab: Lab, *, twice: bool) -> Result:
     words = ["steps=200", "data.answer_column=null", "data.eval_size=1", "rollout.prompts_per_step=1"]
     reward = "rewards=[{kind: function, function: 'judges:slow', timeout_s: 60}]"
@@ -224,6 +231,10 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a key is unknown": overridden("policy.optimizer.learning_rat=1e-3"),
     "a value has the wrong type": overridden("steps=many"),
     "a setting can have no effect": overridden("data.task_size=5"),
+    "replay of experts in a dense model": overridden("policy.router_replay=true"),
+    "8-bit moments for a model that is too small": overridden(
+        "policy.optimizer.eight_bit=true", "model.shape.hidden_size=8"
+    ),
     "CUDA is asked for and not there": no_cuda,
     "a prompt of `millrace generate` is too long": after_a_run("generate", "runs/tiny-1", "1+" * 40),
     "the model folder lacks its config": model_folder("config.json"),
@@ -237,6 +248,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a gradient is not finite, time and again": judged_by(
         "varied", "policy.optimizer.learning_rate=1e30", "steps=8"
     ),
+    "there is not enough memory": too_large_a_cache,
     "Ctrl-C once": partial(interrupted, twice=False),
     "Ctrl-C twice": partial(interrupted, twice=True),
     "the name of the run is taken": taken_name,

@@ -86,6 +86,7 @@ def test_what_does_not_fit_leaves_with_1_and_says_what_helps(big):
     assert [line.split(":")[0].strip() for line in advice] == [
         "policy.tokens_per_micro_batch=2048",
         "engine.max_requests=4 engine.cache_tokens=8192",
+        "policy.optimizer.eight_bit=true",
         "more accelerators, or larger ones",
     ]
     assert "seconds of a step" not in result.out
@@ -146,6 +147,10 @@ def test_what_the_ranks_do_is_what_the_recipe_says(big):
     assert workload(config) == replace(wide, reshard_after_forward=False, sequence=True, num_chunks=2)
     config = load_recipe("big.yaml", {"policy.kl": {"coefficient": 0.1, "estimator": "full"}})
     assert workload(config) == replace(WORK, num_frozen=1, num_scorings=1, whole_frozen=True)
+    config = load_recipe("big.yaml", {"engine.take_turns": True})
+    assert workload(config) == replace(WORK, take_turns=True)
+    config = load_recipe("big.yaml", {"policy.optimizer.eight_bit": True})
+    assert workload(config) == replace(WORK, moment_bytes=1 + 4 / 256)
 
 
 def test_a_layout_that_the_recipe_does_not_go_with_is_not_chosen(big):
@@ -185,8 +190,8 @@ def test_nothing_is_run_and_nothing_is_written(big):
         ),
         (["--gpus", "2xH200", "mesh.offload=true"], "mesh.offload has no effect with one rank"),
         (
-            ["--gpus", "2xH200", "model.adapter={}"],
-            "no layout of 2 ranks can be used: model.adapter trains on one rank only",
+            ["--gpus", "2xH200", "--layout", "tp=2", "model.adapter={}"],
+            "model.adapter does not go with mesh.tp above 1; set that to 1, or remove model.adapter",
         ),
         (
             ["precision=float64", "--gpus", "1xH200"],

@@ -75,7 +75,9 @@ def numbers(path: Path) -> list[dict[str, Any]]:
 
 def processes_below(launcher: int) -> list[int]:
     """All that a process has started, and what those have."""
-    children = map(int, _told(launcher, f"task/{launcher}/children").split())
+    # A process belongs to the thread that started it.
+    tasks = [path.name for path in Path(f"/proc/{launcher}/task").glob("*")]
+    children = [int(child) for task in tasks for child in _told(launcher, f"task/{task}/children").split()]
     return [found for child in children for found in (child, *processes_below(child))]
 
 

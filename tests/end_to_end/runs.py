@@ -37,7 +37,7 @@ OVERRIDES: dict[str, Any] = {
 }
 
 
-def attempt(recipe: str, name: str, output: str) -> None:
+def attempt(recipe: str, name: str, output: str, more: dict[str, Any]) -> None:
     """What a user does until the run is finished: start it, or take it up again."""
     folder = Path(output) / name
     if folder.is_dir() and not (folder / "recipe.yaml").is_file():
@@ -45,14 +45,15 @@ def attempt(recipe: str, name: str, output: str) -> None:
     if folder.is_dir():
         resume(folder, quiet=True)
     else:
-        train(load_recipe(recipe, {"name": name, "output": output, **OVERRIDES}), recipe="tiny", quiet=True)
+        overrides = {"name": name, "output": output, **OVERRIDES, **more}
+        train(load_recipe(recipe, overrides), recipe="tiny", quiet=True)
 
 
-def start(recipe: Path, folder: Path) -> ForkServerProcess:
-    """An attempt in a process of its own."""
+def start(recipe: Path, folder: Path, **more: Any) -> ForkServerProcess:
+    """An attempt in a process of its own, with overrides beyond `OVERRIDES`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=attempt, args=(str(recipe), folder.name, str(folder.parent)))
+    process = context.Process(target=attempt, args=(str(recipe), folder.name, str(folder.parent), more))
     process.start()
     return process
 

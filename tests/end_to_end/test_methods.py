@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from millrace import train
 from millrace.config import methods as words
-from millrace.config.settings import PolicyConfig, RunConfig
+from millrace.config.sections import PolicyConfig
+from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer, train_tokenizer
 from millrace.models.heads import load_scalar_model, row_scores, save_scalar_model, scalar_model
 from millrace.models.load import fresh_config, fresh_model, load_model

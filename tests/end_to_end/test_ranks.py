@@ -72,6 +72,12 @@ def test_what_they_save_is_an_ordinary_model(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_in_turns_with_their_engines_they_learn_the_same(folder: Path) -> None:
+    done = run(command(folder, "turns", "mesh.dp_shard=2", "engine.take_turns=true"))
+    assert done.returncode == 0, done.stderr
+    assert numbers(folder / "runs" / "turns") == numbers(folder / "runs" / "spread")
+
+
 @pytest.mark.slow
 def test_torchrun_starts_the_same_ranks(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]

@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from millrace import resume, train
 from millrace.config.recipe import load_recipe
@@ -108,6 +110,23 @@ def test_critic_coefficient_and_refilled_prompts_are_taken_up_with_the_same_bits
     assert state["kl_coefficient"] != 0.05
     assert resume(ppo / name, quiet=True).status == "finished"
     check_equal_but_for_saving(ppo / name, ppo / "ppo")
+
+
+def test_eight_bit_moments_of_policy_and_critic_are_taken_up_with_the_same_bits(runs, monkeypatch):
+    changes = PPO | {"policy.optimizer.eight_bit": True}
+    run(runs.parent, "codes", **changes)
+    for saved in sorted((runs / "codes" / "checkpoints").glob("step-*/optimizer/*/*.safetensors")):
+        with safe_open(saved, framework="pt") as file:
+            codes = [file.get_tensor(name) for name in file.keys() if name.startswith("state1/")]  # noqa: SIM118
+        # Those of the embedding; all other weights of so small a model have too few numbers.
+        assert [code.numel() for code in codes if code.dtype == torch.uint8] == [257 * 16]
+    for stage, step in (("warmup", 5), ("reinforcement", 5)):
+        name = f"codes-left-{stage}"
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, stage, step)
+            assert run(runs.parent, name, **changes).status == "interrupted"
+        assert resume(runs / name, quiet=True).status == "finished"
+        check_equal_but_for_saving(runs / name, runs / "codes")
 
 
 @pytest.mark.parametrize("step", [1, 5])

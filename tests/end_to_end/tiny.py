@@ -64,7 +64,8 @@ def metrics_of(run: str | Path) -> list[dict[str, Any]]:
 
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records as they must repeat: everything but the clock."""
+    """Records as they must repeat: everything but what the clock and the system's memory say."""
+    measured = ("time/", "memory/")
     return [
-        {key: value for key, value in record.items() if not key.startswith("time/")} for record in records
+        {key: value for key, value in record.items() if not key.startswith(measured)} for record in records
     ]

@@ -35,6 +35,7 @@ FENCES = {
     "sglang": ["inference/backends/sglang*"],
     "fastapi": ["inference/server/*", "viewer/*"],
     "uvicorn": ["inference/server/*", "viewer/*"],
+    "bitsandbytes": ["training/eight_bit.py"],
     "wandb": ["observability/sink_wandb.py"],
     "mlflow": ["observability/sink_mlflow.py"],
 }
@@ -50,6 +51,18 @@ WITHOUT_TORCH = [
     "inference/holdings.py",
     "inference/invariants.py",
     "inference/scheduler.py",
+    "orchestration/bias.py",
+    "orchestration/columns.py",
+    "orchestration/finished.py",
+    "orchestration/fleet.py",
+    "orchestration/flow.py",
+    "orchestration/line.py",
+    "orchestration/pump.py",
+    "orchestration/rollouts.py",
+    "orchestration/runtime/base.py",
+    "orchestration/runtime/child.py",
+    "orchestration/runtime/frames.py",
+    "orchestration/runtime/virtual.py",
 ]
 
 

@@ -42,6 +42,7 @@ PINNED = {
         text: str
         support: Support | None = None
         prompt_logprobs: np.ndarray | None = None
+        experts: np.ndarray | None = None
         reason: str = ''
     """,
     "millrace.types:Trajectory": """
@@ -72,9 +73,10 @@ PINNED = {
         return_T: Tensor | None = None
         correction_T: Tensor | None = None
         selected_T: Tensor | None = None
+        expert_TLK: Tensor | None = None
         support: Supports | None = None
         chosen_support (property) -> Supports | None
-        deal(self, world: int, *, even_tokens: float = inf) -> list[list[int]]
+        deal(self, world: int, *, even_tokens: float = inf, sharing: bool = False) -> list[list[int]]
         length_B (property) -> Tensor
         num_segments (property) -> int
         num_tokens (property) -> int
@@ -112,15 +114,17 @@ PINNED = {
           recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink],
           progress: Progress, started_s: float) -> None
         adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer
-        checkpoint(self) -> None
+        checkpoint(self, source: Source | None = None) -> None
         evaluate(self) -> Evaluation
-        finish(self, status: str) -> RunReport
+        finish(self, status: Literal['finished', 'interrupted', 'failed']) -> RunReport
         keep_answers(self, name: str, result: Evaluation) -> None
         learn(self, checkpoint: Path | None) -> Learner
-        leave_if_asked(self) -> None
+        leave_if_asked(self, source: Source | None = None) -> None
         note_best(self, accuracy: float) -> bool
+        owners(self) -> list[Owner]
         publish(self) -> None
         record(self, stage: str, numbers: dict[str, Any]) -> None
+        source(self) -> Source
         stream(self) -> PromptStream
         tidy(self, saved: Progress) -> None
         try_demonstrations(self) -> None
@@ -139,6 +143,7 @@ PINNED = {
         deterministic: bool = False
         precision: Literal['float32', 'bfloat16', 'float64'] = 'float32'
         threads: NonNegativeInt = 0
+        profile_steps: tuple[PositiveInt, ...] = ()
         trackers: tuple[Literal['tensorboard', 'wandb', 'mlflow'], ...] = ('tensorboard',)
         model: ModelConfig = ModelConfig()
         tokenizer: TokenizerConfig = TokenizerConfig()
@@ -146,6 +151,7 @@ PINNED = {
         warmup: WarmupConfig | None = None
         rollout: RolloutConfig = RolloutConfig()
         engine: EngineConfig = EngineConfig()
+        flow: FlowConfig = FlowConfig()
         rewards: tuple[RewardConfig, ...]
         advantage: AdvantageConfig = GroupAdvantage()
         critic: CriticConfig | None = None

@@ -152,6 +152,7 @@ def test_make_lists_every_target():
         "test",
         "slow",
         "soak",
+        "chaos",
         "lint",
         "type",
         "bench",

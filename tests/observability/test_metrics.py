@@ -44,3 +44,15 @@ def test_a_span_inside_a_span_is_refused_because_its_seconds_would_count_twice()
     ):
         pass
     assert set(spans.take()) == {"sample"}
+
+
+def test_the_span_that_an_error_went_through_is_known():
+    spans = Spans()
+    with spans("train"):
+        pass
+    assert spans.failed is None
+    with pytest.raises(KeyError), spans("score"):
+        raise KeyError
+    with spans("train"):
+        pass
+    assert spans.failed == "score"

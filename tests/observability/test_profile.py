@@ -1,0 +1,27 @@
+"""Chosen steps leave a Chrome trace that names what was computed; the others leave nothing."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from millrace.observability.profile import Profiler
+
+
+def test_a_chosen_step_leaves_a_trace_of_its_operations(tmp_path):
+    profiler = Profiler([2], tmp_path / "profile")
+    a_33 = torch.ones(3, 3)
+    for step in (1, 2, 3):
+        with profiler(step):
+            a_33 = a_33 @ a_33
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "step-000002.json"
+    names = {event.get("name") for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]}
+    assert "aten::mm" in names
+
+
+def test_without_chosen_steps_there_is_no_folder(tmp_path):
+    with Profiler([], tmp_path / "profile")(1):
+        pass
+    assert list(tmp_path.iterdir()) == []

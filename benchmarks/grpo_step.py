@@ -34,6 +34,7 @@ REWARD = '"""The same arithmetic as on the other side."""\n\n\n' + (
     "def by_letters(prompt, completion, answer, row):\n    return float(sum(map(ord, completion)) % 7)\n"
 )
 OURS = "millrace"
+DEADLINE_S = 600.0
 
 
 def our_parts(threads: int) -> tuple[Any, Any]:
@@ -65,7 +66,8 @@ def our_steps(threads: int) -> list[tuple[float, dict[str, float]]]:
     from millrace.data.prompts import PromptStream
     from millrace.observability.metrics import Spans
     from millrace.orchestration.learn import Learner, train_on
-    from millrace.orchestration.step import Sampled, sample_and_score, sampling
+    from millrace.orchestration.runtime.inline import InlineRuntime
+    from millrace.orchestration.source import as_sampled, rollouts_of
 
     config, built = our_parts(threads)
     trainer = built.reinforcer(0, None, None)
@@ -75,18 +77,25 @@ def our_steps(threads: int) -> list[tuple[float, dict[str, float]]]:
     trainer.forward_backward = parts.around("forward, backward", trainer.forward_backward)
     trainer.optim_step = parts.around("update", trainer.optim_step)
     # No stop token: every completion has full length, as on the other side.
-    params = sampling(config.rollout, ())
+    built.stop_token_ids = ()
+
+    def send(version: int) -> None:
+        built.transport.send(trainer.named_tensors(), version)
+
+    runtime = InlineRuntime(built.engine, built.reward, send, spans)
+    rollouts = rollouts_of(config, built, stream, runtime, num_batches=WARM + STEPS)
+    rollouts.begin(trainer.version)
     found = []
     for step in range(WARM + STEPS):
         start = time.perf_counter()
-        prompts = stream.next(PROMPTS)
-        groups = sample_and_score(built, prompts, params, num_samples=SAMPLES, seed=(0, step), spans=spans)
+        sampled = as_sampled(rollouts.next_batch(DEADLINE_S))
         with parts("batch"):
-            train_on(learner, Sampled(groups), seed=0, step=step)
+            train_on(learner, sampled, seed=0, step=step)
         with parts("hand over weights"):
-            built.transport.send(trainer.named_tensors(), trainer.version)
+            rollouts.published(trainer.version)
+            rollouts.wait_until_published(DEADLINE_S)
         found.append((time.perf_counter() - start, spans.take() | parts.take()))
-    built.reward.close()
+    built.close()
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.orchestration.alarms import RunStopped, check_evaluation
 from millrace.orchestration.evaluate import evaluate, is_right, rollout_rows, summarise
-from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
+from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams, Trajectory, Turn
 from tests.close import close_fp64
 from tests.training.pieces import completion, prompt, trajectory
 
@@ -107,3 +107,11 @@ def test_an_evaluation_without_a_score_stops_instead_of_reading_as_zero():
         check_evaluation(result, limit=1.0)
     assert str(caught.value).startswith("100% of the rewards of the held-out answers failed, ")
     assert str(caught.value).endswith("; the first: it hung")
+
+
+def test_a_row_names_the_weights_of_its_oldest_and_of_its_last_token():
+    first = completion(2, 3, version=4)
+    first.versions[1] = 6
+    turns = (Turn((1,), first), Turn((5,), completion(7, version=8)))
+    (row,) = rollout_rows(1, [Group(prompt(), (Trajectory(turns, score(1.0)),))], [0.0])
+    assert (row["oldest_version"], row["version"]) == (4, 8)

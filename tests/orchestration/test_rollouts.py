@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.environments.rollout import rollout
 from millrace.orchestration.events import check_log
 from millrace.orchestration.fleet import DrawFailed
 from millrace.orchestration.rollouts import Stalled
@@ -16,6 +15,7 @@ from millrace.orchestration.runtime.base import Joined, Lost
 from millrace.orchestration.runtime.virtual import Costs, VirtualRuntime
 from millrace.planner.simulate import lognormal
 from millrace.types import Outcome
+from tests.environments.rollout import rollout
 from tests.orchestration.manual import PROMPTS, Manual, completion, rollouts_over, seeded, serving, worth
 
 
@@ -55,7 +55,7 @@ def test_siblings_go_together_to_the_engine_with_least_to_do():
 
 @pytest.mark.parametrize("num_baselines", [0, 1])
 def test_a_batch_is_what_the_synchronous_loop_samples(num_baselines):
-    """Same prompts, contexts, seeds and tokens as `environments.rollout`, turn by turn."""
+    """Same prompts, contexts, seeds and tokens as a loop over whole batches of turns."""
 
     class Engine:
         def generate(self, prompts, params):

@@ -1,4 +1,4 @@
-"""Environment x Engine -> Trajectory: many episodes at once, all turns batched."""
+"""Environment x Engine -> Trajectory, in a plain loop: the slow twin of `orchestration.rollouts`."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from millrace.environments.rollout import rollout
 from millrace.environments.single_turn import SingleTurn
 from millrace.types import Completion, Prompt, SamplingParams
+from tests.environments.rollout import rollout
 from tests.training.pieces import completion
 
 

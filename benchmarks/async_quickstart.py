@@ -1,0 +1,194 @@
+"""What staleness does to learning: a reduced quickstart at several bounds, corrected for it and not.
+
+    python benchmarks/async_quickstart.py                          # everything, about half an hour
+    python benchmarks/async_quickstart.py --seeds 1 --staleness 0 4
+    python benchmarks/async_quickstart.py --quick                  # a few batches of two runs, writes nothing
+
+All runs start from the weights of one supervised warm-up, that of `methods.py`, at about half of the held-out
+sums, and train on the same number of batches, one run at a time: sampling and training have a core each.
+
+- `plain`: the ratio is taken to the sampler's log-probabilities, and clipped, as in the quickstart.
+- `decoupled`: the ratio is taken to the trainer's own log-probabilities, and their truncated weight over the
+  sampler's multiplies the loss (`policy.proximal=recompute policy.correction={}`).
+- `keys kept`: at staleness 4, running answers keep the keys and values of the old weights (`flow.kv=keep`).
+
+A run that was stopped goes on where it was. The figures go to benchmarks/results/async_quickstart.json, the
+picture to docs/pictures/async.svg; both when every bound has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from methods import REDUCED, ROOT, machine, millrace, warm_up
+
+from millrace.observability.charts import Series, curve_svg
+from millrace.observability.sinks import read_metrics
+
+WARM = ROOT / "runs" / "methods"
+BOUNDS = (0, 1, 2, 4, 8)
+DECOUPLED = {"policy.proximal": "recompute", "policy.correction": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decoupled": DECOUPLED,
+    "plain, keys kept": {"flow.kv": "keep"},
+    "decoupled, keys kept": DECOUPLED | {"flow.kv": "keep"},
+}
+KEPT_AT = 4
+QUICK_BATCHES = 4
+FIGURES = ("before", "after", "staleness_mean", "staleness_max", "mismatch_k3", "seconds")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One kind at one bound with one seed."""
+
+    kind: str
+    staleness: int
+    seed: int
+    work: Path
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self.work / f"{self.kind.replace(', ', '-').replace(' ', '-')}-{self.staleness}-{self.seed}"
+
+    def work_through(self, start: Path, batches: int) -> dict[str, float]:
+        """Run it, or what is left of it; its figures."""
+        summary = self.folder / "summary.json"
+        if not summary.is_file() or json.loads(summary.read_text(encoding="utf-8"))["status"] != "finished":
+            if (self.folder / "recipe.yaml").is_file():
+                millrace("resume", str(self.folder))
+            else:
+                millrace("train", "quickstart", *self._words(start, batches))
+        return figures(self.folder)
+
+    def _words(self, start: Path, batches: int) -> list[str]:
+        given = REDUCED | KINDS[self.kind] | {"steps": batches, "model.path": str(start), "seed": self.seed}
+        given |= {"output": str(self.work), "name": self.folder.name, "flow.staleness": self.staleness}
+        # What the quickstart says of a fresh model and tokenizer, as it is by default.
+        given |= {"model.shape": {}, "model.architecture": "qwen3", "tokenizer.vocab_size": 1024}
+        given |= {"tokenizer.alphabet": "bytes", "tokenizer.across_words": False}
+        return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+
+
+def figures(run: Path) -> dict[str, float]:
+    """What a run came to."""
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    batches = [one for one in read_metrics(run / "metrics.jsonl") if one["stage"] == "reinforcement"]
+    apart = [one["mismatch/k3"] for one in batches if "mismatch/k3" in one]
+    return {
+        "before": summary["eval_before"],
+        "after": summary["eval_after"],
+        "staleness_mean": statistics.fmean(one.get("staleness/mean", 0.0) for one in batches),
+        "staleness_max": max(one.get("staleness/max", 0) for one in batches),
+        "mismatch_k3": statistics.fmean(apart),
+        # Between the first batch and the last one: an evaluation before and after is no part of it.
+        "seconds": batches[-1]["time/wall_s"] - batches[0]["time/wall_s"],
+    }
+
+
+def wanted(seeds: int, bounds: list[int], work: Path) -> list[Run]:
+    """All runs, the seeds of one place after another."""
+    return [
+        Run(kind, bound, seed, work)
+        for seed in range(seeds)
+        for kind, settings in KINDS.items()
+        for bound in bounds
+        if bound == KEPT_AT or "flow.kv" not in settings
+    ]
+
+
+def rows(found: dict[Run, dict[str, float]]) -> list[dict[str, Any]]:
+    """One row for each kind and bound: each figure of all its seeds."""
+    places = dict.fromkeys((run.kind, run.staleness) for run in found)
+    return [
+        {"kind": kind, "staleness": bound}
+        | {
+            name: [one[name] for run, one in found.items() if (run.kind, run.staleness) == (kind, bound)]
+            for name in FIGURES
+        }
+        for kind, bound in places
+    ]
+
+
+def table(told: list[dict[str, Any]]) -> str:
+    """The table of the page, means over the seeds; the greatest staleness is of all."""
+    lines = [
+        "| run | bound | right before | right after (each seed) | staleness (most) | mismatch k3 | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in told:
+        mean = {name: statistics.fmean(row[name]) for name in FIGURES}
+        after = ", ".join(f"{value:.3f}" for value in row["after"])
+        lines.append(
+            f"| {row['kind']} | {row['staleness']} | {mean['before']:.3f} | {mean['after']:.3f} ({after}) | "
+            f"{mean['staleness_mean']:.2f} ({max(row['staleness_max']):.0f}) | {mean['mismatch_k3']:.1e} | "
+            f"{mean['seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def picture(told: list[dict[str, Any]]) -> str:
+    """Accuracy at the end against the bound, with and without the correction."""
+    curves = [
+        Series(
+            kind,
+            [(row["staleness"], statistics.fmean(row["after"])) for row in told if row["kind"] == kind],
+            colour=colour,
+            marked=True,
+        )
+        for colour, kind in enumerate(("plain", "decoupled"), start=1)
+    ]
+    return curve_svg(
+        curves,
+        title="The quickstart, reduced: what staleness does to learning",
+        x_label="flow.staleness",
+        y_label="right answers to held-out sums at the end",
+        width=640,
+        height=300,
+        standalone=True,
+    )
+
+
+def main() -> None:
+    """Run what is missing, then print the table and write figures and picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind and bound")
+    parser.add_argument("--staleness", type=int, nargs="+", default=list(BOUNDS), help="bounds to run")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "async", help="folder of the runs")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_BATCHES} batches at staleness 0 and 2")
+    given = parser.parse_args()
+    work = given.work / "quick" if given.quick else given.work
+    work.mkdir(parents=True, exist_ok=True)
+    start = warm_up(WARM)
+    batches = QUICK_BATCHES if given.quick else REDUCED["steps"]
+    runs = wanted(1, [0, 2], work) if given.quick else wanted(given.seeds, given.staleness, work)
+    found: dict[Run, dict[str, float]] = {}
+    for run in runs:
+        found[run] = run.work_through(start, batches)
+        told = ", ".join(f"{name} {value:.3g}" for name, value in found[run].items())
+        print(f"{run.kind}, staleness {run.staleness}, seed {run.seed}: {told}", flush=True)
+    told = rows(found)
+    print(table(told))
+    if given.quick or set(given.staleness) != set(BOUNDS):
+        return
+    written = {
+        "benchmark": "async_quickstart",
+        **machine(),
+        "batches": batches,
+        "seeds": given.seeds,
+        "rows": told,
+    }
+    result = ROOT / "benchmarks" / "results" / "async_quickstart.json"
+    result.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    (ROOT / "docs" / "pictures" / "async.svg").write_text(picture(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Engines in processes of their own: exact at staleness 0, within the bound beyond, and taken up again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.orchestration.controller import Controller
+from millrace.orchestration.status import Status, read_status
+from tests.end_to_end.async_runs import (
+    AHEAD,
+    check_run,
+    engines_below,
+    events_of,
+    go_on,
+    prompts_of,
+    run,
+)
+from tests.end_to_end.rank_runs import processes_below
+from tests.end_to_end.runs import LIMIT_S, check_equal, start
+from tests.end_to_end.tiny import tiny_recipe
+from tests.rewards.helpers import ends_within
+
+# Of a run that is bit for bit another one's.
+EXACT = {"deterministic": True, "rollout.refill_rounds": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the tiny recipe, and a run of it, `ahead`, whose sampling was ahead of training."""
+    folder = tmp_path_factory.mktemp("async")
+    tiny_recipe(folder)
+    assert run(folder, "ahead", **AHEAD).status == "finished"
+    return folder
+
+
+def decisions(path: Path) -> list[dict]:
+    """What was started, dropped, trained on and published, in order.
+
+    Answers arrive one by one where the engine is elsewhere, and all together where it is not.
+    """
+    kinds = ("begin", "start", "drop", "take", "publish", "save")
+    return [{**event, "time_s": 0} for event in events_of(path) if event["kind"] in kinds]
+
+
+def test_at_staleness_0_it_makes_no_difference_where_the_engine_is(folder):
+    for name, processes in (("here", 0), ("there", 1)):
+        run(folder, name, **EXACT, **{"engine.processes": processes})
+    here, there = folder / "runs" / "here", folder / "runs" / "there"
+    check_equal(there, here)
+    assert decisions(there) == decisions(here)
+    assert any(event["kind"] == "take" and event["left_out"] for event in events_of(here))
+    # Otherwise both might have kept the weights they began with.
+    assert len(set(map(str, prompts_of(here)))) > 1
+
+
+def test_sampling_is_ahead_of_training_and_never_by_more_than_the_bound(folder):
+    greatest = check_run(folder / "runs" / "ahead", steps=AHEAD["steps"], bound=2)
+    # The first three batches start together, before anything is trained.
+    assert greatest[:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        {"flow.order": "completion", "flow.stale": "drop", "flow.kv": "keep"},
+        {"flow.interrupt": False},
+    ],
+    ids=["dropping", "uninterrupted"],
+)
+def test_the_bound_holds_whatever_becomes_of_old_groups(flow, folder):
+    name = "-".join(flow)
+    run(folder, name, **AHEAD, **flow)
+    greatest = check_run(folder / "runs" / name, steps=AHEAD["steps"], bound=2)
+    assert max(greatest) > 0
+    if "flow.interrupt" in flow:
+        arrived = [event for event in events_of(folder / "runs" / name) if event["kind"] == "arrive"]
+        assert all(event["oldest"] == event["newest"] for event in arrived)
+
+
+def test_left_with_ctrl_c_and_taken_up_no_group_is_lost_or_trained_twice(folder, monkeypatch):
+    record, before = Controller.record, set(processes_below(os.getpid()))
+
+    def pressing(self, stage, numbers):
+        record(self, stage, numbers)
+        if (stage, self.progress.step) == ("reinforcement", 5):
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "record", pressing)
+        assert run(folder, "left", **AHEAD).status == "interrupted"
+    # Servers of other tests may have been here before.
+    assert set(processes_below(os.getpid())) <= before
+    assert go_on(folder, "left").status == "finished"
+    left = folder / "runs" / "left"
+    check_run(left, steps=AHEAD["steps"], bound=2)
+    assert [event["taken"] for event in events_of(left) if event["kind"] == "resume"] == [5]
+    assert prompts_of(left) == prompts_of(folder / "runs" / "ahead")
+
+
+def test_while_its_engine_hangs_a_run_says_so_and_killed_it_leaves_nothing_behind(folder):
+    path = folder / "runs" / "killed"
+    # Long enough that it is not over when it is looked at, and evaluated only at its end.
+    longer = AHEAD | {"steps": 40, "evaluation.every": 100}
+    trainer = start(folder / "tiny.yaml", path, **longer)
+    assert trainer.pid is not None
+    wait_until(lambda: [one for one in path.glob("checkpoints/step-*") if one.name != "step-000000"])
+    (engine,) = engines_below(trainer.pid)
+    below = processes_below(trainer.pid)
+    os.kill(engine, signal.SIGSTOP)
+
+    def stuck() -> Status | None:
+        found = read_status(path)
+        return found if any(on for wait in found.waits for on in wait.on) else None
+
+    status = wait_until(stuck)
+    assert (status.state, status.pid, status.stage) == ("running", trainer.pid, "reinforcement")
+    (wait,) = [wait for wait in status.waits if wait.on]
+    assert wait.owner == "trainer"
+    assert wait.reason.startswith("batch ") or wait.reason.endswith(" to be in force")
+    assert all("engine-0" in on for on in wait.on), wait
+
+    trainer.kill()
+    trainer.join(LIMIT_S)
+    assert engine in below
+    assert [process for process in below if not ends_within(process, LIMIT_S)] == []
+    assert read_status(path).state == "killed"
+    assert go_on(folder, "killed").status == "finished"
+    check_run(path, steps=longer["steps"], bound=2)
+    assert prompts_of(path)[: AHEAD["steps"]] == prompts_of(folder / "runs" / "ahead")
+
+
+def wait_until(there):
+    """What is there in the end.
+
+    Raises:
+        AssertionError: nothing was, in time.
+    """
+    ends_s = time.monotonic() + LIMIT_S
+    while not (found := there()):
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+    return found

@@ -191,6 +191,7 @@ class Controller:
             self.stream(),
             runtime=runtime,
             log=EventLog(self.folder.events, lambda: self.wall_s),
+            first=self.ranks.first,
             spans=self.spans,
             watchdog=self.watchdog,
         )

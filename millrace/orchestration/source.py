@@ -108,6 +108,7 @@ class Source:
         *,
         runtime: Runtime,
         log: EventLog,
+        first: bool,
         spans: Spans,
         watchdog: Watchdog,
     ) -> None:
@@ -119,14 +120,14 @@ class Source:
             stream: deals prompts.
             runtime: draws and judges.
             log: hears of every decision.
+            first: whether the log is the run's own; other ranks keep theirs for themselves.
             spans: of the trainer's thread.
             watchdog: knows what that thread waits for.
         """
-        self._config, self._runtime, self._log = config, runtime, log
+        self._config, self._runtime, self._log, self._first = config, runtime, log, first
         self._spans, self._watchdog = spans, watchdog
         self._ahead = config.flow.staleness > 0
-        # In the order of submission no group is dropped for being slow.
-        self._selects = config.flow.order == "completion"
+        # Elsewhere no group is dropped for being slow.
         self._selects = config.flow.stale in ("drop", "withhold") or config.flow.spare_groups > 0
         self._apart = parts.runtime is not None
         self._rollouts = rollouts_of(config, parts, stream, runtime, num_batches=config.steps, note=log.add)
@@ -150,7 +151,7 @@ class Source:
             self._log.add("begin", rules=asdict(flow_rules(self._config)), num_batches=self._config.steps)
         else:
             words = json.loads((checkpoint / WORDS).read_text(encoding="utf-8"))
-            self._log.rewind(words["log_bytes"])
+            self._log.rewind(words["log_bytes"] if self._first else 0)
             self._bias.load_state(words["bias"])
             self._rollouts.load_state(words["rollouts"], load_file(checkpoint / NUMBERS))
         self._rollouts.begin(version)

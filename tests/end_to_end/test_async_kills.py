@@ -18,7 +18,7 @@ from tests.end_to_end.runs import LIMIT_S, check_equal, finished, start
 from tests.end_to_end.tiny import tiny_recipe
 from tests.rewards.helpers import ends_within
 
-NUM_KILLS = 10
+NUM_KILLS = 4
 # Batches between two deaths: more than can be trained on without an engine.
 APART = 4
 STEPS = 12 * NUM_KILLS

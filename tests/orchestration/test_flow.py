@@ -367,3 +367,8 @@ def test_what_cannot_be_is_refused():
 def test_rules_without_effect_are_refused(given, why):
     with pytest.raises(ValueError, match=why):
         FlowRules(**{"groups_per_step": 2, "staleness": 1, **given})
+
+
+def test_nothing_is_replaced_or_spare_unless_asked_for():
+    rules = FlowRules(4, 0)
+    assert (rules.order, rules.stale, rules.refill_rounds, rules.spare_groups) == ("submission", "wait", 0, 0)

@@ -184,6 +184,7 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
         PromptStream(prompts(8), seed=0, shuffle=False),
         runtime=InlineRuntime(engine, Table(rows), engine.load),
         log=EventLog(tmp_path / "events.jsonl", lambda: 0.0),
+        first=True,
         spans=Spans(),
         watchdog=None,
     )

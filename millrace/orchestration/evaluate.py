@@ -107,7 +107,7 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]
                     "num_tokens": trajectory.num_actions,
                     "finish_reason": last.finish_reason,
                     "version": int(last.versions[-1]),
-                    "oldest_version": min(int(turn.completion.versions.min()) for turn in trajectory.turns),
+                    "oldest_version": min(int(turn.completion.versions[0]) for turn in trajectory.turns),
                     "advantage": float("nan") if outcome.kind == "failed" else next(left),
                     "token_ids": list(last.token_ids),
                     "logprobs": last.logprobs.tolist(),

@@ -104,7 +104,7 @@ class Fleet:
     def accept(self, event: Drawn) -> bool:
         """Whether a draw may be used; otherwise it is kept until the weights that drew it are proved."""
         engine, drawn = self._engines[event.engine], event.completion
-        if len(drawn.versions) and self.birth(int(drawn.versions.max())) > engine.birth:
+        if len(drawn.versions) and self.birth(int(drawn.versions[-1])) > engine.birth:
             engine.early.append(event)
             return False
         del engine.draws[event.id]

@@ -76,12 +76,11 @@ class FlowRules:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A group that is not trained on. `again`: its prompt starts again under another number."""
+    """A group that is not trained on; its prompt starts again under another number."""
 
     number: int
     prompt_id: str
     reason: str
-    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class Flow:
     with `k >= 1`, the line before it would fill batch `t`, at least `end` groups, and `k - 1` more, at
     least `g` each: `n - 1 >= end + g (k - 1)`. Added up, `g (t + k - p) <= (eta + 1) g - 1`: it is at most
     eta old. With `k = 0` it holds a place itself: `1 + g (t - p) <= (eta + 1) g` says the same. Later
-    refills only raise `end`, a drop only moves it forward, and drawn again elsewhere it is younger.
+    refills only raise `end`, and drawn again elsewhere it is younger.
 
     **In completion order with `wait` neither.** At most `g (d + 1 - t)` groups of the line must be trained
     on by batch `d`, for every `d >= t`. A batch is complete only if it keeps that (`Line`). So does a start
@@ -218,7 +217,7 @@ class Flow:
         """
         group = self._unfinished(number)
         if not births:
-            raise ValueError(f"group {number} finished without a trajectory; drop it instead")
+            raise ValueError(f"group {number} finished without a trajectory")
         if min(births) < group.started or max(births) > self._num_taken:
             raise ValueError(
                 f"group {number} started after {group.started} publishes, and {self._num_taken} batches "
@@ -228,20 +227,6 @@ class Flow:
         self._line.finish(number, births, equal=equal)
         self._note("finish", number=number, births=list(births), equal=equal)
         self._second_check()
-
-    def drop(self, number: int, reason: str, *, again: bool = False) -> None:
-        """A group that is not finished failed or was ended; its ticket is free.
-
-        Args:
-            number: of the group.
-            reason: why, for the log.
-            again: whether its prompt starts again.
-
-        Raises:
-            ValueError: no such group is unfinished.
-        """
-        self._unfinished(number)
-        self._drop([number], reason, again=again)
 
     def take(self) -> Taken | None:
         """The next batch, or None while it is not complete, and after the last one."""
@@ -261,7 +246,7 @@ class Flow:
             withheld={str(number): list(places) for number, places in taken.withheld.items()},
         )
         if self._rules.spare_groups:
-            self._drop(list(self._line.groups), "spare", again=True)
+            self._drop(list(self._line.groups), "spare")
         self._second_check()
         dropped, self._dropped = tuple(self._dropped), []
         return replace(taken, dropped=dropped)
@@ -371,13 +356,13 @@ class Flow:
             enough = self._rules.stale == "withhold" and len(group.births or ()) - num_old >= 2
             if num_old and not enough and not group.equal:
                 stale.append(number)
-        self._drop(stale, "stale", again=True)
+        self._drop(stale, "stale")
 
-    def _drop(self, numbers: Sequence[int], reason: str, *, again: bool) -> None:
+    def _drop(self, numbers: Sequence[int], reason: str) -> None:
         for number in numbers:
             prompt_id = self._line.groups[number].prompt_id
-            self._dropped.append(Dropped(number, prompt_id, reason, again))
-            self._repeats.extend([prompt_id] * again)
-            self._note("drop", number=number, reason=reason, again=again)
+            self._dropped.append(Dropped(number, prompt_id, reason))
+            self._repeats.append(prompt_id)
+            self._note("drop", number=number, reason=reason)
         self._num_left += len(numbers)
         self._line.remove(numbers)

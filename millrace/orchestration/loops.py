@@ -172,22 +172,15 @@ def _one_batch(
     controller: Controller, learner: Learner, source: Source
 ) -> tuple[BatchResult, dict[str, float]]:
     """Sample, train, publish; what the batch did, and how its samples came about."""
-    config, progress, spans, turns = (
-        controller.config,
-        controller.progress,
-        controller.spans,
-        controller.turns,
-    )
+    config, spans, step = controller.config, controller.spans, controller.progress.step
     with spans("sync"):
-        turns.sample()
+        controller.turns.sample()
     sampled, told = source.next_batch()
     with spans("sync"):
-        turns.train()
-    critic_alone = config.critic is not None and progress.step < config.critic.warmup_steps
+        controller.turns.train()
+    critic_alone = config.critic is not None and step < config.critic.warmup_steps
     with spans("train"):
-        result = train_on(
-            learner, sampled, seed=config.seed, step=progress.step + 1, policy_moves=not critic_alone
-        )
+        result = train_on(learner, sampled, seed=config.seed, step=step + 1, policy_moves=not critic_alone)
     source.published(learner.trainer.version)
     return result, told
 

@@ -33,7 +33,7 @@ class Progress:
         eval_best: the best seen.
         best_checkpoint: name of the checkpoint it was seen with.
         metrics_bytes: length of metrics.jsonl.
-        stream: state of the prompt stream.
+        stream: of the warm-up's prompts; those of reinforcement are with its rollouts.
         warnings: what went wrong and was said.
     """
 

@@ -19,6 +19,7 @@ from millrace.orchestration.finished import pack_groups, unpack_groups
 from millrace.orchestration.fleet import DrawFailed, Fleet
 from millrace.orchestration.flow import Flow, Note, Taken, unheard
 from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost, Runtime
+from millrace.orchestration.step import is_equal
 from millrace.orchestration.watchdog import Wait
 from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
 
@@ -303,7 +304,7 @@ class Rollouts:
     def _arrived(self, sample: Sample, event: Drawn) -> None:
         """Note who drew a turn with which weights."""
         versions = event.completion.versions
-        oldest, newest = self._fleet.birth(int(versions.min())), self._fleet.birth(int(versions.max()))
+        oldest, newest = self._fleet.birth(int(versions[0])), self._fleet.birth(int(versions[-1]))
         sample.birth = oldest if sample.birth is None else min(sample.birth, oldest)
         self._note(
             "arrive",
@@ -348,10 +349,9 @@ class Rollouts:
     def _finish(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
         playing = self._running.pop(number)
         group = self._finished[number] = playing.scored(outcomes)
-        trained = group.trajectories[: self._num_samples]
-        rewards = {t.outcome.value for t in trained if t.outcome is not None and t.outcome.kind != "failed"}
+        trained = Group(group.prompt, group.trajectories[: self._num_samples])
         births = [s.birth for s in playing.samples[: self._num_samples] if s.birth is not None]
-        self._flow.finish(number, births, equal=len(rewards) < 2)
+        self._flow.finish(number, births, equal=is_equal(trained))
 
     def _lost(self, event: Lost) -> None:
         """Have others draw again what a lost engine had, with the same seeds."""

@@ -133,7 +133,6 @@ class Source:
         self._rollouts = rollouts_of(config, parts, stream, runtime, num_batches=config.steps, note=log.add)
         self._verbs: Rollouts | Pump = self._rollouts
         self._bias = BiasMeter()
-        self._num_batches = 0
         self._held = ExitStack()
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
@@ -175,9 +174,8 @@ class Source:
         Raises:
             Stalled: it did not come in time; the message says who waits for whom.
         """
-        with self._waiting("sample", f"batch {self._num_batches}"):
+        with self._waiting("sample", "its next batch"):
             rolled = self._verbs.next_batch(self._config.limits.phase_s)
-        self._num_batches += 1
         return as_sampled(rolled), self._record(rolled)
 
     def published(self, version: int) -> None:

@@ -151,6 +151,7 @@ class Watchdog:
 
     def _write(self, waits: Sequence[Wait]) -> None:
         told = {"pid": os.getpid(), "at": self._facts(), "waits": [asdict(wait) for wait in waits]}
+        # Not forced to the disk: a disk that hangs must not hold the watchdog up.
         aside = self._path.with_name(f".{self._path.name}.aside")
         aside.write_text(json.dumps(told, indent=1), encoding="utf-8")
         aside.rename(self._path)

@@ -45,7 +45,7 @@ def taken(
 
 
 def sound() -> Events:
-    """Two batches of two groups; one group is equal, one fails, an engine dies, another joins, one resume."""
+    """Two batches of two groups; one group is equal, one is dropped, an engine dies, another joins, one resume."""
     return [
         event("begin", rules=dict(RULES), num_batches=2),
         event("load", engine="a", version=0),
@@ -53,7 +53,7 @@ def sound() -> Events:
         *(event("start", number=n, prompt=f"p{n}", published=0) for n in range(4)),
         *finished(0, "a", 0, 0),
         *finished(1, "b", 0, 0, equal=True),
-        event("drop", number=2, reason="failed", again=True),
+        event("drop", number=2, reason="stale"),
         event("start", number=4, prompt="p2", published=0),
         event("lost", engine="b", reason="died"),
         *finished(3, "a", 0, 0),
@@ -136,7 +136,7 @@ CORRUPTIONS = [
     (changed("finish", {"number": 5}, births=[0, 1]), "group 5 has births .*started after 1 publishes"),
     (changed("finish", {"number": 5}, births=[2, 1]), "group 5 has births .*1 batches were taken"),
     (changed("finish", {"number": 5}, births=[]), "group 5 has births"),
-    (before("finish", {"number": 4}, event("drop", number=5, reason="slow", again=False)), "5 was dropped"),
+    (before("finish", {"number": 4}, event("drop", number=5, reason="slow")), "5 was dropped"),
     (changed("drop", {}, reason=""), "group 2 is dropped without a reason"),
     (doubled("drop"), "group 2 was dropped"),
     (changed("drop", {}, number=7), "group 7 was never started"),

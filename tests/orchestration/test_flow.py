@@ -60,12 +60,6 @@ class World:
         if self.running:
             self.running[self.rng.choice(list(self.running))] = self.flow.num_published
 
-    def drop(self) -> None:
-        if self.running:
-            number = self.rng.choice(list(self.running))
-            del self.running[number]
-            self.flow.drop(number, "failed", again=self.rng.random() < 0.5)
-
     def take(self) -> None:
         taken = self.flow.take()
         if taken is not None:
@@ -89,7 +83,7 @@ class World:
 
     def turn(self) -> None:
         actions = [self.start] * 3 + [self.finish] * 6 + [self.take] * 3 + [self.publish] * 2 + [self.retry]
-        self.rng.choice([*actions, self.drop] if self.rng.random() < 0.3 else actions)()
+        self.rng.choice(actions)()
         if self.rng.random() < 0.01:
             self.resume()
         self.flow.check()
@@ -221,12 +215,9 @@ def test_nothing_starts_that_no_batch_has_a_place_for():
     assert flow.take() is not None
     flow.published()
     assert flow.num_free == 0
-    flow.drop(3, "failed")
-    assert flow.num_free == 1
-    finish(flow, 2)
-    finish(flow, flow.start("p4"), births=(1,))
+    finish(flow, 2, 3)
     last = flow.take()
-    assert last is not None and last.numbers == (2, 4) and [d.reason for d in last.dropped] == ["failed"]
+    assert last is not None and last.numbers == (2, 3)
     flow.published()
     assert flow.num_free == 0 and flow.take() is None
 
@@ -277,7 +268,7 @@ def test_drop_starts_the_prompt_again():
     assert flow.repeats == ()
     taken = flow.take()
     assert taken is not None and taken.numbers == (3,)
-    assert [(d.number, d.prompt_id, d.reason, d.again) for d in taken.dropped] == [(0, "p0", "stale", True)]
+    assert [(d.number, d.prompt_id, d.reason) for d in taken.dropped] == [(0, "p0", "stale")]
 
 
 def test_keep_trains_on_what_is_too_old():
@@ -309,23 +300,20 @@ def test_spare_groups_are_ended_when_the_batch_is_full():
 
 
 def test_a_flow_continues_from_its_state():
-    flow = started(FlowRules(2, 1, refill_rounds=1), 4)
-    finish(flow, 0, 3)
-    flow.drop(1, "failed", again=True)
-    flow.start("p1")
+    rules, noted = FlowRules(1, 1, order="completion", stale="drop"), []
+    flow = overtaken("drop")
+    flow.start("p0")
     state = json.loads(json.dumps(flow.state()))
-    noted = []
-    again = Flow(
-        FlowRules(2, 1, refill_rounds=1), num_batches=9, note=lambda kind, **f: noted.append((kind, f))
-    )
+    again = Flow(rules, num_batches=9, note=lambda kind, **facts: noted.append((kind, facts)))
     again.load_state(state)
-    assert again.unfinished == {2: "p2", 4: "p1"}
-    assert noted == [("resume", {"numbers": [0, 2, 3, 4], "taken": 0})]
+    assert again.unfinished == {3: "p0"} and again.num_published == again.num_taken == 2
+    assert noted == [("resume", {"numbers": [3], "taken": 2})]
     for one in (flow, again):
-        finish(one, 2, 4)
+        finish(one, 3, births=(2, 2))
     taken = again.take()
-    assert taken is not None and taken == flow.take() and taken.numbers == (0, 2)
-    assert [d.reason for d in taken.dropped] == ["failed"]
+    assert taken is not None and taken == flow.take() and taken.numbers == (3,)
+    # What was dropped before it was saved is told with the first batch after.
+    assert [d.reason for d in taken.dropped] == ["stale"]
     with pytest.raises(ValueError, match="saved under"):
         Flow(FlowRules(3, 1), num_batches=9).load_state(state)
 
@@ -344,8 +332,6 @@ def test_what_cannot_be_is_refused():
     for number, why in ((0, "finished already"), (1, "never started")):
         with pytest.raises(ValueError, match=f"group {number} is not running: .*{why}"):
             finish(flow, number)
-        with pytest.raises(ValueError, match=f"group {number} is not running: .*{why}"):
-            flow.drop(number, "failed")
     assert flow.take() is not None
     flow.published()
     number = flow.start("p1")

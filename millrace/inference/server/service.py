@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -237,8 +237,10 @@ class Service:
                 wanted = params[first : first + each]
                 streams += engine.submit_siblings(prompt, wanted, ids=names, priority=priority)
         except (ValueError, EngineFull, EngineClosed) as error:
-            for stream in streams:
-                await engine.abort(stream.id)
+            # An engine that has stopped meanwhile has ended them itself.
+            with suppress(EngineClosed):
+                for stream in streams:
+                    await engine.abort(stream.id)
             raise _refusal(error) from None
         lengths = [len(prompt) for prompt in prompts for _ in range(each)]
         samples = self._running[id] = Samples(self, id, lengths, streams)

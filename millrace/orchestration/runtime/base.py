@@ -35,7 +35,7 @@ class Drawn:
     Attributes:
         engine: that drew it.
         id: of the draw.
-        completion: what was drawn.
+        completion: what was drawn; the version of its tokens never falls.
         began: number of the engine step before which the engine took the draw up.
         ended: number of the engine step before which the draw had ended, an abort among the causes.
     """

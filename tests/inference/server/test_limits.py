@@ -119,6 +119,24 @@ def test_an_engine_that_stops_meanwhile_tells_whoever_waits(stream):
                 in answer.text
             )
         assert mill.post("/abort", {"id": "gone"}).status_code == 404
+        # A stream's samples are closed after its last line, which is all that the client waits for.
+        wait_until(lambda: mill.service.num_requests == 0)
+
+
+def test_an_engine_that_stops_between_two_prompts_of_a_request_is_told():
+    served = fake_served()
+    submit = served.engine.submit_siblings
+
+    def submit_until_closed(prompt, *given, **named):
+        if prompt == [6]:
+            served.engine.closed = "the engine stopped: its thread failed"
+        return submit(prompt, *given, **named)
+
+    served.engine.submit_siblings = submit_until_closed
+    with running(served) as mill:
+        answer = mill.post("/v1/completions", {"prompt": [[5], [6]], "max_tokens": 3})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the engine stopped: its thread failed"
         assert mill.service.num_requests == 0
 
 

@@ -101,7 +101,6 @@ def check(ray: Any) -> dict[str, Any]:
         return error_of(lambda: ray_trainer._reserved(ray, num_ranks, share))
 
     ray_trainer._cluster = this_one  # type: ignore[assignment]
-    ray_trainer.PLACING_S = 1
     cores = int(ray.cluster_resources()["CPU"])
     found = {
         "cores": cores,
@@ -119,6 +118,7 @@ def check(ray: Any) -> dict[str, Any]:
         "gpus": reserve(2, CPU=1, GPU=1),
     }
     held = ray_trainer._reserved(ray, cores, {"CPU": 1})
+    ray_trainer.PLACING_S = 1
     found["held"] = reserve(1, CPU=1)
     ray.util.remove_placement_group(held)
     return found

@@ -109,10 +109,10 @@ class Pair:
         self.folder = folder
         self.samplers = [Sampler(named) for _ in range(num_samplers)]
         self.receivers = [
-            WeightReceiver(FolderReceiver(folder, deadline_s=1.0, sampler=place), sampler.load, sampler.held)
+            WeightReceiver(FolderReceiver(folder, deadline_s=20.0, sampler=place), sampler.load, sampler.held)
             for place, sampler in enumerate(self.samplers)
         ]
-        carrier = FolderSender(folder, deadline_s=1.0, num_samplers=num_samplers, **options)
+        carrier = FolderSender(folder, deadline_s=20.0, num_samplers=num_samplers, **options)
         self.carrier = InTurn(carrier, self.receivers)
         self.sender = WeightSender(self.carrier, delta=delta)
 

@@ -153,7 +153,7 @@ def test_a_sampler_that_begins_anew_needs_everything(tmp_path: Path, make_pair: 
     pair = make_pair(tmp_path, awkward(), delta=True)
     pair.sender.send(awkward(), 0)
     sampler = Sampler(awkward())
-    anew = WeightReceiver(FolderReceiver(tmp_path, deadline_s=1.0), sampler.load, sampler.held)
+    anew = WeightReceiver(FolderReceiver(tmp_path, deadline_s=20.0), sampler.load, sampler.held)
     pair.carrier.receivers = [anew]
     with pytest.raises(WeightSyncError, match="changes since version 0 were sent, and none is held$"):
         pair.sender.send(awkward(3), 1)

@@ -93,13 +93,14 @@ def as_a_rank(work: Callable[[], RunReport]) -> RunReport:
 
 
 def show_result(report: RunReport) -> None:
-    """Say what a run came to and what to do next.
+    """Say what a run came to and what to do next; of several ranks the first one does.
 
     Raises:
         typer.Exit: with code 130, the run was interrupted.
     """
-    for line in result_lines(report):
-        typer.echo(line)
+    if os.environ.get("RANK", "0") == "0":
+        for line in result_lines(report):
+            typer.echo(line)
     if report.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

@@ -85,6 +85,8 @@ def test_torchrun_starts_the_same_ranks(folder: Path) -> None:
     done = run([*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *arguments[1:]])
     assert done.returncode == 0, done.stderr
     assert numbers(folder / "runs" / "torchrun") == numbers(folder / "runs" / "spread")
+    # The first rank says what came of it, and the others nothing.
+    assert done.stdout.count("report: ") == done.stdout.count("next: ") == 1
 
 
 def test_a_run_whose_rank_is_killed_ends_soon_and_resumes_to_the_same_numbers(folder: Path) -> None:

@@ -182,7 +182,7 @@ def workload(config: RunConfig) -> Workload:
         num_chunks=mesh.pp_chunks,
         offload=mesh.offload,
         num_frozen=num_frozen,
-        whole_frozen=policy.kl is not None and policy.kl.estimator == "full",
+        frozen_beside=policy.kl is not None and policy.kl.estimator == "full",
         num_scorings=num_frozen + (policy.proximal == "recompute"),
         critic=config.critic is not None,
         max_requests=engine.max_requests,

@@ -70,13 +70,13 @@ def scalar_weights(model: Model, named: Iterable[tuple[str, Tensor]]) -> Iterato
     """The weights of `scalar_model` by name.
 
     Args:
-        model: from `empty_scalar_model`.
+        model: from `empty_scalar_model`, before it is dealt; only its head is looked at, and at once.
         named: the language model's.
     """
-    backbone = f"{model.base_model_prefix}."
-    yield from ((name, weight) for name, weight in named if name.startswith(backbone))
-    head = _head(model).weight
-    yield "score.weight", torch.zeros(head.shape, dtype=head.dtype)
+    backbone, head = f"{model.base_model_prefix}.", _head(model).weight
+    zeros = torch.zeros(head.shape, dtype=head.dtype)
+    kept = ((name, weight) for name, weight in named if name.startswith(backbone))
+    return chain(kept, [("score.weight", zeros)])
 
 
 def _scalar_config(model: Model) -> Any:

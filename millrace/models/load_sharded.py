@@ -1,20 +1,21 @@
 """Models from a Hugging Face folder of which each rank reads only its own part.
 
-`empty_model` makes a model without memory (on the meta device). The caller changes it as it likes and shares
-it out, and `read_weights` gives every rank memory for what it keeps and reads that from the files. No rank
-ever holds the whole model. `take_weights` does the same with weights that another model holds.
+`empty_model` makes a model without memory (on the meta device), which the caller changes as it likes.
+`stored_weights` finds its weights in the folder. Then the caller shares the model out, and `read_weights`
+gives every rank memory for what it keeps and reads that. No rank ever holds the whole model. `take_weights`
+does the same with weights that another model holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -75,68 +76,99 @@ def empty_of(config: PretrainedConfig, *, dtype: torch.dtype, kind: ModelKind = 
     return model
 
 
-def read_weights(
-    root: Root, folder: str | Path, *, device: torch.device, offload: bool = False, kind: ModelKind = LANGUAGE
-) -> None:
-    """Give a model memory for what this rank keeps of it, and read that; all ranks call it in step.
+@contextmanager
+def stored_weights(folder: str | Path, model: Model) -> Iterator[Stored]:
+    """The files of a folder, open within the block, with every weight that the model needs.
 
-    What has memory before (an adapter's pairs) keeps its numbers. Whether all is there and fits is found out
-    before anything is exchanged, and by every rank alike. At the end the model is tried as an ordinary load
-    tries it.
+    Every rank finds the same, before anything is exchanged.
 
     Args:
-        root: around a model from `empty_model`, shared out by `models.fsdp.shard`, and by `models.tensor` and
-            `models.expert` before.
-        folder: the one it was made of, which every rank can read.
-        device: that computes.
-        offload: whether weights live in the host's memory.
-        kind: as what it is loaded.
+        folder: the one that the model was made of, which every rank can read.
+        model: from `empty_model`, before parts of it are given to other ranks.
 
     Raises:
         ModelError: a file is damaged, weights do not fit the config or are stored in a form that cannot be
-            read in parts, or the architecture cannot run packed.
+            read in parts.
     """
-    path, model = Path(folder), root.model
-    given = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
-    wanted = {name: tensor for name, tensor in named_weights(model) if name not in given}
     with ExitStack() as stack:
-        files = _Files(path, model, stack)
-        files.check(wanted)
-        _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
-        for name, tensor in named_weights(model):
-            if name in wanted:
-                files.read(name, tensor)
+        stored = Stored(Path(folder), model, stack)
+        stored.check(model)
+        yield stored
 
-    def try_it(whole: Model) -> tuple[Tensor, ...]:
-        kind.tried(whole)
+
+def read_weights(
+    roots: Sequence[Root], model: Model, stored: Stored, *, device: torch.device, offload: bool = False
+) -> None:
+    """Give a model memory for what this rank keeps of it, and read that.
+
+    What has memory before (an adapter's pairs) keeps its numbers.
+
+    Args:
+        roots: around the model or its stages, shared out by `models.fsdp.shard`, and by `models.tensor` and
+            `models.expert` before.
+        model: what this rank has of it.
+        stored: from `stored_weights`.
+        device: that computes.
+        offload: whether weights live in the host's memory.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    wanted = _without_numbers(model)
+    for root in roots:
+        _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
+    for name, tensor in named_weights(model):
+        if name in wanted:
+            stored.read(name, tensor)
+
+
+@torch.no_grad()
+def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
+    """Try a model as an ordinary load does; all ranks call it in step.
+
+    Raises:
+        ModelError: the architecture cannot run packed.
+    """
+
+    def try_it(model: Model) -> tuple[Tensor, ...]:
+        kind.tried(model)
         return ()
 
-    with torch.no_grad():
-        root(try_it)
+    root(try_it)
 
 
 @torch.no_grad()
 def take_weights(
-    root: Root, named: Iterable[tuple[str, Tensor]], *, device: torch.device, offload: bool = False
+    roots: Sequence[Root],
+    model: Model,
+    named: Iterable[tuple[str, Tensor]],
+    wanted: Iterable[str],
+    *,
+    device: torch.device,
+    offload: bool = False,
 ) -> None:
     """As `read_weights`, from whole weights that pass by one at a time; all ranks go through them in step.
 
     Args:
-        root: as there.
-        named: every weight of the model once, in any order.
+        roots: as there.
+        model: as there; none of its weights has a second name on another rank.
+        named: every weight of the whole model once, in any order.
+        wanted: the names of all these.
         device: that computes.
         offload: whether weights live in the host's memory.
 
     Raises:
         ValueError: a weight is unknown, or missing in the end.
     """
-    _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
-    left = dict(named_weights(root.model))
+    for root in roots:
+        _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
+    held, left = dict(named_weights(model)), set(wanted)
     for name, tensor in named:
         if name not in left:
             raise ValueError(f"weight {name} is not one of the model's, or came twice")
-        held = left.pop(name)
-        local(held).copy_(tensor[_place(held)])
+        left.discard(name)
+        if name in held:
+            local(held[name]).copy_(tensor[_place(held[name])])
     if left:
         raise ValueError(f"{len(left)} weights are missing, the first being {min(left)}")
 
@@ -158,6 +190,12 @@ def _compute_buffers(model: Model) -> None:
             )
 
 
+def _without_numbers(model: Model) -> set[str]:
+    """The weights that are to be read: those without memory, and buffers, which hold what a fresh one has."""
+    given = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    return {name for name, _ in named_weights(model)} - given
+
+
 def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) -> None:
     """Memory for the parameters that this rank keeps, not yet written; what had some keeps its numbers."""
     buffers = [
@@ -166,12 +204,18 @@ def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) 
         for name, buffer in module.named_buffers(recurse=False)
     ]
     given = [(name, local(p).clone()) for name, p in root.named_parameters() if not p.is_meta]
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            tied.setdefault(id(parameter), []).append((module, name))
     root.to_empty(device=parameters)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(others)
     if not isinstance(root, FSDPModule):
         # Parameters were made anew then, each module its own.
-        root.model.tie_weights()
+        for (first, first_name), *others_of_it in tied.values():
+            for module, name in others_of_it:
+                module._parameters[name] = first._parameters[first_name]
     with torch.no_grad():
         for name, tensor in given:
             local(root.get_parameter(name)).copy_(tensor)
@@ -187,8 +231,8 @@ def _place(tensor: Tensor) -> Part:
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
-class _Files:
-    """The tensors of a folder under the names of a model's parameters."""
+class Stored:
+    """The tensors of a folder under the names of a model's weights; made by `stored_weights`."""
 
     def __init__(self, path: Path, model: Model, stack: ExitStack) -> None:
         self._path = path
@@ -219,14 +263,17 @@ class _Files:
             if name not in self._sources and id(tensor) in same:
                 self._sources[name] = self._sources[same[id(tensor)]]
 
-    def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """Refuse a folder that lacks one of these parameters and buffers, or holds one that does not fit."""
-        missing = sorted(wanted.keys() - self._sources.keys())
+    def check(self, model: Model) -> None:
+        """Refuse a folder that lacks one of the model's weights, or holds one that does not fit."""
+        wanted = _without_numbers(model)
+        missing = sorted(wanted - self._sources.keys())
         if missing:
             raise ModelError(
                 f"model folder {self._path} lacks {len(missing)} weights, the first being {missing[0]}"
             )
-        for name, tensor in wanted.items():
+        for name, tensor in named_weights(model):
+            if name not in wanted:
+                continue
             stored = self._shape(name)
             if stored != tuple(tensor.shape):
                 raise ModelError(

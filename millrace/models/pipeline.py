@@ -21,23 +21,21 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
-from millrace.models.load import named_weights
+from millrace.models.load import ModelKind, named_weights
 from millrace.models.mesh import Mesh
 from millrace.models.pipeline_stages import (
     Absent,
     Piece,
     Step,
-    check_stages,
     pieces,
     schedule,
     stage_model,
     stage_states,
     whole_row,
 )
+from millrace.models.pipeline_trial import Runner, check_stages
 
 R = TypeVar("R")
-# Calls a function of one stage's model, with whatever must stand around it.
-Runner = Callable[[Callable[[PreTrainedModel], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 # Sends under way at a time; older ones are waited for, so that their memory can go.
 SENDS = 2
 
@@ -70,8 +68,8 @@ class Pipeline:
     ) -> None:
         """Cut a model; all ranks of the pipeline call it with the same whole model.
 
-        Unless its weights are on the meta device, the stages are run one after the other on a short row first
-        and compared with the whole model.
+        The stages are compared with the whole model at once, unless its weights are on the meta device: then
+        the caller does it (`check`) when this rank's stages have theirs.
 
         Args:
             model: from `models.load`; what belongs to other ranks is taken out of it.
@@ -83,7 +81,7 @@ class Pipeline:
 
         Raises:
             ValueError: pp is 1, cp is not, num_chunks is below 1, there are more stages than layers, or the
-                architecture cannot be cut.
+                architecture cannot be cut; then also as `check`.
         """
         group = mesh.group("pp")
         if group is None:
@@ -106,9 +104,10 @@ class Pipeline:
         found = pieces(model, self.num_stages)
         self.holders, self.tied = self._weights(found)
         self._shapes = {name: (weight.shape, weight.dtype) for name, weight in named_weights(model)}
-        stages = [stage_model(model, found, stage) for stage in range(self.num_stages)]
-        check_stages(model, stages)
+        self._stage_of = {piece.name: piece.stage for piece in found}
+        empty = next(model.parameters()).is_meta
         local = range(self.rank, self.num_stages, self.num_ranks)
+        stages = {stage: stage_model(model, found, stage) for stage in local}
         for piece in found:
             if piece.stage not in local:
                 parent, _, leaf = piece.name.rpartition(".")
@@ -116,6 +115,21 @@ class Pipeline:
         self.runners: dict[int, Runner] = {
             stage: partial(_plain, stages[stage]) if wrap is None else wrap(stages[stage]) for stage in local
         }
+        if not empty:
+            self.check()
+
+    def check(self, kind: ModelKind | None = None) -> None:
+        """Refuse an architecture whose stages, one after the other, are not the whole model.
+
+        All ranks of the pipeline call it in step.
+
+        Args:
+            kind: as what the model was loaded, if it is to be tried as an ordinary load tries it too.
+
+        Raises:
+            ModelError: on a short row the two differ, or the other trial fails; the same on every rank.
+        """
+        check_stages(self.model, self._stage_of, self.runners, self.group, self.device, kind=kind)
 
     def forward_backward(
         self, micros: Sequence[Batch], loss_of: Callable[[Batch, Tensor], tuple[Tensor, R]]

@@ -18,7 +18,7 @@ model training on GPU clusters using Megatron-LM" (interleaved).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
-from millrace.kernels.packed_attention import Segments
-from millrace.models.attention import Context, Packed
-from millrace.models.logprobs import hidden_states, packed_context
+from millrace.models.attention import Context
+from millrace.models.logprobs import packed_context
 
 Act = Literal[
     "forward", "backward", "send hidden states", "receive hidden states", "send gradient", "receive gradient"
@@ -239,7 +238,7 @@ def stage_model(model: PreTrainedModel, found: list[Piece], stage: int) -> PreTr
         for piece in found
         if piece.stage != stage
     }
-    made: PreTrainedModel = _with(model, others)
+    made: PreTrainedModel = replaced(model, others)
     return made
 
 
@@ -264,39 +263,15 @@ def stage_states(model: PreTrainedModel, row: Row, received_1TD: Tensor | None) 
     return hidden_1TD
 
 
-def check_stages(model: PreTrainedModel, stages: list[PreTrainedModel]) -> None:
-    """Refuse an architecture whose stages, one after the other, are not the whole model.
-
-    Whatever a model does besides its layers (a second use of the embedding, a loop over layers unlike that of
-    others) shows here. Weights on the meta device compute nothing and are not checked.
-
-    Raises:
-        ValueError: on a short row the two differ, or the stages cannot be run.
-    """
-    device = next(model.parameters()).device
-    if device.type == "meta":
-        return
-    token_T = torch.arange(1, 8, device=device) % model.config.get_text_config().vocab_size
-    position_T = torch.arange(7, device=device)
-    row = Row(token_T, position_T, Packed(Segments.of(torch.tensor([7])).to(device)))
-    problem = f"model type {model.config.model_type} cannot be cut into stages; set mesh.pp to 1"
-    with torch.no_grad():
-        whole_TD = hidden_states(model, token_T, position_T, row.context)
-        received_1TD = None
-        try:
-            for stage in stages:
-                received_1TD = stage_states(stage, row, received_1TD)
-        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"{problem}: {error}") from error
-    assert received_1TD is not None
-    if received_1TD.shape[1:] != whole_TD.shape:
-        raise ValueError(
-            f"{problem}: they give {tuple(received_1TD.shape[1:])}, the whole {tuple(whole_TD.shape)}"
-        )
-    difference = float((received_1TD[0] - whole_TD).abs().max() / whole_TD.abs().max())
-    # The same products in the same order: only a device that sums in another order may differ at all.
-    if not difference < 0.01:
-        raise ValueError(f"{problem}: their result differs by {difference:.2g} from the whole model's")
+def replaced(module: Any, others: Mapping[nn.Module, nn.Module]) -> Any:
+    """The module with others in the place of some of its parts; the same module where none is in it."""
+    if module in others:
+        return others[module]
+    if others.keys().isdisjoint(module.modules()):
+        return module
+    made = copy.copy(module)
+    made._modules = {name: child and replaced(child, others) for name, child in module._modules.items()}
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,17 +308,6 @@ class Absent(nn.Module):
             "this part of the model is on another rank of the pipeline; call Pipeline.forward or "
             "Pipeline.forward_backward"
         )
-
-
-def _with(module: Any, others: dict[nn.Module, _Earlier | _Later]) -> Any:
-    """The module with others in the place of some of its parts; the same module where none is in it."""
-    if module in others:
-        return others[module]
-    if others.keys().isdisjoint(module.modules()):
-        return module
-    made = copy.copy(module)
-    made._modules = {name: child and _with(child, others) for name, child in module._modules.items()}
-    return made
 
 
 def _pieces(prefix: str, parent: nn.Module, layers: nn.ModuleList, stage_of: list[int]) -> Iterator[Piece]:

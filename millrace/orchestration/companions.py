@@ -13,7 +13,7 @@ from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer
 from millrace.models.adapters import adapted_layers, merged
 from millrace.models.heads import SCALAR, empty_scalar_model, scalar_model, scalar_weights
-from millrace.models.load import Model, fresh_model, load_model, named_weights
+from millrace.models.load import Model
 from millrace.models.mesh import Mesh
 from millrace.orchestration.parts import SetupError
 from millrace.orchestration.run_folder import model_folder
@@ -21,7 +21,7 @@ from millrace.training.loading import loaded, taken
 from millrace.training.optimizer import adamw
 from millrace.training.policy import BaseScorer
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import Spread, spread_over
+from millrace.training.spread import Spread
 from millrace.training.value import ValueTrainer
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ def critic(
     saved = None if checkpoint is None else checkpoint / CRITIC
     if saved is not None and saved.is_dir():
         own = loaded(saved, mesh, config.mesh, dtype=spread.model.dtype, device=device, kind=SCALAR)
-    elif mesh is None or mesh.size("pp") > 1:
-        own = spread_over(scalar_model(_whole(spread, device)), mesh, config.mesh)
+    elif mesh is None:
+        model = merged(spread.model) if adapted_layers(spread.model) else spread.model
+        own = Spread(scalar_model(model))
     else:
         made = empty_scalar_model(spread.model)
         own = taken(made, scalar_weights(made, spread.named_tensors()), mesh, config.mesh, device)
@@ -78,18 +79,6 @@ def critic(
     )
 
 
-def _whole(spread: Spread, device: torch.device) -> Model:
-    """The policy as one whole model, an adapter folded in; itself where it is that already."""
-    if spread.alone:
-        return merged(spread.model) if adapted_layers(spread.model) else spread.model
-    model = fresh_model(spread.model.config, seed=0, dtype=spread.model.dtype).to(device)
-    held = dict(named_weights(model))
-    with torch.no_grad():
-        for name, tensor in spread.named_tensors():
-            held[name].copy_(tensor)
-    return model
-
-
 def reference(
     config: RunConfig, policy: Spread, mesh: Mesh | None, device: torch.device, folder: Path
 ) -> ModelScorer:
@@ -106,11 +95,7 @@ def reference(
 def _frozen(config: RunConfig, mesh: Mesh | None, device: torch.device, folder: Path) -> ModelScorer:
     """What the weights of a folder say of tokens; they never change."""
     dtype, limit = getattr(torch, config.precision), config.policy.tokens_per_micro_batch
-    # A penalty over the whole vocabulary reads its head while the policy computes, so it is whole there.
-    if config.policy.kl is not None and config.policy.kl.estimator == "full":
-        spread = Spread(_still(load_model(folder, dtype=dtype).to(device)), mesh=mesh)
-    else:
-        spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=_still)
+    spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=_still)
     temperature = config.rollout.temperature
     return ModelScorer(spread.model, temperature=temperature, max_tokens=limit, spread=spread)
 

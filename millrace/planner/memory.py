@@ -57,7 +57,7 @@ class Workload:
         num_chunks: stages of a pipeline on each rank.
         offload: whether weights, gradients and moments lie in the host's memory.
         num_frozen: models of the policy's shape that score its tokens (reference, teacher).
-        whole_frozen: whether every rank has the whole of them.
+        frozen_beside: whether one of them computes while the policy does (a penalty over the vocabulary).
         num_scorings: forwards without gradient over each sequence.
         critic: whether a second model of this shape learns values.
         max_requests: completions that one engine draws at once.
@@ -83,7 +83,7 @@ class Workload:
     num_chunks: int = 1
     offload: bool = False
     num_frozen: int = 0
-    whole_frozen: bool = False
+    frozen_beside: bool = False
     num_scorings: int = 0
     critic: bool = False
     max_requests: int = 1024
@@ -181,17 +181,16 @@ def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_by
     weights = held.sharded * work.weight_bytes
     moments = ceil(2 * held.sharded * work.moment_bytes)
     sampler = shape.num_parameters * work.weight_bytes
-    frozen = work.num_frozen * (sampler if work.whole_frozen else weights)
+    frozen = work.num_frozen * weights
     critic = work.critic * (weights + moments)
-    # What is whole on each rank is not dealt by FSDP, so it stays on the device.
-    there = 2 * weights + moments + critic + (0 if work.whole_frozen else frozen)
+    there = 2 * weights + moments + critic + frozen
     here = 0 if work.offload else 1
-    waiting = here * (weights + moments + critic) + frozen * (here or work.whole_frozen)
+    waiting = here * (weights + moments + critic + frozen)
     return Memory(
         weights=here * weights,
         moments=here * moments,
         critic=here * critic,
-        frozen=frozen if work.whole_frozen else here * frozen,
+        frozen=here * frozen,
         gradients=here * weights,
         gathered=_gathered(held, layout, work),
         activations=_activations(shape, layout, work),
@@ -243,11 +242,16 @@ def _is_gathered(layout: Layout, work: Workload) -> bool:
 
 
 def _gathered(held: _Held, layout: Layout, work: Workload) -> int:
-    """Embedding, head and two layers, since the next is fetched while one computes; or all of them."""
+    """Embedding, head and two layers, since the next is fetched while one computes; or all of them.
+
+    While another model computes beside it, the policy has embedding and head, or all it keeps.
+    """
     if not _is_gathered(layout, work):
         return 0
-    passing = min(held.ends + 2 * held.layer, held.stage)
-    return (passing if work.reshard_after_forward else held.stage) * work.compute_bytes
+    passing, waiting = min(held.ends + 2 * held.layer, held.stage), held.ends
+    if not work.reshard_after_forward:
+        passing = waiting = held.stage
+    return (passing + work.frozen_beside * waiting) * work.compute_bytes
 
 
 def _kept(shape: ModelShape, layout: Layout, work: Workload, *, sparse: bool) -> float:

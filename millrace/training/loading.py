@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from millrace.config.mesh import MeshConfig
 from millrace.models.fsdp import Root
-from millrace.models.load import LANGUAGE, Model, ModelKind, load_kind
-from millrace.models.load_sharded import empty_model, read_weights, take_weights
+from millrace.models.load import LANGUAGE, Model, ModelKind, load_kind, named_weights
+from millrace.models.load_sharded import (
+    empty_model,
+    read_weights,
+    stored_weights,
+    take_weights,
+    try_model,
+)
 from millrace.models.mesh import Mesh
+from millrace.models.pipeline import Pipeline
 from millrace.training.spread import Spread, spread_over
 
 
@@ -28,7 +36,8 @@ def loaded(
 ) -> Spread:
     """A model of a folder, dealt as `spread_over` does it; each rank reads only what it keeps.
 
-    The stages of a pipeline are tried against the whole model, so with `pp` each rank reads all of it first.
+    All ranks call it in step. Whether the folder holds all that is needed is found out before anything is
+    exchanged; in the end the ranks try the model together.
 
     Args:
         folder: a Hugging Face folder (safetensors) that every rank can read.
@@ -43,18 +52,22 @@ def loaded(
         ModelError: the folder cannot be loaded as `kind`.
         ValueError: as `spread_over`.
     """
-    whole = mesh is None or mesh.size("pp") > 1
     model = (
         load_kind(kind, folder, dtype=dtype).to(device)
-        if whole
+        if mesh is None
         else empty_model(folder, dtype=dtype, kind=kind)
     )
     if prepare is not None:
         prepare(model)
-    spread = spread_over(model, mesh, options)
-    if not whole:
-        assert isinstance(spread.runner, Root)
-        read_weights(spread.runner, folder, device=device, offload=options.offload, kind=kind)
+    if mesh is None:
+        return Spread(model)
+    with stored_weights(folder, model) as stored:
+        spread = spread_over(model, mesh, options)
+        read_weights(_roots(spread), model, stored, device=device, offload=options.offload)
+    if isinstance(spread.runner, Pipeline):
+        spread.runner.check(kind)
+    else:
+        try_model(spread.runner, kind)
     return spread
 
 
@@ -66,14 +79,24 @@ def taken(
     Args:
         model: from `models.load_sharded`.
         named: its weights whole, one at a time; all ranks go through them in step.
-        mesh: from `mesh_of`; it has no pipeline.
+        mesh: from `mesh_of`.
         options: of the recipe.
         device: of this rank.
 
     Raises:
         ValueError: as `spread_over`, or they are not the model's weights.
     """
+    wanted = [name for name, _ in named_weights(model)]
     spread = spread_over(model, mesh, options)
-    assert isinstance(spread.runner, Root)
-    take_weights(spread.runner, named, device=device, offload=options.offload)
+    take_weights(_roots(spread), model, named, wanted, device=device, offload=options.offload)
+    if isinstance(spread.runner, Pipeline):
+        spread.runner.check()
     return spread
+
+
+def _roots(spread: Spread) -> list[Root]:
+    """What runs the model, or each of its stages on this rank."""
+    runner = spread.runner
+    roots: list[Any] = [*runner.runners.values()] if isinstance(runner, Pipeline) else [runner]
+    assert all(isinstance(root, Root) for root in roots)
+    return roots

@@ -15,7 +15,7 @@ from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import Head, token_divergence, token_logprob
 from millrace.models.adapters import without_adapter
 from millrace.models.load import Model
-from millrace.models.logprobs import output_head
+from millrace.models.logprobs import chosen_hidden, output_head
 from millrace.models.replay import Routing
 from millrace.models.routing import load_metrics
 from millrace.protocols import StepReport
@@ -103,8 +103,7 @@ class PolicyTrainer:
         numbers = token_logprob(hidden_MD, head, target_M, temperature=self._temperature, support=support)
         if self._reference is None:
             return numbers
-        with torch.no_grad():
-            theirs = self._reference.hidden(micro)
+        theirs = self._reference.hidden(micro)
         return *numbers, token_divergence(
             hidden_MD, head, *theirs, temperature=self._temperature, support=support
         )
@@ -166,10 +165,11 @@ class PolicyTrainer:
 class BaseScorer(ModelScorer):
     """What the model that an adapter stands beside says of tokens: the same model with the adapter off."""
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
-        """As `ModelScorer.hidden`, of the base alone and without gradient."""
-        with torch.no_grad(), without_adapter(self.model):
-            return super().hidden(batch)
+    @torch.no_grad()
+    def hidden(self, micro: Batch) -> tuple[Tensor, Head]:
+        """As `ModelScorer.hidden`, of the base alone, within the policy's own forward."""
+        with without_adapter(self.model):
+            return chosen_hidden(self.model, micro)[0], output_head(self.model)
 
     def _read(self, batch: Batch, numbers: Callable[..., tuple[Tensor, ...]]) -> Tensor:
         with without_adapter(self.model):

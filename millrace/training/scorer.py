@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import Head, token_logprob, token_squares
@@ -56,9 +59,27 @@ class ModelScorer:
         """Sum of pi^2 over what each chosen token was drawn among, [T]; 0 elsewhere."""
         return self._read(batch, self._squares)
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
-        """The final hidden states that the chosen tokens are predicted from, [N, D], and the output head."""
-        return chosen_hidden(self.model, batch)[0], output_head(self.model)
+    @torch.no_grad()
+    def hidden(self, micro: Batch) -> tuple[Tensor, Head]:
+        """The final hidden states that the chosen tokens are predicted from, [N, D], and the output head.
+
+        No gradient flows to either. Ranks that share out the weights ask in step, each of its own tokens.
+
+        Args:
+            micro: one micro-batch, on the device that computes.
+        """
+        runner: Any = self._spread.runner
+
+        def compute(model: Model) -> tuple[Any, ...]:
+            head = output_head(model)
+            if isinstance(runner, FSDPModule):
+                # What is gathered for this forward is gone after it, and a divergence's backward reads it.
+                bias_V = None if head.bias_V is None else head.bias_V.clone()
+                head = replace(head, weight_VD=head.weight_VD.clone(), bias_V=bias_V)
+            return chosen_hidden(model, micro)[0], head
+
+        hidden_ND, head = runner(compute)
+        return hidden_ND, head
 
     def _read(self, batch: Batch, numbers: Callable[..., tuple[Tensor, ...]]) -> Tensor:
         reading = Reading(predicting, numbers, 1, self._routing)

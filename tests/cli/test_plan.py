@@ -146,7 +146,7 @@ def test_what_the_ranks_do_is_what_the_recipe_says(big):
     wide = replace(WORK, weight_bytes=4, moment_bytes=4, checkpointing="selective", offload=True)
     assert workload(config) == replace(wide, reshard_after_forward=False, sequence=True, num_chunks=2)
     config = load_recipe("big.yaml", {"policy.kl": {"coefficient": 0.1, "estimator": "full"}})
-    assert workload(config) == replace(WORK, num_frozen=1, num_scorings=1, whole_frozen=True)
+    assert workload(config) == replace(WORK, num_frozen=1, num_scorings=1, frozen_beside=True)
     config = load_recipe("big.yaml", {"engine.take_turns": True})
     assert workload(config) == replace(WORK, take_turns=True)
     config = load_recipe("big.yaml", {"policy.optimizer.eight_bit": True})

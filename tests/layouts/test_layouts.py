@@ -97,6 +97,7 @@ LAYOUTS_OF_EXPERTS: list[dict[str, Any]] = [{"dp_shard": 4, "ep": 2}, {"tp": 2, 
 QUICK = [
     *(Case("qwen3", "grpo", mesh) for mesh in LAYOUTS_OF_TWO),
     Case("qwen3_moe", "ppo", {"dp_shard": 2, "ep": 2}),
+    Case("qwen3", "full", {"dp_shard": 2}, 30),
     Case("qwen3", "grpo", {"dp_shard": 2}, adapter=True),
 ]
 TWO = [
@@ -110,6 +111,8 @@ TWO = [
     Case("qwen3", "grpo", {"dp_shard": 2, "checkpointing": "full", "reshard_after_forward": False}),
     Case("llama", "gspo", {"pp": 2, "checkpointing": "selective"}),
     *(Case("qwen3", "grpo", mesh, adapter=True) for mesh in ({"dp_replicate": 2}, {"cp": 2})),
+    Case("qwen3_moe", "full", {"dp_shard": 2, "ep": 2}),
+    Case("llama", "full", {"dp_replicate": 2}),
     Case("qwen3", "full", {"dp_shard": 2, "checkpointing": "full"}, 30, adapter=True),
     Case("qwen3", "ppo", {"dp_shard": 2}, adapter=True),
     Case("qwen3_moe", "grpo", {"dp_shard": 2, "ep": 2}, adapter=True),

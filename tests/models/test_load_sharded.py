@@ -17,7 +17,13 @@ from millrace.models import load_sharded as module
 from millrace.models.fsdp import Root, Sharding, full_tensors, shard
 from millrace.models.fused import Linear, RMSNorm
 from millrace.models.load import Model, ModelError, load_model, save_model
-from millrace.models.load_sharded import empty_model, read_weights, take_weights
+from millrace.models.load_sharded import (
+    empty_model,
+    read_weights,
+    stored_weights,
+    take_weights,
+    try_model,
+)
 from millrace.models.logprobs import chosen_logprobs
 from millrace.models.mesh import Mesh, make_mesh
 from millrace.planner.layout import Layout
@@ -36,8 +42,10 @@ def load(
 ) -> Root:
     model = empty_model(folder, dtype=dtype)
     prepare(model)
-    root = shard(model, mesh, PLAIN)
-    read_weights(root, folder, device=mesh.device)
+    with stored_weights(folder, model) as stored:
+        root = shard(model, mesh, PLAIN)
+        read_weights([root], model, stored, device=mesh.device)
+    try_model(root)
     return root
 
 
@@ -249,9 +257,10 @@ def test_weights_that_pass_by_are_taken_in_any_order_and_each_must_come_once(fol
     named = dict(load_model(folders / "gemma2", dtype=torch.float32).named_parameters())
 
     def take(names: list[str]) -> Model:
-        root = shard(empty_model(folders / "gemma2", dtype=torch.float32), ALONE, PLAIN)
-        take_weights(root, ((name, named.get(name, torch.empty(0))) for name in names), device=ALONE.device)
-        return root.model
+        model = empty_model(folders / "gemma2", dtype=torch.float32)
+        given = ((name, named.get(name, torch.empty(0))) for name in names)
+        take_weights([shard(model, ALONE, PLAIN)], model, given, list(named), device=ALONE.device)
+        return model
 
     taken = dict(take([*reversed(named)]).named_parameters())
     assert [name for name in named if not torch.equal(taken[name], named[name])] == []

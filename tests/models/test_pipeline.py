@@ -318,6 +318,7 @@ def check_failures(rank: int) -> None:
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=4)) for _ in range(2)]
     micros = [weighted_batch(0).select(segments) for segments in MICROS[5]]
     pipeline = Pipeline(deep_model("llama"), other_mesh(rank, 2, groups[0]))
+    narrow = Pipeline(deep_model("llama"), other_mesh(rank, 2, groups[1]), dtype=torch.bfloat16)
 
     def failing(micro: Batch, hidden_TD: Tensor) -> tuple[Tensor, None]:
         if micro.num_tokens == micros[1].num_tokens:
@@ -331,7 +332,6 @@ def check_failures(rank: int) -> None:
     else:
         assert "in the pipeline stage 0 got no gradient of micro-batch 1 from stage 1" in str(caught.value)
 
-    narrow = Pipeline(deep_model("llama"), other_mesh(rank, 2, groups[1]), dtype=torch.bfloat16)
     with pytest.raises((RuntimeError, ValueError)) as caught:
         narrow.forward(micros, lambda *_: None)
     if rank == 0:

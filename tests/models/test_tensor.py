@@ -28,7 +28,7 @@ from millrace.models.fsdp import Root, Sharding, shard
 from millrace.models.fused import set_deterministic
 from millrace.models.heads import packed_scores, scalar_model
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
-from millrace.models.load_sharded import empty_model, read_weights
+from millrace.models.load_sharded import empty_model, read_weights, stored_weights, try_model
 from millrace.models.logprobs import (
     chosen_hidden,
     chosen_logprobs,
@@ -207,7 +207,9 @@ def sliced(rank: int, cases: list[Case], folder: Path) -> dict[str, Tensor]:
         slice_(model)
         root = shard(model, mesh, sharding)
         if case.loaded:
-            read_weights(root, path, device=mesh.device)
+            with stored_weights(path, model) as stored:
+                read_weights([root], model, stored, device=mesh.device)
+            try_model(root)
         told |= {f"{case}/{name}": value for name, value in trained(root, mesh).items()}
     return told
 

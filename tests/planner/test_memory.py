@@ -276,25 +276,34 @@ def test_offload_moves_the_trainers_state_to_the_host():
     assert (alone.weights, alone.gathered > 0) == (0, True)
 
 
-def test_what_is_whole_on_every_rank_stays_on_the_device():
-    whole = replace(WORK, num_frozen=1, whole_frozen=True)
-    plain = memory_per_rank(LLAMA, Layout(dp_shard=8), whole, 80e9)
-    there = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(whole, offload=True), 80e9)
-    assert plain.frozen == there.frozen == 4 * LLAMA.num_parameters
-    assert there.host == 2 * plain.weights + plain.moments
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_reference_that_computes_beside_the_policy_is_gathered_beside_what_the_policy_keeps(reshard):
+    apart = replace(WORK, num_frozen=1, reshard_after_forward=reshard)
+    one, two = (
+        memory_per_rank(LLAMA, Layout(dp_shard=8), replace(apart, frozen_beside=beside), 80e9)
+        for beside in (False, True)
+    )
+    # Embedding, head and last norm in bfloat16, or the whole policy.
+    ends = 2 * LLAMA.head_parameters + LLAMA.width
+    assert two.gathered - one.gathered == 2 * (ends if reshard else LLAMA.num_parameters)
+    assert replace(two, gathered=one.gathered) == one
+    alone = memory_per_rank(LLAMA, Layout(), replace(apart, frozen_beside=True, compute_bytes=4), 80e9)
+    assert alone.gathered == 0
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_takes_turns_is_counted_one_after_the_other(offload):
-    whole = replace(WORK, num_frozen=1, whole_frozen=True, critic=True, offload=offload)
-    both = memory_per_rank(LLAMA, Layout(dp_shard=8), whole, 80e9)
-    apart = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(whole, take_turns=True), 80e9)
+    rich = replace(WORK, num_frozen=1, critic=True, offload=offload)
+    both = memory_per_rank(LLAMA, Layout(dp_shard=8), rich, 80e9)
+    apart = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(rich, take_turns=True), 80e9)
     assert apart.parts() == both.parts()
     trained = both.weights + both.moments + both.critic + both.frozen
     assert both.training - apart.training == both.sampler + both.cache
     assert both.sampling - apart.sampling == apart.host - both.host == trained
     meeting = replace(apart, activations=0, gathered=0, scratch=0, gradients=0, cache=0, drawing=0)
-    assert meeting.peak == trained + both.sampler > max(meeting.training, meeting.sampling)
+    assert meeting.peak == trained + both.sampler
+    # What is offloaded does not meet the engine's weights on the device.
+    assert (meeting.peak > max(meeting.training, meeting.sampling)) == (not offload)
 
 
 def test_layers_that_stay_gathered_take_as_much_as_the_whole_stage():

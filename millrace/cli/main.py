@@ -20,6 +20,7 @@ from millrace.cli.recipes import recipes
 from millrace.cli.resume import resume
 from millrace.cli.reward_model import reward_model
 from millrace.cli.serve import serve
+from millrace.cli.simulate import simulate
 from millrace.cli.status import status
 from millrace.cli.train import train
 
@@ -102,6 +103,7 @@ for _command in (
     recipes,
     config,
     plan,
+    simulate,
     doctor,
 ):
     app.command()(guarded(_command))

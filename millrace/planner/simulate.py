@@ -1,4 +1,4 @@
-"""Durations and lengths of parts that are not there, from a few numbers or from measured ones. No torch.
+"""Durations and lengths of parts that are not there: given, measured, or from hardware's figures. No torch.
 
 A `Quantile` takes a share between 0 and 1 to the value that so large a share lies below. Shares come from the
 caller's seeds, so a simulation is a function of its seeds.
@@ -10,6 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+
+from millrace.planner.flops import forward_operations
+from millrace.planner.hardware import Gpu
+from millrace.planner.memory import Memory, Workload, cache_bytes_per_token
+from millrace.planner.model_shape import ModelShape
+from millrace.planner.step_time import BANDWIDTH_SHARE
 
 Quantile = Callable[[float], float]
 
@@ -62,17 +68,53 @@ class Service:
 
     Attributes:
         step_s: seconds of a step, however many requests run (reading the weights).
-        row_s: seconds for each request that runs.
+        row_s: seconds for each request that runs (reading its keys and values).
         prompt_token_s: seconds for each token of a prompt, once.
+        product_s: seconds for each request that runs, where that is more than all the reading.
     """
 
     step_s: float = 0.01
     row_s: float = 1e-4
     prompt_token_s: float = 1e-5
+    product_s: float = 0.0
 
     def token_s(self, num_running: int) -> float:
         """Seconds until each of so many requests has one token more."""
-        return self.step_s + self.row_s * num_running
+        return max(self.step_s + self.row_s * num_running, self.product_s * num_running)
+
+
+def planned_service(
+    shape: ModelShape, work: Workload, memory: Memory, gpu: Gpu, *, mfu: float, num_running: int
+) -> Service:
+    """What a step of an engine costs as `step_time` counts it: weights, keys and values, and products.
+
+    Args:
+        shape: the model's.
+        work: what is asked; a request has drawn half of `completion_tokens` on average.
+        memory: of a rank, which has an engine of its own.
+        gpu: the engine's.
+        mfu: the share of the peak that products reach.
+        num_running: requests that run together, which says how many experts of a mixture are read.
+    """
+    rate, bandwidth = gpu.flops(work.weight_bytes) * mfu, gpu.bandwidth * BANDWIDTH_SHARE
+    context = work.prompt_tokens + work.completion_tokens // 2
+    missed = (1 - shape.experts_per_token / max(shape.num_experts, 1)) ** num_running
+    idle = shape.num_expert_parameters * missed * work.weight_bytes
+    prompt = forward_operations(shape, [work.prompt_tokens], 1)
+    return Service(
+        step_s=(memory.sampler - idle) / bandwidth,
+        row_s=context * cache_bytes_per_token(shape, work.weight_bytes) / bandwidth,
+        prompt_token_s=prompt.total / rate / work.prompt_tokens,
+        product_s=2 * shape.num_active_parameters / rate,
+    )
+
+
+def share_of(seed: int) -> float:
+    """A number between 0 and 1 that neighbouring seeds do not share (splitmix64)."""
+    mixed = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (mixed ^ (mixed >> 31)) / 2**64
 
 
 def _check(what: str, value: float) -> None:

@@ -212,6 +212,15 @@ def many_labels(lab: Lab) -> Result:
     return lab("reward-model", "pairs.jsonl", "--model", "mine", "--output", "made")
 
 
+def simulated(*words: str) -> Callable[[Lab], Result]:
+    return lambda lab: lab("simulate", "tiny.yaml", *words)
+
+
+def simulated_from_a_short_run(lab: Lab) -> Result:
+    lab.train("steps=1")
+    return lab("simulate", "--from", "runs/tiny-1")
+
+
 def no_pairs(lab: Lab) -> Result:
     return lab("reward-model", "gone.jsonl", "--model", "mine", "--output", "made")
 
@@ -264,6 +273,12 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the disk is full": full_disk,
     "a file may not grow that large": limited_file_size,
     "the folder is read-only": read_only,
+    "the accelerators are not understood": simulated("--gpus", "8xH20"),
+    "the accelerators are missing": simulated(),
+    "the split leaves nobody to train": simulated("--gpus", "8xH100", "--split", "8"),
+    "what a simulation does not do": simulated("--gpus", "8xH100", "rollout.refill_rounds=1"),
+    "the run has too few finished batches": simulated_from_a_short_run,
+    "the run does not tell how long an engine took": after_a_run("simulate", "--from", "runs/tiny-1"),
     "the file of pairs is not there": no_pairs,
     "the file of pairs is empty": judged_pairs(lambda rows: []),
     "a pair is not JSON": judged_pairs(lambda rows: [rows[0], '{"prompt" 3}', *rows[1:]]),

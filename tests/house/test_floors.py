@@ -63,6 +63,8 @@ WITHOUT_TORCH = [
     "orchestration/runtime/child.py",
     "orchestration/runtime/frames.py",
     "orchestration/runtime/virtual.py",
+    "orchestration/simulation.py",
+    "orchestration/timeline.py",
 ]
 
 

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
 import pytest
 
-from millrace.planner.simulate import Service, constant, exponential, lognormal, measured
+from millrace.planner.hardware import GPUS
+from millrace.planner.layout import Layout
+from millrace.planner.memory import Workload, memory_per_rank
+from millrace.planner.model_shape import ModelShape
+from millrace.planner.simulate import (
+    Service,
+    constant,
+    exponential,
+    lognormal,
+    measured,
+    planned_service,
+    share_of,
+)
+from millrace.planner.step_time import step_time
 from tests.close import close_fp64
+from tests.planner.shapes import LLAMA_8B, MIXTRAL
 
 SHARES = [(i + 0.5) / 20_000 for i in range(20_000)]
 
@@ -59,3 +74,29 @@ def test_what_is_no_duration_is_refused(make):
 def test_a_step_costs_more_the_more_run():
     service = Service(step_s=0.5, row_s=0.25, prompt_token_s=0.0)
     close_fp64([service.token_s(1), service.token_s(6)], [0.75, 2.0])
+
+
+def test_a_step_is_bound_by_products_where_those_take_longer():
+    service = Service(step_s=0.5, row_s=0.25, prompt_token_s=0.0, product_s=0.5)
+    close_fp64([service.token_s(1), service.token_s(2), service.token_s(8)], [0.75, 1.0, 4.0])
+
+
+@pytest.mark.parametrize("gpu", ["H200", "4090"])
+@pytest.mark.parametrize("num_sequences", [1, 64, 512])
+@pytest.mark.parametrize("described", [LLAMA_8B, MIXTRAL])
+def test_engines_cost_what_a_plan_says(described, num_sequences, gpu):
+    """Where every answer is as long as it may be, a simulation and `step_time` count the same."""
+    shape, gpu, layout = ModelShape.of(described), GPUS[gpu], Layout()
+    work = Workload(512, 1024, num_sequences, 8, 4096, 2, 2, 2, cache_tokens=10**7)
+    memory = memory_per_rank(shape, layout, work, gpu.memory_bytes)
+    times = step_time(shape, layout, work, memory, gpu, mfu=0.3)
+    service = planned_service(shape, work, memory, gpu, mfu=0.3, num_running=num_sequences)
+    close_fp64(service.token_s(num_sequences) * 1024, times.decode)
+    close_fp64(service.prompt_token_s * 512 * math.ceil(num_sequences / 8), times.prefill)
+
+
+def test_neighbouring_seeds_share_nothing():
+    shares = [share_of(seed) for seed in range(20_000)]
+    assert all(0 <= share < 1 for share in shares)
+    close_fp64(statistics.mean(shares), 0.5, rtol=0.02)
+    close_fp64(statistics.mean(abs(a - b) for a, b in itertools.pairwise(shares)), 1 / 3, rtol=0.02)

@@ -11,17 +11,20 @@ import heapq
 import math
 import random
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost
-from millrace.planner.simulate import Quantile, Service, constant, exponential
+from millrace.planner.simulate import Quantile, Service, constant, exponential, share_of
 from millrace.types import Completion, Outcome, Prompt
 
 # Whatever an engine draws after the first token.
 _WORD = 7
+# Told of what an engine does: its name, from when until when, and for how many requests; 0 takes weights.
+Watch = Callable[[str, float, float, int], None]
 
 
 class EnginesGone(RuntimeError):
@@ -70,6 +73,8 @@ class Costs:
         num_tokens: of an answer, before `max_tokens` cuts it.
         judge_s: seconds of a reward call.
         load_s: seconds for which an engine draws nothing while it takes new weights.
+        recompute: whether it then computes the keys and values of all that runs again, a prompt once.
+        slots: requests that an engine draws at once; the others wait in the order in which they came.
         message_s: seconds that an event is under way.
         reward: the value of an answer.
         num_answers: different answers to a prompt.
@@ -79,6 +84,8 @@ class Costs:
     num_tokens: Quantile = field(default=constant(100.0))
     judge_s: Quantile = field(default=constant(0.1))
     load_s: Quantile = field(default=constant(0.5))
+    recompute: bool = False
+    slots: int = 1_000_000
     message_s: Quantile = field(default=constant(1e-3))
     reward: Callable[[Prompt, str], float] = field(default=lambda prompt, text: float(int(text) % 2))
     num_answers: int = 4
@@ -88,7 +95,13 @@ class VirtualRuntime:
     """A `Runtime` whose seconds cost nothing; see `base.Runtime` for the orders it takes."""
 
     def __init__(
-        self, num_engines: int, costs: Costs | None = None, faults: Faults | None = None, *, seed: int = 0
+        self,
+        num_engines: int,
+        costs: Costs | None = None,
+        faults: Faults | None = None,
+        *,
+        seed: int = 0,
+        watch: Watch = lambda name, begin_s, end_s, num_running: None,
     ) -> None:
         """Engines without weights, at second 0.
 
@@ -97,9 +110,10 @@ class VirtualRuntime:
             costs: how long things take.
             faults: what goes wrong.
             seed: of everything that is left to chance, answers aside: those come from each draw's own seed.
+            watch: told of every stretch that an engine is at work, as soon as its end is known.
         """
         self._costs, self._faults = costs or Costs(), faults or Faults()
-        self._random = random.Random(seed)
+        self._random, self._watch = random.Random(seed), watch
         self._now_s = 0.0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned, self._num_engines, self._num_lost = 0, 0, 0
@@ -140,7 +154,7 @@ class VirtualRuntime:
             return
         faults, chance = self._faults, self._random.random()
         one.advance(self._now_s)
-        one.busy_until_s = max(one.busy_until_s, self._now_s) + self._costs.load_s(self._random.random())
+        one.stop_for(self._costs.load_s(self._random.random()), 0)
         if chance < faults.load_breaks:
             self._at(one.busy_until_s, lambda: self.lose(engine, f"it does not hold version {version}"))
         elif chance >= faults.load_breaks + faults.load_hangs:
@@ -209,9 +223,8 @@ class VirtualRuntime:
         faults, chance = self._faults, self._random.random
         name = f"engine-{self._num_engines}"
         self._num_engines += 1
-        one = self._engines[name] = _Engine(
-            name, self._costs.service, 10.0 if chance() < faults.slow else 1.0
-        )
+        slowness = 10.0 if chance() < faults.slow else 1.0
+        one = self._engines[name] = _Engine(name, self._costs, slowness, self._watch)
         one.at_s = one.busy_until_s = self._now_s
         if faults.crash_every_s < math.inf:
             life_s = exponential(faults.crash_every_s)(chance())
@@ -237,10 +250,13 @@ class VirtualRuntime:
             return
         one.advance(self._now_s)
         one.take_weights(version)
+        if self._costs.recompute:
+            one.recompute()
+            self._plan_next(one)
         self._tell(Loaded(one.name, version, math.ceil(one.clock)))
 
     def _num_tokens(self, draw: Draw) -> int:
-        wanted = self._costs.num_tokens(_share(draw.params.seed))
+        wanted = self._costs.num_tokens(share_of(draw.params.seed))
         return max(1, min(draw.params.max_tokens, round(wanted)))
 
     def _plan_next(self, one: _Engine) -> None:
@@ -260,7 +276,7 @@ class VirtualRuntime:
 
     def _ended(self, one: _Engine, id: str, *, aborted: bool) -> None:
         """Tell of a draw that is over."""
-        draw, start, length = one.draws.pop(id)
+        draw, start, length = one.pop(id)
         if aborted:
             length = max(0, min(length - 1, int(one.clock - start)))
         seed = draw.params.seed
@@ -277,33 +293,68 @@ class VirtualRuntime:
 class _Engine:
     """One engine. Its clock counts steps, of which every request that runs has one token each."""
 
-    def __init__(self, name: str, service: Service, slowness: float) -> None:
+    def __init__(self, name: str, costs: Costs, slowness: float, watch: Watch) -> None:
         self.name = name
         self.hangs = False
         self.clock, self.at_s, self.busy_until_s = 0.0, 0.0, 0.0
+        # With the clock at which each was begun; infinite for those that wait.
         self.draws: dict[str, tuple[Draw, float, int]] = {}
         self.plan = 0
-        self._service, self._slowness = service, slowness
+        self._costs, self._slowness, self._watch = costs, slowness, watch
         self._ends: list[tuple[float, int, str]] = []
-        self._num_added = 0
+        self._waiting: deque[str] = deque()
+        self._num_begun = self._num_running = 0
         self._weights: list[tuple[float, int]] = []
 
     def advance(self, now_s: float) -> None:
         """Do the steps up to now, but for the time in which it did something else."""
         begin_s = max(self.at_s, min(self.busy_until_s, now_s))
-        if self.draws and not self.hangs:
+        if self._num_running and not self.hangs and begin_s < now_s:
             self.clock += (now_s - begin_s) / self._step_s()
+            self._watch(self.name, begin_s, now_s, self._num_running)
         self.at_s = now_s
 
+    def stop_for(self, seconds: float, num_running: int) -> None:
+        """Do something else for so long, after whatever else it does now."""
+        begin_s = max(self.busy_until_s, self.at_s)
+        self.busy_until_s = begin_s + seconds
+        self._watch(self.name, begin_s, self.busy_until_s, num_running)
+
     def add(self, draws: Sequence[Draw], lengths: Sequence[int]) -> None:
-        """Take requests up; the prompt that they share is computed once."""
-        prompts = {draw.prompt for draw in draws}
-        prompt_s = sum(map(len, prompts)) * self._service.prompt_token_s * self._slowness
-        self.busy_until_s = max(self.busy_until_s, self.at_s) + prompt_s
+        """Take requests up, as many as there is room for; the prompt that they share is computed once."""
         for draw, length in zip(draws, lengths, strict=True):
-            self.draws[draw.id] = (draw, self.clock, length)
-            self._num_added += 1
-            heapq.heappush(self._ends, (self.clock + length, self._num_added, draw.id))
+            self.draws[draw.id] = (draw, math.inf, length)
+            self._waiting.append(draw.id)
+        self._begin()
+        self._compute(sum(map(len, {draw.prompt for draw in draws})))
+
+    def pop(self, id: str) -> tuple[Draw, float, int]:
+        """A request that is over, when it was begun and its length; one that waited has drawn nothing."""
+        draw, start, length = self.draws.pop(id)
+        if start == math.inf:
+            return draw, self.clock, 0
+        self._num_running -= 1
+        self._begin()
+        return draw, start, length
+
+    def recompute(self) -> None:
+        """Compute keys and values of all that runs."""
+        running = [(draw, start) for draw, start, _ in self.draws.values() if start < math.inf]
+        prompts = {draw.prompt for draw, _ in running}
+        self._compute(sum(map(len, prompts)) + sum(self.clock - start for _, start in running))
+
+    def _begin(self) -> None:
+        while self._waiting and self._num_running < self._costs.slots:
+            id = self._waiting.popleft()
+            if id in self.draws:
+                draw, _, length = self.draws[id]
+                self.draws[id] = (draw, self.clock, length)
+                self._num_begun += 1
+                self._num_running += 1
+                heapq.heappush(self._ends, (self.clock + length, self._num_begun, id))
+
+    def _compute(self, num_tokens: float) -> None:
+        self.stop_for(num_tokens * self._costs.service.prompt_token_s * self._slowness, self._num_running)
 
     def take_weights(self, version: int) -> None:
         """Draw with this version from here on."""
@@ -333,19 +384,12 @@ class _Engine:
 
     def pop_ended(self) -> Iterator[str]:
         """Requests that have all their tokens, in the order in which they were given."""
-        # The clock is a sum of many small steps; the last token is not missed for its rounding.
+        # The clock is a sum of many small steps; its rounding neither misses the last token nor adds up.
         while self._ends and self._ends[0][0] <= self.clock + 1e-6:
-            _, _, id = heapq.heappop(self._ends)
+            end, _, id = heapq.heappop(self._ends)
+            self.clock = end if end > self.clock - 1e-6 else self.clock
             if id in self.draws:
                 yield id
 
     def _step_s(self) -> float:
-        return self._service.token_s(len(self.draws)) * self._slowness
-
-
-def _share(seed: int) -> float:
-    """A number between 0 and 1 that neighbouring seeds do not share (splitmix64)."""
-    mixed = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (mixed ^ (mixed >> 31)) / 2**64
+        return self._costs.service.token_s(self._num_running) * self._slowness

@@ -234,3 +234,58 @@ def test_rewards_fail():
     ((_, event),) = until(made, count=1)
     assert isinstance(event, Judged)
     assert [(outcome.kind, outcome.reason) for outcome in event.outcomes] == [("failed", "the reward died")]
+
+
+def test_who_finds_no_room_waits_in_order():
+    """One at a time, 10 s each; the prompt takes 4 x 0.25 s when they come; y ends before it begins."""
+    costs = replace(COSTS, service=Service(1.0, 0.0, 0.25), slots=1)
+    made = runtime(costs=costs)
+    until(made, count=1)
+    made.submit("engine-0", draws("x", "y", "z"))
+    made.abort("engine-0", ["y"])
+    found = until(made, count=3)
+    assert [event.id for _, event in found] == ["y", "x", "z"]
+    close_fp64([at_s for at_s, _ in found], [2.0, 13.0, 23.0])
+    assert [len(event.completion.token_ids) for _, event in found] == [0, 10, 10]
+    assert [(event.began, event.ended) for _, event in found] == [(0, 0), (0, 10), (10, 20)]
+
+
+def test_an_aborted_request_makes_room():
+    made = runtime(costs=replace(COSTS, service=Service(1.0, 0.0, 0.0), slots=1))
+    until(made, count=1)
+    made.submit("engine-0", draws("x", "y"))
+    until(made, end_s=6.0)
+    made.abort("engine-0", ["x"])
+    found = until(made, count=2)
+    close_fp64([at_s for at_s, _ in found], [6.0, 16.0])
+    assert [len(event.completion.token_ids) for _, event in found] == [4, 10]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_new_weights_have_what_runs_computed_again(recompute):
+    """Loaded at 2, two requests with 4 tokens of a prompt; at 8.0 new weights, which take until 10.0."""
+    costs = replace(COSTS, service=Service(1.0, 0.0, 0.25), recompute=recompute)
+    made = runtime(costs=costs)
+    until(made, count=1)
+    made.submit("engine-0", draws("x", "y"))
+    until(made, end_s=8.0)
+    made.load("engine-0", 6)
+    found = until(made, count=3)
+    # Five tokens of each were drawn from 3.0 on; the prompt they share counts once.
+    again_s = (4 + 2 * 5) * 0.25 if recompute else 0.0
+    close_fp64([at_s for at_s, _ in found], [10.0, 15.0 + again_s, 15.0 + again_s])
+
+
+def test_a_watcher_hears_of_every_stretch_of_work():
+    told = []
+    made = VirtualRuntime(1, COSTS, watch=lambda *stretch: told.append(stretch))
+    made.load("engine-0", 5)
+    until(made, count=1)
+    made.submit("engine-0", draws("x", "y"))
+    until(made, end_s=8.0)
+    made.submit("engine-0", draws("z", max_tokens=1))
+    until(made, count=3)
+    assert [stretch[3] for stretch in told] == [0, 2, 2, 3, 3, 2]
+    # Weights; the prompt; 5 s of steps; a prompt again; a step of three, 2.5 s; the rest of two.
+    spans = [(0, 2), (2, 3), (3, 8), (8, 9), (9, 11.5), (11.5, 11.5 + 2.0 * (10 - 2.5 - 1))]
+    close_fp64([stretch[1:3] for stretch in told], spans)

@@ -1,0 +1,285 @@
+"""`millrace simulate`: how to share accelerators between sampling and training, before any is bought."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millrace.cli.plan import Mfu, read_shape, refusal, workload
+from millrace.cli.train import Overrides
+
+if TYPE_CHECKING:
+    from millrace.config.settings import RunConfig
+    from millrace.orchestration.machines import Machines
+    from millrace.orchestration.measured import Measured
+    from millrace.orchestration.simulation import Simulated
+
+Recipe = Annotated[
+    str | None,
+    typer.Argument(metavar="RECIPE", help="A recipe's name, or a file of your own. [default: of --from]"),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="How many accelerators, and which, such as 128xH200; with --from how many alone."),
+]
+Split = Annotated[
+    str, typer.Option(metavar="search|K", help="How many of them sample; search finds the best.")
+]
+From = Annotated[
+    str | None,
+    typer.Option("--from", metavar="RUN", help="Take durations from this run, and compare it with its own."),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MEDIAN,SPREAD",
+        help="Tokens of answers: lognormal, SPREAD the deviation of the logarithm. "
+        "[default: a quarter of rollout.max_tokens, 0.8]",
+    ),
+]
+Picture = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write what engines and trainer do as SVG.")
+]
+
+# Batches that count, rounded up to whole waves: all that the bound allows starts together.
+NUM_COUNTED = 6
+# At most so many splits are looked at.
+MOST_SPLITS = 32
+FAR_AHEAD = 4
+# Simulations of a run that is compared with them: their mean is foreseen.
+NUM_SEEDS = 8
+NAMES = {
+    "step_s": "step, s",
+    "wait_s": "  waiting, s",
+    "train_s": "  training, s",
+    "sync_s": "  publishing, s",
+    "tokens_per_s": "tokens/s",
+    "staleness": "staleness",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table."""
+
+    mode: str
+    num_sampling: int
+    num_training: int
+    run: Simulated
+
+    @property
+    def idle(self) -> float:
+        """Share of all accelerators' time in which nobody samples or trains on them."""
+        run, num_gpus = self.run, self.num_sampling + self.num_training
+        if self.mode == "colocated":
+            return 1 - run.engines_busy - run.trainer_busy
+        busy = self.num_sampling * run.engines_busy + self.num_training * run.trainer_busy
+        return 1 - busy / num_gpus
+
+
+def simulate(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    *,
+    gpus: Gpus = None,
+    split: Split = "search",
+    run: From = None,
+    lengths: Lengths = None,
+    mfu: Mfu = 0.4,
+    picture: Picture = None,
+) -> None:
+    """Compare ways to share accelerators: in turns, synchronous, one step off, further ahead.
+
+    The run's own controller goes through some batches on a virtual clock. Durations are those of `millrace
+    plan`, or measured ones of a run; that run is compared with its own simulation first. No weight is read.
+
+    Exit code: 0, or 2 for a mistake in the words.
+    """
+    from millrace.config.flow import FlowConfig
+    from millrace.config.recipe import load_recipe, parse_overrides
+    from millrace.orchestration.machines import check_simulated, measured_machines, planned_machines
+    from millrace.planner.errors import PlanError
+
+    found = None
+    if run is not None:
+        from millrace.orchestration.measured import read_measured
+
+        found = read_measured(run)
+        if gpus is None and (recipe is not None or picture is not None):
+            raise PlanError(
+                "--gpus is missing; with --from alone, without RECIPE and --picture, a run is compared with "
+                "its own simulation"
+            )
+        for line in comparison(run, found):
+            typer.echo(line)
+    if gpus is None:
+        if found is None:
+            raise PlanError("--gpus is missing; write how many, x, and which, such as 128xH200")
+        return
+    if recipe is None and run is None:
+        raise PlanError("RECIPE is missing; give a recipe, or a run with --from")
+    config = load_recipe(recipe or f"{run}/recipe.yaml", parse_overrides(overrides or []))
+    check_simulated(config)
+    if found is not None:
+        machines = measured_machines(config, found, gpus, lengths)
+    else:
+        shape, work = read_shape(config), workload(config)
+        # How many ranks may train ahead is not a matter of the layout.
+        refuse = partial(refusal, config.model_copy(update={"flow": FlowConfig()}), shape)
+        machines = planned_machines(config, gpus, lengths, shape=shape, work=work, refuse=refuse, mfu=mfu)
+    rows = table(config, machines, split)
+    for line in table_lines(config, machines, rows):
+        typer.echo(line)
+    if picture is not None:
+        draw(rows, picture)
+
+
+def comparison(run: str, found: Measured) -> Iterator[str]:
+    """A run beside its own simulation.
+
+    Raises:
+        PlanError: what it did cannot be simulated.
+    """
+    from millrace.orchestration.machines import check_simulated, measured_work
+    from millrace.orchestration.measured import NUM_FIRST
+    from millrace.orchestration.simulation import simulate
+
+    check_simulated(found.config)
+    staleness = found.config.flow.staleness
+    work = measured_work(found.config, found, staleness, found.num_engines, found.num_ranks)
+    runs = [
+        simulate(work, num_batches=found.num_batches, num_first=NUM_FIRST, ends=True, seed=seed)
+        for seed in range(NUM_SEEDS)
+    ]
+    yield (
+        f"{run}: {found.num_batches} batches at staleness {staleness}, {found.num_engines} engines, "
+        f"{found.num_ranks} ranks"
+    )
+    yield f"  {'':16}{'simulated':>12}{'measured':>12}{'error':>9}"
+    foreseen: dict[str, Callable[[Simulated], float]] = {
+        "step_s": lambda run: run.step_s,
+        "wait_s": lambda run: run.wait_s,
+        "train_s": lambda run: run.train_s,
+        "sync_s": lambda run: run.sync_s,
+        "tokens_per_s": lambda run: run.tokens_per_s,
+        "staleness": lambda run: run.staleness[0],
+    }
+    for key, of in foreseen.items():
+        number, there = fmean(map(of, runs)), found.step[key]
+        error = f"{number / there - 1:+9.1%}" if key in ("step_s", "tokens_per_s") else ""
+        yield f"  {NAMES[key]:16}{number:12.4g}{there:12.4g}{error}"
+    yield ""
+
+
+def table(config: RunConfig, machines: Machines, split: str) -> list[Row]:
+    """Every mode with every split that was tried.
+
+    Raises:
+        PlanError: the split leaves nothing to sample or to train on, or nothing fits.
+    """
+    from millrace.orchestration.simulation import best_split, simulate
+    from millrace.planner.errors import PlanError
+
+    num_gpus, rows = machines.num_gpus, []
+
+    def tried(mode: str, staleness: int, num_sampling: int, num_training: int) -> float:
+        work = machines.work(staleness, num_sampling, num_training)
+        if work is None:
+            return math.inf
+        wave = staleness + 1
+        run = simulate(work, num_batches=wave + math.ceil(NUM_COUNTED / wave) * wave, num_first=wave)
+        rows.append(Row(mode, num_sampling, num_training, run))
+        return run.step_s
+
+    splits = possible_splits(num_gpus, split)
+    fitting = [one for one in splits if machines.work(0, one, num_gpus - one) is not None]
+    if split != "search" and not fitting:
+        raise PlanError(
+            f"--split {split} leaves {num_gpus - int(split)} to train on, where the recipe cannot be "
+            "trained; ask millrace plan what to change"
+        )
+    tried("colocated", 0, num_gpus, num_gpus)
+    far = config.flow.staleness if config.flow.staleness > 1 else FAR_AHEAD
+    for mode, staleness in {"synchronous": 0, "one step off": 1, f"{far} steps ahead": far}.items():
+        if fitting:
+            best_split(fitting, lambda one, m=mode, s=staleness: tried(m, s, one, num_gpus - one))  # type: ignore[misc]
+    if not rows:
+        raise PlanError(
+            f"the recipe cannot be trained on {num_gpus} accelerators; ask millrace plan what to change"
+        )
+    return rows
+
+
+def possible_splits(num_gpus: int, split: str) -> list[int]:
+    """How many may sample; even shares where there are many.
+
+    Raises:
+        PlanError: it is neither search nor a number that leaves at least one to train on.
+    """
+    from millrace.planner.errors import PlanError
+
+    if split == "search":
+        every = -(-num_gpus // MOST_SPLITS)
+        return list(range(every, num_gpus, every))
+    if not split.isdecimal() or not 0 < int(split) < num_gpus:
+        raise PlanError(
+            f"--split is {split}; of {num_gpus} accelerators 1 to {num_gpus - 1} can sample, or write search"
+        )
+    return [int(split)]
+
+
+def best_rows(rows: list[Row]) -> dict[str, Row]:
+    """The quickest split of each mode."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.mode not in best or row.run.step_s < best[row.mode].run.step_s:
+            best[row.mode] = row
+    return best
+
+
+def table_lines(config: RunConfig, machines: Machines, rows: list[Row]) -> Iterator[str]:
+    """The table; a star marks the best split of each mode."""
+    from millrace.orchestration.machines import num_samples
+
+    rollout, best = config.rollout, best_rows(rows)
+    first = min((row.run.step_s for row in rows if row.mode == "colocated"), default=None)
+    yield f"durations: {machines.source}"
+    yield f"a batch: {rollout.prompts_per_step} prompts x {num_samples(config)} answers"
+    yield ""
+    yield (
+        f"  {'mode':16}{'sampling':>9}{'training':>9}{'step, s':>10}{'tokens/s':>11}{'speed':>7}"
+        f"{'engines idle':>14}{'trainer idle':>14}{'all idle':>10}{'staleness':>11}"
+    )
+    for row in sorted(rows, key=lambda row: (list(best).index(row.mode), row.num_sampling)):
+        run, star = row.run, "*" if best[row.mode] is row else " "
+        mean, most = run.staleness
+        speed = f"{first / run.step_s:6.2f}x" if first else f"{'':7}"
+        yield (
+            f"{star} {row.mode:16}{row.num_sampling:9}{row.num_training:9}{run.step_s:10.4g}"
+            f"{run.tokens_per_s:11,.0f}{speed}{_share(1 - run.engines_busy):>14}"
+            f"{_share(1 - run.trainer_busy):>14}{_share(row.idle):>10}{mean:7.1f}, {most}"
+        )
+
+
+def _share(idle: float) -> str:
+    # What is idle for no time at all may be below 0 by rounding.
+    return f"{abs(round(idle, 2)):.0%}"
+
+
+def draw(rows: list[Row], picture: str) -> None:
+    """Write the best split of each mode as SVG."""
+    from millrace.orchestration.timeline import timeline_svg
+
+    runs = {
+        f"{mode}: {row.num_sampling} sample, {row.num_training} train, {row.run.step_s:.3g} s a step": row.run
+        for mode, row in best_rows(rows).items()
+    }
+    Path(picture).write_text(timeline_svg(runs, title="Who works when"), encoding="utf-8")
+    typer.echo(f"\npicture: {picture}")

@@ -45,7 +45,7 @@ def taken(
 
 
 def sound() -> Events:
-    """Two batches of two groups; one group is equal, one is dropped, an engine dies, another joins, one resume."""
+    """Two batches of two groups; one is equal, one is dropped, an engine dies, another joins, one resume."""
     return [
         event("begin", rules=dict(RULES), num_batches=2),
         event("load", engine="a", version=0),

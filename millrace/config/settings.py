@@ -109,6 +109,12 @@ class RunConfig(Section):
         return self
 
 
+def num_processes(config: RunConfig) -> int:
+    """Engines in processes of their own; none where sampling and training take turns."""
+    wanted = config.engine.processes
+    return int(config.flow.staleness > 0) if wanted is None else wanted
+
+
 def ineffective_settings(config: RunConfig) -> list[str]:
     """One sentence for each setting that was given and can have no effect in this recipe."""
     found = [*_idle_inputs(config), *idle_model(config.model), *idle_engine(config.engine)]
@@ -195,8 +201,6 @@ def _idle_ahead(config: RunConfig) -> Iterator[str]:
         yield f"{why} needs engine.name paged; remove one of them"
     if config.engine.take_turns:
         yield f"engine.take_turns does not go with {why}, where nobody takes turns; remove one of them"
-    if config.mesh.num_ranks > 1:
-        yield f"{why} trains on one rank only; remove it, or the settings of mesh that ask for more"
 
 
 def _idle_sampling(config: RunConfig) -> Iterator[str]:

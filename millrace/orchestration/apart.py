@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.config.settings import RunConfig
+from millrace.config.settings import RunConfig, num_processes
 from millrace.models.load import Model
 from millrace.orchestration.engines import save_engine
 from millrace.orchestration.lengths import longest_sequence
 from millrace.orchestration.parts import Newest
+from millrace.orchestration.runtime import child, ray_engine
 from millrace.orchestration.runtime.child import Settings
 from millrace.orchestration.runtime.processes import ProcessRuntime
 from millrace.protocols import Reward
@@ -45,24 +46,18 @@ class OneAtATime:
         self._reward.close()
 
 
-def num_processes(config: RunConfig) -> int:
-    """Engines in processes of their own; none where sampling and training take turns."""
-    wanted = config.engine.processes
-    return int(config.flow.staleness > 0) if wanted is None else wanted
-
-
 def num_threads(config: RunConfig) -> int:
     """Threads of each process of a rank.
 
     The recipe's, or the cores that this process may use, shared evenly with the other ranks of this machine
-    and with the engines that draw while it trains. Engines that wait for the trainer, as it waits for them,
-    leave it all of its share.
+    and with the engines that draw while they train. Engines that wait for the ranks, as those wait for them,
+    leave them all of it.
     """
     if config.threads:
         return config.threads
-    at_work = 1 + (num_processes(config) if config.flow.staleness else 0)
+    ahead = num_processes(config) if config.flow.staleness else 0
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // neighbours // at_work)
+    return max(1, len(os.sched_getaffinity(0)) // (neighbours + ahead))
 
 
 def start_engines(
@@ -100,7 +95,11 @@ def start_engines(
     settings = Settings(
         folder, threads=num_threads(config), kv=config.flow.kv, interrupt=config.flow.interrupt
     )
+    number, start = num_processes(config), child.start
+    if config.mesh.launcher == "ray" and ray_engine.inside():
+        actors = ray_engine.Actors(number, on_gpu=model.device.type == "cuda")
+        start = held.enter_context(actors).start
     runtime = ProcessRuntime(
-        settings, reward, newest, num_engines=num_processes(config), load_s=config.limits.phase_s
+        settings, reward, newest, num_engines=number, load_s=config.limits.phase_s, start=start
     )
     return held.enter_context(runtime)

@@ -12,7 +12,7 @@ import torch
 
 from millrace.config.inputs import TASK_PREFIX
 from millrace.config.rewards import RewardConfig
-from millrace.config.settings import RunConfig
+from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.environments.single_turn import SingleTurn
@@ -31,7 +31,7 @@ from millrace.models.load import (
 from millrace.models.mesh import Mesh
 from millrace.models.replay import Routing
 from millrace.models.routing import Routers
-from millrace.orchestration.apart import OneAtATime, num_processes, num_threads, start_engines
+from millrace.orchestration.apart import OneAtATime, num_threads, start_engines
 from millrace.orchestration.companions import critic, reference, teacher
 from millrace.orchestration.engines import engine_over
 from millrace.orchestration.lengths import longest_prompt, longest_sequence
@@ -39,9 +39,9 @@ from millrace.orchestration.methods import build_control, build_method, build_ob
 from millrace.orchestration.parts import Newest, Parts, SetupError
 from millrace.orchestration.ranks import Ranks
 from millrace.orchestration.runtime.processes import ProcessRuntime
-from millrace.orchestration.shared import SharedEngine, SharedReward
+from millrace.orchestration.shared import FirstEngine, Onlooker, SharedEngine, SharedReward
 from millrace.orchestration.trainable import check_base, choose_weights, save_policy
-from millrace.protocols import Engine, Reward
+from millrace.protocols import Engine, Reward, WeightTransport
 from millrace.rewards.combine import CombinedReward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.text import ExactReward, Gsm8kReward
@@ -67,7 +67,7 @@ class _Sampling(TypedDict):
     sleeper: PagedEngine | None
     runtime: ProcessRuntime | None
     newest: Newest
-    transport: LocalTransport
+    transport: WeightTransport
     reward: Reward
     held: ExitStack
 
@@ -135,20 +135,27 @@ def _sampling(
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
         runtime, sleeper = None, None
         engine: Engine
+        transport: WeightTransport
         if num_processes(config):
-            reward = OneAtATime(reward)
-            engine = runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
+            # All of them are the first rank's.
+            if ranks.first:
+                reward = OneAtATime(reward)
+                runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
+            engine = FirstEngine(runtime, ranks)
+            transport = Onlooker() if runtime is None else build_transport(runtime)
         else:
-            engine = build_engine(config, sampled, tokenizer)
-            sleeper = engine if isinstance(engine, PagedEngine) else None
+            own = build_engine(config, sampled, tokenizer)
+            sleeper = own if isinstance(own, PagedEngine) else None
+            engine = SharedEngine(own, ranks) if ranks.size > 1 else own
+            transport = build_transport(own)
         if ranks.size > 1:
-            engine, reward = SharedEngine(engine, ranks), SharedReward(reward, ranks)
+            reward = SharedReward(reward, ranks)
         return {
             "engine": engine,
             "sleeper": sleeper,
             "runtime": runtime,
             "newest": newest,
-            "transport": build_transport(engine),
+            "transport": transport,
             "reward": reward,
             "held": undone.pop_all(),
         }

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace.config.settings import RunConfig
+from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import PromptStream
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
@@ -23,6 +23,7 @@ from millrace.orchestration.alarms import check_accuracy, check_evaluation
 from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
 from millrace.orchestration.events import EventLog
+from millrace.orchestration.follower import Follower
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.learn import Learner
 from millrace.orchestration.memory import owners
@@ -179,9 +180,11 @@ class Controller:
         self.turns.own(self.owners())
         return self.learner
 
-    def source(self) -> Source:
+    def source(self) -> Source | Follower:
         """Where batches of reinforcement come from."""
         parts = self.parts
+        if num_processes(self.config) and not self.ranks.first:
+            return Follower(parts.train_prompts, parts.newest, ranks=self.ranks, spans=self.spans)
         runtime = parts.runtime or InlineRuntime(
             parts.engine, parts.reward, lambda version: self.publish(), self.spans
         )
@@ -191,7 +194,7 @@ class Controller:
             self.stream(),
             runtime=runtime,
             log=EventLog(self.folder.events, lambda: self.wall_s),
-            first=self.ranks.first,
+            ranks=self.ranks,
             spans=self.spans,
             watchdog=self.watchdog,
         )
@@ -260,7 +263,7 @@ class Controller:
         self.progress.best_checkpoint = self.progress.checkpoint_name
         return True
 
-    def checkpoint(self, source: Source | None = None) -> None:
+    def checkpoint(self, source: Source | Follower | None = None) -> None:
         """Save what a resumed run needs, then forget the oldest checkpoints; training goes on meanwhile.
 
         Args:
@@ -283,7 +286,8 @@ class Controller:
         saved = replace(progress)
 
         def begin(aside: Path) -> None:
-            if source is not None:
+            # This is done on the first rank alone.
+            if isinstance(source, Source):
                 source.save(aside)
                 flush(self.folder.events)
             flush(self.folder.metrics)
@@ -316,7 +320,7 @@ class Controller:
         also = {saved.best_checkpoint} | ({"step-000000"} if self.parts.reference is not None else set())
         self.folder.forget(saved.checkpoint_name, keep=self.config.checkpoint.keep, also=also)
 
-    def leave_if_asked(self, source: Source | None = None) -> None:
+    def leave_if_asked(self, source: Source | Follower | None = None) -> None:
         """Save, unless that was just done, and raise Interrupted if the user pressed Ctrl-C.
 
         Args:

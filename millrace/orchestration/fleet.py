@@ -56,6 +56,7 @@ class Fleet:
         """Send every engine the weights, which are those of so many publishes."""
         self._newest, self._version = num_published, version
         self._births[version] = num_published
+        self._runtime.offer(version)
         for name in self._runtime.engines():
             self.join(name)
 
@@ -79,6 +80,9 @@ class Fleet:
         same = version == self._version
         self._newest += 1
         self._births[version], self._version = self._newest, version
+        if not same:
+            # Before anything is trained again, even where no engine is there to load them.
+            self._runtime.offer(version)
         for name, engine in self._engines.items():
             if not same:
                 self._load(name, engine)

@@ -15,6 +15,7 @@ from millrace.observability.profile import Profiler
 from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_mismatch, check_rewards, check_steps
 from millrace.orchestration.controller import Controller
+from millrace.orchestration.follower import Follower
 from millrace.orchestration.learn import BatchResult, Learner, train_on
 from millrace.orchestration.memory import fullest
 from millrace.orchestration.source import Source
@@ -169,7 +170,7 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
 
 
 def _one_batch(
-    controller: Controller, learner: Learner, source: Source
+    controller: Controller, learner: Learner, source: Source | Follower
 ) -> tuple[BatchResult, dict[str, float]]:
     """Sample, train, publish; what the batch did, and how its samples came about."""
     config, spans, step = controller.config, controller.spans, controller.progress.step

@@ -71,7 +71,8 @@ class Parts:
     Attributes:
         engine: the sampler.
         sleeper: this rank's own engine behind it; None for one that cannot sleep.
-        runtime: engines in processes of their own, of which `engine` asks one; None where it is in this one.
+        runtime: engines in processes of their own, of which `engine` asks one; None where it is in this one,
+            and on all ranks but the first.
         newest: what those engines are given; whoever trains is entered there.
         held: ends what has processes of its own: rewards and engines.
         transport: carries weights to it.

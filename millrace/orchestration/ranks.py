@@ -57,9 +57,19 @@ class Ranks:
         dist.all_gather(parts, padded, group=self._group)
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, length_R, strict=True)]
 
+    def hand_out(self, data: bytes = b"") -> bytes:
+        """What the first rank gives, on every rank; the others give nothing."""
+        if self._group is None:
+            return data
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, 0, group=self._group)
+        told = _bytes(data) if self.first else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(told, 0, group=self._group)
+        return data if self.first else told.numpy().tobytes()
+
     def share(self, text: str) -> str:
         """What the first rank says; the others' words are dropped."""
-        return self.gather(text.encode() if self.first else b"")[0].decode()
+        return self.hand_out(text.encode() if self.first else b"").decode()
 
     def agree(self, wish: bool) -> bool:
         """Whether any rank wishes it."""

@@ -55,6 +55,55 @@ class SharedEngine:
         return self._engine.fingerprint()
 
 
+class Onlooker:
+    """Takes part where ranks gather weights that the first alone hands on; a `protocols.WeightTransport`."""
+
+    def send(self, named_tensors: NamedTensors, version: int) -> None:
+        """See every tensor, one at a time, and keep none."""
+        for _ in named_tensors:
+            pass
+
+
+class FirstEngine:
+    """The first rank's engine, which draws for all; every call is one of all ranks, in step."""
+
+    def __init__(self, engine: Engine | None, ranks: Ranks) -> None:
+        """The one engine, as a rank sees it.
+
+        Args:
+            engine: the first rank's own; None on the others.
+            ranks: of the run.
+        """
+        self._engine, self._ranks = engine, ranks
+
+    @property
+    def version(self) -> int:
+        """Of the weights that draw from now on."""
+        return int(self._ranks.share("" if self._engine is None else str(self._engine.version)))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Draw one completion for each prompt, in order; see `protocols.Engine`."""
+        if self._engine is None:
+            return unpack_completions(self._ranks.hand_out())
+        drawn = self._engine.generate(prompts, params)
+        self._ranks.hand_out(pack_completions(drawn))
+        return drawn
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace the engine's weights; the other ranks help to gather them."""
+        if self._engine is not None:
+            self._engine.load_weights(named_tensors, version)
+        else:
+            Onlooker().send(named_tensors, version)
+
+    def fingerprint(self) -> dict[str, str]:
+        """A checksum of each weight as the engine holds it."""
+        told = "" if self._engine is None else json.dumps(self._engine.fingerprint())
+        return dict(json.loads(self._ranks.share(told)))
+
+
 class SharedReward:
     """A reward on each rank; answers are judged where they fall, and the outcomes known everywhere."""
 

@@ -19,8 +19,10 @@ from millrace.observability.metrics import Spans
 from millrace.orchestration.bias import BiasMeter
 from millrace.orchestration.events import EventLog
 from millrace.orchestration.flow import Flow, FlowRules, Note, unheard
+from millrace.orchestration.follower import pack_batch
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.pump import Pump
+from millrace.orchestration.ranks import Ranks
 from millrace.orchestration.rollouts import Rolled, Rollouts
 from millrace.orchestration.runtime.base import Runtime
 from millrace.orchestration.step import Sampled, completion_seed, greedy, group_rewards, sampling
@@ -108,7 +110,7 @@ class Source:
         *,
         runtime: Runtime,
         log: EventLog,
-        first: bool,
+        ranks: Ranks,
         spans: Spans,
         watchdog: Watchdog,
     ) -> None:
@@ -120,11 +122,12 @@ class Source:
             stream: deals prompts.
             runtime: draws and judges.
             log: hears of every decision.
-            first: whether the log is the run's own; other ranks keep theirs for themselves.
+            ranks: of the run. Where each has an engine, each has a source, and the first one's log is the
+                run's; otherwise the others have a `Follower` each.
             spans: of the trainer's thread.
             watchdog: knows what that thread waits for.
         """
-        self._config, self._runtime, self._log, self._first = config, runtime, log, first
+        self._config, self._runtime, self._log, self._ranks = config, runtime, log, ranks
         self._spans, self._watchdog = spans, watchdog
         self._ahead = config.flow.staleness > 0
         # Elsewhere no group is dropped for being slow.
@@ -150,7 +153,7 @@ class Source:
             self._log.add("begin", rules=asdict(flow_rules(self._config)), num_batches=self._config.steps)
         else:
             words = json.loads((checkpoint / WORDS).read_text(encoding="utf-8"))
-            self._log.rewind(words["log_bytes"] if self._first else 0)
+            self._log.rewind(words["log_bytes"] if self._ranks.first else 0)
             self._bias.load_state(words["bias"])
             self._rollouts.load_state(words["rollouts"], load_file(checkpoint / NUMBERS))
         self._rollouts.begin(version)
@@ -176,7 +179,10 @@ class Source:
         """
         with self._waiting("sample", "its next batch"):
             rolled = self._verbs.next_batch(self._config.limits.phase_s)
-        return as_sampled(rolled), self._record(rolled)
+        sampled, told = as_sampled(rolled), self._record(rolled)
+        if self._apart and self._ranks.size > 1:
+            self._ranks.hand_out(pack_batch(sampled, told))
+        return sampled, told
 
     def published(self, version: int) -> None:
         """Send every engine the trainer's weights; at staleness 0, wait until all have proved them.

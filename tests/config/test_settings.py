@@ -210,11 +210,6 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "them",
     ),
     (
-        {"flow": {"staleness": 1}, "mesh": {"dp_shard": 2}},
-        "flow.staleness above 0 trains on one rank only; remove it, or the settings of mesh that ask for "
-        "more",
-    ),
-    (
         {"flow": {"stale": "drop"}},
         "flow.stale has no effect with flow.staleness 0, where no group grows too old; remove it",
     ),

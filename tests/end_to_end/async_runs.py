@@ -59,7 +59,7 @@ def prompts_of(path: Path) -> list[list[str]]:
     return [[row["prompt_id"] for row in rows[::SAMPLES]] for rows in trained(path)]
 
 
-def check_run(path: Path, *, steps: int, bound: int) -> list[int]:
+def check_run(path: Path, *, steps: int, bound: int, warmup: int = OVERRIDES["warmup.steps"]) -> list[int]:
     """Fail unless a finished run lost no group, trained each once, and none older than it may be.
 
     Returns:
@@ -69,7 +69,7 @@ def check_run(path: Path, *, steps: int, bound: int) -> list[int]:
     assert check_log(events) == []
     assert [batch["step"] for batch in batches] == list(range(1, steps + 1))
     # The weights of each publish; the first ones are the warm-up's.
-    versions = [OVERRIDES["warmup.steps"], *(batch["version"] for batch in batches)]
+    versions = [warmup, *(batch["version"] for batch in batches)]
     assert versions == sorted(set(versions))
     starts = {event["number"]: event["prompt"] for event in events if event["kind"] == "start"}
     # Of a group that is drawn again, what arrived last.

@@ -43,8 +43,8 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def begun(folder: Path, name: str, *more: str) -> subprocess.Popen[str]:
-    """A run that has saved its first checkpoint."""
+def begun(folder: Path, name: str, *more: str, until: str = "checkpoints/step-*") -> subprocess.Popen[str]:
+    """A run that has written such a file: by default, that has saved its first checkpoint."""
     process = subprocess.Popen(
         command(folder, name, *more),
         stdout=subprocess.PIPE,
@@ -53,7 +53,7 @@ def begun(folder: Path, name: str, *more: str) -> subprocess.Popen[str]:
         env={**os.environ, **ENVIRONMENT},
     )
     ends_s = time.monotonic() + LIMIT_S
-    while not list((folder / "runs" / name).glob("checkpoints/step-*")):
+    while not list((folder / "runs" / name).glob(until)):
         if process.poll() is not None or time.monotonic() > ends_s:
             process.kill()
             raise AssertionError(f"the run did not begin: {process.communicate()}")

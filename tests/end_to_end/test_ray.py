@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.async_runs import check_run, events_of
 from tests.end_to_end.rank_runs import begun, command, numbers, processes_below, resumed, run
-from tests.end_to_end.tiny import tiny_recipe
+from tests.end_to_end.tiny import TREE, tiny_recipe
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace[ray]'"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
 ]
 RANKS = "mesh.dp_shard=2"
 RAY = (RANKS, "mesh.launcher=ray")
@@ -41,13 +42,30 @@ def test_ray_starts_the_same_ranks(folder: Path) -> None:
     assert numbers(folder / "runs" / "ray") == numbers(folder / "runs" / "processes")
 
 
-def actors_below(launcher: int) -> list[int]:
-    """The processes of the ranks at work."""
+def actors_below(launcher: int, kind: str = "Rank") -> list[int]:
+    """The processes of the ranks at work, or of the engines."""
     return [
         process
         for process in processes_below(launcher)
-        if Path(f"/proc/{process}/cmdline").read_bytes().startswith(b"ray::Rank.")
+        if Path(f"/proc/{process}/cmdline").read_bytes().startswith(f"ray::{kind}.".encode())
     ]
+
+
+def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path) -> None:
+    ahead = (*RAY, "flow.staleness=2", "engine.processes=2", "steps=16", "evaluation.every=100")
+    launcher = begun(folder, "engines", *ahead, until="rollouts/step-*")
+    victim, other = actors_below(launcher.pid, "Engine")
+    os.kill(victim, signal.SIGKILL)
+    _, told = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, told
+    path = folder / "runs" / "engines"
+    check_run(path, steps=16, bound=2, warmup=TREE["warmup"]["steps"])
+    events = events_of(path)
+    (lost,) = [event for event in events if event["kind"] == "lost"]
+    assert lost["reason"].startswith("its actor ended; ")
+    joined = [event["engine"] for event in events if event["kind"] == "joined"]
+    assert joined[:2] == ["engine-0", "engine-1"] and joined[2:] in ([], ["engine-2"])
+    assert not Path(f"/proc/{other}").exists()
 
 
 @pytest.mark.slow

@@ -114,17 +114,17 @@ PINNED = {
           recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink],
           progress: Progress, started_s: float) -> None
         adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer
-        checkpoint(self, source: Source | None = None) -> None
+        checkpoint(self, source: Source | Follower | None = None) -> None
         evaluate(self) -> Evaluation
         finish(self, status: Literal['finished', 'interrupted', 'failed']) -> RunReport
         keep_answers(self, name: str, result: Evaluation) -> None
         learn(self, checkpoint: Path | None) -> Learner
-        leave_if_asked(self, source: Source | None = None) -> None
+        leave_if_asked(self, source: Source | Follower | None = None) -> None
         note_best(self, accuracy: float) -> bool
         owners(self) -> list[Owner]
         publish(self) -> None
         record(self, stage: str, numbers: dict[str, Any]) -> None
-        source(self) -> Source
+        source(self) -> Source | Follower
         stream(self) -> PromptStream
         tidy(self, saved: Progress) -> None
         try_demonstrations(self) -> None

@@ -43,7 +43,11 @@ class Manual:
     def abort(self, engine: str, ids: Sequence[str]) -> None:
         self.orders.append(("abort", engine, list(ids)))
 
+    def offer(self, version: int) -> None:
+        self.offered = version
+
     def load(self, engine: str, version: int) -> None:
+        assert version == self.offered
         self.orders.append(("load", engine, version))
 
     def lose(self, engine: str, reason: str) -> None:

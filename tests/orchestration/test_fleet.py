@@ -233,3 +233,17 @@ def test_newer_weights_are_no_excuse_for_who_proves_none():
     runtime.now_s = 9.0
     rollouts.handle([])
     assert [event["engine"] for event in notes.of("lost")] == ["b", "c"]
+
+
+def test_weights_are_taken_when_they_are_published_also_while_no_engine_is_there():
+    """By the time another engine joins, the trainer may be in the middle of a step."""
+    runtime = Manual("a")
+    rollouts, _, _ = rollouts_over(runtime, staleness=1)
+    rollouts.handle(serving("a"))
+    train(rollouts, runtime, submitted(runtime)["a"][:4])
+    rollouts.handle([Lost("a", "it died")])
+    assert runtime.offered == 0
+    rollouts.published(5)
+    assert (runtime.offered, runtime.taken("load")) == (5, [("load", "a", 0)])
+    rollouts.handle([Joined("b")])
+    assert runtime.taken("load") == [("load", "b", 5)]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from millrace.orchestration.ranks import Ranks, share_of
-from millrace.orchestration.shared import SharedEngine, SharedReward, pack_completions, unpack_completions
+from millrace.orchestration.shared import (
+    FirstEngine,
+    Onlooker,
+    SharedEngine,
+    SharedReward,
+    pack_completions,
+    unpack_completions,
+)
 from millrace.types import Completion, Outcome, Prompt, SamplingParams, Support
 from tests.ranks import run_ranks
 
@@ -122,15 +129,41 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     assert engine.generate([(1,)], [SamplingParams()])[0].text == "é1\n"
     engine.load_weights([], 7)
     assert engine.version == counter.version == 7 and engine.fingerprint() == {"rank": str(rank)}
+    check_first(ranks, counter)
     reward.close()
     assert counter.version == engine.version == -1
     ranks.wait()
     return {"asked": torch.tensor([counter.asked, counter.judged]), "judges": torch.tensor(judges)}
 
 
+def check_first(ranks: Ranks, counter: Counter) -> None:
+    """An engine of the first rank alone, whose weights all gather."""
+    assert ranks.hand_out(b"first" if ranks.first else b"") == b"first"
+    assert ranks.hand_out() == b""
+    asked = counter.asked
+    engine = FirstEngine(counter if ranks.first else None, ranks)
+    drawn = engine.generate([(n,) for n in range(5)], [SamplingParams()] * 5)
+    assert counter.asked == asked + (5 if ranks.first else 0)
+    for n, one in enumerate(drawn):
+        check_same(one, completion(n))
+    seen: list[str] = []
+
+    def named_tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in ("a", "b"):
+            seen.append(name)
+            yield name, torch.zeros(1)
+
+    engine.load_weights(named_tensors(), 9)
+    Onlooker().send(named_tensors(), 9)
+    # The engine of this test looks at none.
+    assert seen == ["a", "b"] * (1 if ranks.first else 2)
+    assert engine.version == 9 and engine.fingerprint() == {"rank": "0"}
+    assert counter.version == (9 if ranks.first else 7)
+
+
 def test_each_rank_does_its_part_and_all_get_the_whole() -> None:
     told = run_ranks(3, on_ranks)
-    assert [one["asked"].tolist() for one in told] == [[2, 2], [3, 3], [4, 3]]
+    assert [one["asked"].tolist() for one in told] == [[7, 2], [3, 3], [4, 3]]
     assert all(one["judges"].tolist() == [0, 0, 1, 1, 2, 2, 2] for one in told)
 
 

@@ -12,6 +12,7 @@ from millrace.observability.metrics import Spans
 from millrace.orchestration.events import EventLog
 from millrace.orchestration.flow import Taken
 from millrace.orchestration.methods import build_method
+from millrace.orchestration.ranks import Ranks
 from millrace.orchestration.rollouts import Rolled
 from millrace.orchestration.runtime.inline import InlineRuntime
 from millrace.orchestration.source import Source, as_sampled, flow_rules, rollouts_of
@@ -184,7 +185,7 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
         PromptStream(prompts(8), seed=0, shuffle=False),
         runtime=InlineRuntime(engine, Table(rows), engine.load),
         log=EventLog(tmp_path / "events.jsonl", lambda: 0.0),
-        first=True,
+        ranks=Ranks(),
         spans=Spans(),
         watchdog=None,
     )

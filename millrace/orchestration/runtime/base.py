@@ -114,12 +114,15 @@ class Runtime(Protocol):
         """End draws now, with what they have."""
         ...
 
-    def load(self, engine: str, version: int) -> None:
-        """Have the engine load the trainer's weights; ends in `Loaded` or `Lost`.
+    def offer(self, version: int) -> None:
+        """Copy the trainer's weights as they are, for engines to load; once it returns they may change again.
 
-        The first call with a new version takes the weights as they are and returns once they may change
-        again; later calls with this version, for other engines, load the same copy.
+        The trainer's own thread alone calls it: where ranks share the weights out, all of them take part.
         """
+        ...
+
+    def load(self, engine: str, version: int) -> None:
+        """Have the engine load the version that was offered last; ends in `Loaded` or `Lost`."""
         ...
 
     def lose(self, engine: str, reason: str) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
@@ -160,6 +160,14 @@ class Child:
         self.line.close()
         self.log.close()
         os.close(self.lifeline)
+
+
+class StartChild(Protocol):
+    """Starts an engine, as `start` does."""
+
+    def __call__(self, name: str, settings: Settings, weights: int, *, num_barren: int = 0) -> Child:
+        """Start an engine; it says `ready` when it is."""
+        ...
 
 
 def start(name: str, settings: Settings, weights: int, *, num_barren: int = 0) -> Child:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from millrace.orchestration.runtime.base import Event, Lost
-from millrace.orchestration.runtime.child import Child, Settings, start
+from millrace.orchestration.runtime.child import Child, Settings, StartChild, start
 from millrace.orchestration.runtime.frames import Frame, FrameError
 
 
@@ -31,6 +31,7 @@ class Children:
         *,
         silence_s: float,
         max_barren: int,
+        start: StartChild = start,
     ) -> None:
         """No engine yet.
 
@@ -40,7 +41,9 @@ class Children:
             tell: is told of engines that are lost.
             silence_s: an engine that works and is not heard of for so long is lost.
             max_barren: so many engines may be lost one after the other in one place without having drawn.
+            start: makes them.
         """
+        self._start = start
         self.living: dict[str, Child] = {}
         self.opened = False
         self._settings, self._weights, self._tell = settings, weights, tell
@@ -51,7 +54,7 @@ class Children:
         """Start one engine more, after so many that were lost without having drawn anything."""
         name = f"engine-{self._num_started}"
         self._num_started += 1
-        self.living[name] = start(name, self._settings, self._weights, num_barren=num_barren)
+        self.living[name] = self._start(name, self._settings, self._weights, num_barren=num_barren)
 
     def watch(self, poll: select.poll) -> None:
         """Have `poll` end when an engine says something, or its line takes what waits in it."""

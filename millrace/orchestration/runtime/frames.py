@@ -33,7 +33,7 @@ LENGTHS = struct.Struct("<IQ")
 # More than any frame holds; a length above it is no length.
 MAX_HEADER_BYTES = 1 << 28
 MAX_BODY_BYTES = 1 << 34
-DTYPES = ("int16", "int32", "int64", "float32")
+DTYPES = ("uint8", "int16", "int32", "int64", "float32")
 READ_BYTES = 1 << 18
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
@@ -92,6 +92,12 @@ class Line:
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Send a frame, as much of it as the socket takes now."""
+        self._add(kind, note, arrays)
+        self.flush()
+
+    def _add(
+        self, kind: str, note: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray] | None
+    ) -> None:
         given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
         told = [[name, str(array.dtype), list(array.shape)] for name, array in given.items()]
         header = json.dumps({"kind": kind, "note": note or {}, "arrays": told}).encode()
@@ -99,7 +105,6 @@ class Line:
         self._outgoing += LENGTHS.pack(len(header), num_bytes) + header
         for array in given.values():
             self._outgoing += array.tobytes()
-        self.flush()
 
     def flush(self) -> None:
         """Send what the socket takes now."""

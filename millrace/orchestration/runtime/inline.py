@@ -65,13 +65,16 @@ class InlineRuntime:
                 self._events.append(Drawn(engine, draw.id, NOTHING, self._num_steps, self._num_steps))
         self._draws = [draw for draw in self._draws if draw.id not in ended]
 
-    def load(self, engine: str, version: int) -> None:
+    def offer(self, version: int) -> None:
         """Hand the weights over now.
 
         Raises:
             WeightSyncError: the engine could not prove that it holds them.
         """
         self._send(version)
+
+    def load(self, engine: str, version: int) -> None:
+        """Say that it holds them."""
         self._events.append(Loaded(engine, version, self._num_steps))
 
     def lose(self, engine: str, reason: str) -> None:

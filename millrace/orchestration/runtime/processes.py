@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded
-from millrace.orchestration.runtime.child import START_S, Child, Settings
+from millrace.orchestration.runtime.child import START_S, Child, Settings, StartChild, start
 from millrace.orchestration.runtime.children import Children
 from millrace.orchestration.runtime.direct import Direct, completions
 from millrace.orchestration.runtime.frames import Frame, drawn_of, draws_as_frame
@@ -47,6 +47,7 @@ class ProcessRuntime:
         silence_s: float = 300.0,
         load_s: float = 600.0,
         max_barren: int = 3,
+        start: StartChild = start,
     ) -> None:
         """Start engines, and wait until all of them are there.
 
@@ -58,6 +59,7 @@ class ProcessRuntime:
             silence_s: an engine that works and is not heard of for so long is lost.
             load_s: one that still loads a version so long after the next one is there is lost.
             max_barren: so many engines may be lost one after the other in one place without having drawn.
+            start: makes their processes.
 
         Raises:
             EngineFailed: one of them cannot be started.
@@ -72,7 +74,12 @@ class ProcessRuntime:
         self._failure: BaseException | None = None
         self._closing = False
         self._engines = Children(
-            settings, self._weights.handle, self._events.append, silence_s=silence_s, max_barren=max_barren
+            settings,
+            self._weights.handle,
+            self._events.append,
+            silence_s=silence_s,
+            max_barren=max_barren,
+            start=start,
         )
         # Held for everything above; notified when any of it has changed.
         self._news = threading.Condition()
@@ -84,18 +91,7 @@ class ProcessRuntime:
             end.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="millrace-engines", daemon=True)
         self._thread.start()
-        try:
-            with self._news:
-                for _ in range(num_engines):
-                    self._engines.start()
-            self._wake()
-            self._await(
-                f"{num_engines} engines to start", lambda: len(self.engines()) == num_engines, START_S
-            )
-        except BaseException:
-            self.close()
-            raise
-        self._engines.opened = True
+        self._start(num_engines)
 
     def __enter__(self) -> Self:
         return self
@@ -150,19 +146,19 @@ class ProcessRuntime:
                 child.give("abort", {"ids": list(ids)})
         self._wake()
 
-    def load(self, engine: str, version: int) -> None:
-        """Have an engine load the trainer's weights; see `base.Runtime`.
-
-        A new version costs one copy here, once no engine loads the last one any more.
-        """
+    def offer(self, version: int) -> None:
+        """Copy the trainer's weights, once no engine loads the last ones any more; see `base.Runtime`."""
         with self._writing:
-            if self._note is None or self._note["version"] != version:
-                self._write(self._named_tensors(), version)
-            with self._news:
-                child = self._engines.living.get(engine)
-                if child is not None:
-                    child.announce = True
-                    self._order_load(child)
+            self._write(self._named_tensors(), version)
+
+    def load(self, engine: str, version: int) -> None:
+        """Have an engine load what was offered last; see `base.Runtime`."""
+        with self._writing, self._news:
+            assert self._note is not None and self._note["version"] == version, "it was not offered last"
+            child = self._engines.living.get(engine)
+            if child is not None:
+                child.announce = True
+                self._order_load(child)
         self._wake()
 
     def lose(self, engine: str, reason: str) -> None:
@@ -243,6 +239,21 @@ class ProcessRuntime:
                 self._wake()
                 self._await_answer(engine, lambda: self._fingerprint)
             return self._fingerprint
+
+    def _start(self, num_engines: int) -> None:
+        """Start the first engines, and wait until all of them are there."""
+        try:
+            with self._news:
+                for _ in range(num_engines):
+                    self._engines.start()
+            self._wake()
+            self._await(
+                f"{num_engines} engines to start", lambda: len(self.engines()) == num_engines, START_S
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._engines.opened = True
 
     def _await_answer(self, engine: str, there: Callable[[], object]) -> None:
         """Wait until something is there or the engine is lost, as it is when it is silent for too long."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import signal
 import sys
@@ -22,21 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.recipe import from_yaml, to_yaml
-from millrace.config.settings import RunConfig
+from millrace.config.settings import RunConfig, num_processes
 from millrace.orchestration.progress import RunReport
+from millrace.orchestration.runtime.ray_room import RayTrainerError, plain, reserved
 from millrace.orchestration.runtime.watch import GRACE_S, INTERRUPTED, LOST, failure, watch
 
 LOOPBACK = "127.0.0.1"
-# How long Ray may take to find room for all ranks, and to start their processes.
-PLACING_S = 60.0
+# How long Ray may take to start the processes of all ranks.
 STARTING_S = 120.0
 # Nothing large goes through Ray's own store; it takes no less.
 STORE_BYTES = 100_000_000
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class RayTrainerError(ValueError):
-    """Ray is not there, or has no room for the ranks; the message says what to change."""
 
 
 class LeftAtOnce(Exception):
@@ -135,7 +129,8 @@ def _told(work: Callable[[], RunReport]) -> str:
 def _run(config: RunConfig, begin: Callable[[Any], Any]) -> RunReport:
     """Place the ranks of a run, begin its work on each, and wait for all of them."""
     num_ranks = config.mesh.num_ranks
-    with _cluster(num_ranks) as ray, _placed(ray, num_ranks, config.device) as (ranks, processes):
+    room = num_ranks + num_processes(config)
+    with _cluster(room) as ray, _placed(ray, num_ranks, config.device) as (ranks, processes):
         work = [begin(rank) for rank in ranks]
         # The report of each rank, or its error.
         outcomes: dict[int, Any] = {}
@@ -151,17 +146,11 @@ def _run(config: RunConfig, begin: Callable[[Any], Any]) -> RunReport:
             raise cause from None
         what = f"rank {failed} of {num_ranks}"
         if isinstance(error, ray.exceptions.RayTaskError):
-            raise failure(f"{what} failed", _plain(error)) from None
+            raise failure(f"{what} failed", plain(error)) from None
         # The last line of many says how.
         raise failure(
             f"{what} has died (process {processes[failed][1]})", str(error).splitlines()[-1]
         ) from None
-
-
-def _plain(error: Exception) -> str:
-    """What Ray says of an error without its colours, and without carets, which it leaves under no line."""
-    lines = COLOUR.sub("", str(error)).splitlines()
-    return "\n".join(line for line in lines if line.strip(" ^"))
 
 
 def _result(outcomes: Mapping[int, Any]) -> RunReport:
@@ -222,7 +211,7 @@ def _ask_to_end(process: int) -> None:
 
 
 @contextmanager
-def _cluster(num_ranks: int) -> Iterator[Any]:
+def _cluster(num_actors: int) -> Iterator[Any]:
     """Ray, connected to the cluster that RAY_ADDRESS names, or to one of this machine for this run alone.
 
     Raises:
@@ -234,7 +223,7 @@ def _cluster(num_ranks: int) -> Iterator[Any]:
     place = tempfile.TemporaryDirectory(prefix="millrace-", dir="/tmp", ignore_cleanup_errors=True)
     with place as folder, _environment(here):
         ray = _imported()
-        ray.init(logging_level="ERROR", **(_of_this_machine(num_ranks, folder) if here else {}))
+        ray.init(logging_level="ERROR", **(_of_this_machine(num_actors, folder) if here else {}))
         try:
             if here and ray.util.get_node_ip_address() != LOOPBACK:
                 raise RayTrainerError(
@@ -246,11 +235,11 @@ def _cluster(num_ranks: int) -> Iterator[Any]:
             ray.shutdown()
 
 
-def _of_this_machine(num_ranks: int, folder: str) -> dict[str, Any]:
+def _of_this_machine(num_actors: int, folder: str) -> dict[str, Any]:
     return {
         "address": "local",
-        # Ranks may be more than cores, as with processes.
-        "num_cpus": max(num_ranks, os.cpu_count() or 1),
+        # Ranks and engines may be more than cores, as with processes.
+        "num_cpus": max(num_actors, os.cpu_count() or 1),
         "include_dashboard": False,
         "object_store_memory": STORE_BYTES,
         "_temp_dir": folder,
@@ -297,7 +286,7 @@ def _placed(ray: Any, num_ranks: int, device: str) -> Iterator[tuple[list[Any], 
         RankFailed: one could not be started.
     """
     gpus = _gpus_of_each(ray, num_ranks, device)
-    group = _reserved(ray, num_ranks, {"CPU": 1, **({"GPU": 1} if gpus else {})})
+    group = reserved(ray, num_ranks, {"CPU": 1, **({"GPU": 1} if gpus else {})})
     try:
         address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         node_of = ray.util.placement_group_table(group)["bundles_to_node_id"]
@@ -314,7 +303,7 @@ def _placed(ray: Any, num_ranks: int, device: str) -> Iterator[tuple[list[Any], 
         try:
             numbers = _introduce(ray, ranks, homes, address[homes[0]])
         except ray.exceptions.RayActorError as error:
-            raise failure("a rank could not be started", _plain(error)) from None
+            raise failure("a rank could not be started", plain(error)) from None
         except ray.exceptions.GetTimeoutError:
             raise RayTrainerError(f"Ray did not start {num_ranks} ranks within {STARTING_S:.0f} s") from None
         yield ranks, list(zip(homes, numbers, strict=True))
@@ -326,26 +315,6 @@ def _placed(ray: Any, num_ranks: int, device: str) -> Iterator[tuple[list[Any], 
 def _gpus_of_each(ray: Any, num_ranks: int, device: str) -> int:
     """Whether each rank is to have a GPU: where the recipe says so, or says nothing and there are enough."""
     return int(device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks))
-
-
-def _reserved(ray: Any, num_ranks: int, share: Mapping[str, int]) -> Any:
-    """Room for all ranks at once, `share` for each, on as few machines as have it."""
-    have = ray.cluster_resources()
-    for kind, each in share.items():
-        if have.get(kind, 0) < num_ranks * each:
-            raise RayTrainerError(
-                f"{num_ranks} ranks need {num_ranks * each} {kind}s, and the Ray cluster has "
-                f"{have.get(kind, 0):g}; lower the settings of mesh, or add machines"
-            )
-    group = ray.util.placement_group([dict(share)] * num_ranks, strategy="PACK")
-    if not group.wait(PLACING_S):
-        free = ray.available_resources()
-        ray.util.remove_placement_group(group)
-        told = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in share)
-        raise RayTrainerError(
-            f"the Ray cluster had no room for {num_ranks} ranks within {PLACING_S:.0f} s; it has {told} free"
-        )
-    return group
 
 
 def _introduce(ray: Any, ranks: Sequence[Any], homes: Sequence[str], host: str) -> list[int]:

@@ -119,7 +119,7 @@ class VirtualRuntime:
         self._num_planned, self._num_engines, self._num_lost = 0, 0, 0
         self._ready: list[Event] = []
         self._engines: dict[str, _Engine] = {}
-        self._last_loss = "there never was one"
+        self._last_loss, self._offered = "there never was one", -1
         for _ in range(num_engines):
             self._start_engine()
 
@@ -148,8 +148,13 @@ class VirtualRuntime:
                 self._ended(one, id, aborted=True)
         self._plan_next(one)
 
+    def offer(self, version: int) -> None:
+        """There are new weights."""
+        self._offered = version
+
     def load(self, engine: str, version: int) -> None:
         """Take new weights, after those that are being taken."""
+        assert version == self._offered, "weights that were not offered may have changed since"
         if (one := self._engines.get(engine)) is None or one.hangs:
             return
         faults, chance = self._faults, self._random.random()

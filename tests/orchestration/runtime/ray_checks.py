@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.recipe import load_recipe, to_yaml
-from millrace.orchestration.runtime import ray_trainer
+from millrace.orchestration.runtime import ray_room, ray_trainer
 
 CONFIG = load_recipe("quickstart", {"mesh.dp_shard": 2, "device": "cpu"})
 LISTENS = "0A"
@@ -98,7 +98,7 @@ def check(ray: Any) -> dict[str, Any]:
         return error_of(lambda: ray_trainer._run(CONFIG, begin))
 
     def reserve(num_ranks: int, **share: int) -> str:
-        return error_of(lambda: ray_trainer._reserved(ray, num_ranks, share))
+        return error_of(lambda: ray_room.reserved(ray, num_ranks, share))
 
     ray_trainer._cluster = this_one  # type: ignore[assignment]
     cores = int(ray.cluster_resources()["CPU"])
@@ -117,8 +117,8 @@ def check(ray: Any) -> dict[str, Any]:
         "more than cores": reserve(cores + 1, CPU=1),
         "gpus": reserve(2, CPU=1, GPU=1),
     }
-    held = ray_trainer._reserved(ray, cores, {"CPU": 1})
-    ray_trainer.PLACING_S = 1
+    held = ray_room.reserved(ray, cores, {"CPU": 1})
+    ray_room.PLACING_S = 1
     found["held"] = reserve(1, CPU=1)
     ray.util.remove_placement_group(held)
     return found

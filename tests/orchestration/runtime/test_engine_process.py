@@ -32,7 +32,7 @@ from millrace.transport.memory import SharedWeights
 from millrace.types import Completion, SamplingParams
 from tests.inference.fresh import paged, random_requests
 from tests.models.tiny import SIZES, tiny_model
-from tests.orchestration.runtime.test_processes import Judge, pids, until
+from tests.orchestration.runtime.test_processes import Judge, load, pids, until
 
 LIMIT_S = 60.0
 Ended = tuple[str, int, int, Completion]
@@ -239,7 +239,7 @@ def real(folder: Path) -> Iterator[tuple[ProcessRuntime, PagedEngine, list[Model
     newest = [models[0]]
     settings = Settings(str(folder), 1)
     with ProcessRuntime(settings, Judge(), lambda: newest[-1].named_parameters()) as runtime:
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         assert until(runtime, Loaded, LIMIT_S) == [Loaded("engine-0", 0, 0)]
         newest.append(models[1])
         yield runtime, open_engine(folder), models
@@ -259,7 +259,7 @@ def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
         assert runtime.fingerprint() == twin.fingerprint()
         runtime.submit("engine-0", [ENDLESS])
         time.sleep(0.1)
-        runtime.load("engine-0", 1)
+        load(runtime, "engine-0", 1)
         (loaded,) = until(runtime, Loaded, LIMIT_S)
         (drawn,) = until(runtime, Drawn, LIMIT_S)
         assert isinstance(loaded, Loaded) and isinstance(drawn, Drawn)

@@ -54,6 +54,7 @@ def draw(id: str, *prompt: int) -> Draw:
 def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
     inline, engine, _, sent = runtime()
     (name,) = inline.engines()
+    inline.offer(4)
     inline.load(name, 4)
     assert sent == [4]
     assert inline.wait(0.0) == [Loaded(name, 4, 0)]
@@ -67,6 +68,7 @@ def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
         ("bb", (1,), 0, 1),
         ("c", (2,), 0, 1),
     ]
+    inline.offer(5)
     inline.load(name, 5)
     inline.submit(name, [draw("d", 1)])
     loaded, last = inline.wait(0.0)

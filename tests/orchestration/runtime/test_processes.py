@@ -70,6 +70,12 @@ def running(manner: str = "obedient", **options: Any) -> Iterator[ProcessRuntime
         yield runtime
 
 
+def load(runtime: ProcessRuntime, engine: str, version: int) -> None:
+    """Offer a version and have one engine load it."""
+    runtime.offer(version)
+    runtime.load(engine, version)
+
+
 def draws(*ids: str) -> list[Draw]:
     return [Draw(id, (1, 2), SamplingParams(max_tokens=3)) for id in ids]
 
@@ -91,7 +97,7 @@ def pids(runtime: ProcessRuntime) -> list[int]:
 def test_draws_loads_and_judgements_end_in_events() -> None:
     with running() as runtime:
         assert runtime.engines() == ["engine-0"]
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         assert until(runtime, Loaded) == [Loaded("engine-0", 0, 7)]
         runtime.submit("engine-0", draws("a", "b"))
         events = until(runtime, Drawn)
@@ -111,23 +117,24 @@ def test_draws_loads_and_judgements_end_in_events() -> None:
 def test_engines_share_one_copy_of_a_version() -> None:
     trainer = Trainer()
     with ProcessRuntime(Settings("", 1), Judge(), trainer.named_tensors, num_engines=2) as runtime:
+        runtime.offer(0)
         for name in runtime.engines():
             runtime.load(name, 0)
         loaded = until(runtime, Loaded)
         loaded += until(runtime, Loaded) if len(loaded) < 2 else []
         assert {e.engine for e in loaded if isinstance(e, Loaded)} == {"engine-0", "engine-1"}
         assert trainer.num_asked == 0
-        runtime.load("engine-1", 1)
+        load(runtime, "engine-1", 1)
         assert until(runtime, Loaded) == [Loaded("engine-1", 1, 7)]
         assert trainer.num_asked == 1
 
 
 def test_the_next_version_waits_until_the_last_one_is_read() -> None:
     with running("slow") as runtime:
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         begun_s = time.monotonic()
         # Its answer says that it found the version it was sent, a second later.
-        runtime.load("engine-0", 1)
+        load(runtime, "engine-0", 1)
         assert time.monotonic() - begun_s > 0.5
         events = until(runtime, Loaded)
         while Loaded("engine-0", 1, 7) not in events:
@@ -135,23 +142,38 @@ def test_the_next_version_waits_until_the_last_one_is_read() -> None:
         assert events == [Loaded("engine-0", 0, 7), Loaded("engine-0", 1, 7)]
 
 
+def test_only_what_was_offered_last_is_loaded() -> None:
+    trainer = Trainer()
+    with ProcessRuntime(Settings("", 1), Judge(), trainer.named_tensors) as runtime:
+        for offered, wanted in ((None, 0), (0, 1), (1, 0)):
+            if offered is not None:
+                runtime.offer(offered)
+            with pytest.raises(AssertionError, match="^it was not offered last"):
+                runtime.load("engine-0", wanted)
+        # The weights are taken when they are offered, whoever loads them and whenever.
+        assert trainer.num_asked == 1
+        runtime.load("engine-0", 1)
+        assert until(runtime, Loaded) == [Loaded("engine-0", 1, 7)]
+        assert trainer.num_asked == 1
+
+
 def test_an_engine_that_reads_for_too_long_is_lost() -> None:
     with running("mute", load_s=0.3) as runtime:
-        runtime.load("engine-0", 0)
-        runtime.load("engine-0", 1)
+        load(runtime, "engine-0", 0)
+        load(runtime, "engine-0", 1)
         (lost,) = until(runtime, Lost)
         assert lost == Lost("engine-0", "it was still loading 0.3 s after version 1 was there")
 
 
 def test_a_load_that_fails_is_tried_again() -> None:
     with running("clumsy") as runtime:
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         assert until(runtime, Loaded) == [Loaded("engine-0", 0, 7)]
 
 
 def test_a_load_that_fails_twice_loses_the_engine() -> None:
     with running("liar") as runtime:
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         (lost,) = until(runtime, Lost)
         assert lost == Lost("engine-0", "it could not load version 0: weight differs")
 
@@ -179,7 +201,7 @@ def test_a_lost_engine_says_why_and_another_one_comes(manner: str, reason: str) 
 
 def test_an_idle_engine_may_be_silent() -> None:
     with running(silence_s=2.0) as runtime:
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         until(runtime, Loaded)
         assert runtime.wait(4.0) == []
         assert runtime.engines() == ["engine-0"]
@@ -188,7 +210,7 @@ def test_an_idle_engine_may_be_silent() -> None:
 def test_what_a_killed_engine_had_is_drawn_by_the_next_one() -> None:
     trainer = Trainer()
     with ProcessRuntime(Settings("", 1), Judge(), trainer.named_tensors) as runtime:
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         until(runtime, Loaded)
         os.kill(pids(runtime)[0], signal.SIGSTOP)
         runtime.submit("engine-0", draws("a"))
@@ -257,73 +279,6 @@ def test_what_a_reward_raises_is_raised() -> None:
             runtime.wait(LIMIT_S)
 
 
-# ---- as an engine
-
-
-def ask(runtime: ProcessRuntime, num: int) -> list[tuple[int, ...]]:
-    return [c.token_ids for c in runtime.generate([(1,)] * num, [SamplingParams()] * num)]
-
-
-def test_what_it_generates_itself_is_no_event() -> None:
-    with running() as runtime:
-        with pytest.raises(RuntimeError, match="no engine was given weights yet"):
-            print(runtime.version)
-        runtime.load_weights(Trainer().named_tensors(), 0)
-        assert runtime.version == 0
-        runtime.submit("engine-0", draws("a"))
-        assert ask(runtime, 2) == [TOKENS, TOKENS]
-        assert runtime.fingerprint() == {"pid": str(pids(runtime)[0])}
-        (drawn,) = runtime.wait(LIMIT_S)
-        assert isinstance(drawn, Drawn)
-        assert drawn.id == "a"
-
-
-def test_what_it_generates_survives_a_loss() -> None:
-    with running() as runtime:
-        runtime.load_weights(Trainer().named_tensors(), 0)
-        (pid,) = pids(runtime)
-        os.kill(pid, signal.SIGSTOP)
-        asked = threading.Thread(target=lambda: found.extend(ask(runtime, 3)))
-        found: list[tuple[int, ...]] = []
-        asked.start()
-        time.sleep(0.2)
-        assert found == []
-        os.kill(pid, signal.SIGKILL)
-        asked.join(LIMIT_S)
-        assert found == [TOKENS] * 3
-        assert [type(event) for event in runtime.wait(0.0)] == [Lost, Joined]
-
-
-def test_who_waits_hears_of_the_end() -> None:
-    found: list[BaseException] = []
-
-    def wait(runtime: ProcessRuntime) -> None:
-        try:
-            ask(runtime, 1)
-        except RuntimeError as error:
-            found.append(error)
-
-    with running("mute") as runtime:
-        asked = threading.Thread(target=wait, args=(runtime,))
-        runtime._note = runtime._engines.living["engine-0"].held = {"version": 0}
-        asked.start()
-        time.sleep(0.2)
-        assert asked.is_alive()
-    asked.join(LIMIT_S)
-    assert [str(error) for error in found] == ["the engines were ended while somebody waited for them"]
-
-
-def test_what_it_cannot_serve_itself_harms_nothing_else() -> None:
-    with running("strict") as runtime:
-        runtime.load_weights(Trainer().named_tensors(), 0)
-        with pytest.raises(ValueError, match="^prompt 0 of 2: the prompt is empty$"):
-            ask(runtime, 2)
-        assert runtime.wait(0.0) == []
-
-
-# ---- nothing is left
-
-
 def open_files() -> list[str]:
     return sorted(os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
@@ -339,7 +294,7 @@ def test_nothing_is_left_in_the_end(ends: str) -> None:
     children: list[int] = []
 
     def use(runtime: ProcessRuntime) -> None:
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         until(runtime, Loaded)
         children.extend(pids(runtime))
         runtime.lose("engine-0", "no reason")
@@ -390,7 +345,7 @@ def test_nothing_is_left_of_a_trainer_that_is_killed() -> None:
 
 def test_orders_from_another_thread_are_heard_by_who_waits() -> None:
     with running() as runtime:
-        runtime.load("engine-0", 0)
+        load(runtime, "engine-0", 0)
         until(runtime, Loaded)
         timer = threading.Timer(0.3, runtime.submit, ("engine-0", draws("a")))
         timer.start()

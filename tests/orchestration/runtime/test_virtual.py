@@ -24,6 +24,7 @@ COSTS = Costs(
 
 def runtime(num_engines=1, costs=COSTS, **faults):
     made = VirtualRuntime(num_engines, costs, Faults(**faults))
+    made.offer(5)
     for name in made.engines():
         made.load(name, 5)
     return made
@@ -79,6 +80,7 @@ def test_each_token_is_of_the_weights_its_step_began_with():
     until(made, count=1)
     made.submit("engine-0", draws("x"))
     until(made, end_s=2.0 + 4.2)
+    made.offer(6)
     made.load("engine-0", 6)
     found = until(made, count=2)
     close_fp64([at_s for at_s, _ in found], [8.2, 14.0])
@@ -106,6 +108,7 @@ def test_what_is_drawn_is_a_function_of_the_seed():
     drawn = []
     for seed in (0, 1):
         made = VirtualRuntime(2, costs, seed=seed)
+        made.offer(0)
         for name in made.engines():
             made.load(name, 0)
         until(made, count=2)
@@ -144,6 +147,7 @@ def test_an_abort_counts_from_where_the_draw_began():
 def test_messages_are_under_way_for_a_while_and_come_together():
     costs = replace(COSTS, message_s=constant(0.5))
     made = VirtualRuntime(2, costs)
+    made.offer(5)
     for name in made.engines():
         made.load(name, 5)
     assert made.wait(100.0) == [Loaded("engine-0", 5, 0), Loaded("engine-1", 5, 0)]
@@ -191,6 +195,7 @@ def test_an_engine_that_hangs_says_nothing_until_it_is_given_up():
     made.submit("engine-0", draws("x"))
     assert until(made, end_s=100.0) == []
     made.abort("engine-0", ["x"])
+    made.offer(6)
     made.load("engine-0", 6)
     assert until(made, end_s=200.0) == []
     made.lose("engine-0", "it hangs")
@@ -269,6 +274,7 @@ def test_new_weights_have_what_runs_computed_again(recompute):
     until(made, count=1)
     made.submit("engine-0", draws("x", "y"))
     until(made, end_s=8.0)
+    made.offer(6)
     made.load("engine-0", 6)
     found = until(made, count=3)
     # Five tokens of each were drawn from 3.0 on; the prompt they share counts once.
@@ -279,6 +285,7 @@ def test_new_weights_have_what_runs_computed_again(recompute):
 def test_a_watcher_hears_of_every_stretch_of_work():
     told = []
     made = VirtualRuntime(1, COSTS, watch=lambda *stretch: told.append(stretch))
+    made.offer(5)
     made.load("engine-0", 5)
     until(made, count=1)
     made.submit("engine-0", draws("x", "y"))

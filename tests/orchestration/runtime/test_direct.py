@@ -1,0 +1,79 @@
+"""What a runtime of processes draws for a caller who waits, as an engine: beside events, whoever is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from millrace.orchestration.runtime.base import Drawn, Joined, Lost
+from millrace.orchestration.runtime.processes import ProcessRuntime
+from millrace.types import SamplingParams
+from tests.orchestration.runtime.fake_engine import TOKENS
+from tests.orchestration.runtime.test_processes import LIMIT_S, Trainer, _fake, draws, pids, running
+
+assert _fake  # every engine here is one that stands in
+
+
+def ask(runtime: ProcessRuntime, num: int) -> list[tuple[int, ...]]:
+    return [c.token_ids for c in runtime.generate([(1,)] * num, [SamplingParams()] * num)]
+
+
+def test_what_it_generates_itself_is_no_event() -> None:
+    with running() as runtime:
+        with pytest.raises(RuntimeError, match="no engine was given weights yet"):
+            print(runtime.version)
+        runtime.load_weights(Trainer().named_tensors(), 0)
+        assert runtime.version == 0
+        runtime.submit("engine-0", draws("a"))
+        assert ask(runtime, 2) == [TOKENS, TOKENS]
+        assert runtime.fingerprint() == {"pid": str(pids(runtime)[0])}
+        (drawn,) = runtime.wait(LIMIT_S)
+        assert isinstance(drawn, Drawn)
+        assert drawn.id == "a"
+
+
+def test_what_it_generates_survives_a_loss() -> None:
+    with running() as runtime:
+        runtime.load_weights(Trainer().named_tensors(), 0)
+        (pid,) = pids(runtime)
+        os.kill(pid, signal.SIGSTOP)
+        asked = threading.Thread(target=lambda: found.extend(ask(runtime, 3)))
+        found: list[tuple[int, ...]] = []
+        asked.start()
+        time.sleep(0.2)
+        assert found == []
+        os.kill(pid, signal.SIGKILL)
+        asked.join(LIMIT_S)
+        assert found == [TOKENS] * 3
+        assert [type(event) for event in runtime.wait(0.0)] == [Lost, Joined]
+
+
+def test_who_waits_hears_of_the_end() -> None:
+    found: list[BaseException] = []
+
+    def wait(runtime: ProcessRuntime) -> None:
+        try:
+            ask(runtime, 1)
+        except RuntimeError as error:
+            found.append(error)
+
+    with running("mute") as runtime:
+        asked = threading.Thread(target=wait, args=(runtime,))
+        runtime._note = runtime._engines.living["engine-0"].held = {"version": 0}
+        asked.start()
+        time.sleep(0.2)
+        assert asked.is_alive()
+    asked.join(LIMIT_S)
+    assert [str(error) for error in found] == ["the engines were ended while somebody waited for them"]
+
+
+def test_what_it_cannot_serve_itself_harms_nothing_else() -> None:
+    with running("strict") as runtime:
+        runtime.load_weights(Trainer().named_tensors(), 0)
+        with pytest.raises(ValueError, match="^prompt 0 of 2: the prompt is empty$"):
+            ask(runtime, 2)
+        assert runtime.wait(0.0) == []

@@ -17,6 +17,7 @@ from millrace.cli.evaluate import evaluate
 from millrace.cli.generate import generate
 from millrace.cli.plan import plan
 from millrace.cli.recipes import recipes
+from millrace.cli.replay import replay
 from millrace.cli.resume import resume
 from millrace.cli.reward_model import reward_model
 from millrace.cli.serve import serve
@@ -41,7 +42,8 @@ KNOWN = {
     "millrace.transport.local.WeightSyncError": FAILED,
     "millrace.orchestration.alarms.RunStopped": FAILED,
     "millrace.orchestration.ranks.RanksError": MISUSED,
-    "millrace.orchestration.runtime.ray_trainer.RayTrainerError": MISUSED,
+    "millrace.orchestration.runtime.ray_room.RayTrainerError": MISUSED,
+    "millrace.orchestration.runtime.script.ReplayError": FAILED,
     "millrace.orchestration.runtime.watch.RankFailed": FAILED,
     "builtins.OSError": FAILED,
 }
@@ -95,6 +97,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 for _command in (
     train,
     resume,
+    replay,
     status,
     evaluate,
     generate,

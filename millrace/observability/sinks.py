@@ -56,9 +56,9 @@ class JsonlSink:
         Raises:
             TypeError: a value is neither a number nor text.
         """
-        plain = {key: _plain(key, value) for key, value in record.items()}
+        told = {key: plain(key, value) for key, value in record.items()}
         self._file.write(
-            json.dumps(plain, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+            json.dumps(told, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
         )
         self._file.flush()
 
@@ -166,7 +166,7 @@ def tagged(record: Record) -> tuple[int, dict[str, float]]:
     return int(record["step"]), numbers
 
 
-def _plain(key: str, value: object) -> float | int | str | None:
+def plain(key: str, value: object) -> float | int | str | None:
     """The value as JSON knows it; NumPy's numbers become Python's."""
     if isinstance(value, str):
         return value

@@ -22,7 +22,6 @@ from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_accuracy, check_evaluation
 from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
-from millrace.orchestration.events import EventLog
 from millrace.orchestration.follower import Follower
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.learn import Learner
@@ -30,8 +29,10 @@ from millrace.orchestration.memory import owners
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.ranks import Ranks
+from millrace.orchestration.replayed import Part
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.runtime.inline import InlineRuntime
+from millrace.orchestration.runtime.replaying import logged
 from millrace.orchestration.saving import POLICY, Saver, restore_optimizer, snapshot
 from millrace.orchestration.source import Source
 from millrace.orchestration.step import greedy
@@ -104,11 +105,11 @@ class Controller:
         self.trainer: PolicyTrainer | None = None
         self.learner: Learner | None = None
         self._saver = saver
-        self._recipe = recipe
-        self._interrupts = interrupts
+        self._recipe, self._interrupts = recipe, interrupts
         self._metrics = metrics
         self._trackers = trackers
         self._started_s = started_s - progress.wall_s
+        self.part: Part | None = None  # of another run, where this one repeats one
         self._scored_demonstrations = (0, 0)
         self._saved = ""
 
@@ -188,12 +189,16 @@ class Controller:
         runtime = parts.runtime or InlineRuntime(
             parts.engine, parts.reward, lambda version: self.publish(), self.spans
         )
+        limit_s = self.config.limits.phase_s
+        runtime, log = logged(
+            runtime, self.folder.events, lambda: self.wall_s, part=self.part, limit_s=limit_s
+        )
         return Source(
             self.config,
             parts,
             self.stream(),
             runtime=runtime,
-            log=EventLog(self.folder.events, lambda: self.wall_s),
+            log=log,
             ranks=self.ranks,
             spans=self.spans,
             watchdog=self.watchdog,
@@ -332,8 +337,11 @@ class Controller:
         """
         if self.ranks.agree(self._saver.failed):
             self._saver.settle()
+        over = self.part is not None and self.part.over(self.progress.stage, self.progress.step)
+        if self.part is not None and self._interrupts.asked:
+            raise KeyboardInterrupt
         # Each hears of Ctrl-C in its own time; they leave after the same step.
-        if self.ranks.agree(self._interrupts.asked):
+        if self.ranks.agree(self._interrupts.asked or over):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint(source)
             self._saver.settle()

@@ -42,11 +42,15 @@ FACTS = {
     "lost": ("engine", "reason"),
     "joined": ("engine",),
     "ignore": ("reason",),
-    "resume": ("numbers", "taken"),
+    "resume": ("numbers", "taken", "num_batches"),
     "save": ("name",),
+    "heard": ("events",),
+    "send": ("version",),
+    "took": ("engine", "orders"),
+    "asked": ("engine", "draws"),
 }
 # They say nothing that another event could contradict.
-UNPROVED = ("ignore", "save")
+UNPROVED = ("ignore", "save", "heard", "asked")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
@@ -68,6 +72,15 @@ class EventLog(JsonlSink):
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         super().__init__(path)
         self._clock = clock
+
+    @property
+    def replays(self) -> bool:
+        """Whether it holds what is to happen; then no clock decides anything."""
+        return False
+
+    def reached(self, kind: str) -> bool:
+        """Whether the trainer may do what this kind says; a replay waits until the run did."""
+        return True
 
     def add(self, kind: str, /, **facts: Any) -> None:
         """Append one event.
@@ -114,7 +127,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.rules: Mapping[str, Any] = {}
-        self.num_batches = self.published = self.taken = self.num_started = 0
+        self.num_batches = self.published = self.sent = self.taken = self.num_started = 0
         # Publishes when each group started that is neither taken nor dropped.
         self.line: dict[int, int] = {}
         self.prompts: dict[int, str] = {}
@@ -125,6 +138,8 @@ class _Reader:
         self.repeats: deque[str] = deque()
         # Publishes whose weights each engine draws with.
         self.held: dict[str, int] = {}
+        # The turn before which each engine took an order up last.
+        self.turns: dict[str, int] = {}
 
     def begin(self, event: Mapping[str, Any]) -> None:
         self.rules, self.num_batches = event["rules"], event["num_batches"]
@@ -232,6 +247,16 @@ class _Reader:
         _demand(not behind, f"not every engine has loaded it: {', '.join(behind)}")
         self.published = version
 
+    def send(self, event: Mapping[str, Any]) -> None:
+        self.sent += 1
+        _demand(self.sent <= self.taken, f"only {self.taken} batches were taken")
+
+    def took(self, event: Mapping[str, Any]) -> None:
+        engine, turns = event["engine"], [turn for turn, _ in event["orders"]]
+        turns = [self.turns.get(engine, 0), *turns]
+        _demand(turns == sorted(turns), f"engine {engine} took orders up before the turns {turns}")
+        self.turns[engine] = turns[-1]
+
     def load(self, event: Mapping[str, Any]) -> None:
         engine, version = event["engine"], event["version"]
         least = max(self.published, self.held.get(engine, 0))
@@ -250,9 +275,12 @@ class _Reader:
             sorted(event["numbers"]) == sorted(self.line),
             f"it goes on with the groups {event['numbers']}; the log leaves {sorted(self.line)}",
         )
+        # A branch may be longer than its run.
+        self.num_batches = event["num_batches"]
         # Engines begin anew with the saved weights, and what was not finished is drawn anew.
-        self.published = self.taken
+        self.published = self.sent = self.taken
         self.held.clear()
+        self.turns.clear()
         self.arrived.clear()
 
     def _known(self, number: int) -> None:

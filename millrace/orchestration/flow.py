@@ -295,7 +295,8 @@ class Flow:
         self._line.load_state(state["line"])
         self._repeats = deque(state["repeats"])
         self._dropped = [Dropped(*dropped) for dropped in state["dropped"]]
-        self._note("resume", numbers=list(self._line.groups), taken=self._num_taken)
+        numbers = list(self._line.groups)
+        self._note("resume", numbers=numbers, taken=self._num_taken, num_batches=self._num_batches)
 
     def check(self) -> None:
         """Prove that no group is lost, that none can become too old, and that the run can go on.

@@ -20,6 +20,7 @@ from millrace.observability.sink_wandb import WandbSink
 from millrace.observability.sinks import JsonlSink, Sink, TensorBoardSink
 from millrace.orchestration.alarms import RunStopped
 from millrace.orchestration.build import build, choose_device
+from millrace.orchestration.comparison import Comparison
 from millrace.orchestration.controller import Controller, Interrupted
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.loops import run
@@ -27,10 +28,19 @@ from millrace.orchestration.out_of_memory import explained
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.ranks import Ranks, joined
+from millrace.orchestration.replayed import Part
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
 from millrace.orchestration.saving import Saver
 from millrace.training.checkpoint import newest_checkpoint, read_state
 from millrace.training.spread import layout_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeats:
+    """What a process repeats: a part of a run, found in its folder."""
+
+    original: RunFolder
+    part: Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,15 +53,19 @@ class _Start:
     refused: list[str]
     progress: Progress
     ranks: Ranks
+    repeats: Repeats | None
 
 
-def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> RunReport:
+def train(
+    config: RunConfig, *, recipe: str = "run", quiet: bool = False, repeats: Repeats | None = None
+) -> RunReport:
     """Train a policy from start to end in a new run folder.
 
     Args:
         config: from `load_recipe`.
         recipe: what the run folder is called where `config.name` is null.
         quiet: print nothing.
+        repeats: in a replay, the part of another run that this one repeats; see `replay.replay`.
 
     Returns:
         what is also in the run folder's summary.json; `status` tells whether it ended or was interrupted.
@@ -71,16 +85,17 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
             (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
             # Last, because it makes the folder one that can be resumed.
             folder.write_text(folder.recipe, to_yaml(config))
-            start = _Start(config, recipe, None, [], Progress(), ranks)
+            start = _Start(config, recipe, None, [], Progress(), ranks, repeats)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
-def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
+def resume(path: str | Path, *, quiet: bool = False, repeats: Repeats | None = None) -> RunReport:
     """Take up a run at its newest whole checkpoint, or from the beginning if it has none yet.
 
     Args:
         path: the run folder.
         quiet: print nothing.
+        repeats: as in `train`.
 
     Raises:
         RunFolderError: it is not a run folder, it is finished, or another process is training it.
@@ -101,7 +116,7 @@ def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
         with explained(config):
             parts = build(config, checkpoint, ranks)
         with closing(parts):
-            start = _Start(config, recipe, checkpoint, refused, progress, ranks)
+            start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
@@ -158,6 +173,8 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         metrics = held.enter_context(closing(JsonlSink(folder.metrics)))
         metrics.rewind(start.progress.metrics_bytes if ranks.first else 0)
         chosen = _trackers(start, folder) if ranks.first else []
+        if start.repeats is not None:
+            chosen.append(Comparison(start.repeats.original, folder))
         trackers = [held.enter_context(closing(sink)) for sink in chosen]
         held.enter_context(console)
         if ranks.size > 1:
@@ -180,6 +197,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             progress=start.progress,
             started_s=started_s,
         )
+        controller.part = start.repeats.part if start.repeats else None
         if ranks.first:
             # Where another rank hangs, the first waits for it.
             held.enter_context(controller.watchdog)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from millrace.orchestration.rollouts import Rolled, Rollouts
+from millrace.orchestration.rollouts import Found, Rolled, Rollouts
 from millrace.orchestration.runtime.base import Runtime
 
 # How long the thread may take to notice that it is to leave, and others to hear that it is busy.
@@ -49,6 +49,11 @@ class Pump:
         """Wait for a batch; errors of the thread are raised here."""
         with self._changed:
             return self._rollouts.next_batch(deadline_s, self._wait)
+
+    def until(self, ready: Callable[[], Found | None], what: str, deadline_s: float) -> Found:
+        """Wait until `ready` gives something; errors of the thread are raised here."""
+        with self._changed:
+            return self._rollouts.until(ready, what, deadline_s, self._wait)
 
     def published(self, version: int) -> None:
         """Send every engine the trainer's weights; they may change again once this has returned."""

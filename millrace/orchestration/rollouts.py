@@ -10,15 +10,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from millrace.data.prompts import PromptStream
 from millrace.orchestration.episodes import Episode, Playing, Sample
 from millrace.orchestration.finished import pack_groups, unpack_groups
 from millrace.orchestration.fleet import DrawFailed, Fleet
 from millrace.orchestration.flow import Flow, Note, Taken, unheard
 from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost, Runtime
+from millrace.orchestration.runtime.script import named
 from millrace.orchestration.step import is_equal
 from millrace.orchestration.watchdog import Wait
 from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
@@ -43,22 +45,6 @@ class Rolled:
     dropped: list[Group]
 
 
-class Stream(Protocol):
-    """Deals prompts; a `data.prompts.PromptStream`."""
-
-    def next(self, num_prompts: int) -> list[Prompt]:
-        """The next ones."""
-        ...
-
-    def state(self) -> dict[str, int]:
-        """Where it stands."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on there."""
-        ...
-
-
 class Rollouts:
     """Starts groups, sees them through and hands out batches. For one thread; `Pump` makes it one for two."""
 
@@ -66,7 +52,7 @@ class Rollouts:
         self,
         flow: Flow,
         runtime: Runtime,
-        stream: Stream,
+        stream: PromptStream,
         *,
         prompts: Mapping[str, Prompt],
         environment: Callable[[Prompt], Episode],
@@ -90,7 +76,8 @@ class Rollouts:
             num_baselines: samples beyond them, which are scored but not trained on.
             draw_s: an engine that answers a draw no sooner is lost.
             load_s: an engine that proves new weights no sooner is lost.
-            note: hears of `joined`, `load`, `lost`, `arrive` and `ignore`, as `events.EventLog.add` does.
+            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `arrive`, `ignore` and the runtime's
+                records, as `events.EventLog.add` does.
         """
         self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
         self._environment, self._params, self._note = environment, params, note
@@ -107,6 +94,7 @@ class Rollouts:
 
     def begin(self, version: int) -> None:
         """Send every engine the weights, and start again what `load_state` left unfinished."""
+        self._runtime.begin()
         self._fleet.begin(version, self._flow.num_published)
         for number, prompt_id in self._flow.unfinished.items():
             self._open(number, self._prompts[prompt_id])
@@ -134,6 +122,20 @@ class Rollouts:
         Raises:
             DrawFailed: an engine could not draw what was asked.
         """
+        self._hear(events)
+        # Heard after the rest, so that the log alone says what was decided: it knows no clock.
+        self._hear(self._fleet.overdue())
+
+    def records(self) -> None:
+        """Note what the runtime has to say to a replay."""
+        for kind, facts in self._runtime.records():
+            self._note(kind, **facts)
+
+    def _hear(self, events: Sequence[Event]) -> None:
+        if not events:
+            return
+        self.records()
+        self._note("heard", events=[named(event) for event in events])
         for event in events:
             match event:
                 case Drawn():
@@ -147,13 +149,12 @@ class Rollouts:
                     self._lost(event)
                 case Joined():
                     self._fleet.join(event.engine)
-        for lost in self._fleet.overdue():
-            self._lost(lost)
         self._judge()
         self._settle()
 
     def take(self) -> Rolled | None:
         """The next batch, once it is complete; what it makes superfluous is ended."""
+        self.records()
         taken = self._flow.take()
         if taken is None:
             return None
@@ -177,10 +178,11 @@ class Rollouts:
         Raises:
             Stalled: no batch was complete in time.
         """
-        return self._until(self.take, f"batch {self._flow.num_taken}", deadline_s, let_happen)
+        return self.until(self.take, f"batch {self._flow.num_taken}", deadline_s, let_happen)
 
     def published(self, version: int) -> None:
         """Send every engine the trainer's weights, after its work on the oldest batch that had none yet."""
+        self._note("send", version=version)
         self._fleet.publish(version)
         self._settle()
 
@@ -192,7 +194,7 @@ class Rollouts:
         Raises:
             Stalled: they had not in time.
         """
-        self._until(
+        self.until(
             lambda: self._flow.num_published == self._fleet.newest or None,
             f"publish {self._fleet.newest}",
             deadline_s,
@@ -232,13 +234,18 @@ class Rollouts:
         self._num_draws = words["num_draws"]
         self._finished = unpack_groups(words["finished"], columns, self._prompts)
 
-    def _until(
+    def until(
         self,
         ready: Callable[[], Found | None],
         what: str,
         deadline_s: float,
-        let_happen: Callable[[float], None] | None,
+        let_happen: Callable[[float], None] | None = None,
     ) -> Found:
+        """Let things happen, as in `next_batch`, until `ready` gives something; that.
+
+        Raises:
+            Stalled: it did not in time.
+        """
         began_s = self._runtime.now()
         while (found := ready()) is None:
             waited_s = self._runtime.now() - began_s

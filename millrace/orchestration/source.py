@@ -52,6 +52,7 @@ def rollouts_of(
     runtime: Runtime,
     *,
     num_batches: int,
+    patient: bool = False,
     note: Note = unheard,
 ) -> Rollouts:
     """The recipe's rollouts; nothing runs before their `begin`.
@@ -62,8 +63,10 @@ def rollouts_of(
         stream: deals prompts.
         runtime: draws and judges.
         num_batches: of all.
+        patient: no engine is given up because it is late.
         note: hears of every decision.
     """
+    limit_s = math.inf if patient else config.limits.phase_s
     return Rollouts(
         Flow(flow_rules(config), num_batches=num_batches, note=note),
         runtime,
@@ -73,8 +76,8 @@ def rollouts_of(
         params=_params(config, parts.stop_token_ids),
         num_samples=config.rollout.samples_per_prompt,
         num_baselines=int(parts.method.greedy_baseline),
-        draw_s=config.limits.phase_s,
-        load_s=config.limits.phase_s,
+        draw_s=limit_s,
+        load_s=limit_s,
         note=note,
     )
 
@@ -133,7 +136,9 @@ class Source:
         # Elsewhere no group is dropped for being slow.
         self._selects = config.flow.stale in ("drop", "withhold") or config.flow.spare_groups > 0
         self._apart = parts.runtime is not None
-        self._rollouts = rollouts_of(config, parts, stream, runtime, num_batches=config.steps, note=log.add)
+        self._rollouts = rollouts_of(
+            config, parts, stream, runtime, num_batches=config.steps, patient=log.replays, note=log.add
+        )
         self._verbs: Rollouts | Pump = self._rollouts
         self._bias = BiasMeter()
         self._held = ExitStack()
@@ -169,6 +174,8 @@ class Source:
     ) -> None:
         """Nothing is sampled any more."""
         self._held.close()
+        if error is None:
+            self._rollouts.records()
         self._log.close()
 
     def next_batch(self) -> tuple[Sampled, dict[str, float]]:
@@ -178,6 +185,7 @@ class Source:
             Stalled: it did not come in time; the message says who waits for whom.
         """
         with self._waiting("sample", "its next batch"):
+            self._reach("take")
             rolled = self._verbs.next_batch(self._config.limits.phase_s)
         sampled, told = as_sampled(rolled), self._record(rolled)
         if self._apart and self._ranks.size > 1:
@@ -197,9 +205,15 @@ class Source:
         with self._waiting("sync", f"version {version} to be in force"):
             if self._ahead:
                 self._verbs.wait_until_published(limit_s)
+            self._reach("send")
             self._verbs.published(version)
             if not self._ahead:
                 self._verbs.wait_until_published(limit_s)
+
+    def _reach(self, kind: str) -> None:
+        """In a replay, let happen what the run heard before the trainer did this."""
+        limit_s = self._config.limits.phase_s
+        self._verbs.until(lambda: self._log.reached(kind) or None, f"its turn to {kind}", limit_s)
 
     @contextmanager
     def _waiting(self, span: str, reason: str) -> Iterator[None]:
@@ -213,8 +227,10 @@ class Source:
 
     def save(self, folder: Path) -> None:
         """Write all that is under way into a checkpoint being filled, trained on every batch given out."""
+        self._reach("save")
         # Nothing may be decided between what is kept and where the log of it ends.
         with self._verbs.paused() if isinstance(self._verbs, Pump) else nullcontext():
+            self._rollouts.records()
             words, columns = self._verbs.state()
             self._log.add("save", name=folder.name)
             told = {"rollouts": words, "bias": self._bias.state(), "log_bytes": self._log.position}

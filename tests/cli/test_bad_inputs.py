@@ -149,6 +149,44 @@ def limited_file_size(lab: Lab) -> Result:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def changed(name: str, change: Callable[[list[str]], list[str]]) -> Callable[[], None]:
+    def do() -> None:
+        path = Path("runs/tiny-1", name)
+        lines = change(path.read_text().splitlines())
+        path.write_text("".join(f"{line}\n" for line in lines))
+
+    return do
+
+
+def without(text: str) -> Callable[[list[str]], list[str]]:
+    return lambda lines: [line for line in lines if text not in line]
+
+
+def with_a_better_reward(lines: list[str]) -> list[str]:
+    return [
+        line.replace('"reward/mean": 0.0', '"reward/mean": 0.75')
+        if '"stage": "reinforcement"' in line
+        else line
+        for line in lines
+    ]
+
+
+def replayed(before: Callable[[], None] | None, *words: str) -> Callable[[Lab], Result]:
+    def run(lab: Lab) -> Result:
+        lab.train()
+        if before is not None:
+            before()
+        return lab("replay", "runs/tiny-1", *words)
+
+    return run
+
+
+def replayed_branch(lab: Lab) -> Result:
+    lab.train()
+    lab("replay", "runs/tiny-1", "--from-step=1")
+    return lab("replay", "runs/tiny-1-replay-1")
+
+
 def refused(number: int, path: object) -> OSError:
     return OSError(number, os.strerror(number), str(path))
 
@@ -273,6 +311,19 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the disk is full": full_disk,
     "a file may not grow that large": limited_file_size,
     "the folder is read-only": read_only,
+    "the run to replay has no event log": replayed(changed("events.jsonl", lambda lines: [])),
+    "a line of its event log is gone": replayed(changed("events.jsonl", without('"number": 3, "births"'))),
+    "its event log was written by an older version": replayed(changed("events.jsonl", without('"heard"'))),
+    "the repetition is not the run": replayed(changed("metrics.jsonl", with_a_better_reward)),
+    "a branch is to begin after the last whole batch": replayed(None, "--from-step=3", "--set=steps=9"),
+    "a branch has nothing left to do": replayed(None, "--from-step=2"),
+    "a setting cannot change in a branch": replayed(None, "--from-step=1", "--set=rollout.temperature=0.5"),
+    "a branch is to be shorter than its run": replayed(None, "--from-step=1", "--set=steps=1"),
+    "a branch is to be replayed": replayed_branch,
+    "a setting changes, and no step is given": replayed(None, "--set=policy.optimizer.learning_rate=0.1"),
+    "the run to replay has several ranks": replayed(
+        changed("recipe.yaml", lambda lines: [*lines, "mesh: {dp_replicate: 2}"])
+    ),
     "the accelerators are not understood": simulated("--gpus", "8xH20"),
     "the accelerators are missing": simulated(),
     "the split leaves nobody to train": simulated("--gpus", "8xH100", "--split", "8"),

@@ -98,5 +98,5 @@ def test_a_character_the_terminal_lacks_does_not_end_the_program(lab):
 
 def test_no_words_at_all_show_the_commands(lab):
     result = lab()
-    for command in ("train", "resume", "evaluate", "generate", "recipes", "config", "doctor"):
+    for command in ("train", "resume", "replay", "evaluate", "generate", "recipes", "config", "doctor"):
         assert command in result.out + result.err

@@ -13,7 +13,7 @@ from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
 from millrace.orchestration.flow import Flow, FlowRules
 from millrace.orchestration.rollouts import Rollouts
-from millrace.orchestration.runtime.base import Draw, Drawn, Event, Judged, Loaded
+from millrace.orchestration.runtime.base import Draw, Drawn, Event, Judged, Loaded, Record
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 5), f"text {i}") for i in range(6)}
@@ -63,6 +63,12 @@ class Manual:
             self.now_s += timeout_s
             time.sleep(0.001 if self.sleeps else 0)
         return found
+
+    def begin(self) -> None:
+        pass
+
+    def records(self) -> list[Record]:
+        return []
 
     def close(self) -> None:
         self.alive.clear()

@@ -307,7 +307,7 @@ def test_a_flow_continues_from_its_state():
     again = Flow(rules, num_batches=9, note=lambda kind, **facts: noted.append((kind, facts)))
     again.load_state(state)
     assert again.unfinished == {3: "p0"} and again.num_published == again.num_taken == 2
-    assert noted == [("resume", {"numbers": [3], "taken": 2})]
+    assert noted == [("resume", {"numbers": [3], "taken": 2, "num_batches": 9})]
     for one in (flow, again):
         finish(one, 3, births=(2, 2))
     taken = again.take()

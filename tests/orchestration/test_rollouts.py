@@ -337,3 +337,18 @@ def test_a_run_goes_on_from_what_was_saved():
     again.begin(1)
     assert finish_run(again, flow, runtime, 1) == expected
     assert check_log(notes) == []
+
+
+def test_what_was_heard_together_is_one_line_before_what_follows():
+    runtime = Manual("a", "b")
+    runtime.records = lambda: [("took", {"engine": "a", "orders": [(0, "l")]})]
+    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1, staleness=1)
+    del notes[:]
+    rollouts.handle([])
+    assert notes == []
+    rollouts.handle(serving("a", "b"))
+    assert [event["kind"] for event in notes] == ["took", "heard", "load", "load"]
+    assert notes[1]["events"] == ["loaded a 0", "loaded b 0"]
+    rollouts.published(3)
+    assert notes[-1] == {"kind": "send", "version": 3}
+    assert rollouts.take() is None and notes[-1]["kind"] == "took"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
@@ -88,6 +88,8 @@ class Joined:
 
 
 Event = Drawn | Loaded | Judged | Lost | Joined
+# A kind of the event log and its facts.
+Record = tuple[str, dict[str, Any]]
 
 
 class Runtime(Protocol):
@@ -141,6 +143,25 @@ class Runtime(Protocol):
         """
         ...
 
+    def begin(self) -> None:
+        """Keep `records` from here on; nothing is under way."""
+        ...
+
+    def records(self) -> list[Record]:
+        """What a replay has to know beside events, since the last call: see `script.Script`."""
+        ...
+
     def close(self) -> None:
         """End every engine and reward; harmless when called twice."""
         ...
+
+
+class Unrecorded:
+    """A runtime in which all follows from the order of calls, so that a replay has to know no more."""
+
+    def begin(self) -> None:
+        """Nothing is kept."""
+
+    def records(self) -> list[Record]:
+        """None."""
+        return []

@@ -14,13 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
 from millrace.orchestration.runtime.frames import REPORTS, Line
+from millrace.orchestration.runtime.script import DIRECT, LETTERS, Gate, Script
 
 MODULE = "millrace.orchestration.runtime.engine_process"
 # How long a process may take to be there: to import torch, to make the model, to load compiled kernels.
@@ -80,12 +82,14 @@ class Child:
         ready: it has started.
         drawing: what it was asked to draw and has not drawn.
         num_drawn: what it has.
-        asked: it was asked for a fingerprint.
+        fingerprint: what it answered; None where it was asked and has not answered yet.
         held: the weights that it proved last.
         order: those that it is to load now.
         failed_once: whether it has tried that in vain.
         announce: whether anybody waits to hear that it has loaded them.
         heard_s: when it last said something, or was given something to do.
+        given: letters of the orders that it has not said it took up.
+        gate: in a replay, what orders pass through.
     """
 
     name: str
@@ -97,18 +101,20 @@ class Child:
     ready: bool = False
     drawing: set[str] = field(default_factory=set)
     num_drawn: int = 0
-    asked: bool = False
+    fingerprint: Mapping[str, str] | None = field(default_factory=dict)
     held: Mapping[str, Any] | None = None
     order: Mapping[str, Any] | None = None
     failed_once: bool = False
     announce: bool = False
     heard_s: float = field(default_factory=time.monotonic)
+    given: deque[str] = field(default_factory=deque)
+    gate: Gate | None = None
 
     @property
     def works(self) -> bool:
         """Whether something should be heard of it."""
         draws = bool(self.drawing) and self.held is not None
-        return not self.ready or self.order is not None or draws or self.asked
+        return not self.ready or self.order is not None or draws or self.fingerprint is None
 
     def overdue(self, now_s: float, silence_s: float) -> str:
         """Why it must be given up, if it was silent for too long; otherwise nothing.
@@ -127,13 +133,32 @@ class Child:
             doing = f"to load version {self.order['version']}"
         return f"it had {doing} and was not heard of for {most_s:g} s"
 
+    def begin(self, script: Script | None) -> None:
+        """Have it count turns from here, nothing being under way; in a replay, by a script."""
+        self.given.clear()
+        self.gate = None if script is None else script.gate(self.name)
+        self.line.put("begin", {"script": [] if script is None else script.turns(self.name)})
+
     def give(
-        self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
+        self,
+        kind: str,
+        note: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        direct: bool = False,
     ) -> None:
-        """Send an order; silence is counted from now on."""
+        """Send an order, of draws whose caller waits or not; silence is counted from now on."""
         if not self.works or kind == "load":
             self.heard_s = time.monotonic()
-        self.line.put(kind, note, arrays)
+        letter = DIRECT if direct else LETTERS[kind]
+        order = (letter, kind, note, arrays)
+        for given, *frame in [order] if self.gate is None else self.gate.due(letter, order):
+            self.given.append(given)
+            self.line.put(*frame)
+
+    def took(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, str]]:
+        """The letters of the orders that it says it took up, by the turn before which it did."""
+        return [(turn, "".join(self.given.popleft() for _ in range(count))) for turn, count in counts]
 
     def obituary(self) -> str:
         """How a process whose line is closed has ended."""

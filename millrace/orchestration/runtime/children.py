@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from millrace.orchestration.runtime.base import Event, Lost
+from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Loaded, Lost, Record
 from millrace.orchestration.runtime.child import Child, Settings, StartChild, start
-from millrace.orchestration.runtime.frames import Frame, FrameError
+from millrace.orchestration.runtime.direct import Direct
+from millrace.orchestration.runtime.frames import Frame, FrameError, drawn_of, draws_as_frame
+from millrace.orchestration.runtime.script import PREFIX, ReplayError, Script, number_of
 
 
 class EngineFailed(RuntimeError):
@@ -21,6 +24,9 @@ class Children:
     Attributes:
         living: those that are not lost by name, in the order in which they were started.
         opened: every first engine has started; until then, one that is lost is not replaced.
+        direct: draws whose caller waits.
+        records: of what engines were asked for such callers, and took up; None before `begin`.
+        script: what engines do in a replay, where none may be lost and others are started by name.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class Children:
         Args:
             settings: of each engine.
             weights: descriptor of the memory through which weights come.
-            tell: is told of engines that are lost.
+            tell: is told what happens.
             silence_s: an engine that works and is not heard of for so long is lost.
             max_barren: so many engines may be lost one after the other in one place without having drawn.
             start: makes them.
@@ -46,33 +52,55 @@ class Children:
         self._start = start
         self.living: dict[str, Child] = {}
         self.opened = False
+        self.direct = Direct()
+        self.records: list[Record] | None = None
+        self.script: Script | None = None
         self._settings, self._weights, self._tell = settings, weights, tell
         self._silence_s, self._max_barren = silence_s, max_barren
         self._num_started = 0
 
-    def start(self, num_barren: int = 0) -> None:
+    def start(self, num_barren: int = 0, *, name: str = "") -> None:
         """Start one engine more, after so many that were lost without having drawn anything."""
-        name = f"engine-{self._num_started}"
+        name = name or f"engine-{self._num_started}"
         self._num_started += 1
-        self.living[name] = self._start(name, self._settings, self._weights, num_barren=num_barren)
+        child = self.living[name] = self._start(name, self._settings, self._weights, num_barren=num_barren)
+        if self.script is not None:
+            child.begin(self.script)
 
     def watch(self, poll: select.poll) -> None:
         """Have `poll` end when an engine says something, or its line takes what waits in it."""
         for child in self.living.values():
             poll.register(child.line, select.POLLIN | (select.POLLOUT if child.line.unsent else 0))
 
-    def hear(self) -> Iterator[tuple[Child, Frame]]:
-        """What engines have said; those that are dead, late or not understood are lost.
+    def begin(self, script: Script | None) -> None:
+        """Keep records from here on, nothing being under way; in a replay, have engines follow a script."""
+        self.records, self.direct, self.script = [], Direct(), script
+        for child in self.living.values():
+            child.begin(script)
+
+    def ask(self, engine: str, draws: Sequence[Draw], *, direct: bool) -> None:
+        """Have an engine draw, unless it is lost; keep a record of draws whose caller waits."""
+        if direct and self.records is not None:
+            numbers = [number_of(draw.id) for draw in draws]
+            self.records.append(("asked", {"engine": engine, "draws": numbers}))
+        child = self.living.get(engine)
+        if child is not None:
+            child.give("submit", *draws_as_frame(draws), direct=direct)
+            child.drawing.update(draw.id for draw in draws)
+
+    def hear(self) -> None:
+        """Take in what engines have said; those that are dead, late or not understood are lost.
 
         Raises:
-            EngineFailed: as `lose`.
+            EngineFailed, ReplayError: as `lose`.
+            ValueError: a draw for which nobody waits cannot be served.
         """
         for child in list(self.living.values()):
             reason = ""
             try:
                 for frame in child.line.take():
                     child.heard_s = time.monotonic()
-                    yield child, frame
+                    self._handle(child, frame)
                     if child.name not in self.living:
                         break
             except FrameError as error:
@@ -86,15 +114,58 @@ class Children:
             if reason:
                 self.lose(child, reason)
 
+    def _handle(self, child: Child, frame: Frame) -> None:
+        orders = child.took(frame.note.get("took", ()))
+        if orders and self.records is not None:
+            self.records.append(("took", {"engine": child.name, "orders": orders}))
+        if frame.kind == "ready":
+            child.ready = True
+            if self.opened:
+                self._tell(Joined(child.name))
+        elif frame.kind == "drawn":
+            for id, began, ended, completion in drawn_of(frame):
+                child.drawing.discard(id)
+                child.num_drawn += 1
+                if not id.startswith(PREFIX):
+                    self._tell(Drawn(child.name, id, completion, began, ended))
+                elif self.script is None or self.script.heard(child.name, id):
+                    self.direct.answer(id, completion)
+        elif frame.kind == "loaded":
+            self._loaded(child, frame.note)
+        elif frame.kind == "fingerprint":
+            child.fingerprint = frame.note["weights"]
+        elif frame.kind == "refused":
+            error = ValueError(frame.note["reason"])
+            child.drawing.difference_update(frame.note["ids"])
+            answered = [self.direct.answer(id, error) for id in frame.note["ids"]]
+            if not all(answered):
+                raise error
+
+    def _loaded(self, child: Child, note: Mapping[str, Any]) -> None:
+        order = child.order
+        assert order is not None
+        if not note["error"]:
+            child.held, child.order = order, None
+            if child.announce:
+                child.announce = False
+                self._tell(Loaded(child.name, order["version"], note["at"]))
+        elif child.failed_once:
+            self.lose(child, f"it could not load version {order['version']}: {note['error']}")
+        else:
+            child.failed_once = True
+            child.give("load", order)
+
     def lose(self, child: Child, reason: str) -> None:
         """End an engine, and start another one in its place.
 
         Raises:
             EngineFailed: one of the first has not started, or too many in this place came to nothing.
+            ReplayError: there is a script.
         """
         reason += child.last_words()
-        del self.living[child.name]
-        child.kill()
+        self.end(child)
+        if self.script is not None:
+            raise ReplayError(f"{child.name} is lost, and in the run it was not lost here: {reason}")
         if not self.opened:
             raise EngineFailed(f"{child.name} could not be started: {reason}")
         if child.ready:
@@ -106,6 +177,15 @@ class Children:
                 f"{child.name}: {reason}"
             )
         self.start(num_barren)
+
+    def end(self, child: Child) -> None:
+        """End an engine, without a word."""
+        del self.living[child.name]
+        child.kill()
+
+    def owes(self, engine: str) -> bool:
+        """Whether somebody waits for draws that this engine made in the run, or will ask for such."""
+        return self.script is not None and self.script.open(engine, self.direct.open)
 
     def close(self) -> None:
         """End every engine."""

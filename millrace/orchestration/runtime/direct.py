@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from millrace.inference.engine import RequestFailed
 from millrace.orchestration.runtime.base import Draw
+from millrace.orchestration.runtime.script import PREFIX
 from millrace.types import Completion, SamplingParams
 
 
@@ -23,7 +24,7 @@ class Direct:
             raise ValueError(f"{len(prompts)} prompts were given with {len(params)} sampling parameters")
         first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
         draws = [
-            Draw(f"direct-{first + place}", tuple(prompt), wanted)
+            Draw(f"{PREFIX}{first + place}", tuple(prompt), wanted)
             for place, (prompt, wanted) in enumerate(zip(prompts, params, strict=True))
         ]
         self._found.update({draw.id: None for draw in draws})
@@ -35,6 +36,11 @@ class Direct:
         if asked:
             self._found[id] = found
         return asked
+
+    @property
+    def open(self) -> list[str]:
+        """Ids of all that is asked for and not there."""
+        return [id for id, found in self._found.items() if found is None]
 
     def missing(self, draws: Sequence[Draw]) -> list[Draw]:
         """Those of which nothing came yet."""

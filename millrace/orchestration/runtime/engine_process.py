@@ -11,11 +11,13 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from millrace.inference.engine import KvPolicy, PagedEngine
@@ -23,6 +25,7 @@ from millrace.inference.request import Request
 from millrace.orchestration.engines import open_engine
 from millrace.orchestration.runtime.child import Settings, Start
 from millrace.orchestration.runtime.frames import ORDERS, Frame, Line, drawn_as_frame, draws_of
+from millrace.orchestration.runtime.script import LETTERS
 from millrace.rewards.worker import die_with_parent
 from millrace.transport.local import WeightSyncError
 from millrace.transport.memory import MappedWeights
@@ -66,7 +69,12 @@ class Mailbox:
             self._carrier, partial(engine.load_weights, kv=kv), engine.fingerprint
         )
         self._proved, self._load_waits = False, False
-        self._num_steps, self._last_word_s = 0, 0.0
+        self._num_steps, self._num_turns, self._last_word_s = 0, 0, 0.0
+        # What has arrived and is not taken up; what was taken up, before which turn, and is not yet told.
+        self._inbox: list[Frame] = []
+        self._took: list[tuple[int, int]] = []
+        # In a replay: before which turns how many orders are to be taken up.
+        self._script: deque[tuple[int, int]] = deque()
         # The step before which each unfinished request was taken up.
         self._began: dict[str, int] = {}
         # Submits, and aborts behind them, that wait for new weights to be loaded.
@@ -75,32 +83,65 @@ class Mailbox:
             "submit": self._submit,
             "abort": self._abort,
             "load": self._order_load,
-            "fingerprint": lambda frame: self._say("fingerprint", engine.fingerprint()),
+            "fingerprint": lambda frame: self._say("fingerprint", {"weights": engine.fingerprint()}),
         }
 
     def serve(self) -> None:
         """Step and answer until the trainer closes its end."""
         self._say("ready")
         while not self._line.ended:
-            for frame in self._mail():
+            frames = self._mail()
+            if count := sum(frame.kind in LETTERS for frame in frames):
+                self._took.append((self._num_turns, count))
+            for frame in frames:
                 self._orders[frame.kind](frame)
             # Without weights nothing that was taken up will ever end.
-            if self._load_waits and (self._interrupt or not self._began or not self._proved):
+            loads = self._load_waits and (self._interrupt or not self._began or not self._proved)
+            if loads:
                 self._load()
-            if self._works:
+            steps = self._works
+            if steps:
                 self._step()
+            # What an engine does next is a function of its turns, and of what it takes up before which one.
+            self._num_turns += loads or steps
 
     @property
     def _works(self) -> bool:
         return self._proved and self._engine.has_work
 
     def _mail(self) -> list[Frame]:
-        """What has arrived; waits for it if there is nothing to compute."""
-        write = [self._line] if self._line.unsent else []
+        """What has arrived, or of it what the script says; waits for it if there is nothing to compute."""
         busy = self._works or self._load_waits
-        select.select([self._line], write, [], 0 if busy else None)
+        self._read(0 if busy or self._script else None)
+        if self._inbox and self._inbox[0].kind == "begin":
+            self._begin(self._inbox.pop(0))
+        count = len(self._inbox)
+        if self._script:
+            turn, count = self._script[0]
+            if self._num_turns < turn:
+                if not busy:
+                    raise RuntimeError(
+                        f"the replay is not the run: turn {self._num_turns} has nothing to do, and the next "
+                        f"order came before turn {turn}"
+                    )
+                return []
+            while len(self._inbox) < count and not self._line.ended:
+                self._read(BEAT_S)
+                self._beat()
+            self._script.popleft()
+        frames, self._inbox = self._inbox[:count], self._inbox[count:]
+        return frames
+
+    def _read(self, timeout_s: float | None) -> None:
+        write = [self._line] if self._line.unsent else []
+        select.select([self._line], write, [], timeout_s)
         self._line.flush()
-        return self._line.take()
+        self._inbox += self._line.take()
+
+    def _begin(self, frame: Frame) -> None:
+        """Count from here; nothing is under way. In a replay, take orders up when the run did."""
+        self._num_steps, self._num_turns, self._took = 0, 0, []
+        self._script = deque((turn, count) for turn, count in frame.note["script"])
 
     def _submit(self, frame: Frame) -> None:
         if self._load_waits and not self._interrupt:
@@ -144,7 +185,11 @@ class Mailbox:
         ended = [request for request in touched if request.finish_reason is not None]
         if ended:
             self._tell_drawn(self._completions(ended))
-        elif not self._line.unsent and time.monotonic() > self._last_word_s + BEAT_S:
+        else:
+            self._beat()
+
+    def _beat(self) -> None:
+        if not self._line.unsent and time.monotonic() > self._last_word_s + BEAT_S:
             self._say("beat")
 
     def _completions(self, ended: Sequence[Request]) -> list[tuple[str, Completion]]:
@@ -154,13 +199,15 @@ class Mailbox:
     def _tell_drawn(self, ended: Sequence[tuple[str, Completion]]) -> None:
         drawn = [(id, self._began.pop(id), self._num_steps, completion) for id, completion in ended]
         if drawn:
-            note, columns = drawn_as_frame(drawn)
-            self._last_word_s = time.monotonic()
-            self._line.put("drawn", note, columns)
+            self._say("drawn", *drawn_as_frame(drawn))
 
-    def _say(self, kind: str, note: Note | None = None) -> None:
+    def _say(
+        self, kind: str, note: Note | None = None, arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Report something, and what was taken up since the last report."""
         self._last_word_s = time.monotonic()
-        self._line.put(kind, note)
+        took, self._took = self._took, []
+        self._line.put(kind, {**(note or {}), "took": took}, arrays)
 
 
 if __name__ == "__main__":

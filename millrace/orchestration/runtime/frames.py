@@ -27,7 +27,7 @@ from millrace.orchestration.runtime.base import Draw
 from millrace.types import Completion, SamplingParams
 
 # What a runtime sends, and what it hears.
-ORDERS = ("submit", "abort", "load", "fingerprint")
+ORDERS = ("begin", "submit", "abort", "load", "fingerprint")
 REPORTS = ("ready", "drawn", "loaded", "refused", "beat", "fingerprint")
 LENGTHS = struct.Struct("<IQ")
 # More than any frame holds; a length above it is no length.

@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from millrace.orchestration.runtime.base import Draw, Drawn, Event, Judged, Loaded
+from millrace.orchestration.runtime.base import Draw, Drawn, Event, Judged, Loaded, Unrecorded
 from millrace.protocols import Engine, Reward
 from millrace.types import Completion, Prompt
 
@@ -17,7 +17,7 @@ NAME = "engine-0"
 NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort", "")
 
 
-class InlineRuntime:
+class InlineRuntime(Unrecorded):
     """A `base.Runtime` over one engine, any `protocols.Engine`, also one that all ranks of a run share.
 
     What was submitted is drawn in `wait`, in one `generate` call and in the order of submission; what was to

@@ -14,13 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded
+from millrace.orchestration.runtime.base import Draw, Event, Judged, Record
 from millrace.orchestration.runtime.child import START_S, Child, Settings, StartChild, start
 from millrace.orchestration.runtime.children import Children
-from millrace.orchestration.runtime.direct import Direct, completions
-from millrace.orchestration.runtime.frames import Frame, drawn_of, draws_as_frame
+from millrace.orchestration.runtime.direct import completions
+from millrace.orchestration.runtime.script import Script
 from millrace.protocols import NamedTensors, Reward
 from millrace.transport.memory import SharedWeights
 from millrace.transport.sync import Note
@@ -69,8 +69,6 @@ class ProcessRuntime:
         # Of the version in the shared memory; None while nothing whole is there.
         self._note: Note | None = None
         self._events: list[Event] = []
-        self._direct = Direct()
-        self._fingerprint: dict[str, str] | None = None
         self._failure: BaseException | None = None
         self._closing = False
         self._engines = Children(
@@ -129,13 +127,43 @@ class ProcessRuntime:
         with self._news:
             return [name for name, child in self._engines.living.items() if child.ready]
 
-    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
+    def begin(self, script: Script | None = None) -> None:
+        """Keep `records` from here on, where nothing is under way.
+
+        Args:
+            script: in a replay, what engines do: they are lost and started as `end` and `start` say.
+        """
+        with self._news:
+            self._engines.begin(script)
+        self._wake()
+
+    def records(self) -> list[Record]:
+        """What a replay has to know beside events; see `base.Runtime`."""
+        with self._news:
+            found = self._engines.records or []
+            if found:
+                self._engines.records = []
+        return found
+
+    def end(self, engine: str) -> None:
+        """In a replay, end an engine once those have heard of it who wait for what it draws."""
+        engines = self._engines
+        what = f"{engine} to draw what the run heard of it"
+        self._await(what, lambda: not engines.owes(engine), self._load_s)
+        with self._news:
+            engines.end(engines.living[engine])
+            self._news.notify_all()
+
+    def start(self, engine: str) -> None:
+        """In a replay, start an engine of this name; ends in `Joined`."""
+        with self._news:
+            self._engines.start(name=engine)
+        self._wake()
+
+    def submit(self, engine: str, draws: Sequence[Draw], *, direct: bool = False) -> None:
         """Begin to draw; see `base.Runtime`. Of what cannot be served `wait` raises ValueError."""
         with self._news:
-            child = self._engines.living.get(engine)
-            if child is not None:
-                child.give("submit", *draws_as_frame(draws))
-                child.drawing.update(draw.id for draw in draws)
+            self._engines.ask(engine, draws, direct=direct)
         self._wake()
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
@@ -211,14 +239,15 @@ class ProcessRuntime:
             TimeoutError: no engine had the newest weights in time.
         """
         with self._news:
-            draws = self._direct.ask(prompts, params)
+            direct = self._engines.direct
+            draws = direct.ask(prompts, params)
             try:
-                while missing := self._direct.missing(draws):
-                    engine = self._holder()
-                    self.submit(engine, missing)
-                    self._await_answer(engine, lambda: not self._direct.missing(draws))
+                while missing := direct.missing(draws):
+                    engine, missing = self._whom(missing)
+                    self.submit(engine, missing, direct=True)
+                    self._await_answer(engine, lambda: not direct.missing(draws))
             finally:
-                found = self._direct.forget(draws)
+                found = direct.forget(draws)
         return completions(found)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
@@ -231,14 +260,17 @@ class ProcessRuntime:
     def fingerprint(self) -> dict[str, str]:
         """A checksum of each weight as an engine holds it that `generate` may ask."""
         with self._news:
-            self._fingerprint = None
-            while self._fingerprint is None:
-                engine = self._holder()
-                self._engines.living[engine].give("fingerprint", {})
-                self._engines.living[engine].asked = True
-                self._wake()
-                self._await_answer(engine, lambda: self._fingerprint)
-            return self._fingerprint
+            found = None
+            while found is None:
+                found = self._fingerprint_of(self._engines.living[self._holder()])
+            return dict(found)
+
+    def _fingerprint_of(self, child: Child) -> Mapping[str, str] | None:
+        child.fingerprint = None
+        child.give("fingerprint", {})
+        self._wake()
+        self._await_answer(child.name, lambda: child.fingerprint)
+        return child.fingerprint
 
     def _start(self, num_engines: int) -> None:
         """Start the first engines, and wait until all of them are there."""
@@ -260,6 +292,16 @@ class ProcessRuntime:
         self._news.wait_for(lambda: self._failure or there() or engine not in self._engines.living)
         self._require_whole()
 
+    def _whom(self, missing: list[Draw]) -> tuple[str, list[Draw]]:
+        """Who is to draw for a caller who waits, and what of it."""
+        if self._engines.script is None:
+            engine = self._holder()
+        else:
+            engine, ids = self._engines.script.ask([draw.id for draw in missing])
+            missing = [draw for draw in missing if draw.id in ids]
+            self._await(f"{engine} to be there", lambda: engine in self._engines.living, START_S)
+        return engine, missing
+
     def _holder(self) -> str:
         """Wait for an engine that holds the newest weights, and have one load them if need be."""
 
@@ -268,7 +310,7 @@ class ProcessRuntime:
                 return None
             ready = [child for child in self._engines.living.values() if child.ready]
             holding = [child for child in ready if child.held is self._note and child.order is None]
-            if not holding and ready:
+            if not holding and ready and self._engines.records is None:
                 self._order_load(ready[0])
                 self._wake()
             return holding[0] if holding else None
@@ -316,48 +358,10 @@ class ProcessRuntime:
                 with self._news:
                     with suppress(BlockingIOError):
                         self._bell.recv(1 << 16)
-                    for child, frame in self._engines.hear():
-                        self._handle(child, frame)
+                    self._engines.hear()
                     self._news.notify_all()
         except Exception as error:  # whoever waits must hear of it
             self._fail(error)
-
-    def _handle(self, child: Child, frame: Frame) -> None:
-        if frame.kind == "ready":
-            child.ready = True
-            if self._engines.opened:
-                self._events.append(Joined(child.name))
-        elif frame.kind == "drawn":
-            for id, began, ended, completion in drawn_of(frame):
-                child.drawing.discard(id)
-                child.num_drawn += 1
-                if not self._direct.answer(id, completion):
-                    self._events.append(Drawn(child.name, id, completion, began, ended))
-        elif frame.kind == "loaded":
-            self._loaded(child, frame.note)
-        elif frame.kind == "fingerprint":
-            child.asked = False
-            self._fingerprint = dict(frame.note)
-        elif frame.kind == "refused":
-            error = ValueError(frame.note["reason"])
-            child.drawing.difference_update(frame.note["ids"])
-            answered = [self._direct.answer(id, error) for id in frame.note["ids"]]
-            if not all(answered):
-                self._fail(error)
-
-    def _loaded(self, child: Child, note: Mapping[str, Any]) -> None:
-        order = child.order
-        assert order is not None
-        if not note["error"]:
-            child.held, child.order = order, None
-            if child.announce:
-                child.announce = False
-                self._events.append(Loaded(child.name, order["version"], note["at"]))
-        elif child.failed_once:
-            self._engines.lose(child, f"it could not load version {order['version']}: {note['error']}")
-        else:
-            child.failed_once = True
-            child.give("load", order)
 
     def _judged(self, id: str, future: Future[list[Outcome]]) -> None:
         if future.cancelled():

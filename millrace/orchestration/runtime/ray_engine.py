@@ -195,14 +195,19 @@ class RemoteChild(Child):
     weights: int = -1
 
     def give(
-        self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
+        self,
+        kind: str,
+        note: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        direct: bool = False,
     ) -> None:
         """Send an order; before one to load, the weights."""
         if kind == "load":
             held = np.frombuffer(mmap.mmap(self.weights, note["bytes"], prot=mmap.PROT_READ), np.uint8)
             for begin in range(0, len(held), PIECE_BYTES):
                 self.line.put("weights", {"begin": begin}, {"piece": held[begin : begin + PIECE_BYTES]})
-        Child.give(self, kind, note, arrays)
+        Child.give(self, kind, note, arrays, direct=direct)
 
     def obituary(self) -> str:
         """How it has ended."""

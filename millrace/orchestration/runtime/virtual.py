@@ -1,8 +1,7 @@
 """Engines and rewards on a virtual clock, with faults: the real controller, a thousand engines in seconds.
 
 An engine is a queue that all its requests share: each step costs `planner.simulate.Service` and draws one
-token for every request. What is drawn, how long it is and what goes wrong are functions of seeds, so a run is
-repeated exactly.
+token for every request. What is drawn, its length and what goes wrong are functions of seeds.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost
+from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost, Unrecorded
 from millrace.planner.simulate import Quantile, Service, constant, exponential, share_of
 from millrace.types import Completion, Outcome, Prompt
 
-# Whatever an engine draws after the first token.
-_WORD = 7
+_WORD = 7  # whatever an engine draws after the first token
 # Told of what an engine does: its name, from when until when, and for how many requests; 0 takes weights.
 Watch = Callable[[str, float, float, int], None]
 
@@ -91,7 +89,7 @@ class Costs:
     num_answers: int = 4
 
 
-class VirtualRuntime:
+class VirtualRuntime(Unrecorded):
     """A `Runtime` whose seconds cost nothing; see `base.Runtime` for the orders it takes."""
 
     def __init__(

@@ -31,21 +31,30 @@ def main(text: str) -> None:
         sys.exit("no such model")
     line = Line(socket.socket(fileno=start["line"]), ORDERS)
     line.put("ready")
-    version, num_loads = -1, 0
+    version, num_loads, num_turns = -1, 0, 0
+    took: list[tuple[int, int]] = []
     while not line.ended:
         select.select([line], [], [])
         for frame in line.take():
-            if manner == "mute":
+            # As if each order came before a turn of its own, and every second turn were one without.
+            num_turns = 0 if frame.kind == "begin" else num_turns + 2
+            took = [] if frame.kind == "begin" else [*took, (num_turns, 1)]
+            if manner == "mute" or frame.kind in ("begin", "abort"):
                 continue
             if frame.kind == "load":
                 num_loads += 1
                 error = answer(manner, num_loads, start["weights"], frame.note)
                 version = frame.note["version"]
                 line.put("loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
+            elif frame.kind == "submit" and manner == "counting":
+                ids = [draw.id for draws in draws_of(frame) for draw in draws]
+                note, arrays = drawn_as_frame([(id, 5, 8, completion(version)) for id in ids])
+                line.put("drawn", {**note, "took": took}, arrays)
+                took = []
             elif frame.kind == "submit":
                 submitted(manner, line, [draw.id for draws in draws_of(frame) for draw in draws], version)
             elif frame.kind == "fingerprint":
-                line.put("fingerprint", {"pid": str(os.getpid())})
+                line.put("fingerprint", {"weights": {"pid": str(os.getpid())}})
 
 
 def answer(manner: str, num_loads: int, memory: int, note: Any) -> str:

@@ -141,7 +141,8 @@ def test_what_cannot_be_served_is_refused_and_the_rest_goes_on() -> None:
         bad = Draw("bad", (99,), SamplingParams(max_tokens=2))
         trainer.submit(bad, *long_draws(1, max_tokens=2))
         (refused,) = trainer.hear("refused")
-        assert refused.note == {"ids": ["bad"], "reason": "the prompt holds token 99; the vocabulary has 40"}
+        assert refused.note["ids"] == ["bad"]
+        assert refused.note["reason"] == "the prompt holds token 99; the vocabulary has 40"
         assert [id for id, *_ in trainer.drawn(1)] == ["0-0"]
 
 
@@ -215,6 +216,78 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
     again = replayed(engine(), models, loads, [*first, *second], told, kv)
     for id, *_, completion in told.values():
         assert same_bits(again[id], completion), id
+
+
+@pytest.mark.parametrize("interrupt", [True, False])
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_orders_taken_up_before_the_same_turns_draw_the_same(kv: KvPolicy, interrupt: bool) -> None:
+    """However early they come: a script says what was taken up when."""
+    models = [tiny_model("qwen3", seed=seed) for seed in (1, 2, 3)]
+    first, second, third = long_draws(6), long_draws(4, seed=1), long_draws(2, seed=2)
+    with serving(engine(), kv, interrupt=interrupt) as trainer:
+        trainer.models = models
+        # An engine may have drawn before; it counts from where it is told to.
+        trainer.load(0)
+        trainer.submit(*long_draws(2, seed=3, max_tokens=5))
+        trainer.drawn(2)
+        trainer.line.put("begin", {"script": []})
+        trainer.frames.clear()
+        trainer.load(1)
+        trainer.submit(*first)
+        trainer.hear("loaded")
+        time.sleep(0.02)
+        trainer.submit(*second)
+        trainer.line.put("abort", {"ids": ["0-1", "nobody"]})
+        time.sleep(0.02)
+        trainer.load(2)
+        trainer.submit(*third)
+        told = {one[0]: one for one in trainer.drawn(12)}
+        took = [one for frame in trainer.frames for one in frame.note["took"]]
+    assert sum(count for _, count in took) == 6
+    assert took == sorted(took) and took[-1][0] > took[0][0] == 0
+    with serving(engine(), kv, interrupt=interrupt) as trainer:
+        trainer.models = models
+        trainer.line.put("begin", {"script": took})
+        trainer.load(1)
+        trainer.submit(*first)
+        trainer.submit(*second)
+        trainer.line.put("abort", {"ids": ["0-1", "nobody"]})
+        # There is one copy of the weights, which changes once they are loaded.
+        trainer.hear("loaded")
+        trainer.load(2)
+        time.sleep(0.2)
+        trainer.submit(*third)
+        again = {one[0]: one for one in trainer.drawn(12)}
+    for id, began, ended, completion in told.values():
+        assert (again[id][1], again[id][2]) == (began, ended), id
+        assert same_bits(again[id][3], completion), id
+
+
+def test_an_engine_that_waits_for_an_order_of_its_script_is_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_process, "BEAT_S", 0.01)
+    with serving(engine()) as trainer:
+        trainer.line.put("begin", {"script": [(0, 1), (0, 2)]})
+        trainer.load(0)
+        trainer.submit(*long_draws(1, max_tokens=2))
+        assert trainer.hear("beat", 3)
+        assert not [frame for frame in trainer.frames if frame.kind == "drawn"]
+        trainer.submit(*long_draws(1, seed=1, max_tokens=2))
+        assert [began for _, began, _, _ in trainer.drawn(2)] == [0, 0]
+
+
+def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> None:
+    ours, theirs = socket.socketpair()
+    weights = SharedWeights()
+    line = Line(ours, REPORTS)
+    box = Mailbox(engine(), Line(theirs, ORDERS), weights.handle, kv="keep", interrupt=True)
+    line.put("begin", {"script": [(5, 1)]})
+    with pytest.raises(RuntimeError, match="turn 0 has nothing to do, .* order came before turn 5$"):
+        box.serve()
+    line.close()
+    theirs.close()
+    weights.close()
 
 
 def saved(folder: Path) -> list[Model]:

@@ -1,0 +1,212 @@
+"""Repeat a run from its event log, bit for bit on a CPU, or repeat its beginning and go on otherwise."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from millrace.config.recipe import load_recipe, to_yaml
+from millrace.config.settings import RunConfig
+from millrace.observability.sinks import read_metrics
+from millrace.orchestration import launch
+from millrace.orchestration.build import choose_device
+from millrace.orchestration.comparison import check_evaluations, check_weights
+from millrace.orchestration.events import LogError, check_log
+from millrace.orchestration.parts import SetupError
+from millrace.orchestration.progress import RunReport
+from millrace.orchestration.replayed import Part, parts_of
+from millrace.orchestration.run_folder import RunFolder
+from millrace.orchestration.runtime.script import ReplayError
+from millrace.orchestration.summary import versions
+
+# Of which run, and from which batch on, a folder is a branch; and what it changed.
+BRANCH = "branch.json"
+# What a branch may change: nothing that says what the samples and weights are that it begins with.
+CHANGEABLE = (
+    "steps",
+    "threads",
+    "trackers",
+    "profile_steps",
+    "engine",
+    "flow.kv",
+    "flow.interrupt",
+    "advantage",
+    "policy.loss",
+    "policy.proximal",
+    "policy.correction",
+    "policy.kl",
+    "policy.entropy_coefficient",
+    "policy.token_weights",
+    "policy.optimizer_steps_per_batch",
+    "policy.tokens_per_micro_batch",
+    "policy.optimizer",
+    "kernels",
+    "evaluation",
+    "checkpoint",
+    "limits",
+)
+FIXED = ("advantage.kind", "policy.optimizer.eight_bit")
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What was repeated.
+
+    Attributes:
+        run: the folder of the repetition.
+        num_batches: of reinforcement.
+        num_records: of `metrics.jsonl`.
+        weights: checkpoints whose weights were compared.
+        report: of the branch that went on from there; None without one.
+    """
+
+    run: Path
+    num_batches: int
+    num_records: int
+    weights: tuple[str, ...]
+    report: RunReport | None
+
+
+def replay(
+    path: str | Path,
+    *,
+    from_step: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    quiet: bool = False,
+) -> Replay:
+    """Repeat a run in a new folder beside it, and prove step by step that it is the same.
+
+    Args:
+        path: the run's folder.
+        from_step: repeat only so many batches, then go on as a run of its own.
+        changes: dotted settings of that run which are to be others from there on.
+        name: of the new folder; None takes `RUN-replay-1`, `RUN-replay-2`, ...
+        quiet: print nothing.
+
+    Raises:
+        RunFolderError, ConfigError: there is no such run, or a setting cannot be so.
+        SetupError: the run cannot be replayed here, or the setting cannot be changed on the way.
+        ReplayError: its log is of no use, or the repetition is not the run; the message says where.
+    """
+    original, config = RunFolder.open(path), launch.run_config(path)
+    changed = _branch(original, config, from_step, changes or {})
+    _check_can(original, config)
+    summary = _summary(original)
+    try:
+        events = read_metrics(original.events)
+        check_log(events)
+        if not any(event["kind"] == "heard" for event in events):
+            raise LogError("its event log does not say what was heard; an older millrace wrote it")
+    except ValueError as error:
+        raise ReplayError(f"run {original.path}: {error}") from error
+    try:
+        parts = parts_of(events, finished=summary.get("status") == "finished", until=from_step)
+        repeated = _repeat(original, _again(config, summary), parts, name=name, quiet=quiet)
+        check_evaluations(original, repeated)
+        weights = check_weights(original, repeated)
+    except ReplayError as error:
+        raise ReplayError(f"run {original.path}: {error}{_others(summary)}") from None
+    num_batches = sum(event["kind"] == "take" for part in parts for event in part.lines)
+    found = Replay(repeated.path, num_batches, len(read_metrics(repeated.metrics)), tuple(weights), None)
+    if changed is None:
+        return found
+    about = {"run": str(original.path), "from_step": from_step, "settings": dict(changes or {})}
+    repeated.write_json(repeated.path / BRANCH, about)
+    place = {"name": repeated.path.name, "output": str(repeated.path.parent)}
+    repeated.write_text(repeated.recipe, to_yaml(changed.model_copy(update=place)))
+    return replace(found, report=launch.resume(repeated.path, quiet=quiet))
+
+
+def _branch(
+    original: RunFolder, config: RunConfig, from_step: int | None, changes: Mapping[str, Any]
+) -> RunConfig | None:
+    """The settings of the branch; None for a replay to the end."""
+    changed = load_recipe(original.recipe, changes)
+    for key in changes:
+        if not _below(key, CHANGEABLE) or _below(key, FIXED):
+            raise SetupError(
+                f"{key} cannot change on the way: it says what the samples or weights are that the branch "
+                "begins with; start a new run with it"
+            )
+    if from_step is None:
+        if changes:
+            raise SetupError(f"--set {next(iter(changes))} needs --from-step: a replay changes nothing")
+        return None
+    if (changed.policy.kl is None) != (config.policy.kl is None):
+        raise SetupError("policy.kl cannot begin or end on the way: the branch has no reference of its own")
+    if changed.steps < config.steps:
+        raise SetupError(f"steps can only grow in a branch: groups were started for {config.steps} batches")
+    if changed.steps <= from_step:
+        raise SetupError(
+            f"--from-step {from_step} leaves nothing to do of {changed.steps} steps; raise steps"
+        )
+    return changed
+
+
+def _below(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _check_can(original: RunFolder, config: RunConfig) -> None:
+    """Refuse what cannot be repeated.
+
+    Raises:
+        SetupError: the run is of a kind that cannot be.
+        ReplayError: it left no log.
+    """
+    if (original.path / BRANCH).is_file():
+        raise SetupError(
+            f"run {original.path} is a branch ({BRANCH}); replay the run that it is of, and branch that again"
+        )
+    if config.mesh.num_ranks > 1 or config.mesh.launcher == "ray":
+        raise SetupError(
+            f"run {original.path} has {config.mesh.num_ranks} ranks started by {config.mesh.launcher}; only "
+            "runs of one rank in one process are replayed"
+        )
+    if choose_device(config.device).type != "cpu":
+        raise SetupError(
+            f"run {original.path} would be replayed on CUDA, where sums have no fixed order; only runs on a "
+            "CPU are replayed (if it was one, hide the GPUs with CUDA_VISIBLE_DEVICES=)"
+        )
+    if not original.events.is_file() or not original.events.stat().st_size:
+        raise ReplayError(f"run {original.path} has no event log: it has not come to its first batch")
+
+
+def _summary(folder: RunFolder) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if folder.summary.is_file():
+        found = json.loads(folder.summary.read_text(encoding="utf-8"))
+    return found
+
+
+def _again(config: RunConfig, summary: Mapping[str, Any]) -> RunConfig:
+    """The settings of the repetition: as many threads as the run had, and nobody else is told of it."""
+    threads = re.search(r"\((\d+) threads\)", summary.get("device", ""))
+    more = {"threads": int(threads[1])} if threads else {}
+    return config.model_copy(update={"trackers": (), **more})
+
+
+def _repeat(
+    original: RunFolder, config: RunConfig, parts: list[Part], *, name: str | None, quiet: bool
+) -> RunFolder:
+    """Do the parts one after the other, each as the process did that it is of."""
+    stem = f"{original.path.name}-replay"
+    config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
+    report = launch.train(config, recipe=stem, quiet=quiet, repeats=launch.Repeats(original, parts[0]))
+    repeated = RunFolder(Path(report.run))
+    for part in parts[1:]:
+        launch.resume(repeated.path, quiet=quiet, repeats=launch.Repeats(original, part))
+    return repeated
+
+
+def _others(summary: Mapping[str, Any]) -> str:
+    """What else may be the reason: other versions of what decides a run's numbers."""
+    here = versions()
+    others = {name: found for name, found in summary.get("versions", {}).items() if found != here.get(name)}
+    told = ", ".join(f"{name} {found} (here {here.get(name)})" for name, found in others.items())
+    return f"; it was made with {told}" if told else ""

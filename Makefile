@@ -16,7 +16,7 @@ train: setup ## train the quickstart recipe (more words: make train ARGS="steps=
 	@.venv/bin/millrace train quickstart $(ARGS)
 
 test: setup ## run the tests: CPU only, no network, a few minutes
-	@$(PYTEST) -n auto --maxprocesses 4 --dist loadfile -m "not slow" $(ARGS)
+	@$(PYTEST) -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 slow: setup ## run the tests marked slow
 	@$(PYTEST) -m "slow" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow

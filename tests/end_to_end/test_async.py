@@ -121,7 +121,7 @@ def test_while_its_engine_hangs_a_run_says_so_and_killed_it_leaves_nothing_behin
     assert (status.state, status.pid, status.stage) == ("running", trainer.pid, "reinforcement")
     (wait,) = [wait for wait in status.waits if wait.on]
     assert wait.owner == "trainer"
-    assert wait.reason.startswith("batch ") or wait.reason.endswith(" to be in force")
+    assert wait.reason == "its next batch" or wait.reason.endswith(" to be in force")
     assert all("engine-0" in on for on in wait.on), wait
 
     trainer.kill()

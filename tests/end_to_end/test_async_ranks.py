@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_where_the_engine_is_makes_no_difference_to_ranks_that_wait_for_it(folder: Path) -> None:
     for name, processes in (("here", 0), ("there", 1)):
         done = run(command(folder, name, RANKS, f"engine.processes={processes}"))

@@ -72,6 +72,7 @@ def test_what_they_save_is_an_ordinary_model(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_in_turns_with_their_engines_they_learn_the_same(folder: Path) -> None:
     done = run(command(folder, "turns", "mesh.dp_shard=2", "engine.take_turns=true"))
     assert done.returncode == 0, done.stderr
@@ -89,6 +90,7 @@ def test_torchrun_starts_the_same_ranks(folder: Path) -> None:
     assert done.stdout.count("report: ") == done.stdout.count("next: ") == 1
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_ends_soon_and_resumes_to_the_same_numbers(folder: Path) -> None:
     launcher = begun(folder, "killed", "mesh.dp_shard=2")
     os.kill(ranks_below(launcher.pid)[1], signal.SIGKILL)

@@ -51,6 +51,7 @@ def actors_below(launcher: int, kind: str = "Rank") -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path) -> None:
     ahead = (*RAY, "flow.staleness=2", "engine.processes=2", "steps=16", "evaluation.every=100")
     launcher = begun(folder, "engines", *ahead, until="rollouts/step-*")

@@ -57,6 +57,7 @@ def test_a_run_ahead_of_training_is_repeated_bit_for_bit(folder):
     assert found.weights[-1] == "step-000008"
 
 
+@pytest.mark.slow
 def test_answers_drawn_with_the_keys_of_older_weights_are_repeated(folder):
     settings = {"flow.kv": "keep", "flow.order": "completion", "flow.stale": "drop"}
     run(folder, "keep", **AHEAD, **LONGER, **settings)
@@ -84,7 +85,7 @@ def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, mon
     check_repeats(path)
 
 
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_waits_for_its_samples_is_repeated_too(processes, folder):
     name = f"waits-{processes}"
     run(folder, name, **{"steps": 3, "engine.processes": processes})

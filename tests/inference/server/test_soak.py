@@ -14,7 +14,7 @@ import pytest
 from millrace.inference.stats import EngineStats
 from tests.house.source import ROOT
 
-SECONDS = 20
+SECONDS = 8
 IDLE = EngineStats(
     num_running=0,
     num_waiting=0,

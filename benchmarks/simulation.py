@@ -1,6 +1,6 @@
 """How well simulations foresee real runs, and what they say under conditions that others published.
 
-    python benchmarks/simulation.py              # about 6 minutes, writes results/simulation.json
+    python benchmarks/simulation.py              # some minutes, writes results/simulation.json
     python benchmarks/simulation.py --quick      # fewer batches; writes nothing
     python benchmarks/simulation.py --published  # the published conditions alone; writes nothing
 
@@ -33,10 +33,9 @@ from typing import Any
 from async_overlap import train, write_recipe
 from grpo_step import processor
 
-from millrace.cli.simulate import NUM_SEEDS
 from millrace.orchestration.flow import FlowRules
-from millrace.orchestration.machines import measured_work
-from millrace.orchestration.measured import NUM_FIRST, Measured, read_measured
+from millrace.orchestration.machines import foreseen
+from millrace.orchestration.measured import Measured, read_measured
 from millrace.orchestration.runtime.virtual import Costs
 from millrace.orchestration.simulation import Simulated, Work, simulate
 from millrace.planner.hardware import GPUS, Gpu
@@ -225,16 +224,6 @@ def areal() -> dict[str, Any]:
     }
 
 
-def foreseen(found: Measured, of: Measured) -> float:
-    """Seconds of a step of the first run, with the durations of the second."""
-    made = measured_work(found.config, of, found.config.flow.staleness, found.num_engines, found.num_ranks)
-    runs = [
-        simulate(made, num_batches=found.num_batches, num_first=NUM_FIRST, ends=True, seed=seed)
-        for seed in range(NUM_SEEDS)
-    ]
-    return fmean(one.step_s for one in runs)
-
-
 def calibrate(steps: int) -> dict[str, Any]:
     """Real runs and how far they were foreseen."""
     runs: dict[str, Measured] = {}
@@ -245,7 +234,7 @@ def calibrate(steps: int) -> dict[str, Any]:
     sync, found = runs[SIDES[0]], {}
     for side, one in runs.items():
         real_s = one.step["step_s"]
-        own_s, others_s = foreseen(one, one), foreseen(one, sync)
+        own_s, others_s = (fmean(each.step_s for each in foreseen(one, of)) for of in (one, sync))
         found[side] = {
             "measured_s": real_s,
             "own_durations_s": own_s,

@@ -53,8 +53,6 @@ NUM_COUNTED = 6
 # At most so many splits are looked at.
 MOST_SPLITS = 32
 FAR_AHEAD = 4
-# Simulations of a run that is compared with them: their mean is foreseen.
-NUM_SEEDS = 8
 NAMES = {
     "step_s": "step, s",
     "wait_s": "  waiting, s",
@@ -147,23 +145,16 @@ def comparison(run: str, found: Measured) -> Iterator[str]:
     Raises:
         PlanError: what it did cannot be simulated.
     """
-    from millrace.orchestration.machines import check_simulated, measured_work
-    from millrace.orchestration.measured import NUM_FIRST
-    from millrace.orchestration.simulation import simulate
+    from millrace.orchestration.machines import check_simulated, foreseen
 
     check_simulated(found.config)
-    staleness = found.config.flow.staleness
-    work = measured_work(found.config, found, staleness, found.num_engines, found.num_ranks)
-    runs = [
-        simulate(work, num_batches=found.num_batches, num_first=NUM_FIRST, ends=True, seed=seed)
-        for seed in range(NUM_SEEDS)
-    ]
+    runs = foreseen(found, found)
     yield (
-        f"{run}: {found.num_batches} batches at staleness {staleness}, {found.num_engines} engines, "
-        f"{found.num_ranks} ranks"
+        f"{run}: {found.num_batches} batches at staleness {found.config.flow.staleness}, "
+        f"{found.num_engines} engines, {found.num_ranks} ranks"
     )
     yield f"  {'':16}{'simulated':>12}{'measured':>12}{'error':>9}"
-    foreseen: dict[str, Callable[[Simulated], float]] = {
+    means: dict[str, Callable[[Simulated], float]] = {
         "step_s": lambda run: run.step_s,
         "wait_s": lambda run: run.wait_s,
         "train_s": lambda run: run.train_s,
@@ -171,7 +162,7 @@ def comparison(run: str, found: Measured) -> Iterator[str]:
         "tokens_per_s": lambda run: run.tokens_per_s,
         "staleness": lambda run: run.staleness[0],
     }
-    for key, of in foreseen.items():
+    for key, of in means.items():
         number, there = fmean(map(of, runs)), found.step[key]
         error = f"{number / there - 1:+9.1%}" if key in ("step_s", "tokens_per_s") else ""
         yield f"  {NAMES[key]:16}{number:12.4g}{there:12.4g}{error}"
@@ -189,7 +180,9 @@ def table(config: RunConfig, machines: Machines, split: str) -> list[Row]:
 
     num_gpus, rows = machines.num_gpus, []
 
-    def tried(mode: str, staleness: int, num_sampling: int, num_training: int) -> float:
+    def tried(mode: str, staleness: int, num_sampling: int) -> float:
+        # Where all of them sample, all of them train, too.
+        num_training = num_gpus - num_sampling or num_gpus
         work = machines.work(staleness, num_sampling, num_training)
         if work is None:
             return math.inf
@@ -205,11 +198,11 @@ def table(config: RunConfig, machines: Machines, split: str) -> list[Row]:
             f"--split {split} leaves {num_gpus - int(split)} to train on, where the recipe cannot be "
             "trained; ask millrace plan what to change"
         )
-    tried("colocated", 0, num_gpus, num_gpus)
+    tried("colocated", 0, num_gpus)
     far = config.flow.staleness if config.flow.staleness > 1 else FAR_AHEAD
     for mode, staleness in {"synchronous": 0, "one step off": 1, f"{far} steps ahead": far}.items():
         if fitting:
-            best_split(fitting, lambda one, m=mode, s=staleness: tried(m, s, one, num_gpus - one))  # type: ignore[misc]
+            best_split(fitting, partial(tried, mode, staleness))
     if not rows:
         raise PlanError(
             f"the recipe cannot be trained on {num_gpus} accelerators; ask millrace plan what to change"

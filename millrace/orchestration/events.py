@@ -13,11 +13,15 @@
 | lost | `engine`, `reason` |
 | joined | `engine` |
 | ignore | `reason`: what came too late, or twice |
-| resume | `numbers` of the groups that are neither trained on nor dropped, `taken`: batches so far |
+| resume | `numbers` of the groups that are neither trained on nor dropped, `taken` batches, `num_batches` |
 | save | `name` of the checkpoint |
+| heard | `events` that were taken in together, as `runtime.script.named` names them |
+| send | `version`: the trainer's weights are sent |
+| took | `engine`, `orders`: their letters, by the turn before which it took them up |
+| asked | `engine`, `draws` whose caller waits, such as an evaluation's |
 
-A `Flow` notes start, finish, drop, take, publish and resume itself; who drives it notes the others. More
-facts may stand beside these.
+A `Flow` notes start, finish, drop, take, publish and resume itself; who drives it notes the others. The last
+four are for `replayed`. More facts may stand beside these.
 """
 
 from __future__ import annotations

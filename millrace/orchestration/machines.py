@@ -8,9 +8,9 @@ from functools import partial
 
 from millrace.config.settings import RunConfig
 from millrace.orchestration.flow import FlowRules
-from millrace.orchestration.measured import Measured
+from millrace.orchestration.measured import NUM_FIRST, Measured
 from millrace.orchestration.runtime.virtual import Costs
-from millrace.orchestration.simulation import Work
+from millrace.orchestration.simulation import Simulated, Work, simulate
 from millrace.planner.errors import PlanError
 from millrace.planner.fit import Refuse, choose
 from millrace.planner.hardware import Gpu, parse_gpus
@@ -21,6 +21,8 @@ from millrace.planner.step_time import step_time
 
 # Deviation of the logarithm of answers' lengths, where nothing else is known.
 SPREAD = 0.8
+# Simulations of a run that is compared with them: their mean is foreseen.
+NUM_SEEDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +208,13 @@ def measured_work(
         costs=found.costs,
         train_s=partial(found.train_s, num_ranks),
     )
+
+
+def foreseen(run: Measured, durations: Measured) -> list[Simulated]:
+    """Simulations of a run, with the durations of its own parts or of another run's."""
+    staleness = run.config.flow.staleness
+    work = measured_work(run.config, durations, staleness, run.num_engines, run.num_ranks)
+    return [
+        simulate(work, num_batches=run.num_batches, num_first=NUM_FIRST, ends=True, seed=seed)
+        for seed in range(NUM_SEEDS)
+    ]

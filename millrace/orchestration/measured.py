@@ -104,7 +104,7 @@ def read_measured(run: str | Path) -> Measured:
     return Measured(
         config,
         num_engines=len({event["engine"] for event in arrived}),
-        num_ranks=_num_ranks(config),
+        num_ranks=config.mesh.num_ranks,
         num_batches=len(records),
         costs=Costs(
             service=Service(step_s, row_s, prompt_s),
@@ -127,11 +127,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise PlanError(str(error)) from None
-
-
-def _num_ranks(config: RunConfig) -> int:
-    mesh = config.mesh
-    return mesh.dp_replicate * mesh.dp_shard * mesh.tp * mesh.pp * mesh.cp
 
 
 def _means(records: Sequence[Event]) -> dict[str, float]:

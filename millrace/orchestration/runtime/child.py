@@ -154,7 +154,11 @@ class Child:
         order = (letter, kind, note, arrays)
         for given, *frame in [order] if self.gate is None else self.gate.due(letter, order):
             self.given.append(given)
-            self.line.put(*frame)
+            self._put(*frame)
+
+    def _put(self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
+        """Send a frame."""
+        self.line.put(kind, note, arrays)
 
     def took(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, str]]:
         """The letters of the orders that it says it took up, by the turn before which it did."""

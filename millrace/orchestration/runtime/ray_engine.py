@@ -194,20 +194,13 @@ class RemoteChild(Child):
 
     weights: int = -1
 
-    def give(
-        self,
-        kind: str,
-        note: Mapping[str, Any],
-        arrays: Mapping[str, np.ndarray] | None = None,
-        *,
-        direct: bool = False,
-    ) -> None:
-        """Send an order; before one to load, the weights."""
+    def _put(self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
+        """Send a frame; before one to load, the weights."""
         if kind == "load":
             held = np.frombuffer(mmap.mmap(self.weights, note["bytes"], prot=mmap.PROT_READ), np.uint8)
             for begin in range(0, len(held), PIECE_BYTES):
                 self.line.put("weights", {"begin": begin}, {"piece": held[begin : begin + PIECE_BYTES]})
-        Child.give(self, kind, note, arrays, direct=direct)
+        self.line.put(kind, note, arrays)
 
     def obituary(self) -> str:
         """How it has ended."""

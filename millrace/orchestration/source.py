@@ -100,7 +100,7 @@ def as_sampled(rolled: Rolled) -> Sampled:
 
 
 class Source:
-    """Batches for the trainer: sampled while it waits, or ahead of it in a thread of their own.
+    """Batches for the trainer: of engines of their own, heard of in a thread, or of its own while it waits.
 
     Use it as a context manager; nothing is sampled outside.
     """
@@ -162,7 +162,8 @@ class Source:
             self._bias.load_state(words["bias"])
             self._rollouts.load_state(words["rollouts"], load_file(checkpoint / NUMBERS))
         self._rollouts.begin(version)
-        if self._ahead:
+        # Engines of their own are lost and joined also while the trainer trains, evaluates or saves.
+        if self._apart:
             self._verbs = self._held.enter_context(Pump(self._rollouts, self._runtime))
 
     def __enter__(self) -> Source:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from millrace.orchestration.controller import Controller
+from millrace.orchestration.evaluate import Evaluation
 from tests.end_to_end.async_runs import AHEAD, check_run, engines_below, events_of, prompts_of, run
 from tests.end_to_end.rank_runs import processes_below
 from tests.end_to_end.runs import LIMIT_S, check_equal, finished, start
@@ -95,6 +96,29 @@ def test_a_run_goes_on_by_itself_whenever_its_engine_is_killed(staleness, tmp_pa
     else:
         run(tmp_path, "undisturbed", **settings, **{"engine.processes": 0})
         check_equal(killed, tmp_path / "runs" / "undisturbed")
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_an_engine_that_dies_in_an_evaluation_is_replaced_before_the_evaluation_ends(
+    staleness, tmp_path, monkeypatch
+):
+    tiny_recipe(tmp_path)
+    evaluate, dead = Controller.evaluate, []
+
+    def deadly(controller: Controller) -> Evaluation:
+        if controller.progress.stage == "reinforcement" and controller.progress.step and not dead:
+            (engine,) = engines_below(os.getpid())
+            os.kill(engine, signal.SIGKILL)
+            dead.append(engine)
+        return evaluate(controller)
+
+    monkeypatch.setattr(Controller, "evaluate", deadly)
+    settings = {"flow.staleness": staleness, "steps": 4, "evaluation.every": 2, "engine.processes": 1}
+    report = run(tmp_path, "killed", **settings)
+    assert report.status == "finished"
+    assert len(dead) == 1
+    fates = [e["kind"] for e in events_of(tmp_path / "runs" / "killed") if e["kind"] in ("lost", "joined")]
+    assert fates == ["joined", "lost", "joined"]
 
 
 def test_a_trainer_killed_at_any_moment_goes_on_and_leaves_nothing_behind(tmp_path):

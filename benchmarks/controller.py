@@ -30,7 +30,8 @@ from millrace.orchestration.events import EventLog, check_log
 from millrace.orchestration.flow import Flow, FlowRules
 from millrace.orchestration.rollouts import Rollouts
 from millrace.orchestration.runtime.base import Event
-from millrace.orchestration.runtime.virtual import Costs, VirtualRuntime
+from millrace.orchestration.runtime.virtual import VirtualRuntime
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.planner.simulate import exponential, lognormal
 from millrace.types import Prompt, SamplingParams
 

@@ -36,7 +36,7 @@ from grpo_step import processor
 from millrace.orchestration.flow import FlowRules
 from millrace.orchestration.machines import foreseen
 from millrace.orchestration.measured import Measured, read_measured
-from millrace.orchestration.runtime.virtual import Costs
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.orchestration.simulation import Simulated, Work, simulate
 from millrace.planner.hardware import GPUS, Gpu
 from millrace.planner.layout import Layout

@@ -6,10 +6,11 @@
 A schedule is a function of its number: rules, engines, durations and faults are drawn from it. Engines crash,
 hang, slow down; messages come late, twice and in another order; rewards fail; loads break half way or are
 never proved; the trainer dies between any two orders or events and goes on from what it saved last. The
-controller is the real one (`millrace.orchestration.rollouts`). Afterwards each group that started is trained
-on once or dropped with a reason, within its staleness bound, from the tokens it asked for, and the event log
-proves the same; or the run ended with a named error where the schedule leaves no other end. Exit code 1 says
-that a schedule did not, and which.
+controller is the real one (`millrace.orchestration.rollouts`). Before a save, engines have handed over what
+they were drawing, or some have, or none. Afterwards each group that started is trained on once or dropped
+with a reason, within its staleness bound, from the tokens it asked for, and the event log proves the same; or
+the run ended with a named error where the schedule leaves no other end. Exit code 1 says that a schedule did
+not, and which.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from millrace.data.prompts import PromptStream
 from millrace.orchestration.events import check_log
 from millrace.orchestration.flow import Flow, FlowRules
 from millrace.orchestration.rollouts import Rolled, Rollouts
-from millrace.orchestration.runtime.virtual import Costs, EnginesGone, Faults, VirtualRuntime
-from millrace.planner.simulate import Service, constant, exponential, lognormal
+from millrace.orchestration.runtime.virtual import EnginesGone, Faults, VirtualRuntime
+from millrace.orchestration.runtime.virtual_engine import Costs
+from millrace.planner.simulate import Service, constant, exponential, lognormal, share_of
 from millrace.types import Completion, Group, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 3, 4), f"p{i}") for i in range(20)}
@@ -252,12 +254,22 @@ class Run:
             if self.rng.random() < 0.3:
                 rollouts.wait_until_published(DEADLINE_S)
             if flow.num_taken % schedule.save_every == 0:
+                if self.rng.random() < 0.7:
+                    self.hand_over(rollouts, runtime)
                 self.saved = known.saved(rollouts)
+                rollouts.release()
         rollouts.wait_until_published(DEADLINE_S)
         if left := check_log(known.events):
             raise Broken(f"groups {left} were neither trained on nor dropped")
         if len(known.versions) != schedule.num_batches + 1:
             raise Broken(f"{len(known.versions) - 1} batches were trained on")
+
+    def hand_over(self, rollouts: Rollouts, runtime: VirtualRuntime) -> None:
+        """Have engines hand over what they have drawn, those that are not too late."""
+        rollouts.hold()
+        end_s = runtime.now() + self.rng.uniform(0, 3)
+        while not rollouts.handed_over and runtime.now() < end_s:
+            rollouts.advance(end_s - runtime.now())
 
     def params(self, number: int, sample: int, turn: int) -> SamplingParams:
         """With the seed of the turn."""
@@ -296,8 +308,10 @@ class Run:
         _demand(trajectory.outcome is not None, "it has no outcome")
         expected, seen = group.prompt.token_ids, []
         for place, turn in enumerate(trajectory.turns):
-            drawn, first = turn.completion, seed_of(self.schedule.number, number, sample, place) & 0xFFFF
+            drawn, seed = turn.completion, seed_of(self.schedule.number, number, sample, place)
+            first, length = seed & 0xFFFF, round(self.schedule.costs.num_tokens(share_of(seed)))
             _demand(turn.observation == expected, f"turn {place} was told {turn.observation}, not {expected}")
+            _demand(len(drawn.token_ids) == max(1, min(60, length)), f"turn {place} is too long or too short")
             _demand(drawn.token_ids[0] == first, f"turn {place} holds the tokens of another")
             _demand(drawn.finish_reason in ("stop", "length"), f"turn {place} was cut short")
             expected = (place + 1, first)

@@ -147,6 +147,7 @@ class PagedEngine:
         params: Sequence[SamplingParams],
         *,
         ids: Sequence[str] | None = None,
+        drawn: Sequence[Completion | None] | None = None,
         priority: int = 0,
     ) -> list[Request]:
         """Queue samples of one prompt, which is computed once for all of them; `step` works on them.
@@ -155,21 +156,22 @@ class PagedEngine:
             prompt: its tokens.
             params: how to draw, one entry a sample.
             ids: a name for each sample that no unfinished request has; made up without them.
+            drawn: of each, what was drawn before, with which its completion begins.
             priority: lower goes first.
 
         Raises:
             ValueError: a request cannot be served, or an id is taken; none is queued.
         """
-        taken = next((id for id in ids or () if id in self._requests), None)
-        if taken is not None or len(set(ids or ())) < len(ids or ()):
+        names: Sequence[str | None] = ids or [None] * len(params)
+        before = drawn or [None] * len(params)
+        taken = next((id for id in names if id in self._requests), None)
+        if taken is not None or (ids and len(set(ids)) < len(ids)):
             name = repr(taken) if taken is not None else "given twice"
             raise ValueError(f"request id {name} is taken by an unfinished request; choose another")
-        for wanted in params:
-            self.check_request(prompt, wanted)
-        names = ids if ids is not None else [None] * len(params)
-        requests = [
-            self._new(prompt, p, id=id, priority=priority) for p, id in zip(params, names, strict=True)
-        ]
+        for wanted, known in zip(params, before, strict=True):
+            self.check_request(prompt, wanted, known)
+        given = zip(params, names, before, strict=True)
+        requests = [self._new(prompt, *one, priority) for one in given]
         self._scheduler.add(requests)
         return requests
 
@@ -181,18 +183,12 @@ class PagedEngine:
             texts: texts of token sequences that are known; a new one is added.
         """
         if self._requests.pop(request.id, None) is not None:
-            self._num_special -= _is_special(request.params)
+            self._num_special -= request.is_special
         return self._results.completion(request, {} if texts is None else texts)
 
     def drawn(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, log-probabilities and versions that a request drew, from the one numbered `first` on."""
-        table, row = self._scheduler.table, request.row
-        if row < 0:
-            return request.drawn[first:], request.logprobs[first:], request.versions[first:]
-        part = slice(len(request.prompt) + first, int(table.num_tokens_R[row]))
-        columns = (table.token_RL, table.logprob_RL, table.version_RL)
-        token_L, logprob_L, version_L = (column[row, part].copy() for column in columns)
-        return token_L, logprob_L, version_L
+        return self._scheduler.table.drawn(request, first)
 
     def abort(self, id: str) -> Completion | None:
         """End a request now and give what it drew; None if no unfinished request has this name."""
@@ -323,9 +319,9 @@ class PagedEngine:
     def has_work(self) -> bool:
         """Whether a step could compute something."""
         scheduler = self._scheduler
-        if self._asleep or self._weights_missing or scheduler.paused == "all":
-            return False
-        return bool(scheduler.num_running or (scheduler.num_waiting and scheduler.paused == "no"))
+        rests = self._asleep or self._weights_missing or scheduler.paused == "all"
+        waits = scheduler.num_waiting and scheduler.paused == "no"
+        return bool(not rests and (scheduler.num_running or waits))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
@@ -355,33 +351,45 @@ class PagedEngine:
         self._scheduler.check_invariants()
 
     def _new(
-        self, prompt: Sequence[int], params: SamplingParams, *, id: str | None = None, priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        id: str | None = None,
+        drawn: Completion | None = None,
+        priority: int = 0,
     ) -> Request:
         if id is None:
             self._next_id += 1
             id = f"#{self._next_id}"
         request = Request(id, tuple(prompt), params, priority=priority)
+        if drawn is not None:
+            request.go_on(drawn)
+            self._results.go_on(request, drawn)
         self._requests[id] = request
-        self._num_special += _is_special(params)
+        self._num_special += request.is_special
         self._prompt_tokens += len(prompt)
         return request
 
-    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check_request(
+        self, prompt: Sequence[int], params: SamplingParams, drawn: Completion | None = None
+    ) -> None:
         """Refuse what cannot be served.
 
         Raises:
             ValueError: the prompt is empty, with `max_tokens` too long for the model or the cache, or holds a
-                token outside the vocabulary, or the parameters do.
+                token outside the vocabulary, or the parameters or what was drawn do, or that is too long.
         """
         self._scheduler.check(prompt, params)
         check_vocabulary(params, self._vocab_size)
-        outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocab_size]
+        known = () if drawn is None else drawn.token_ids
+        if len(known) >= params.max_tokens:
+            raise ValueError(f"{len(known)} tokens are drawn and max_tokens is {params.max_tokens}; raise it")
+        outside = [token for token in (min(prompt), max(prompt), *known) if not 0 <= token < self._vocab_size]
         if outside:
             raise ValueError(f"the prompt holds token {outside[0]}; the vocabulary has {self._vocab_size}")
 
     def _check_tags(self, tags: Collection[str]) -> None:
-        unknown = sorted(set(tags) - set(get_args(Tag)))
-        if unknown or not tags:
+        if not tags or set(tags) - set(get_args(Tag)):
             raise ValueError(f"tags are {list(tags)}; they may be weights, kv_cache or both")
 
     def _require_awake(self) -> None:
@@ -390,8 +398,3 @@ class PagedEngine:
             raise RuntimeError(f"the engine's {' and '.join(names)} are asleep; call wake({names})")
         if self._weights_missing:
             raise RuntimeError("the engine has no weights since it slept; call load_weights()")
-
-
-def _is_special(params: SamplingParams) -> bool:
-    """Whether a request must be looked at in every step: its text, or its prompt's log-probabilities."""
-    return bool(params.stop) or params.prompt_logprobs

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from millrace.types import SamplingParams
+from millrace.types import Completion, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_PRIORITY = 1_000_000_000
@@ -69,6 +69,16 @@ class Request:
             raise ValueError(
                 f"priority is {self.priority}; it must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
             )
+
+    @property
+    def is_special(self) -> bool:
+        """Whether it must be looked at in every step: its text, or its prompt's log-probabilities."""
+        return bool(self.params.stop) or self.params.prompt_logprobs
+
+    def go_on(self, drawn: Completion) -> None:
+        """Begin with what was drawn before, as one that was preempted."""
+        self.drawn = np.array(drawn.token_ids, np.int32)
+        self.logprobs, self.versions = drawn.logprobs, drawn.versions
 
     def known_tokens(self) -> np.ndarray:
         """Prompt and drawn tokens of a request without a row, int32."""
@@ -195,6 +205,16 @@ class RequestTable:
         self.used_R[row] = False
         self.free_rows.append(row)
         return request
+
+    def drawn(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, log-probabilities and versions that a request drew, from the one numbered `first` on."""
+        row = request.row
+        if row < 0:
+            return request.drawn[first:], request.logprobs[first:], request.versions[first:]
+        part = slice(len(request.prompt) + first, int(self.num_tokens_R[row]))
+        columns = (self.token_RL, self.logprob_RL, self.version_RL)
+        token_L, logprob_L, version_L = (column[row, part].copy() for column in columns)
+        return token_L, logprob_L, version_L
 
     def share(self, row: int, heirs: Sequence[int]) -> None:
         """Let other rows stand where this one stands: its blocks, what is computed, what is hashed."""

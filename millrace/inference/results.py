@@ -38,6 +38,13 @@ class Results:
         self._decode, self._routed = decode, routed
         self._extras: dict[str, _Extra] = {}
 
+    def go_on(self, request: Request, drawn: Completion) -> None:
+        """Begin with what was drawn before."""
+        if drawn.support is not None:
+            ends = np.cumsum(drawn.support.counts)[:-1]
+            tokens = np.split(drawn.support.token_ids, ends)
+            self._extra(request).supports = list(zip(tokens, drawn.support.log_mass.tolist(), strict=True))
+
     def add_support(self, request: Request, token_ids: np.ndarray, log_mass: float) -> None:
         """Keep the tokens that a draw chose among, and the logarithm of their mass."""
         self._extra(request).supports.append((token_ids, log_mass))

@@ -35,7 +35,9 @@ class Sample:
         birth: publishes before the weights that drew the oldest token.
         engine: drew the turn before, or draws this one.
         draw: id of what it draws now; empty between turns.
-        asked_s: since when.
+        drawn: what is there of the turn that it draws, if an engine gave that away before its end.
+        over: whether the episode is.
+        asked_s: since when it draws.
     """
 
     number: int
@@ -47,6 +49,8 @@ class Sample:
     birth: int | None = None
     engine: str = ""
     draw: str = ""
+    drawn: Completion | None = None
+    over: bool = False
     asked_s: float = 0.0
 
     @property
@@ -57,11 +61,30 @@ class Sample:
     def play(self, completion: Completion) -> bool:
         """End a turn; whether the episode is over."""
         self.turns.append(Turn(self.observation, completion))
+        self.drawn = None
         observation = self.episode.step(completion)
         if observation is not None:
             self.observation = observation
             self.context += completion.token_ids + observation
-        return observation is None
+        self.over = observation is None
+        return self.over
+
+    @property
+    def so_far(self) -> Trajectory:
+        """Every turn, the one that is not over among them."""
+        unfinished = () if self.drawn is None else (Turn(self.observation, self.drawn),)
+        return Trajectory((*self.turns, *unfinished))
+
+    def take_up(self, before: Trajectory) -> bool:
+        """Go on from `so_far` in a fresh episode; whether that said the same again."""
+        for turn in before.turns:
+            if self.over or turn.observation != self.observation:
+                return False
+            if turn.completion.finish_reason == "abort":
+                self.drawn = turn.completion
+            else:
+                self.play(turn.completion)
+        return True
 
 
 @dataclass(slots=True)
@@ -74,15 +97,32 @@ class Playing:
 
     @classmethod
     def begin(
-        cls, number: int, prompt: Prompt, environment: Callable[[Prompt], Episode], num_samples: int
+        cls,
+        number: int,
+        prompt: Prompt,
+        environment: Callable[[Prompt], Episode],
+        num_samples: int,
+        before: Group | None = None,
     ) -> Playing:
-        """Fresh episodes of a prompt."""
-        samples = []
-        for place in range(num_samples):
+        """Episodes of a prompt: fresh ones, or from where `so_far` was.
+
+        An episode that says something else than it did then begins anew.
+        """
+
+        def fresh(place: int) -> Sample:
             episode = environment(prompt)
             observation = episode.observe()
-            samples.append(Sample(number, place, episode, observation, observation))
-        return cls(prompt, samples, num_samples)
+            return Sample(number, place, episode, observation, observation)
+
+        samples = [fresh(place) for place in range(num_samples)]
+        for place, trajectory in enumerate(before.trajectories if before else ()):
+            if not samples[place].take_up(trajectory):
+                samples[place] = fresh(place)
+        return cls(prompt, samples, sum(not sample.over for sample in samples))
+
+    def so_far(self) -> Group:
+        """All that is drawn."""
+        return Group(self.prompt, tuple(sample.so_far for sample in self.samples))
 
     def unscored(self, num_samples: int) -> Group:
         """What is drawn of the first samples, without those that have no whole turn."""

@@ -13,6 +13,8 @@
 | lost | `engine`, `reason` |
 | joined | `engine` |
 | ignore | `reason`: what came too late, or twice |
+| hold | engines hand over what they have drawn |
+| keep | `number`; after a resume, `turns` and `tokens` of the turn begun that each sample has already |
 | resume | `numbers` of the groups that are neither trained on nor dropped, `taken` batches, `num_batches` |
 | save | `name` of the checkpoint |
 | heard | `events` that were taken in together, as `runtime.script.named` names them |
@@ -47,6 +49,8 @@ FACTS = {
     "joined": ("engine",),
     "ignore": ("reason",),
     "resume": ("numbers", "taken", "num_batches"),
+    "hold": (),
+    "keep": ("number", "turns", "tokens"),
     "save": ("name",),
     "heard": ("events",),
     "send": ("version",),
@@ -54,7 +58,7 @@ FACTS = {
     "asked": ("engine", "draws"),
 }
 # They say nothing that another event could contradict.
-UNPROVED = ("ignore", "save", "heard", "asked")
+UNPROVED = ("ignore", "hold", "save", "heard", "asked")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
@@ -138,6 +142,8 @@ class _Reader:
         # The oldest token of each of their trajectories: as they arrive, and once they are finished.
         self.arrived: dict[int, dict[tuple[int, int], int]] = {}
         self.finished: dict[int, list[int]] = {}
+        # What had arrived of unfinished groups before a resume.
+        self.saved: dict[int, dict[tuple[int, int], int]] = {}
         self.gone: dict[int, str] = {}
         self.repeats: deque[str] = deque()
         # Publishes whose weights each engine draws with.
@@ -281,11 +287,20 @@ class _Reader:
         )
         # A branch may be longer than its run.
         self.num_batches = event["num_batches"]
-        # Engines begin anew with the saved weights, and what was not finished is drawn anew.
+        # Engines begin anew with the saved weights; of what was not finished that is left which is kept.
         self.published = self.sent = self.taken
         self.held.clear()
         self.turns.clear()
-        self.arrived.clear()
+        self.saved, self.arrived = self.arrived, {}
+
+    def keep(self, event: Mapping[str, Any]) -> None:
+        number = event["number"]
+        self._unfinished(number)
+        before = self.saved.pop(number, {})
+        kept = [(sample, turn) for sample, num in enumerate(event["turns"]) for turn in range(num)]
+        missing = [place for place in kept if place not in before]
+        _demand(not missing, f"of group {number}, (sample, turn) {missing} had not arrived")
+        self.arrived[number] = {place: before[place] for place in kept}
 
     def _known(self, number: int) -> None:
         _demand(number in self.line, f"group {number} was {self.gone.get(number, 'never started')}")

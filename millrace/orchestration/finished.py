@@ -1,4 +1,4 @@
-"""Finished groups, for checkpoints, as words that JSON carries and columns of numbers. No torch."""
+"""Groups, finished or not, for checkpoints, as words that JSON carries and columns of numbers. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OBSERVATIONS = "observations"
 
 
 def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Scored groups by their number; of a prompt only its id is kept."""
+    """Groups by their number; of a prompt only its id is kept."""
     turns = [turn for group in groups.values() for t in group.trajectories for turn in t.turns]
     completions, columns = to_columns([turn.completion for turn in turns])
     said = [token for turn in turns for token in turn.observation]

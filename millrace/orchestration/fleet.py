@@ -6,7 +6,7 @@ A *birth* is a number of publishes: that of the weights which drew a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.orchestration.flow import Note
@@ -119,6 +119,20 @@ class Fleet:
         for id in ids:
             del self._engines[name].draws[id]
         self._runtime.abort(name, ids)
+
+    def interrupt(self) -> None:
+        """Have every engine end what it draws, and give what it has of it; all of it is wanted still."""
+        for name, engine in self._engines.items():
+            if engine.draws:
+                self._runtime.abort(name, list(engine.draws))
+
+    def births(self, versions: Iterable[int]) -> dict[str, int]:
+        """Publishes of these weights, for JSON."""
+        return {str(version): self.birth(version) for version in versions}
+
+    def load_births(self, births: Mapping[str, int]) -> None:
+        """Know the weights of a run that is taken up; before `begin`."""
+        self._births = {int(version): birth for version, birth in births.items()}
 
     def birth(self, version: int) -> int:
         """Publishes of these weights.

@@ -9,7 +9,7 @@ from functools import partial
 from millrace.config.settings import RunConfig
 from millrace.orchestration.flow import FlowRules
 from millrace.orchestration.measured import NUM_FIRST, Measured
-from millrace.orchestration.runtime.virtual import Costs
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.orchestration.simulation import Simulated, Work, simulate
 from millrace.planner.errors import PlanError
 from millrace.planner.fit import Refuse, choose

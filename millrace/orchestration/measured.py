@@ -22,7 +22,7 @@ import numpy as np
 from millrace.config.recipe import load_recipe
 from millrace.config.settings import RunConfig
 from millrace.observability.sinks import read_metrics
-from millrace.orchestration.runtime.virtual import Costs
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.planner.errors import PlanError
 from millrace.planner.simulate import Quantile, Service, constant, measured
 

@@ -74,6 +74,11 @@ class Pump:
         finally:
             self._changed.release()
 
+    def hold(self) -> None:
+        """Have engines hand over what they have drawn so far; see `Rollouts.hold`."""
+        with self._changed:
+            self._rollouts.hold()
+
     def state(self) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
         """What a checkpoint keeps; see `Rollouts.state`."""
         with self._changed:

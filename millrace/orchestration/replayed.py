@@ -125,7 +125,7 @@ class Replayed(EventLog):
         """
         head = self.head
         if head is None:
-            if kind == "save":
+            if kind in ("hold", "save"):
                 return True
             raise ReplayError(f"the replay is not the run: its log ends before this {kind}")
         if head["kind"] not in (kind, "heard"):

@@ -1,13 +1,12 @@
 """The sampling half of every run: prompts become scored groups, wherever engines run. No torch.
 
-`Flow` says which groups may start and which are trained on, `Fleet` knows the engines, a `Runtime` draws and
-judges. What stands between them is here: episodes, their turns, and what they said.
+`Flow` says which groups may start and which are trained on, `Fleet` knows the engines, `Dispatch` who draws
+what, a `Runtime` draws and judges. What stands between them is here: episodes, and what they said.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,11 +14,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from millrace.data.prompts import PromptStream
+from millrace.orchestration.dispatch import Dispatch
 from millrace.orchestration.episodes import Episode, Playing, Sample
 from millrace.orchestration.finished import pack_groups, unpack_groups
-from millrace.orchestration.fleet import DrawFailed, Fleet
+from millrace.orchestration.fleet import Fleet
 from millrace.orchestration.flow import Flow, Note, Taken, unheard
-from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost, Runtime
+from millrace.orchestration.runtime.base import Drawn, Event, Joined, Judged, Loaded, Lost, Runtime
 from millrace.orchestration.runtime.script import named
 from millrace.orchestration.step import is_equal
 from millrace.orchestration.watchdog import Wait
@@ -76,28 +76,31 @@ class Rollouts:
             num_baselines: samples beyond them, which are scored but not trained on.
             draw_s: an engine that answers a draw no sooner is lost.
             load_s: an engine that proves new weights no sooner is lost.
-            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `arrive`, `ignore` and the runtime's
-                records, as `events.EventLog.add` does.
+            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `arrive`, `keep`, `hold`, `ignore` and
+                the runtime's records, as `events.EventLog.add` does.
         """
         self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
-        self._environment, self._params, self._note = environment, params, note
+        self._environment, self._note = environment, note
         self._num_samples, self._num_baselines = num_samples, num_baselines
         self._fleet = Fleet(runtime, draw_s=draw_s, load_s=load_s, note=note)
+        self._dispatch = Dispatch(self._fleet, runtime, params=params, note=note)
         self._running: dict[int, Playing] = {}
         self._finished: dict[int, Group] = {}
-        # What waits for an engine: samples of one prompt at the same turn together.
-        self._unsent: deque[list[Sample]] = deque()
-        self._draws: dict[str, Sample] = {}
+        # What a checkpoint holds of groups that were not finished, and the births of their samples, until
+        # they are begun.
+        self._begun: dict[int, Group] = {}
+        self._births: dict[int, list[int | None]] = {}
         self._unjudged: list[int] = []
         self._judging: dict[str, list[tuple[int, str]]] = {}
-        self._num_draws, self._num_calls = 0, 0
+        self._num_calls = 0
 
     def begin(self, version: int) -> None:
-        """Send every engine the weights, and start again what `load_state` left unfinished."""
+        """Send every engine the weights, and go on with what `load_state` left unfinished."""
         self._runtime.begin()
         self._fleet.begin(version, self._flow.num_published)
         for number, prompt_id in self._flow.unfinished.items():
-            self._open(number, self._prompts[prompt_id])
+            self._open(number, self._prompts[prompt_id], self._begun.pop(number))
+        self._judge()
         self.start()
 
     def start(self) -> None:
@@ -106,7 +109,7 @@ class Rollouts:
             repeats = self._flow.repeats
             prompt = self._prompts[repeats[0]] if repeats else self._stream.next(1)[0]
             self._open(self._flow.start(prompt.id), prompt)
-        self._send()
+        self._dispatch.send()
 
     def advance(self, timeout_s: float) -> None:
         """Let things happen for at most so long."""
@@ -146,7 +149,7 @@ class Rollouts:
                     for early in self._fleet.loaded(event):
                         self._drawn(early)
                 case Lost():
-                    self._lost(event)
+                    self._dispatch.lost(event)
                 case Joined():
                     self._fleet.join(event.engine)
         self._judge()
@@ -216,14 +219,37 @@ class Rollouts:
                 found.append(f"group {number} ({doing})")
         return found
 
+    def hold(self) -> None:
+        """Have engines hand over what they have drawn so far, for `state`; see `handed_over`, `release`."""
+        self._note("hold")
+        self._dispatch.hold()
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether they have."""
+        return self._dispatch.idle
+
+    def release(self) -> None:
+        """Have them go on from there."""
+        self._dispatch.release()
+
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Words for JSON and columns of numbers; save them with weights trained on every batch taken."""
-        finished, columns = pack_groups(self._finished)
+        """Words for JSON and columns of numbers; save them with weights trained on every batch taken.
+
+        Of what engines draw they hold as much as was handed over.
+        """
+        begun = self._begun | {number: playing.so_far() for number, playing in self._running.items()}
+        births = {number: [sample.birth for sample in p.samples] for number, p in self._running.items()}
+        groups, columns = pack_groups(self._finished | begun)
+        turns = [turn for group in begun.values() for t in group.trajectories for turn in t.turns]
+        versions = sorted({int(version) for turn in turns for version in turn.completion.versions})
         words = {
             "flow": self._flow.state(),
             "stream": self._stream.state(),
-            "num_draws": self._num_draws,
-            "finished": finished,
+            "num_draws": self._dispatch.num_draws,
+            "versions": self._fleet.births(versions),
+            "births": [[number, each] for number, each in (self._births | births).items()],
+            "groups": groups,
         }
         return words, columns
 
@@ -231,8 +257,11 @@ class Rollouts:
         """Go on where `state` was taken; before `begin`."""
         self._flow.load_state(words["flow"])
         self._stream.load_state(words["stream"])
-        self._num_draws = words["num_draws"]
-        self._finished = unpack_groups(words["finished"], columns, self._prompts)
+        self._dispatch.num_draws = words["num_draws"]
+        self._fleet.load_births(words["versions"])
+        self._births = dict(words["births"])
+        self._finished = unpack_groups(words["groups"], columns, self._prompts)
+        self._begun = {number: self._finished.pop(number) for number in self._flow.unfinished}
 
     def until(
         self,
@@ -254,54 +283,28 @@ class Rollouts:
             (let_happen or self.advance)(deadline_s - waited_s)
         return found
 
-    def _open(self, number: int, prompt: Prompt) -> None:
-        """Begin the episodes of a group."""
+    def _open(self, number: int, prompt: Prompt, before: Group | None = None) -> None:
+        """Begin the episodes of a group, or go on with those that were begun."""
         num_samples = self._num_samples + self._num_baselines
-        group = self._running[number] = Playing.begin(number, prompt, self._environment, num_samples)
-        self._unsent.append(group.samples)
-
-    def _send(self) -> None:
-        """Hand what waits for an engine to one."""
-        while self._unsent:
-            samples = self._unsent[0]
-            name = self._fleet.choose(samples[0].engine)
-            if name is None:
-                return
-            self._unsent.popleft()
-            if samples[0].number not in self._running:
-                continue
-            draws, now_s = [], self._runtime.now()
-            for sample in samples:
-                sample.engine, sample.asked_s = name, now_s
-                sample.draw = f"{sample.number}.{sample.place}.{self._num_draws}"
-                self._num_draws += 1
-                self._draws[sample.draw] = sample
-                params = self._params(sample.number, sample.place, len(sample.turns))
-                draws.append(Draw(sample.draw, sample.context, params))
-            self._fleet.submit(name, draws)
+        playing = Playing.begin(number, prompt, self._environment, num_samples, before)
+        self._running[number] = playing
+        if before is not None:
+            for sample, birth in zip(playing.samples, self._births.pop(number), strict=True):
+                sample.birth = birth if sample.turns else None
+            turns = [len(sample.turns) for sample in playing.samples]
+            tokens = [len(sample.drawn.token_ids) if sample.drawn else 0 for sample in playing.samples]
+            self._note("keep", number=number, turns=turns, tokens=tokens)
+        self._dispatch.add(sample for sample in playing.samples if not sample.over)
+        if not playing.num_open:
+            self._unjudged.append(number)
 
     def _drawn(self, event: Drawn) -> None:
-        sample, completion = self._draws.get(event.id), event.completion
+        sample = self._dispatch.drawn(event)
         if sample is None:
-            if completion.finish_reason != "abort":
-                self._note("ignore", reason=f"{event.engine} gives draw {event.id}, for which nobody waits")
-            return
-        if completion.finish_reason == "error":
-            raise DrawFailed(
-                f"{event.engine} failed to draw sample {sample.place} of group {sample.number}: "
-                f"{completion.reason}"
-            )
-        if not self._fleet.accept(event):
-            return
-        del self._draws[event.id]
-        sample.draw = ""
-        if completion.finish_reason == "abort":
-            # Nobody here asked for it, so it is wanted still.
-            self._unsent.append([sample])
             return
         self._arrived(sample, event)
-        if not sample.play(completion):
-            self._unsent.append([sample])
+        if not sample.play(event.completion):
+            self._dispatch.add([sample])
             return
         group = self._running[sample.number]
         group.num_open -= 1
@@ -360,15 +363,6 @@ class Rollouts:
         births = [s.birth for s in playing.samples[: self._num_samples] if s.birth is not None]
         self._flow.finish(number, births, equal=is_equal(trained))
 
-    def _lost(self, event: Lost) -> None:
-        """Have others draw again what a lost engine had, with the same seeds."""
-        again: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
-        for id in self._fleet.lost(event):
-            sample = self._draws.pop(id)
-            sample.draw = ""
-            again.setdefault((sample.number, sample.context), []).append(sample)
-        self._unsent.extendleft(reversed(again.values()))
-
     def _settle(self) -> None:
         """Tell the flow of publishes that are in force, and start what that makes room for."""
         if self._flow.num_published < self._fleet.newest:
@@ -382,11 +376,5 @@ class Rollouts:
             group = self._finished.pop(number)
             return Group(group.prompt, group.trajectories[: self._num_samples])
         playing = self._running.pop(number)
-        ids: dict[str, list[str]] = {}
-        for sample in playing.samples:
-            if sample.draw:
-                ids.setdefault(sample.engine, []).append(sample.draw)
-                del self._draws[sample.draw]
-        for engine, theirs in ids.items():
-            self._fleet.abort(engine, theirs)
+        self._dispatch.end(playing)
         return playing.unscored(self._num_samples)

@@ -18,7 +18,8 @@ from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
 from millrace.orchestration.flow import Flow, FlowRules, Note, unheard
 from millrace.orchestration.rollouts import Rollouts
-from millrace.orchestration.runtime.virtual import Costs, VirtualRuntime
+from millrace.orchestration.runtime.virtual import VirtualRuntime
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.planner.simulate import share_of
 from millrace.types import Prompt, SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -23,12 +23,14 @@ from millrace.orchestration.follower import pack_batch
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.pump import Pump
 from millrace.orchestration.ranks import Ranks
-from millrace.orchestration.rollouts import Rolled, Rollouts
+from millrace.orchestration.rollouts import Rolled, Rollouts, Stalled
 from millrace.orchestration.runtime.base import Runtime
 from millrace.orchestration.step import Sampled, completion_seed, greedy, group_rewards, sampling
 from millrace.orchestration.watchdog import Watchdog
 from millrace.types import Group, SamplingParams, Trajectory
 
+# A checkpoint waits no longer for engines that compute a long prompt, or load weights.
+HAND_OVER_S = 10.0
 WORDS, NUMBERS = "rollouts.json", "rollouts.safetensors"
 
 
@@ -228,6 +230,8 @@ class Source:
 
     def save(self, folder: Path) -> None:
         """Write all that is under way into a checkpoint being filled, trained on every batch given out."""
+        if self._apart:
+            self._hand_over()
         self._reach("save")
         # Nothing may be decided between what is kept and where the log of it ends.
         with self._verbs.paused() if isinstance(self._verbs, Pump) else nullcontext():
@@ -235,8 +239,23 @@ class Source:
             words, columns = self._verbs.state()
             self._log.add("save", name=folder.name)
             told = {"rollouts": words, "bias": self._bias.state(), "log_bytes": self._log.position}
+            self._rollouts.release()
         (folder / WORDS).write_text(json.dumps(told), encoding="utf-8")
         save_file(dict(columns), folder / NUMBERS)
+
+    def _hand_over(self) -> None:
+        """Have engines hand over what they have drawn. Who is late keeps it: it is no part of what is saved.
+
+        In a replay, those are late who were late in the run.
+        """
+        self._reach("hold")
+        self._verbs.hold()
+        if self._log.replays:
+            return
+        what, on = "engines to hand over what they drew", self._verbs.blockers
+        watched = self._watchdog.waiting("trainer", what, deadline_s=HAND_OVER_S, on=on)
+        with suppress(Stalled), watched:
+            self._verbs.until(lambda: self._rollouts.handed_over or None, what, HAND_OVER_S)
 
     def warning(self) -> str | None:
         """What to say of a selection among the samples."""

@@ -77,11 +77,14 @@ def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(Controller, "record", deadly)
-        assert run(folder, "lost", **AHEAD | {"steps": 13}).status == "interrupted"
+        assert run(folder, "lost", **AHEAD | LONGER | {"steps": 13}).status == "interrupted"
     assert go_on(folder, "lost").status == "finished"
     path = folder / "runs" / "lost"
-    kinds = [event["kind"] for event in events_of(path)]
+    events = events_of(path)
+    kinds = [event["kind"] for event in events]
     assert kinds.count("lost") == kinds.count("resume") == 1
+    # Answers that were being drawn went on from where they were.
+    assert sum(sum(event["tokens"]) for event in events if event["kind"] == "keep") > 0
     check_repeats(path)
 
 

@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
+from millrace.orchestration.dispatch import Dispatch
 from millrace.orchestration.events import check_log
 from millrace.orchestration.fleet import Fleet
 from millrace.orchestration.rollouts import Rollouts
@@ -46,6 +48,8 @@ def test_no_schedule_loses_a_group(chaos):
     assert len(orders) == 5
     faults = {
         "resume ": "the trainer died",
+        "hold ": "engines handed over what they had drawn",
+        "keep ": "and went on with that",
         "lost it died": "an engine crashed",
         "lost it hangs": "an engine hung",
         "lost a draw too": "nobody noticed that an engine hung",
@@ -78,16 +82,17 @@ def free_tickets_too_early(monkeypatch):
 
 
 def accept_answers_twice(monkeypatch):
-    drawn = Rollouts._drawn
+    drawn = Dispatch.drawn
 
     def twice(self, event):
-        sample = self._draws.get(event.id)
-        drawn(self, event)
-        if sample is not None and event.id not in self._draws and event.engine in self._fleet._engines:
-            self._draws[event.id] = sample
+        before = self._drawing.get(event.id)
+        sample = drawn(self, event)
+        if before is not None and event.id not in self._drawing and event.engine in self._fleet._engines:
+            self._drawing[event.id] = before
             self._fleet._engines[event.engine].draws[event.id] = 0.0
+        return sample
 
-    monkeypatch.setattr(Rollouts, "_drawn", twice)
+    monkeypatch.setattr(Dispatch, "drawn", twice)
 
 
 def draw_again_with_other_seeds(monkeypatch):
@@ -98,7 +103,7 @@ def draw_again_with_other_seeds(monkeypatch):
         submit(
             self,
             name,
-            [type(d)(d.id, d.prompt, type(d.params)(60, seed=s)) for d, s in zip(draws, seeds, strict=True)],
+            [replace(d, params=replace(d.params, seed=s)) for d, s in zip(draws, seeds, strict=True)],
         )
 
     monkeypatch.setattr(Fleet, "submit", other)

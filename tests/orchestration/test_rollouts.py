@@ -12,11 +12,20 @@ from millrace.orchestration.events import check_log
 from millrace.orchestration.fleet import DrawFailed
 from millrace.orchestration.rollouts import Stalled
 from millrace.orchestration.runtime.base import Joined, Lost
-from millrace.orchestration.runtime.virtual import Costs, VirtualRuntime
+from millrace.orchestration.runtime.virtual import VirtualRuntime
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.planner.simulate import lognormal
 from millrace.types import Outcome
 from tests.environments.rollout import rollout
-from tests.orchestration.manual import PROMPTS, Manual, completion, rollouts_over, seeded, serving, worth
+from tests.orchestration.manual import (
+    PROMPTS,
+    Manual,
+    completion,
+    rollouts_over,
+    seeded,
+    serving,
+    worth,
+)
 
 
 class ThreeTurns:
@@ -324,7 +333,7 @@ def test_a_run_goes_on_from_what_was_saved():
     rollouts, flow, notes = rollouts_over(runtime, **given)
     rollouts.next_batch(1e6)
     rollouts.published(1)
-    while not rollouts.state()[0]["finished"]["groups"]:
+    while not rollouts.state()[0]["groups"]["completions"]:
         rollouts.advance(1e6)
     words, columns = rollouts.state()
     kept = list(notes)

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.orchestration.events import check_log
 from millrace.orchestration.flow import FlowRules
-from millrace.orchestration.runtime.virtual import Costs
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.orchestration.simulation import Simulated, Step, Stretch, Work, best_split, simulate
 from millrace.planner.simulate import Service, constant, lognormal
 from tests.close import close_fp64

@@ -6,7 +6,8 @@ import json
 
 from millrace.orchestration import simulation
 from millrace.orchestration.flow import FlowRules
-from millrace.orchestration.runtime.virtual import Costs, VirtualRuntime
+from millrace.orchestration.runtime.virtual import VirtualRuntime
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.orchestration.simulation import Work, simulate
 from millrace.planner.simulate import Service, constant, exponential, lognormal
 

@@ -21,11 +21,14 @@ class Draw:
         id: never used before; a completion that is drawn again elsewhere has another.
         prompt: its tokens, every turn so far among them.
         params: how to draw, the seed among them.
+        drawn: what was drawn of it before, perhaps with other weights; the completion begins with it. An
+            engine in the trainer's thread draws it again.
     """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    drawn: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True)

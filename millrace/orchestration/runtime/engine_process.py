@@ -150,7 +150,8 @@ class Mailbox:
         for draws in draws_of(frame):
             ids = [draw.id for draw in draws]
             try:
-                self._engine.add(draws[0].prompt, [draw.params for draw in draws], ids=ids)
+                params, drawn = [draw.params for draw in draws], [draw.drawn for draw in draws]
+                self._engine.add(draws[0].prompt, params, ids=ids, drawn=drawn)
             except ValueError as error:  # the caller's mistake, who must hear of it
                 self._say("refused", {"ids": ids, "reason": str(error)})
             else:

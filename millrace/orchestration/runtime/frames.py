@@ -189,21 +189,33 @@ def draws_as_frame(draws: Sequence[Draw]) -> tuple[dict[str, Any], dict[str, np.
     """Note and arrays of draws; neighbours with one prompt carry it once."""
     groups = [(prompt, list(siblings)) for prompt, siblings in groupby(draws, lambda draw: draw.prompt)]
     told = [
-        {"num_tokens": len(prompt), "draws": [(draw.id, _given(draw.params)) for draw in siblings]}
+        {
+            "num_tokens": len(prompt),
+            "draws": [(draw.id, _given(draw.params), draw.drawn is not None) for draw in siblings],
+        }
         for prompt, siblings in groups
     ]
     tokens = [token for prompt, _ in groups for token in prompt]
-    return {"prompts": told}, {"tokens": np.array(tokens, np.int64)}
+    words, columns = to_columns([draw.drawn for draw in draws if draw.drawn is not None])
+    arrays = {"tokens": np.array(tokens, np.int64), **(columns if words else {})}
+    return {"prompts": told, "drawn": words}, arrays
 
 
 def draws_of(frame: Frame) -> list[list[Draw]]:
     """What `draws_as_frame` was given, the draws of each prompt together."""
     groups = []
     begin = 0
+    columns = {name: array for name, array in frame.arrays.items() if name != "tokens"}
+    drawn = iter(from_columns(frame.note["drawn"], columns))
     for told in frame.note["prompts"]:
         end = begin + told["num_tokens"]
         prompt = tuple(frame.arrays["tokens"][begin:end].tolist())
-        groups.append([Draw(id, prompt, SamplingParams(**_tuples(params))) for id, params in told["draws"]])
+        groups.append(
+            [
+                Draw(id, prompt, SamplingParams(**_tuples(params)), next(drawn) if begun else None)
+                for id, params, begun in told["draws"]
+            ]
+        )
         begin = end
     return groups
 

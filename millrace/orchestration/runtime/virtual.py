@@ -1,7 +1,6 @@
 """Engines and rewards on a virtual clock, with faults: the real controller, a thousand engines in seconds.
 
-An engine is a queue that all its requests share: each step costs `planner.simulate.Service` and draws one
-token for every request. What is drawn, its length and what goes wrong are functions of seeds.
+What goes wrong is a function of a seed, and what is drawn of the seed of each draw.
 """
 
 from __future__ import annotations
@@ -9,20 +8,13 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Judged, Loaded, Lost, Unrecorded
-from millrace.planner.simulate import Quantile, Service, constant, exponential, share_of
-from millrace.types import Completion, Outcome, Prompt
-
-_WORD = 7  # whatever an engine draws after the first token
-# Told of what an engine does: its name, from when until when, and for how many requests; 0 takes weights.
-Watch = Callable[[str, float, float, int], None]
+from millrace.orchestration.runtime.base import Draw, Event, Joined, Judged, Loaded, Lost, Unrecorded
+from millrace.orchestration.runtime.virtual_engine import Costs, VirtualEngine, Watch
+from millrace.planner.simulate import Quantile, constant, exponential
+from millrace.types import Outcome, Prompt
 
 
 class EnginesGone(RuntimeError):
@@ -62,33 +54,6 @@ class Faults:
     restarts: int = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """How long things take, and what comes of them.
-
-    Attributes:
-        service: of an engine.
-        num_tokens: of an answer, before `max_tokens` cuts it.
-        judge_s: seconds of a reward call.
-        load_s: seconds for which an engine draws nothing while it takes new weights.
-        recompute: whether it then computes the keys and values of all that runs again, a prompt once.
-        slots: requests that an engine draws at once; the others wait in the order in which they came.
-        message_s: seconds that an event is under way.
-        reward: the value of an answer.
-        num_answers: different answers to a prompt.
-    """
-
-    service: Service = Service()
-    num_tokens: Quantile = field(default=constant(100.0))
-    judge_s: Quantile = field(default=constant(0.1))
-    load_s: Quantile = field(default=constant(0.5))
-    recompute: bool = False
-    slots: int = 1_000_000
-    message_s: Quantile = field(default=constant(1e-3))
-    reward: Callable[[Prompt, str], float] = field(default=lambda prompt, text: float(int(text) % 2))
-    num_answers: int = 4
-
-
 class VirtualRuntime(Unrecorded):
     """A `Runtime` whose seconds cost nothing; see `base.Runtime` for the orders it takes."""
 
@@ -116,7 +81,7 @@ class VirtualRuntime(Unrecorded):
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned, self._num_engines, self._num_lost = 0, 0, 0
         self._ready: list[Event] = []
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, VirtualEngine] = {}
         self._last_loss, self._offered = "there never was one", -1
         for _ in range(num_engines):
             self._start_engine()
@@ -133,7 +98,7 @@ class VirtualRuntime(Unrecorded):
         """Begin to draw."""
         if (one := self._engines.get(engine)) is not None:
             one.advance(self._now_s)
-            one.add(draws, [self._num_tokens(draw) for draw in draws])
+            one.add(draws)
             self._plan_next(one)
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
@@ -143,7 +108,7 @@ class VirtualRuntime(Unrecorded):
         one.advance(self._now_s)
         for id in ids:
             if id in one.draws:
-                self._ended(one, id, aborted=True)
+                self._tell(one.end(id, aborted=True))
         self._plan_next(one)
 
     def offer(self, version: int) -> None:
@@ -227,7 +192,7 @@ class VirtualRuntime(Unrecorded):
         name = f"engine-{self._num_engines}"
         self._num_engines += 1
         slowness = 10.0 if chance() < faults.slow else 1.0
-        one = self._engines[name] = _Engine(name, self._costs, slowness, self._watch)
+        one = self._engines[name] = VirtualEngine(name, self._costs, slowness, self._watch)
         one.at_s = one.busy_until_s = self._now_s
         if faults.crash_every_s < math.inf:
             life_s = exponential(faults.crash_every_s)(chance())
@@ -248,7 +213,7 @@ class VirtualRuntime(Unrecorded):
         if self._faults.notice_s < math.inf:
             self._at(self._now_s + self._faults.notice_s, lambda: self.lose(name, "it hangs"))
 
-    def _loaded(self, one: _Engine, version: int) -> None:
+    def _loaded(self, one: VirtualEngine, version: int) -> None:
         if one.hangs or one.name not in self._engines:
             return
         one.advance(self._now_s)
@@ -258,141 +223,17 @@ class VirtualRuntime(Unrecorded):
             self._plan_next(one)
         self._tell(Loaded(one.name, version, math.ceil(one.clock)))
 
-    def _num_tokens(self, draw: Draw) -> int:
-        wanted = self._costs.num_tokens(share_of(draw.params.seed))
-        return max(1, min(draw.params.max_tokens, round(wanted)))
-
-    def _plan_next(self, one: _Engine) -> None:
+    def _plan_next(self, one: VirtualEngine) -> None:
         """Have the clock stop where the engine's next request ends, unless the engine changes before."""
         one.plan += 1
         plan, next_s = one.plan, one.next_end_s()
         if next_s < math.inf and not one.hangs:
             self._at(next_s, lambda: self._finish(one, plan))
 
-    def _finish(self, one: _Engine, plan: int) -> None:
+    def _finish(self, one: VirtualEngine, plan: int) -> None:
         if plan != one.plan or one.hangs or one.name not in self._engines:
             return
         one.advance(self._now_s)
         for id in one.pop_ended():
-            self._ended(one, id, aborted=False)
+            self._tell(one.end(id))
         self._plan_next(one)
-
-    def _ended(self, one: _Engine, id: str, *, aborted: bool) -> None:
-        """Tell of a draw that is over."""
-        draw, start, length = one.pop(id)
-        if aborted:
-            length = max(0, min(length - 1, int(one.clock - start)))
-        seed = draw.params.seed
-        completion = Completion(
-            token_ids=(seed & 0xFFFF, *(_WORD,) * (length - 1)) if length else (),
-            logprobs=np.full(length, -1.0, np.float32),
-            versions=one.versions(start, length),
-            finish_reason="abort" if aborted else "length" if length == draw.params.max_tokens else "stop",
-            text=str(seed % self._costs.num_answers),
-        )
-        self._tell(Drawn(one.name, id, completion, math.ceil(start), math.ceil(start) + length))
-
-
-class _Engine:
-    """One engine. Its clock counts steps, of which every request that runs has one token each."""
-
-    def __init__(self, name: str, costs: Costs, slowness: float, watch: Watch) -> None:
-        self.name = name
-        self.hangs = False
-        self.clock, self.at_s, self.busy_until_s = 0.0, 0.0, 0.0
-        # With the clock at which each was begun; infinite for those that wait.
-        self.draws: dict[str, tuple[Draw, float, int]] = {}
-        self.plan = 0
-        self._costs, self._slowness, self._watch = costs, slowness, watch
-        self._ends: list[tuple[float, int, str]] = []
-        self._waiting: deque[str] = deque()
-        self._num_begun = self._num_running = 0
-        self._weights: list[tuple[float, int]] = []
-
-    def advance(self, now_s: float) -> None:
-        """Do the steps up to now, but for the time in which it did something else."""
-        begin_s = max(self.at_s, min(self.busy_until_s, now_s))
-        if self._num_running and not self.hangs and begin_s < now_s:
-            self.clock += (now_s - begin_s) / self._step_s()
-            self._watch(self.name, begin_s, now_s, self._num_running)
-        self.at_s = now_s
-
-    def stop_for(self, seconds: float, num_running: int) -> None:
-        """Do something else for so long, after whatever else it does now."""
-        begin_s = max(self.busy_until_s, self.at_s)
-        self.busy_until_s = begin_s + seconds
-        self._watch(self.name, begin_s, self.busy_until_s, num_running)
-
-    def add(self, draws: Sequence[Draw], lengths: Sequence[int]) -> None:
-        """Take requests up, as many as there is room for; the prompt that they share is computed once."""
-        for draw, length in zip(draws, lengths, strict=True):
-            self.draws[draw.id] = (draw, math.inf, length)
-            self._waiting.append(draw.id)
-        self._begin()
-        self._compute(sum(map(len, {draw.prompt for draw in draws})))
-
-    def pop(self, id: str) -> tuple[Draw, float, int]:
-        """A request that is over, when it was begun and its length; one that waited has drawn nothing."""
-        draw, start, length = self.draws.pop(id)
-        if start == math.inf:
-            return draw, self.clock, 0
-        self._num_running -= 1
-        self._begin()
-        return draw, start, length
-
-    def recompute(self) -> None:
-        """Compute keys and values of all that runs."""
-        running = [(draw, start) for draw, start, _ in self.draws.values() if start < math.inf]
-        prompts = {draw.prompt for draw, _ in running}
-        self._compute(sum(map(len, prompts)) + sum(self.clock - start for _, start in running))
-
-    def _begin(self) -> None:
-        while self._waiting and self._num_running < self._costs.slots:
-            id = self._waiting.popleft()
-            if id in self.draws:
-                draw, _, length = self.draws[id]
-                self.draws[id] = (draw, self.clock, length)
-                self._num_begun += 1
-                self._num_running += 1
-                heapq.heappush(self._ends, (self.clock + length, self._num_begun, id))
-
-    def _compute(self, num_tokens: float) -> None:
-        self.stop_for(num_tokens * self._costs.service.prompt_token_s * self._slowness, self._num_running)
-
-    def take_weights(self, version: int) -> None:
-        """Draw with this version from here on."""
-        oldest = min((start for _, start, _ in self.draws.values()), default=self.clock)
-        first = bisect_right(self._weights, oldest, key=lambda one: one[0]) - 1
-        self._weights = [*self._weights[max(first, 0) :], (self.clock, version)]
-
-    def versions(self, start: float, length: int) -> np.ndarray:
-        """Of the tokens of a request that began at this clock; each is of the weights its step began with."""
-        if not self._weights:
-            raise RuntimeError(f"{self.name} was asked to draw before it had weights")
-        last_clock, last_version = self._weights[-1]
-        if last_clock <= start:
-            return np.full(length, last_version, np.int32)
-        clocks = np.array([clock for clock, _ in self._weights])
-        places = np.searchsorted(clocks, start + np.arange(length), side="right") - 1
-        versions: np.ndarray = np.array([version for _, version in self._weights], np.int32)[places]
-        return versions
-
-    def next_end_s(self) -> float:
-        """When the next request ends, if nothing changes."""
-        while self._ends and self._ends[0][2] not in self.draws:
-            heapq.heappop(self._ends)
-        if not self._ends:
-            return math.inf
-        return max(self.at_s, self.busy_until_s) + max(0.0, self._ends[0][0] - self.clock) * self._step_s()
-
-    def pop_ended(self) -> Iterator[str]:
-        """Requests that have all their tokens, in the order in which they were given."""
-        # The clock is a sum of many small steps; its rounding neither misses the last token nor adds up.
-        while self._ends and self._ends[0][0] <= self.clock + 1e-6:
-            end, _, id = heapq.heappop(self._ends)
-            self.clock = end if end > self.clock - 1e-6 else self.clock
-            if id in self.draws:
-                yield id
-
-    def _step_s(self) -> float:
-        return self._costs.service.token_s(self._num_running) * self._slowness

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,29 @@ def test_it_draws_what_the_engine_draws() -> None:
     for i, completion in enumerate(twin.generate(prompts, params)):
         assert ours[f"{i}"].token_ids == completion.token_ids
         assert (ours[f"{i}"].text, ours[f"{i}"].finish_reason) == (completion.text, completion.finish_reason)
+
+
+def test_what_was_aborted_goes_on_in_another_engine() -> None:
+    draws = long_draws(3)
+    whole = {}
+    with serving(engine()) as trainer:
+        trainer.load(0)
+        trainer.submit(*draws)
+        whole = {id: completion for id, _, _, completion in trainer.drawn(3)}
+    with serving(engine()) as trainer:
+        trainer.load(0)
+        trainer.submit(*draws)
+        time.sleep(0.02)
+        trainer.line.put("abort", {"ids": [draw.id for draw in draws]})
+        begun = {id: completion for id, _, _, completion in trainer.drawn(3)}
+    assert all(drawn.finish_reason == "abort" for drawn in begun.values())
+    with serving(engine()) as trainer:
+        trainer.load(1)
+        trainer.submit(*[replace(draw, drawn=begun[draw.id]) for draw in draws])
+        for id, _, _, completion in trainer.drawn(3):
+            num_begun = len(begun[id].token_ids)
+            assert completion.token_ids[:num_begun] == begun[id].token_ids == whole[id].token_ids[:num_begun]
+            assert completion.versions.tolist() == [0] * num_begun + [1] * (90 - num_begun)
 
 
 def test_what_cannot_be_served_is_refused_and_the_rest_goes_on() -> None:

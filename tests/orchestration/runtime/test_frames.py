@@ -169,6 +169,17 @@ def test_draws_arrive_as_they_were() -> None:
     frame = through(draws_as_frame(draws))
     assert draws_of(frame) == [draws[:2], draws[2:3], draws[3:4], draws[4:]]
     assert len(frame.arrays["tokens"]) == 5
+    assert list(frame.arrays) == ["tokens"]
+
+
+def test_what_was_drawn_before_arrives_with_its_draw() -> None:
+    begun = [None, completion(4), None, completion(7)]
+    draws = [Draw(f"{i}", (i // 2,), SamplingParams(), drawn) for i, drawn in enumerate(begun)]
+    found = [draw for group in draws_of(through(draws_as_frame(draws))) for draw in group]
+    assert [draw.id for draw in found] == ["0", "1", "2", "3"]
+    assert found[0].drawn is None and found[2].drawn is None
+    for place in (1, 3):
+        check_same(found[place].drawn, begun[place])
 
 
 @pytest.mark.parametrize("num", [0, 1, 24])

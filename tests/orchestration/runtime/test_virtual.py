@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from millrace.orchestration.runtime.base import Draw, Drawn, Joined, Judged, Loaded, Lost
-from millrace.orchestration.runtime.virtual import Costs, EnginesGone, Faults, VirtualRuntime
+from millrace.orchestration.runtime.virtual import EnginesGone, Faults, VirtualRuntime
+from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.planner.simulate import Service, constant
 from millrace.types import Prompt, SamplingParams
 from tests.close import close_fp64

@@ -23,6 +23,7 @@ from millrace.cli.reward_model import reward_model
 from millrace.cli.serve import serve
 from millrace.cli.simulate import simulate
 from millrace.cli.status import status
+from millrace.cli.trace import trace
 from millrace.cli.train import train
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -99,6 +100,7 @@ for _command in (
     resume,
     replay,
     status,
+    trace,
     evaluate,
     generate,
     serve,

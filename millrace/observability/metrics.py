@@ -22,12 +22,14 @@ class Spans:
 
     Attributes:
         failed: the span that an error last went through; None before.
+        heard: told the name and the seconds of each span, when it ends.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, *, memory: PeakMemory | None = None
     ) -> None:
         self.failed: str | None = None
+        self.heard: Callable[[str, float], None] = lambda name, seconds: None
         self._clock = clock
         self._memory = memory
         self._seconds: dict[str, float] = {}
@@ -54,9 +56,11 @@ class Spans:
             raise
         finally:
             self._open = None
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - self._began
+            seconds = self._clock() - self._began
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             if self._memory is not None:
                 self._memory.note(name)
+            self.heard(name, seconds)
 
     @property
     def open(self) -> tuple[str, float] | None:

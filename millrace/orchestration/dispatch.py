@@ -33,7 +33,7 @@ class Dispatch:
             fleet: chooses engines.
             runtime: theirs.
             params: (group's number, sample, turn) to sampling parameters, the seed among them.
-            note: hears of `ignore`.
+            note: hears of `dispatch`, `part` and `ignore`.
         """
         self._fleet, self._runtime, self._params, self._note = fleet, runtime, params, note
         self.num_draws = 0
@@ -73,6 +73,8 @@ class Dispatch:
                 self._drawing[sample.draw] = sample
                 params = self._params(sample.number, sample.place, len(sample.turns))
                 draws.append(Draw(sample.draw, sample.context, params, sample.drawn))
+            one, places = samples[0], [sample.place for sample in samples]
+            self._note("dispatch", number=one.number, samples=places, turn=len(one.turns), engine=name)
             self._fleet.submit(name, draws)
 
     def drawn(self, event: Drawn) -> Sample | None:
@@ -100,6 +102,8 @@ class Dispatch:
         # It is wanted still, for nobody waits for what is not, and goes on from what there is of it.
         if completion.token_ids:
             sample.drawn = completion
+            facts = {"number": sample.number, "sample": sample.place, "turn": len(sample.turns)}
+            self._note("part", **facts, engine=event.engine, began=event.began, ended=event.ended)
         self.add([sample])
         return None
 

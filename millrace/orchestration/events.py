@@ -4,7 +4,10 @@
 |---|---|
 | begin | `rules` of the flow, `num_batches`; the first line |
 | start | `number`, `prompt`, `published`: publishes so far |
+| dispatch | `number`, `samples` whose turn `turn` the `engine` is to draw |
+| part | `number`, `sample`, `turn`, `engine`: what it drew of it, which goes on from there or elsewhere |
 | arrive | `number`, `sample`, `turn`, `engine`, `oldest`, `newest`: publishes before these tokens |
+| judge | `call` of the reward, `numbers` of the groups |
 | finish | `number`, `births`: `oldest` of each sample from the first on, `equal`: whether its rewards are |
 | drop | `number`, `reason`; its prompt starts again, before new ones |
 | take | `batch`, `numbers`, `staleness` of each, `left_out`, `withheld`: as `flow.Taken` has them |
@@ -39,7 +42,10 @@ from millrace.observability.sinks import JsonlSink
 FACTS = {
     "begin": ("rules", "num_batches"),
     "start": ("number", "prompt", "published"),
+    "dispatch": ("number", "samples", "turn", "engine"),
+    "part": ("number", "sample", "turn", "engine"),
     "arrive": ("number", "sample", "turn", "engine", "oldest", "newest"),
+    "judge": ("call", "numbers"),
     "finish": ("number", "births", "equal"),
     "drop": ("number", "reason"),
     "take": ("batch", "numbers", "staleness", "left_out", "withheld"),
@@ -163,6 +169,21 @@ class _Reader:
             _demand(event["prompt"] == first, f"prompt {first} had to start again first")
         self.num_started += 1
         self.line[number], self.prompts[number] = self.published, event["prompt"]
+
+    def dispatch(self, event: Mapping[str, Any]) -> None:
+        number, engine = event["number"], event["engine"]
+        self._unfinished(number)
+        _demand(engine in self.held, f"engine {engine} has not loaded any weights")
+        seen = self.arrived.get(number, {})
+        over = [sample for sample in event["samples"] if (sample, event["turn"]) in seen]
+        _demand(not over, f"turn {event['turn']} of samples {over} of group {number} arrived before")
+
+    def part(self, event: Mapping[str, Any]) -> None:
+        self.dispatch(event | {"samples": [event["sample"]]})
+
+    def judge(self, event: Mapping[str, Any]) -> None:
+        for number in event["numbers"]:
+            self._unfinished(number)
 
     def arrive(self, event: Mapping[str, Any]) -> None:
         number, engine = event["number"], event["engine"]

@@ -201,6 +201,10 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         if ranks.first:
             # Where another rank hangs, the first waits for it.
             held.enter_context(controller.watchdog)
+            kept = held.enter_context(closing(JsonlSink(folder.spans)))
+            controller.spans.heard = lambda name, seconds: kept.write(
+                {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+            )
         for sentence in start.refused:
             controller.warn(f"{sentence}; it is passed over")
         if start.checkpoint is not None:

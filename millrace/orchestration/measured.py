@@ -108,7 +108,7 @@ def read_measured(run: str | Path) -> Measured:
         num_batches=len(records),
         costs=Costs(
             service=Service(step_s, row_s, prompt_s),
-            num_tokens=measured([float(event["ended"] - event["began"]) for event in arrived]),
+            num_tokens=measured(_lengths(events)),
             judge_s=measured(_judging(events)),
             load_s=constant(load_s),
             slots=config.engine.max_requests,
@@ -143,35 +143,46 @@ def _means(records: Sequence[Event]) -> dict[str, float]:
 
 
 def _judging(events: Iterable[Event]) -> list[float]:
-    """Seconds from the last answer of each group to its reward."""
-    last: dict[int, float] = {}
+    """Seconds that the reward of each group took."""
+    asked: dict[int, float] = {}
     found = []
     for event in events:
-        if event["kind"] == "arrive":
-            last[event["number"]] = event["time_s"]
+        if event["kind"] == "judge":
+            asked |= dict.fromkeys(event["numbers"], event["time_s"])
         elif event["kind"] == "finish":
-            found.append(event["time_s"] - last[event["number"]])
+            found.append(event["time_s"] - asked[event["number"]])
     return found
 
 
-def _by_engine(events: Iterable[Event]) -> dict[str, tuple[list[Event], list[int], dict[int, float]]]:
-    """Of each engine its answers, the steps at which it took new weights, and when groups were asked for."""
-    answers: dict[str, list[Event]] = defaultdict(list)
+def _lengths(events: Iterable[Event]) -> list[float]:
+    """Tokens of each turn, in however many parts it was drawn."""
+    found: dict[tuple[int, int, int], float] = defaultdict(float)
+    for event in events:
+        if event["kind"] in ("part", "arrive"):
+            place = event["number"], event["sample"], event["turn"]
+            found[place] += event["ended"] - event["began"]
+    return list(found.values())
+
+
+def _by_engine(events: Iterable[Event]) -> dict[str, tuple[list[Event], list[int]]]:
+    """Of each engine what it drew, with when that was asked, and the steps at which it took new weights."""
+    drawn: dict[str, list[Event]] = defaultdict(list)
     loads: dict[str, list[int]] = defaultdict(list)
-    asked: dict[int, float] = {}
+    asked: dict[tuple[int, int], float] = {}
     for event in events:
         match event["kind"]:
-            case "start":
-                asked[event["number"]] = event["time_s"]
-            case "arrive":
-                answers[event["engine"]].append(event)
+            case "dispatch":
+                asked |= {(event["number"], sample): event["time_s"] for sample in event["samples"]}
+            case "arrive" | "part":
+                asked_s = asked[event["number"], event["sample"]]
+                drawn[event["engine"]].append({**event, "asked_s": asked_s})
             case "load" if event["version"] and event.get("at") is not None:
                 loads[event["engine"]].append(event["at"])
-    return {name: (given, loads[name], asked) for name, given in answers.items()}
+    return {name: (given, loads[name]) for name, given in drawn.items()}
 
 
 def _spans(
-    answers: Sequence[Event], loads: Sequence[int], asked: Mapping[int, float], *, since_s: float
+    answers: Sequence[Event], loads: Sequence[int], *, since_s: float
 ) -> list[tuple[float, int, int, int, int]]:
     """Spans since then in which an engine never idled: seconds, steps, answers in them, prompts, updates."""
     last = max(event["ended"] for event in answers)
@@ -185,7 +196,7 @@ def _spans(
         new[began] += 1
         change[ended] -= 1
         heard.setdefault(ended, event["time_s"])
-        begun[began] = max(begun.get(began, 0.0), asked[event["number"]])
+        begun[began] = max(begun.get(began, 0.0), event["asked_s"])
         prompts[began].add(event["number"])
     running = np.cumsum(change)
     rows = np.concatenate([[0], np.cumsum(running)])

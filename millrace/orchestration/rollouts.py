@@ -76,8 +76,8 @@ class Rollouts:
             num_baselines: samples beyond them, which are scored but not trained on.
             draw_s: an engine that answers a draw no sooner is lost.
             load_s: an engine that proves new weights no sooner is lost.
-            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `arrive`, `keep`, `hold`, `ignore` and
-                the runtime's records, as `events.EventLog.add` does.
+            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `dispatch`, `arrive`, `part`, `judge`,
+                `keep`, `hold`, `ignore` and the runtime's records, as `events.EventLog.add` does.
         """
         self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
         self._environment, self._note = environment, note
@@ -340,6 +340,7 @@ class Rollouts:
         self._unjudged = []
         call = f"call-{self._num_calls}"
         self._num_calls += 1
+        self._note("judge", call=call, numbers=list(dict.fromkeys(number for number, _ in said)))
         self._judging[call] = list(said)
         self._runtime.judge(call, [self._running[n].prompt for n, _ in said], [text for _, text in said])
 

@@ -37,6 +37,7 @@ class RunFolder:
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self.spans = path / "spans.jsonl"
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
         self.tensorboard = path / "tensorboard"

@@ -356,7 +356,7 @@ def test_what_was_heard_together_is_one_line_before_what_follows():
     rollouts.handle([])
     assert notes == []
     rollouts.handle(serving("a", "b"))
-    assert [event["kind"] for event in notes] == ["took", "heard", "load", "load"]
+    assert [event["kind"] for event in notes] == ["took", "heard", "load", "load", "dispatch", "dispatch"]
     assert notes[1]["events"] == ["loaded a 0", "loaded b 0"]
     rollouts.published(3)
     assert notes[-1] == {"kind": "send", "version": 3}

@@ -1,0 +1,175 @@
+"""A run as a Chrome trace: a process for each worker, a lane for each thing it does at once. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TRAINER, REWARDS = "trainer", "rewards"
+# What engines and rewards have under way, besides draws.
+WEIGHTS = "weights"
+_MICRO = 1e6
+
+
+@dataclass(slots=True)
+class _Slice:
+    """Something that took a while.
+
+    Attributes:
+        worker: who did it.
+        name: of what was done.
+        begin_s: second of the run.
+        end_s: likewise.
+        facts: to be shown with it.
+    """
+
+    worker: str
+    name: str
+    begin_s: float
+    end_s: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chrome_trace(events: Iterable[Mapping[str, Any]], spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What trainer, engines and rewards did, for https://ui.perfetto.dev and chrome://tracing.
+
+    Args:
+        events: of the run's event log, in order.
+        spans: of the trainer's thread: `name`, `begin_s`, `seconds`, in the order in which they ended.
+
+    Returns:
+        the object of a trace file, in the Trace Event Format: slices (`ph` X), moments (i), names (M).
+    """
+    reader = _Reader()
+    for event in events:
+        reader.read(event)
+    slices = [*_kept(spans), *reader.slices]
+    workers = [TRAINER, REWARDS, *sorted({one.worker for one in slices} - {TRAINER, REWARDS}, key=_natural)]
+    found: list[dict[str, Any]] = []
+    for process, worker in enumerate(workers, start=1):
+        found.append(_named("process_name", process, name=worker))
+        found.append(_named("process_sort_index", process, sort_index=process))
+        found += _lanes(process, [one for one in slices if one.worker == worker])
+    for name, time_s in reader.moments:
+        found.append({"ph": "i", "name": name, "ts": time_s * _MICRO, "pid": 1, "tid": 1, "s": "p"})
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+class _Reader:
+    """Slices and moments of an event log."""
+
+    def __init__(self) -> None:
+        self.slices: list[_Slice] = []
+        self.moments: list[tuple[str, float]] = []
+        # What has begun: draws by (group, sample), calls of the reward, loads by engine.
+        self._draws: dict[tuple[int, int], tuple[str, float]] = {}
+        self._calls: dict[str, tuple[list[int], float]] = {}
+        self._loads: dict[str, float] = {}
+        self._engines: dict[str, None] = {}
+
+    def read(self, event: Mapping[str, Any]) -> None:
+        """Take in one event."""
+        now_s = event["time_s"]
+        match event["kind"]:
+            case "dispatch":
+                begun = event["engine"], now_s
+                self._draws |= {(event["number"], sample): begun for sample in event["samples"]}
+            case "arrive" | "part":
+                self._drawn(event)
+            case "judge":
+                self._calls[event["call"]] = event["numbers"], now_s
+            case "heard":
+                for name in event["events"]:
+                    if name.startswith("judged "):
+                        self._judged(name.removeprefix("judged "), now_s)
+            case "send":
+                self._loads |= dict.fromkeys(self._engines, now_s)
+                self.moments.append((f"send version {event['version']}", now_s))
+            case "joined":
+                self._loads[event["engine"]] = now_s
+            case "load":
+                self._loaded(event)
+            case "lost":
+                self._lost(event["engine"], now_s, "lost")
+            case "take":
+                self.moments.append((f"take batch {event['batch']}", now_s))
+            case "save":
+                self.moments.append((f"save {event['name']}", now_s))
+            case "resume":
+                self._resumed(now_s)
+
+    def _drawn(self, event: Mapping[str, Any]) -> None:
+        engine, begin_s = self._draws.pop((event["number"], event["sample"]))
+        name = f"group {event['number']}, sample {event['sample']}"
+        facts = {"turn": event["turn"], "tokens": event["ended"] - event["began"], "how": event["kind"]}
+        self.slices.append(_Slice(engine, name, begin_s, event["time_s"], facts))
+
+    def _judged(self, call: str, now_s: float) -> None:
+        if call in self._calls:
+            numbers, begin_s = self._calls.pop(call)
+            self.slices.append(_Slice(REWARDS, call, begin_s, now_s, {"groups": numbers}))
+
+    def _loaded(self, event: Mapping[str, Any]) -> None:
+        engine = event["engine"]
+        self._engines[engine] = None
+        begin_s = self._loads.pop(engine, event["time_s"])
+        facts = {"publishes": event["version"]}
+        self.slices.append(_Slice(engine, WEIGHTS, begin_s, event["time_s"], facts))
+
+    def _lost(self, engine: str, now_s: float, how: str) -> None:
+        self._engines.pop(engine, None)
+        self._loads.pop(engine, None)
+        for place, (drawer, begin_s) in list(self._draws.items()):
+            if drawer == engine:
+                del self._draws[place]
+                name = f"group {place[0]}, sample {place[1]}"
+                self.slices.append(_Slice(engine, name, begin_s, now_s, {"how": how}))
+
+    def _resumed(self, now_s: float) -> None:
+        """Another process went on: engines and rewards begin anew."""
+        for engine in {engine for engine, _ in self._draws.values()}:
+            self._lost(engine, now_s, "left")
+        self._engines.clear()
+        self._loads.clear()
+        self._calls.clear()
+        self.moments.append(("resume", now_s))
+
+
+def _kept(spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:
+    """The trainer's spans, without those after the checkpoint that another process went on from."""
+    found: list[_Slice] = []
+    for span in spans:
+        while found and found[-1].end_s > span["begin_s"] + 1e-3:
+            found.pop()
+        found.append(_Slice(TRAINER, span["name"], span["begin_s"], span["begin_s"] + span["seconds"]))
+    return found
+
+
+def _lanes(process: int, slices: Iterable[_Slice]) -> Iterator[dict[str, Any]]:
+    """The slices of a worker, those of one time in different lanes; weights have the first."""
+    free_s: list[float] = [0.0]
+    for one in sorted(slices, key=lambda one: (one.begin_s, one.end_s)):
+        lane = 0
+        if one.name != WEIGHTS and one.worker != TRAINER:
+            lane = next((i for i, end_s in enumerate(free_s) if i and end_s <= one.begin_s), len(free_s))
+            free_s[lane : lane + 1] = [one.end_s]
+        yield {
+            "ph": "X",
+            "name": one.name,
+            "ts": one.begin_s * _MICRO,
+            "dur": (one.end_s - one.begin_s) * _MICRO,
+            "pid": process,
+            "tid": lane + 1,
+            "args": dict(one.facts),
+        }
+
+
+def _named(kind: str, process: int, **facts: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": 0, "args": facts}
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """engine-2 before engine-10."""
+    word, _, number = name.rpartition("-")
+    return (word, int(number)) if number.isdecimal() else (name, 0)

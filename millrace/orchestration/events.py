@@ -179,7 +179,7 @@ class _Reader:
         _demand(not over, f"turn {event['turn']} of samples {over} of group {number} arrived before")
 
     def part(self, event: Mapping[str, Any]) -> None:
-        self.dispatch(event | {"samples": [event["sample"]]})
+        self.dispatch({**event, "samples": [event["sample"]]})
 
     def judge(self, event: Mapping[str, Any]) -> None:
         for number in event["numbers"]:

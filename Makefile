@@ -4,7 +4,7 @@ PYTEST := $(PYTHON) -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow soak chaos lint type bench mutants docs clean
+.PHONY: help setup train test slow soak chaos kills lint type bench mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,9 @@ soak: setup ## ten minutes of random requests and faults against the server; not
 
 chaos: setup ## 100,000 fault schedules of the controller on a virtual clock, some minutes on two cores
 	@$(PYTHON) scripts/chaos.py --schedules 100000 --workers 2 $(ARGS)
+
+kills: setup ## 30 processes of a Ray run of the quickstart killed, half an hour on two cores
+	@$(PYTHON) scripts/kills.py $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

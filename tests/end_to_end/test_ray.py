@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tests.end_to_end.async_runs import check_run, events_of
 from tests.end_to_end.rank_runs import begun, command, numbers, processes_below, resumed, run
 from tests.end_to_end.tiny import TREE, tiny_recipe
+from tests.house.source import ROOT
 from tests.rewards.helpers import ends_within
 
 pytestmark = [
@@ -92,3 +94,12 @@ def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number:
     assert (launcher.returncode, told) == (130, "")
     assert said.splitlines()[-1] == f"continue: millrace resume {folder / 'runs' / number.name}"
     assert resumed(folder, number.name) == numbers(folder / "runs" / "processes")
+
+
+@pytest.mark.slow
+def test_a_run_outlives_deaths_at_random_moments(folder: Path) -> None:
+    words = ["--recipe", str(folder / "tiny.yaml"), "--kills", "2", "--apart", "0.3", "--accuracy", "0"]
+    script = [sys.executable, str(ROOT / "scripts" / "kills.py"), *words, "steps=200", "evaluation.every=100"]
+    done = run(script)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\n2 deaths in \d+ s, no group lost or doubled; accuracy ", done.stdout), done.stdout

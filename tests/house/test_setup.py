@@ -153,6 +153,7 @@ def test_make_lists_every_target():
         "slow",
         "soak",
         "chaos",
+        "kills",
         "lint",
         "type",
         "bench",

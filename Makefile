@@ -27,7 +27,7 @@ soak: setup ## ten minutes of random requests and faults against the server; not
 chaos: setup ## 100,000 fault schedules of the controller on a virtual clock, some minutes on two cores
 	@$(PYTHON) scripts/chaos.py --schedules 100000 --workers 2 $(ARGS)
 
-kills: setup ## 30 processes of a Ray run of the quickstart killed, half an hour on two cores
+kills: setup ## 30 processes of a Ray run of the quickstart killed, some twenty minutes on two cores
 	@$(PYTHON) scripts/kills.py $(ARGS)
 
 lint: setup ## check style and formatting

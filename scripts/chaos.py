@@ -208,7 +208,7 @@ class Run:
             try:
                 self.live(self.saved.copy(), life)
             except Died:
-                continue
+                continue  # the next life goes on from what was saved last
             except EnginesGone:
                 if self.schedule.faults.restarts > 1000:
                     raise

@@ -1,7 +1,7 @@
 """Processes of a Ray run killed at random moments: it must end at its accuracy, with nothing lost or doubled.
 
-    python scripts/kills.py                              # 30 kills in the quickstart, about half an hour
-    python scripts/kills.py --kills 4 --accuracy 0 steps=30
+    python scripts/kills.py             # 30 kills in the quickstart, some twenty minutes on two cores
+    python scripts/kills.py --kills 4
 
 The run is `millrace train RECIPE` with two trainer ranks and an engine as Ray actors, sampling two batches
 ahead. Victims are the engine, the second trainer rank, the first one (which has the controller), and the

@@ -28,6 +28,10 @@ def trace(run: Run, output: Output = None) -> None:
     if not folder.events.is_file():
         raise RunFolderError(f"run {run} has no event log: it has not come to its first batch")
     events = read_metrics(folder.events)
+    if not any(event["kind"] == "dispatch" for event in events):
+        raise RunFolderError(
+            f"run {run}: its event log does not say what was asked of engines; an older millrace wrote it"
+        )
     spans = read_metrics(folder.spans) if folder.spans.is_file() else []
     told = chrome_trace(events, spans)
     path = output or folder.path / "trace.json"

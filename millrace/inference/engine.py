@@ -170,8 +170,7 @@ class PagedEngine:
             raise ValueError(f"request id {name} is taken by an unfinished request; choose another")
         for wanted, known in zip(params, before, strict=True):
             self.check_request(prompt, wanted, known)
-        given = zip(params, names, before, strict=True)
-        requests = [self._new(prompt, *one, priority) for one in given]
+        requests = [self._new(prompt, *one, priority) for one in zip(params, names, before, strict=True)]
         self._scheduler.add(requests)
         return requests
 
@@ -319,9 +318,9 @@ class PagedEngine:
     def has_work(self) -> bool:
         """Whether a step could compute something."""
         scheduler = self._scheduler
-        rests = self._asleep or self._weights_missing or scheduler.paused == "all"
-        waits = scheduler.num_waiting and scheduler.paused == "no"
-        return bool(not rests and (scheduler.num_running or waits))
+        if self._asleep or self._weights_missing or scheduler.paused == "all":
+            return False
+        return bool(scheduler.num_running or (scheduler.num_waiting and scheduler.paused == "no"))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
@@ -386,7 +385,8 @@ class PagedEngine:
             raise ValueError(f"{len(known)} tokens are drawn and max_tokens is {params.max_tokens}; raise it")
         outside = [token for token in (min(prompt), max(prompt), *known) if not 0 <= token < self._vocab_size]
         if outside:
-            raise ValueError(f"the prompt holds token {outside[0]}; the vocabulary has {self._vocab_size}")
+            where = "what was drawn" if outside[0] in known else "the prompt"
+            raise ValueError(f"{where} holds token {outside[0]}; the vocabulary has {self._vocab_size}")
 
     def _check_tags(self, tags: Collection[str]) -> None:
         if not tags or set(tags) - set(get_args(Tag)):

@@ -87,13 +87,20 @@ class Sample:
         return True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """What there is of a group that is not finished: all that is drawn, and `Sample.birth` of each sample."""
+
+    group: Group
+    births: list[int | None]
+
+
 @dataclass(slots=True)
 class Playing:
-    """A group that is being drawn or judged, and how many of its episodes are not over."""
+    """A group that is being drawn or judged."""
 
     prompt: Prompt
     samples: list[Sample]
-    num_open: int
 
     @classmethod
     def begin(
@@ -102,7 +109,7 @@ class Playing:
         prompt: Prompt,
         environment: Callable[[Prompt], Episode],
         num_samples: int,
-        before: Group | None = None,
+        before: Begun | None = None,
     ) -> Playing:
         """Episodes of a prompt: fresh ones, or from where `so_far` was.
 
@@ -115,14 +122,24 @@ class Playing:
             return Sample(number, place, episode, observation, observation)
 
         samples = [fresh(place) for place in range(num_samples)]
-        for place, trajectory in enumerate(before.trajectories if before else ()):
-            if not samples[place].take_up(trajectory):
-                samples[place] = fresh(place)
-        return cls(prompt, samples, sum(not sample.over for sample in samples))
+        if before is not None:
+            for place, trajectory in enumerate(before.group.trajectories):
+                if samples[place].take_up(trajectory):
+                    samples[place].birth = before.births[place]
+                else:
+                    samples[place] = fresh(place)
+        return cls(prompt, samples)
 
-    def so_far(self) -> Group:
-        """All that is drawn."""
-        return Group(self.prompt, tuple(sample.so_far for sample in self.samples))
+    @property
+    def num_open(self) -> int:
+        """Episodes that are not over."""
+        return sum(not sample.over for sample in self.samples)
+
+    @property
+    def so_far(self) -> Begun:
+        """What a checkpoint keeps, for `begin`."""
+        drawn = Group(self.prompt, tuple(sample.so_far for sample in self.samples))
+        return Begun(drawn, [sample.birth for sample in self.samples])
 
     def unscored(self, num_samples: int) -> Group:
         """What is drawn of the first samples, without those that have no whole turn."""

@@ -84,6 +84,10 @@ def read_measured(run: str | Path) -> Measured:
             "costs; run the recipe with engine.processes=1"
         )
     events, counted = _lines(folder / "events.jsonl"), records[NUM_FIRST:]
+    if not any(event["kind"] == "dispatch" for event in events):
+        raise PlanError(
+            f"run {run}: its event log does not say what was asked of engines; an older millrace wrote it"
+        )
     arrived = [event for event in events if event["kind"] == "arrive"]
     taken = next(event["time_s"] for event in events if event["kind"] == "take")
     spans = [span for engine in _by_engine(events).values() for span in _spans(*engine, since_s=taken)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from millrace.data.prompts import PromptStream
 from millrace.orchestration.dispatch import Dispatch
-from millrace.orchestration.episodes import Episode, Playing, Sample
+from millrace.orchestration.episodes import Begun, Episode, Playing, Sample
 from millrace.orchestration.finished import pack_groups, unpack_groups
 from millrace.orchestration.fleet import Fleet
 from millrace.orchestration.flow import Flow, Note, Taken, unheard
@@ -86,10 +86,8 @@ class Rollouts:
         self._dispatch = Dispatch(self._fleet, runtime, params=params, note=note)
         self._running: dict[int, Playing] = {}
         self._finished: dict[int, Group] = {}
-        # What a checkpoint holds of groups that were not finished, and the births of their samples, until
-        # they are begun.
-        self._begun: dict[int, Group] = {}
-        self._births: dict[int, list[int | None]] = {}
+        # What a checkpoint holds of groups that were not finished, until `begin`.
+        self._begun: dict[int, Begun] = {}
         self._unjudged: list[int] = []
         self._judging: dict[str, list[tuple[int, str]]] = {}
         self._num_calls = 0
@@ -238,17 +236,16 @@ class Rollouts:
 
         Of what engines draw they hold as much as was handed over.
         """
-        begun = self._begun | {number: playing.so_far() for number, playing in self._running.items()}
-        births = {number: [sample.birth for sample in p.samples] for number, p in self._running.items()}
-        groups, columns = pack_groups(self._finished | begun)
-        turns = [turn for group in begun.values() for t in group.trajectories for turn in t.turns]
-        versions = sorted({int(version) for turn in turns for version in turn.completion.versions})
+        begun = self._begun | {number: playing.so_far for number, playing in self._running.items()}
+        groups, columns = pack_groups(self._finished | {number: one.group for number, one in begun.items()})
+        turns = [turn for one in begun.values() for t in one.group.trajectories for turn in t.turns]
+        versions = np.concatenate([np.empty(0, np.int32), *(turn.completion.versions for turn in turns)])
         words = {
             "flow": self._flow.state(),
             "stream": self._stream.state(),
             "num_draws": self._dispatch.num_draws,
-            "versions": self._fleet.births(versions),
-            "births": [[number, each] for number, each in (self._births | births).items()],
+            "versions": self._fleet.births(np.unique(versions).tolist()),
+            "births": [[number, one.births] for number, one in begun.items()],
             "groups": groups,
         }
         return words, columns
@@ -259,9 +256,10 @@ class Rollouts:
         self._stream.load_state(words["stream"])
         self._dispatch.num_draws = words["num_draws"]
         self._fleet.load_births(words["versions"])
-        self._births = dict(words["births"])
+        births = dict(words["births"])
         self._finished = unpack_groups(words["groups"], columns, self._prompts)
-        self._begun = {number: self._finished.pop(number) for number in self._flow.unfinished}
+        unfinished = self._flow.unfinished
+        self._begun = {number: Begun(self._finished.pop(number), births[number]) for number in unfinished}
 
     def until(
         self,
@@ -283,14 +281,12 @@ class Rollouts:
             (let_happen or self.advance)(deadline_s - waited_s)
         return found
 
-    def _open(self, number: int, prompt: Prompt, before: Group | None = None) -> None:
+    def _open(self, number: int, prompt: Prompt, before: Begun | None = None) -> None:
         """Begin the episodes of a group, or go on with those that were begun."""
         num_samples = self._num_samples + self._num_baselines
         playing = Playing.begin(number, prompt, self._environment, num_samples, before)
         self._running[number] = playing
         if before is not None:
-            for sample, birth in zip(playing.samples, self._births.pop(number), strict=True):
-                sample.birth = birth if sample.turns else None
             turns = [len(sample.turns) for sample in playing.samples]
             tokens = [len(sample.drawn.token_ids) if sample.drawn else 0 for sample in playing.samples]
             self._note("keep", number=number, turns=turns, tokens=tokens)
@@ -306,9 +302,7 @@ class Rollouts:
         if not sample.play(event.completion):
             self._dispatch.add([sample])
             return
-        group = self._running[sample.number]
-        group.num_open -= 1
-        if not group.num_open:
+        if not self._running[sample.number].num_open:
             self._unjudged.append(sample.number)
 
     def _arrived(self, sample: Sample, event: Drawn) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TRAINER, REWARDS = "trainer", "rewards"
-# What engines and rewards have under way, besides draws.
+# What the first lane of an engine shows.
 WEIGHTS = "weights"
 _MICRO = 1e6
 
@@ -44,6 +44,7 @@ def chrome_trace(events: Iterable[Mapping[str, Any]], spans: Iterable[Mapping[st
     reader = _Reader()
     for event in events:
         reader.read(event)
+    reader.end("under way")
     slices = [*_kept(spans), *reader.slices]
     workers = [TRAINER, REWARDS, *sorted({one.worker for one in slices} - {TRAINER, REWARDS}, key=_natural)]
     found: list[dict[str, Any]] = []
@@ -67,10 +68,11 @@ class _Reader:
         self._calls: dict[str, tuple[list[int], float]] = {}
         self._loads: dict[str, float] = {}
         self._engines: dict[str, None] = {}
+        self._now_s = 0.0
 
     def read(self, event: Mapping[str, Any]) -> None:
         """Take in one event."""
-        now_s = event["time_s"]
+        self._now_s = now_s = event["time_s"]
         match event["kind"]:
             case "dispatch":
                 begun = event["engine"], now_s
@@ -91,7 +93,9 @@ class _Reader:
             case "load":
                 self._loaded(event)
             case "lost":
-                self._lost(event["engine"], now_s, "lost")
+                self._lost(event["engine"])
+            case "drop":
+                self._end_draws("dropped", [place for place in self._draws if place[0] == event["number"]])
             case "take":
                 self.moments.append((f"take batch {event['batch']}", now_s))
             case "save":
@@ -117,23 +121,28 @@ class _Reader:
         facts = {"publishes": event["version"]}
         self.slices.append(_Slice(engine, WEIGHTS, begin_s, event["time_s"], facts))
 
-    def _lost(self, engine: str, now_s: float, how: str) -> None:
+    def _lost(self, engine: str) -> None:
         self._engines.pop(engine, None)
         self._loads.pop(engine, None)
-        for place, (drawer, begin_s) in list(self._draws.items()):
-            if drawer == engine:
-                del self._draws[place]
-                name = f"group {place[0]}, sample {place[1]}"
-                self.slices.append(_Slice(engine, name, begin_s, now_s, {"how": how}))
+        self._end_draws("lost", [place for place, (drawer, _) in self._draws.items() if drawer == engine])
 
     def _resumed(self, now_s: float) -> None:
         """Another process went on: engines and rewards begin anew."""
-        for engine in {engine for engine, _ in self._draws.values()}:
-            self._lost(engine, now_s, "left")
+        self.end("left")
         self._engines.clear()
         self._loads.clear()
         self._calls.clear()
         self.moments.append(("resume", now_s))
+
+    def end(self, how: str) -> None:
+        """End what is being drawn, as it stands."""
+        self._end_draws(how, list(self._draws))
+
+    def _end_draws(self, how: str, places: Iterable[tuple[int, int]]) -> None:
+        for place in places:
+            engine, begin_s = self._draws.pop(place)
+            name = f"group {place[0]}, sample {place[1]}"
+            self.slices.append(_Slice(engine, name, begin_s, self._now_s, {"how": how}))
 
 
 def _kept(spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:

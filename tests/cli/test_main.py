@@ -80,9 +80,9 @@ def test_a_reader_that_leaves_early_gets_no_traceback(lab):
 
 
 def test_an_unknown_command_names_the_nearest(lab):
-    result = lab("trian")
+    result = lab("evalute")
     assert result.code == 2
-    assert "Did you mean" in result.err and "'train'" in result.err
+    assert "Did you mean 'evaluate'?" in result.err
 
 
 def test_the_version_is_printed(lab):

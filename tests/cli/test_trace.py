@@ -32,7 +32,13 @@ def test_what_has_no_event_log_is_an_error(lab):
     result = lab("trace", "nowhere")
     assert (result.code, result.err) == (1, "error: nowhere is not a run folder (it has no recipe.yaml)\n")
     lab.train()
-    Path("runs/tiny-1/events.jsonl").unlink()
+    path = Path("runs/tiny-1/events.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"dispatch"' not in line))
+    old = "its event log does not say what was asked of engines; an older millrace wrote it"
+    result = lab("trace", "runs/tiny-1")
+    assert (result.code, result.out, result.err) == (1, "", f"error: run runs/tiny-1: {old}\n")
+    path.unlink()
     result = lab("trace", "runs/tiny-1")
     assert (result.code, result.out) == (1, "")
     assert result.err == "error: run runs/tiny-1 has no event log: it has not come to its first batch\n"

@@ -12,10 +12,13 @@ from millrace.models.load import Model
 from millrace.types import Completion
 from tests.close import close_fp32
 from tests.inference.fresh import paged, random_requests, same
-from tests.inference.test_engine import DRAW, drain, llama, weights
-from tests.models.tiny import VOCABULARY
+from tests.inference.test_engine import DRAW, drain, weights
+from tests.models.tiny import VOCABULARY, tiny_model
 
-__all__ = ["llama"]
+
+@pytest.fixture(scope="module")
+def llama() -> Model:
+    return tiny_model("llama")
 
 
 def in_part(llama: Model, prompts: Any, params: Any, num_steps: int) -> list[Completion | None]:
@@ -73,10 +76,24 @@ def test_what_nothing_can_follow_is_refused_and_nothing_is_queued(llama: Model) 
         (whole, "12 tokens are drawn and max_tokens is 12; raise it"),
         (
             replace(whole, token_ids=(999,), logprobs=np.zeros(1), versions=np.zeros(1)),
-            f"holds token 999; the vocabulary has {VOCABULARY}",
+            f"^what was drawn holds token 999; the vocabulary has {VOCABULARY}",
         ),
     ):
         with pytest.raises(ValueError, match=why):
             engine.add((1, 2), [DRAW, DRAW], ids=["a", "b"], drawn=[None, drawn])
     assert not engine.has_work
     assert same(drain(engine, engine.add((1, 2), [DRAW], ids=["a"])), [whole])
+
+
+def test_what_goes_on_at_once_finds_its_blocks(llama: Model) -> None:
+    engine = paged(llama)
+    wanted, prompt = replace(DRAW, max_tokens=30), (4, 5, 6, 7, 8)
+    (whole,) = paged(llama).generate([prompt], [wanted])
+    engine.add(prompt, [wanted], ids=["a"])
+    for _ in range(20):
+        engine.step()
+    drawn = engine.abort("a")
+    assert drawn is not None and engine.stats().prefix_hits == 0
+    assert same(drain(engine, engine.add(prompt, [wanted], drawn=[drawn])), [whole])
+    # Every full block of the 24 tokens that had been computed.
+    assert engine.stats().prefix_hits == 24

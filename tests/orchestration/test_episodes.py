@@ -62,7 +62,7 @@ def test_a_sample_goes_on_where_it_was():
     second.play(drawn(50, "three"))
     second.drawn = replace(drawn(60, "fo"), finish_reason="abort")
     third.drawn = replace(drawn(70, ""), finish_reason="abort")
-    before = playing.so_far()
+    before = playing.so_far
 
     again = Playing.begin(7, PROMPTS["p1"], Echo, 4, before)
     assert again.num_open == 3
@@ -95,7 +95,7 @@ def test_an_episode_that_says_something_else_begins_anew():
     playing.samples[0].play(drawn(30, "one"))
     playing.samples[0].play(drawn(40, "two"))
     playing.samples[1].play(drawn(50, "three"))
-    before = playing.so_far()
+    before = playing.so_far
     late = Playing.begin(7, PROMPTS["p1"], Late, 2, before)
     # What the second one said is not answered yet, and what it was told then is not compared.
     assert [len(sample.turns) for sample in late.samples] == [0, 1]

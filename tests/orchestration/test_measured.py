@@ -69,6 +69,15 @@ def test_what_does_not_tell_its_durations_is_refused(tmp_path, monkeypatch):
         read_measured(tmp_path / "run")
 
 
+def test_a_log_that_does_not_say_what_was_asked_is_refused(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", monkeypatch)
+    path = tmp_path / "run" / "events.jsonl"
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"dispatch"' not in line), "utf-8")
+    with pytest.raises(PlanError, match="does not say what was asked of engines; an older millrace wrote it"):
+        read_measured(tmp_path / "run")
+
+
 def test_too_few_answers_are_refused(tmp_path, monkeypatch):
     write_run(tmp_path / "run", monkeypatch)
     path = tmp_path / "run" / "events.jsonl"

@@ -61,6 +61,22 @@ def test_who_draws_at_once_has_lanes_of_his_own():
     }
 
 
+def test_what_nobody_wants_any_more_or_still_runs_ends_too():
+    events = [
+        event("load", 1.0, engine="a", version=0),
+        event("dispatch", 2.0, number=0, samples=[0, 1], turn=0, engine="a"),
+        event("dispatch", 2.0, number=1, samples=[0], turn=0, engine="a"),
+        event("drop", 3.0, number=0, reason="stale"),
+        event("take", 4.0, batch=0),
+    ]
+    assert [row[1:] for row in told(events)["a"]] == [
+        ("weights", 1.0, 1.0, {"publishes": 0}),
+        ("group 0, sample 0", 2.0, 3.0, {"how": "dropped"}),
+        ("group 0, sample 1", 2.0, 3.0, {"how": "dropped"}),
+        ("group 1, sample 0", 2.0, 4.0, {"how": "under way"}),
+    ]
+
+
 def test_weights_are_under_way_from_when_they_are_sent():
     events = [
         event("load", 1.0, engine="a", version=0),

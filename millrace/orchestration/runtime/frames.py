@@ -196,9 +196,9 @@ def draws_as_frame(draws: Sequence[Draw]) -> tuple[dict[str, Any], dict[str, np.
         for prompt, siblings in groups
     ]
     tokens = [token for prompt, _ in groups for token in prompt]
-    words, columns = to_columns([draw.drawn for draw in draws if draw.drawn is not None])
-    arrays = {"tokens": np.array(tokens, np.int64), **(columns if words else {})}
-    return {"prompts": told, "drawn": words}, arrays
+    begun = [draw.drawn for draw in draws if draw.drawn is not None]
+    words, columns = to_columns(begun) if begun else ([], {})
+    return {"prompts": told, "drawn": words}, {"tokens": np.array(tokens, np.int64), **columns}
 
 
 def draws_of(frame: Frame) -> list[list[Draw]]:

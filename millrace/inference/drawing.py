@@ -1,4 +1,4 @@
-"""From final hidden states to tokens: the part of a step after the forward.
+"""From a step's inputs to tokens.
 
 T = packed tokens of a step, B = rows that compute, N = rows that draw, V = vocabulary, D = model width.
 """
@@ -55,20 +55,31 @@ class Drawing:
         # Whose parameters stand in each row of the sampling table.
         self._arrival_R = np.full(num_rows, -1, dtype=np.int64)
 
-    def draw(self, plan: Plan, inputs: Inputs, hidden_TD: Tensor) -> Drawn:
-        """A token and its log-probability for each row that draws."""
+    def draw(self, plan: Plan, inputs: Inputs, *, special: bool) -> Drawn:
+        """A forward, then a token and its log-probability for each row that draws.
+
+        Args:
+            plan: of the step.
+            inputs: the same as the model takes it.
+            special: whether some request may want log-probabilities of its prompt.
+        """
+        scored = self._scored(plan) if special else []
+        hidden = self._runner.hidden(inputs, every=bool(scored))
+        if scored:
+            self._score_prompts(scored, plan, inputs, hidden)
+            hidden = hidden[inputs.last_B]
         table, row_N = self._table, plan.draw_row_N
         requests = [table.request(row) for row in row_N.tolist()]
         new_N = np.flatnonzero(table.arrival_R[row_N] != self._arrival_R[row_N])
         if len(new_N):
             self._sampling.put(row_N[new_N].tolist(), [requests[n].params for n in new_N.tolist()])
             self._arrival_R[row_N[new_N]] = table.arrival_R[row_N[new_N]]
-        index_N = inputs.last_B[torch.from_numpy(plan.draw_from_N).to(inputs.last_B.device)]
+        index_N = torch.from_numpy(plan.draw_from_N).to(hidden.device)
         token_N, logprob_N = np.zeros(len(row_N), np.int64), np.zeros(len(row_N), np.float32)
         failed: list[tuple[Request, str]] = []
         for first in range(0, len(row_N), self._chunk):
             part = slice(first, first + self._chunk)
-            found = self._draw_part(row_N[part], self._runner.logits(hidden_TD[index_N[part]]))
+            found = self._draw_part(row_N[part], self._runner.logits(hidden[index_N[part]]))
             token_N[part], logprob_N[part] = found.token_N, found.logprob_N
             for n, support in enumerate(found.support or ()):
                 if support is not None:
@@ -89,20 +100,23 @@ class Drawing:
 
         return self._sampling.draw(logit_NV, row_N, position_N, history)
 
-    def score_prompts(self, plan: Plan, inputs: Inputs, hidden_TD: Tensor) -> None:
-        """Log-probabilities of prompt tokens, for the requests that asked for them."""
-        first_B = inputs.rows.first_B.tolist()
-        for b, row in enumerate(plan.row_B.tolist()):
-            request = self._table.requests[row]
-            if request is None or not request.params.prompt_logprobs:
-                continue
+    def _scored(self, plan: Plan) -> list[tuple[int, Request]]:
+        """Who wants log-probabilities of its prompt, and in which row of the plan it is."""
+        requests = [self._table.requests[row] for row in plan.row_B.tolist()]
+        return [(b, one) for b, one in enumerate(requests) if one is not None and one.params.prompt_logprobs]
+
+    def _score_prompts(
+        self, scored: list[tuple[int, Request]], plan: Plan, inputs: Inputs, hidden_TD: Tensor
+    ) -> None:
+        """Keep the log-probabilities of prompt tokens."""
+        for b, request in scored:
             known = self._results.num_prompt_logprobs(request)
-            start = int(plan.start_B[b])
+            first, start = int(inputs.rows.first_B[b]), int(plan.start_B[b])
             stop = min(start + int(plan.count_B[b]), len(request.prompt) - 1)
             if stop <= known:
                 continue
             # After a preemption the prompt is computed again; what is known of it is left out.
-            hidden_ND = hidden_TD[first_B[b] + known - start : first_B[b] + stop - start]
+            hidden_ND = hidden_TD[first + known - start : first + stop - start]
             target_N = torch.tensor(request.prompt[known + 1 : stop + 1], device=hidden_TD.device)
             plain = request.params.logprobs == "raw" or request.params.temperature == 0
             temperature = 1.0 if plain else request.params.temperature

@@ -214,10 +214,7 @@ class PagedEngine:
             return []
         runner.copy_blocks(plan.copy_from_M, plan.copy_to_M)
         inputs = runner.inputs(scheduler.table, plan)
-        hidden_TD = runner.hidden(inputs)
-        if self._num_special:
-            self._drawing.score_prompts(plan, inputs, hidden_TD)
-        drawn = self._drawing.draw(plan, inputs, hidden_TD)
+        drawn = self._drawing.draw(plan, inputs, special=bool(self._num_special))
         for request, why in drawn.failed:
             scheduler.finish(request, "error", why)
         scheduler.commit(plan, drawn.token_N, drawn.logprob_N)

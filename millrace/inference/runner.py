@@ -100,13 +100,22 @@ class Runner:
         token_T = table.token_RL[row_T, position_T].astype(np.int64)
         return Inputs(self._tensor(token_T), self._tensor(position_T), rows, self._tensor(last_B))
 
-    def hidden(self, inputs: Inputs) -> Tensor:
-        """Final hidden states of the step's tokens, [T, D]; their keys and values are in the pool then."""
+    def hidden(self, inputs: Inputs, *, every: bool = False) -> Tensor:
+        """Final hidden states of each row's last token, [B, D]; all keys and values are in the pool then.
+
+        Args:
+            inputs: of the step.
+            every: those of every token instead, [T, D].
+        """
+        num_tokens, num_rows = len(inputs.token_T), len(inputs.last_B)
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs(inputs)
-        return self._forward(inputs)
+        if every or num_tokens == num_rows:
+            return self._forward(inputs)
+        hidden = self._forward(inputs, inputs.last_B)
+        return hidden if len(hidden) == num_rows else hidden[inputs.last_B]
 
-    def _forward(self, inputs: Inputs) -> Tensor:
+    def _forward(self, inputs: Inputs, last_B: Tensor | None = None) -> Tensor:
         pool = self._expert_pool
 
         def keep(layer: int, logit_TE: Tensor, expert_TK: Tensor) -> None:
@@ -114,7 +123,7 @@ class Runner:
                 pool.flatten(0, 1)[:, layer][inputs.rows.slot_T] = expert_TK.to(pool.dtype)
 
         with nullcontext() if self._routers is None else self._routers.watch(keep):
-            context = Paged(self._pools, inputs.rows)
+            context = Paged(self._pools, inputs.rows, last_B)
             return hidden_states(self.model, inputs.token_T, inputs.position_T, context)
 
     @property

@@ -10,7 +10,7 @@ round, [P, J, K, S] in memory, since products then run along the slots; the tens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ class PagedRows:
     max_count: int
     max_length: int
     exact: bool = False
+
+    def last(self, last_B: Tensor) -> PagedRows:
+        """Only the last query of each row, which has the index `last_B`; every key is stored all the same."""
+        start_B = self.start_B + self.count_B - 1
+        return replace(self, start_B=start_B, first_B=last_B, count_B=torch.ones_like(last_B), max_count=1)
 
 
 def new_pool(

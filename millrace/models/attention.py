@@ -115,10 +115,13 @@ class Paged:
     Attributes:
         pools: keys and values of each layer, as `kernels.paged_attention.new_pool` makes them.
         rows: which tokens these are and where each row's keys lie.
+        last_B: index of each row's last token, if nobody reads the final hidden states of others: a model may
+            then give those alone, in this order. None where all are read.
     """
 
     pools: Sequence[tuple[Tensor, Tensor]]
     rows: PagedRows
+    last_B: Tensor | None = None
 
 
 class Recorder:

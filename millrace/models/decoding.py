@@ -3,10 +3,11 @@
 With a row for each of some dozen requests a layer's products take tens of microseconds, and any other call,
 however small, about as long. So where no gradient is recorded and the cache is paged, queries, keys and
 values are one product, activations, factors and sums are done by the products that precede them, and one call
-norms, turns, stores and attends. Names and parameters stay. A layer takes part only where a trial on random
-numbers shows that this is what it computes; any other stays as it is.
+norms, turns, stores and attends. Of a prompt the last layer computes all keys and values, and the rest for
+its last token alone. Names and parameters stay. A layer takes part only where a trial on random numbers shows
+that this is what it computes; any other stays as it is.
 
-T = tokens, D = model width, H = query heads, K = head width.
+T = tokens, B = rows, D = model width, H = query heads, K = head width.
 """
 
 from __future__ import annotations
@@ -71,14 +72,22 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Te
 def _computed(
     module: Any, x_TD: Tensor, angles: tuple[Tensor, Tensor], context: Paged, options: dict[str, Any]
 ) -> Tensor:
-    """The sum x + attention(norm x), then x + down(silu(gate(norm x)) * up(norm x)), [T, D]."""
-    attention, feed_forward = module.self_attn, module.mlp
+    """The sum x + attention(norm x), then x + down(silu(gate(norm x)) * up(norm x)), [T, D].
+
+    The last layer gives only the rows' last tokens, [B, D], where the context says that they are all.
+    """
+    attention, feed_forward, rows = module.self_attn, module.mlp, context.rows
+    last_B = context.last_B if attention.layer_idx == len(context.pools) - 1 else None
     normed_TD = module.input_layernorm(x_TD)
     heads_TN = _heads(attention, normed_TD)
     norms = _head_norms(attention)
     factors = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
     pools = context.pools[attention.layer_idx]
-    out_TN = attend_new(heads_TN, angles, pools, context.rows, norms=factors, **options)
+    if last_B is not None:
+        rows = rows.last(last_B)
+    out_TN = attend_new(heads_TN, angles, pools, rows, norms=factors, **options)
+    if last_B is not None:
+        x_TD, out_TN = x_TD[last_B], out_TN[last_B]
     x_TD = _product(attention.o_proj, out_TN, then="add", other=x_TD)
     normed_TD = module.post_attention_layernorm(x_TD)
     gate_TF = _product(feed_forward.gate_proj, normed_TD, then="silu")

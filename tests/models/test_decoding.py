@@ -13,6 +13,7 @@ from millrace.models.decoding import prepare
 from millrace.models.fused import Linear, fuse, set_deterministic
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
 from millrace.models.logprobs import hidden_states, packed_context
+from millrace.types import SamplingParams
 from tests.close import close_fp32
 from tests.inference.fresh import decode, paged, random_requests, same
 from tests.models.tiny import SHAPES, VOCABULARY, tiny_model
@@ -68,6 +69,24 @@ def test_many_rows_take_the_other_way_to_the_same_numbers() -> None:
     prepare(model)
     sizes = {"max_cache_tokens": 8192, "max_batch_tokens": 2048, "max_requests": 256}
     assert same(paged(model, **sizes).generate(prompts, params), theirs)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_only_the_last_token_of_a_prompt_goes_through_all_of_the_last_layer(asked: bool) -> None:
+    model = tiny_model("qwen3").requires_grad_(False)
+    prompts, params = [[3, 4, 5, 6], [7, 8]], [SamplingParams(max_tokens=1, prompt_logprobs=asked)] * 2
+    theirs = ReferenceEngine(copy.deepcopy(model), decode).generate(prompts, params)
+    prepare(model)
+    engine, through = paged(model), list[int]()
+    for module in (*model.model.layers, model.model.norm):
+        module.register_forward_hook(lambda module, given, out: through.append(out.shape[-2]))
+    ours = engine.generate(prompts, params)
+    # Two layers, then the norm; who asks for the prompt's log-probabilities needs all tokens.
+    assert through == ([6, 6, 6] if asked else [6, 2, 2])
+    assert same(ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        close_fp32(one.logprobs, other.logprobs, atol=3e-5)
+        assert asked == (one.prompt_logprobs is not None)
 
 
 def test_new_weights_are_packed_anew() -> None:

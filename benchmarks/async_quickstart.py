@@ -10,7 +10,12 @@ sums, and train on the same number of batches, one run at a time: sampling and t
 - `plain`: the ratio is taken to the sampler's log-probabilities, and clipped, as in the quickstart.
 - `decoupled`: the ratio is taken to the trainer's own log-probabilities, and their truncated weight over the
   sampler's multiplies the loss (`policy.proximal=recompute policy.correction={}`).
-- `keys kept`: at staleness 4, running answers keep the keys and values of the old weights (`flow.kv=keep`).
+
+At staleness 4 also:
+
+- `keys kept`: running answers keep the keys and values of the old weights (`flow.kv=keep`).
+- `on Ray`: trainer and engine are Ray actors (`mesh.launcher=ray`).
+- `faster`: three times the learning rate.
 
 A run that was stopped goes on where it was. The figures go to benchmarks/results/async_quickstart.json, the
 picture to docs/pictures/async.svg; both when every bound has run.
@@ -32,14 +37,24 @@ from millrace.observability.sinks import read_metrics
 
 WARM = ROOT / "runs" / "methods"
 BOUNDS = (0, 1, 2, 4, 8)
+RATE = 3e-4
 DECOUPLED = {"policy.proximal": "recompute", "policy.correction": {}}
+KEPT, ON_RAY, FASTER = (
+    {"flow.kv": "keep"},
+    {"mesh.launcher": "ray"},
+    {"policy.optimizer.learning_rate": 3 * RATE},
+)
+# What a kind changes of the recipe; those behind the first two run at one bound alone.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "decoupled": DECOUPLED,
-    "plain, keys kept": {"flow.kv": "keep"},
-    "decoupled, keys kept": DECOUPLED | {"flow.kv": "keep"},
+    "plain, keys kept": KEPT,
+    "decoupled, keys kept": DECOUPLED | KEPT,
+    "plain, on Ray": ON_RAY,
+    "plain, faster": FASTER,
+    "decoupled, faster": DECOUPLED | FASTER,
 }
-KEPT_AT = 4
+EVERYWHERE, ELSE_AT = ("plain", "decoupled"), 4
 QUICK_BATCHES = 4
 FIGURES = ("before", "after", "staleness_mean", "staleness_max", "mismatch_k3", "seconds")
 
@@ -69,7 +84,8 @@ class Run:
         return figures(self.folder)
 
     def _words(self, start: Path, batches: int) -> list[str]:
-        given = REDUCED | KINDS[self.kind] | {"steps": batches, "model.path": str(start), "seed": self.seed}
+        given = REDUCED | {"policy.optimizer.learning_rate": RATE, "policy.optimizer.ramp_steps": 20}
+        given |= {"steps": batches, "model.path": str(start), "seed": self.seed} | KINDS[self.kind]
         given |= {"output": str(self.work), "name": self.folder.name, "flow.staleness": self.staleness}
         # What the quickstart says of a fresh model and tokenizer, as it is by default.
         given |= {"model.shape": {}, "model.architecture": "qwen3", "tokenizer.vocab_size": 1024}
@@ -98,9 +114,9 @@ def wanted(seeds: int, bounds: list[int], work: Path) -> list[Run]:
     return [
         Run(kind, bound, seed, work)
         for seed in range(seeds)
-        for kind, settings in KINDS.items()
+        for kind in KINDS
         for bound in bounds
-        if bound == KEPT_AT or "flow.kv" not in settings
+        if bound == ELSE_AT or kind in EVERYWHERE
     ]
 
 

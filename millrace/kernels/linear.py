@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from millrace.kernels.compiled import readable
 
+# What is done to each number of a product while it is at hand.
+Then = Literal["none", "silu", "mul", "add"]
 # Below both, oneDNN's fixed cost of about 12 microseconds outweighs what its product saves.
 PRODUCT = 6 << 20  # M D N
 WEIGHT = 1 << 18  # D N
@@ -63,7 +65,7 @@ def packed_linear(
     packed: Tensor,
     bias_N: Tensor | None = None,
     *,
-    then: Literal["none", "silu", "mul", "add"] = "none",
+    then: Then = "none",
     other: Tensor | None = None,
 ) -> Tensor:
     """Compute x W^T + b with what `pack` made of a weight, [..., N], without gradient.

@@ -49,10 +49,23 @@ def prepare(model: PreTrainedModel) -> None:
             shape = CacheShape.of(model.config)
             options = _computes_alike(module, shape)
             if options is not None:
-                module.millrace_ordinary, module.millrace_options = module.forward, options
+                module.millrace_ordinary, module.millrace_parts = module.forward, _Parts(module, options)
                 module.millrace_width = shape.width
                 module.forward = MethodType(_layer, module)
     forget_packed(model)  # of the trials, which packed queries, keys and values each alone
+
+
+class _Parts:
+    """The modules of a layer, looked up once; and scale, window and softcap of its attention."""
+
+    def __init__(self, module: Any, options: dict[str, Any]) -> None:
+        attention, feed_forward = module.self_attn, module.mlp
+        self.number, self.options = attention.layer_idx, options
+        self.norms = [getattr(module, name) for name in NORMS]
+        self.head_norms = _head_norms(attention)
+        self.query, self.key, self.value = [getattr(attention, name) for name in PROJECTIONS]
+        self.out, self.gate, self.up = attention.o_proj, feed_forward.gate_proj, feed_forward.up_proj
+        self.down = feed_forward.down_proj
 
 
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -66,48 +79,44 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Te
         ordinary: Tensor = module.millrace_ordinary(hidden_states, *args, **options)
         return ordinary
     angle_pair = angles[0][0], angles[1][0]
-    return _computed(module, hidden_states[0], angle_pair, context, module.millrace_options)[None]
+    return _computed(module.millrace_parts, hidden_states[0], angle_pair, context)[None]
 
 
-def _computed(
-    module: Any, x_TD: Tensor, angles: tuple[Tensor, Tensor], context: Paged, options: dict[str, Any]
-) -> Tensor:
+def _computed(parts: _Parts, x_TD: Tensor, angles: tuple[Tensor, Tensor], context: Paged) -> Tensor:
     """The sum x + attention(norm x), then x + down(silu(gate(norm x)) * up(norm x)), [T, D].
 
     The last layer gives only the rows' last tokens, [B, D], where the context says that they are all.
     """
-    attention, feed_forward, rows = module.self_attn, module.mlp, context.rows
-    last_B = context.last_B if attention.layer_idx == len(context.pools) - 1 else None
-    normed_TD = module.input_layernorm(x_TD)
-    heads_TN = _heads(attention, normed_TD)
-    norms = _head_norms(attention)
+    rows, pools = context.rows, context.pools
+    last_B = context.last_B if parts.number == len(pools) - 1 else None
+    heads_TN = _heads(parts, parts.norms[0].forward(x_TD))
+    norms = parts.head_norms
     factors = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
-    pools = context.pools[attention.layer_idx]
     if last_B is not None:
         rows = rows.last(last_B)
-    out_TN = attend_new(heads_TN, angles, pools, rows, norms=factors, **options)
+    out_TN = attend_new(heads_TN, angles, pools[parts.number], rows, norms=factors, **parts.options)
     if last_B is not None:
         x_TD, out_TN = x_TD[last_B], out_TN[last_B]
-    x_TD = _product(attention.o_proj, out_TN, then="add", other=x_TD)
-    normed_TD = module.post_attention_layernorm(x_TD)
-    gate_TF = _product(feed_forward.gate_proj, normed_TD, then="silu")
-    mixed_TF = _product(feed_forward.up_proj, normed_TD, then="mul", other=gate_TF)
-    return _product(feed_forward.down_proj, mixed_TF, then="add", other=x_TD)
+    x_TD = _product(parts.out, out_TN, "add", x_TD)
+    normed_TD = parts.norms[1].forward(x_TD)
+    gate_TF = _product(parts.gate, normed_TD, "silu")
+    mixed_TF = _product(parts.up, normed_TD, "mul", gate_TF)
+    return _product(parts.down, mixed_TF, "add", x_TD)
 
 
-def _product(linear: Linear, x_TD: Tensor, **then: Any) -> Tensor:
+def _product(linear: Linear, x_TD: Tensor, then: products.Then, other: Tensor | None = None) -> Tensor:
     packed = linear.packed_weight()
     assert packed is not None
-    return products.packed_linear(x_TD, packed, linear.bias, **then)
+    return products.packed_linear(x_TD, packed, linear._parameters["bias"], then=then, other=other)
 
 
-def _heads(attention: Any, x_TD: Tensor) -> Tensor:
+def _heads(parts: _Parts, x_TD: Tensor) -> Tensor:
     """Queries, keys and values of each token, one behind the other, by one product."""
-    query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
-    packed = query.packed_weight(key, value)
+    packed, bias_N = parts.query.packed_weight(parts.key, parts.value), None
     assert packed is not None
-    biases = [linear.bias for linear in (query, key, value) if linear.bias is not None]
-    return products.packed_linear(x_TD, packed, torch.cat(biases) if biases else None)
+    if parts.query.bias is not None:
+        bias_N = torch.cat([linear.bias for linear in (parts.query, parts.key, parts.value)])
+    return products.packed_linear(x_TD, packed, bias_N)
 
 
 def _head_norms(attention: nn.Module) -> tuple[RMSNorm, ...]:
@@ -152,7 +161,7 @@ def _computes_alike(module: Any, shape: CacheShape) -> dict[str, Any] | None:
     try:
         theirs(recorder)
         expected_TD = theirs(contexts[0])
-        ours_TD = _computed(module, x_TD, angles, contexts[1], recorder.options)
+        ours_TD = _computed(_Parts(module, recorder.options), x_TD, angles, contexts[1])
     except (TypeError, ValueError, RuntimeError, AttributeError):  # another signature, other shapes
         return None
     pairs = [(ours_TD - x_TD, expected_TD - x_TD)]

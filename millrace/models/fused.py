@@ -60,10 +60,14 @@ class Linear(nn.Linear):
         """
         if not self.packs or torch.is_grad_enabled():
             return None
-        weights = [linear.weight for linear in (self, *below)]
-        key = [(weight.data_ptr(), weight._version) for weight in weights]
+        # Asked for each product of each layer; `self.weight` would take a look at three dictionaries.
+        weight = self._parameters["weight"]
+        assert weight is not None
+        key = [weight.data_ptr(), weight._version]
+        for linear in below:
+            key += linear.weight.data_ptr(), linear.weight._version
         if self._packed[0] != key:
-            whole_ND = torch.cat(weights) if below else weights[0]
+            whole_ND = torch.cat([weight, *(linear.weight for linear in below)]) if below else weight
             self._packed = key, products.pack(whole_ND, num_rows=PACKED_ROWS)
         return self._packed[1]
 

@@ -18,6 +18,7 @@ from millrace.inference.request import RequestTable
 from millrace.inference.scheduler import Plan
 from millrace.kernels.paged_attention import PagedRows, new_pool
 from millrace.models.attention import CacheShape, Paged
+from millrace.models.decoding import Stack
 from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head
 from millrace.models.routing import Routers
@@ -116,6 +117,13 @@ class Runner:
         return hidden if len(hidden) == num_rows else hidden[inputs.last_B]
 
     def _forward(self, inputs: Inputs, last_B: Tensor | None = None) -> Tensor:
+        context = Paged(self._pools, inputs.rows, last_B)
+        stack: Stack | None = getattr(self.model, "millrace_stack", None)
+        if stack is not None and self._routers is None and not torch.is_grad_enabled():
+            return stack(inputs.token_T, inputs.position_T, context)
+        return self._through_modules(inputs, context)
+
+    def _through_modules(self, inputs: Inputs, context: Paged) -> Tensor:
         pool = self._expert_pool
 
         def keep(layer: int, logit_TE: Tensor, expert_TK: Tensor) -> None:
@@ -123,7 +131,6 @@ class Runner:
                 pool.flatten(0, 1)[:, layer][inputs.rows.slot_T] = expert_TK.to(pool.dtype)
 
         with nullcontext() if self._routers is None else self._routers.watch(keep):
-            context = Paged(self._pools, inputs.rows, last_B)
             return hidden_states(self.model, inputs.token_T, inputs.position_T, context)
 
     @property
@@ -207,7 +214,7 @@ class Runner:
             module.register_forward_hook(look(name)) for name, module in self.model.named_modules() if name
         ]
         try:
-            self._forward(inputs)
+            self._through_modules(inputs, Paged(self._pools, inputs.rows))
         finally:
             for handle in handles:
                 handle.remove()

@@ -12,6 +12,7 @@ T = tokens, B = rows, D = model width, H = query heads, K = head width.
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -52,6 +53,9 @@ def prepare(model: PreTrainedModel) -> None:
                 module.millrace_ordinary, module.millrace_parts = module.forward, _Parts(module, options)
                 module.millrace_width = shape.width
                 module.forward = MethodType(_layer, module)
+    stack = Stack.of(model)
+    if stack is not None:
+        model.millrace_stack = stack
     forget_packed(model)  # of the trials, which packed queries, keys and values each alone
 
 
@@ -68,14 +72,61 @@ class _Parts:
         self.down = feed_forward.down_proj
 
 
+class Stack:
+    """All layers of a prepared model, from tokens to final hidden states, without the calls around them."""
+
+    def __init__(self, base: Any) -> None:
+        """The stack of a base model whose layers are all prepared."""
+        self._embed, self._turn, self._norm = base.embed_tokens, base.rotary_emb, base.norm
+        self._parts: list[_Parts] = [module.millrace_parts for module in base.layers]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Stack | None:
+        """The stack of a model; None where a trial shows that the model computes something else."""
+        base: Any = model.base_model
+        names = ("embed_tokens", "rotary_emb", "norm", "layers")
+        if not all(hasattr(base, name) for name in names) or type(base.norm) is not RMSNorm:
+            return None
+        if not all(hasattr(module, "millrace_parts") for module in base.layers):
+            return None
+        stack, shape = cls(base), CacheShape.of(model.config)
+        like = base.embed_tokens.weight
+        token_T = torch.arange(sum(TRIAL_LENGTHS)) % len(like)
+        position_T = torch.cat([torch.arange(length) for length in TRIAL_LENGTHS])
+        rows = contiguous_rows(torch.tensor(TRIAL_LENGTHS), block_size=BLOCK, device=like.device)
+        if stack._turn(like[None], position_T[None])[0].shape[-1] != shape.width:
+            return None
+        found = []
+        for way in (stack, partial(_ordinary, base)):
+            context = Paged([_trial_pool(shape, like) for _ in base.layers], rows)
+            found.append(way(token_T, position_T, context))
+        return stack if _close(*found) else None
+
+    def __call__(self, token_T: Tensor, position_T: Tensor, context: Paged) -> Tensor:
+        """Final hidden states, [T, D], or of the rows' last tokens; see `_computed`."""
+        x_TD = self._embed(token_T)
+        cos_1TK, sin_1TK = self._turn(x_TD[None], position_T[None])
+        for parts in self._parts:
+            x_TD = _computed(parts, x_TD, (cos_1TK[0], sin_1TK[0]), context)
+        normed: Tensor = self._norm.forward(x_TD)
+        return normed
+
+
+def _ordinary(base: Any, token_T: Tensor, position_T: Tensor, context: Paged) -> Tensor:
+    """What the base model itself makes of tokens, [T, D]."""
+    given = {"input_ids": token_T[None], "position_ids": position_T[None]}
+    hidden: Tensor = base(**given, use_cache=False, context=context).last_hidden_state[0]
+    return hidden
+
+
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
     """A layer's forward; anything but a paged one without gradient is the layer's own.
 
     So is one that turns a part of each head only: the trial turned all of it.
     """
     context, angles = options.get("context"), options.get("position_embeddings")
-    partial = angles is not None and angles[0].shape[-1] != module.millrace_width
-    if args or angles is None or partial or not isinstance(context, Paged) or torch.is_grad_enabled():
+    some = angles is not None and angles[0].shape[-1] != module.millrace_width
+    if args or angles is None or some or not isinstance(context, Paged) or torch.is_grad_enabled():
         ordinary: Tensor = module.millrace_ordinary(hidden_states, *args, **options)
         return ordinary
     angle_pair = angles[0][0], angles[1][0]

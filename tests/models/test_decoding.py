@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from millrace.inference.reference import ReferenceEngine
+from millrace.kernels import linear
 from millrace.kernels.linear import packed_linear
 from millrace.models.decoding import prepare
 from millrace.models.fused import Linear, fuse, set_deterministic
@@ -72,21 +73,53 @@ def test_many_rows_take_the_other_way_to_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_only_the_last_token_of_a_prompt_goes_through_all_of_the_last_layer(asked: bool) -> None:
+def test_only_the_last_token_of_a_prompt_goes_through_all_of_the_last_layer(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("qwen3").requires_grad_(False)
     prompts, params = [[3, 4, 5, 6], [7, 8]], [SamplingParams(max_tokens=1, prompt_logprobs=asked)] * 2
     theirs = ReferenceEngine(copy.deepcopy(model), decode).generate(prompts, params)
     prepare(model)
-    engine, through = paged(model), list[int]()
-    for module in (*model.model.layers, model.model.norm):
-        module.register_forward_hook(lambda module, given, out: through.append(out.shape[-2]))
+    engine, rows = paged(model), list[int]()
+
+    def product(x_TD: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        rows.append(len(x_TD))
+        return packed_linear(x_TD, *given, **options)
+
+    monkeypatch.setattr(linear, "packed_linear", product)
     ours = engine.generate(prompts, params)
-    # Two layers, then the norm; who asks for the prompt's log-probabilities needs all tokens.
-    assert through == ([6, 6, 6] if asked else [6, 2, 2])
+    # Two layers of five products; who asks for the prompt's log-probabilities needs all tokens.
+    assert rows == ([6] * 10 if asked else [6] * 6 + [2] * 4)
     assert same(ours, theirs)
     for one, other in zip(ours, theirs, strict=True):
         close_fp32(one.logprobs, other.logprobs, atol=3e-5)
         assert asked == (one.prompt_logprobs is not None)
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_layers_are_called_one_after_another_where_nothing_stands_between_them(architecture: str) -> None:
+    model = tiny_model(architecture).requires_grad_(False)
+    prepare(model)
+    assert hasattr(model, "millrace_stack") == (architecture in KNOWN)
+
+
+@pytest.mark.parametrize("part", ["", "rotary_emb"])
+def test_a_base_model_that_computes_something_else_stays_as_it_is(part: str) -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    odd = model.model.get_submodule(part)
+    forward = odd.forward
+
+    def other(*given: Any, **options: Any) -> Any:
+        if part:  # as Glm turns a part of each head only
+            cos, sin = forward(*given, **options)
+            return cos[..., ::2], sin[..., ::2]
+        found = forward(*given, **options)
+        found.last_hidden_state = found.last_hidden_state * 1.5
+        return found
+
+    odd.forward = other
+    prepare(model)
+    assert len(replaced(model)) == 2 and not hasattr(model, "millrace_stack")
 
 
 def test_new_weights_are_packed_anew() -> None:
@@ -102,8 +135,8 @@ def test_new_weights_are_packed_anew() -> None:
 
 def test_queries_keys_and_values_are_packed_as_one_and_anew_when_one_is_written() -> None:
     query, key = (torch.nn.Linear(64, size) for size in (32, 16))
-    for linear in (query, key):
-        Linear.adopt(linear)
+    for one in (query, key):
+        Linear.adopt(one)
     query.packs = True
     x_TD = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

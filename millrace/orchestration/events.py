@@ -41,6 +41,7 @@ from millrace.observability.sinks import JsonlSink
 
 FACTS = {
     "begin": ("rules", "num_batches"),
+    "threads": ("ranks",),
     "start": ("number", "prompt", "published"),
     "dispatch": ("number", "samples", "turn", "engine"),
     "part": ("number", "sample", "turn", "engine"),
@@ -64,7 +65,7 @@ FACTS = {
     "asked": ("engine", "draws"),
 }
 # They say nothing that another event could contradict.
-UNPROVED = ("ignore", "hold", "save", "heard", "asked")
+UNPROVED = ("threads", "ignore", "hold", "save", "heard", "asked")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 

@@ -47,6 +47,7 @@ class Follower:
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
         """Help to gather the weights that engines begin with; the first rank knows where the flow goes on."""
+        self._ranks.threads()
         self.published(version)
 
     def __enter__(self) -> Follower:

@@ -75,6 +75,10 @@ class Ranks:
         """Whether any rank wishes it."""
         return b"1" in self.gather(b"1" if wish else b"0")
 
+    def threads(self) -> list[int]:
+        """Threads that torch computes with, by rank, on every rank."""
+        return [int(told) for told in self.gather(str(torch.get_num_threads()).encode())]
+
     def wait(self) -> None:
         """Until every rank is here."""
         self.gather(b"")

@@ -33,6 +33,11 @@ class Part:
     script: Script
     leaves_at: int
 
+    def threads(self, rank: int) -> int:
+        """Threads that a rank had."""
+        told = next(event for event in self.lines if event["kind"] == "threads")
+        return int(told["ranks"][rank])
+
     def over(self, stage: str, step: int) -> bool:
         """Whether a run that is there has to leave."""
         return stage == "reinforcement" and step == self.leaves_at > 0

@@ -163,6 +163,8 @@ class Source:
             self._log.rewind(words["log_bytes"] if self._ranks.first else 0)
             self._bias.load_state(words["bias"])
             self._rollouts.load_state(words["rollouts"], load_file(checkpoint / NUMBERS))
+        # They decide the last bits of what is computed; engines have as many as the first rank.
+        self._log.add("threads", ranks=self._ranks.threads())
         self._rollouts.begin(version)
         # Engines of their own are lost and joined also while the trainer trains, evaluates or saves.
         if self._apart:

@@ -74,7 +74,8 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     trainer: Any = Trainer(ranks)
     newest.trainer = trainer
     if ranks.first:
-        # What its source does: weights at the beginning, then batch, weights, batch, and a step left out.
+        # What its source does: threads and weights, then batch, weights, batch, and a step left out.
+        assert ranks.threads() == [torch.get_num_threads()] * 2
         list(newest())
         assert ranks.hand_out(pack_batch(batch(), TOLD)) == pack_batch(batch(), TOLD)
         list(newest())

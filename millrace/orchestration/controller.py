@@ -109,7 +109,7 @@ class Controller:
         self._metrics = metrics
         self._trackers = trackers
         self._started_s = started_s - progress.wall_s
-        self.part: Part | None = None  # of another run, where this one repeats one
+        self.part: Part | None = None  # on the first rank, of another run, where this one repeats one
         self._scored_demonstrations = (0, 0)
         self._saved = ""
 

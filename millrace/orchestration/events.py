@@ -93,6 +93,11 @@ class EventLog(JsonlSink):
         """Whether it holds what is to happen; then no clock decides anything."""
         return False
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is to happen any more of what it holds."""
+        return False
+
     def reached(self, kind: str) -> bool:
         """Whether the trainer may do what this kind says; a replay waits until the run did."""
         return True

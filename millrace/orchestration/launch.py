@@ -161,7 +161,7 @@ def _locked(folder: RunFolder) -> RunFolder:
 
 @contextmanager
 def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
-    """The run's folder for the first rank; the others keep notes of their own, which nobody reads."""
+    """The run's folder for the first rank; of the others' notes only what all write into it is ever read."""
     if ranks.first:
         with make() as folder:
             ranks.share(str(folder.path.resolve()))
@@ -169,7 +169,7 @@ def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
         return
     path = Path(ranks.share(""))
     with tempfile.TemporaryDirectory() as notes:
-        yield RunFolder(Path(notes), checkpoints=path / "checkpoints")
+        yield RunFolder(Path(notes), shared=path, rank=ranks.rank)
 
 
 def _newest(checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
@@ -216,16 +216,16 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             metrics=metrics,
             trackers=trackers,
             progress=start.progress,
-            started_s=started_s,
+            started_s=ranks.since(started_s),
         )
-        controller.part = start.repeats.part if start.repeats else None
         if ranks.first:
+            controller.part = start.repeats.part if start.repeats else None
             # Where another rank hangs, the first waits for it.
             held.enter_context(controller.watchdog)
-            kept = held.enter_context(closing(JsonlSink(folder.spans)))
-            controller.spans.heard = lambda name, seconds: kept.write(
-                {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
-            )
+        kept = held.enter_context(closing(JsonlSink(folder.spans)))
+        controller.spans.heard = lambda name, seconds: kept.write(
+            {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+        )
         for sentence in start.refused:
             controller.warn(f"{sentence}; it is passed over")
         if start.checkpoint is not None:

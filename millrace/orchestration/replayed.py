@@ -113,6 +113,11 @@ class Replayed(EventLog):
         return self._part.lines[at] if at < len(self._part.lines) else None
 
     @property
+    def ended(self) -> bool:
+        """Whether all has happened."""
+        return self.head is None
+
+    @property
     def place(self) -> str:
         """Where the replay stands."""
         return f"line {self._part.first + self._next} of the run's event log"

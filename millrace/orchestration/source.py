@@ -248,8 +248,11 @@ class Source:
     def _hand_over(self) -> None:
         """Have engines hand over what they have drawn. Who is late keeps it: it is no part of what is saved.
 
-        In a replay, those are late who were late in the run.
+        In a replay, those are late who were late in the run. Where it ends, all are: they do what they did in
+        the run, which went on, and take no other order.
         """
+        if self._log.ended:
+            return
         self._reach("hold")
         self._verbs.hold()
         if self._log.replays:

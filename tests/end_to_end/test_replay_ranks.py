@@ -113,18 +113,18 @@ def test_a_sample_that_is_not_the_runs_ends_every_rank_with_one_sentence(folder:
 
 @pytest.mark.slow
 def test_a_branch_of_two_ranks_goes_on_with_what_is_set(folder: Path) -> None:
-    words = ["--from-step=3", "--set=policy.optimizer.learning_rate=0.05", "--set=steps=5", "--name=branch"]
+    words = ["--from-step=4", "--set=policy.optimizer.learning_rate=0.05", "--set=steps=7", "--name=branch"]
     code, said, told = replayed(folder, "ahead", *words)
     assert (code, told) == (0, "")
     assert (
-        said.startswith(f"replayed 3 batches in {folder / 'runs' / 'branch'}: ") and " after batch 5 " in said
+        said.startswith(f"replayed 4 batches in {folder / 'runs' / 'branch'}: ") and " after batch 7 " in said
     )
     ours, theirs = (
         [record for record in numbers(folder / "runs" / name) if record["stage"] == "reinforcement"]
         for name in ("branch", "ahead")
     )
-    assert ours[:3] == theirs[:3] and len(ours) == 5
-    assert min(record["policy/learning_rate"] for record in ours[3:]) > 0.01
+    assert ours[:4] == theirs[:4] and len(ours) == 7
+    assert min(record["policy/learning_rate"] for record in ours[4:]) > 0.01
 
 
 @pytest.mark.slow

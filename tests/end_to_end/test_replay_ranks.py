@@ -85,6 +85,7 @@ def test_two_ranks_ahead_of_training_are_repeated_with_the_shares_that_each_save
         check_weights(*both[::-1])
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_a_rank_and_was_taken_up_is_repeated(folder: Path) -> None:
     launcher = begun(folder, "killed", *AHEAD, until="checkpoints/step-000002")
     os.kill(ranks_below(launcher.pid)[1], signal.SIGKILL)

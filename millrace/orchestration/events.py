@@ -3,6 +3,7 @@
 | kind | facts |
 |---|---|
 | begin | `rules` of the flow, `num_batches`; the first line |
+| threads | `ranks`: with how many each rank computes, in this process of its |
 | start | `number`, `prompt`, `published`: publishes so far |
 | dispatch | `number`, `samples` whose turn `turn` the `engine` is to draw |
 | part | `number`, `sample`, `turn`, `engine`: what it drew of it, which goes on from there or elsewhere |
@@ -25,8 +26,8 @@
 | took | `engine`, `orders`: their letters, by the turn before which it took them up |
 | asked | `engine`, `draws` whose caller waits, such as an evaluation's |
 
-A `Flow` notes start, finish, drop, take, publish and resume itself; who drives it notes the others. The last
-four are for `replayed`. More facts may stand beside these.
+A `Flow` notes start, finish, drop, take, publish and resume itself; who drives it notes the others. Threads
+and the last four are for `replayed`. More facts may stand beside these.
 """
 
 from __future__ import annotations

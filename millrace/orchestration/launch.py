@@ -148,7 +148,7 @@ def _as_then(config: RunConfig, repeats: Repeats | None, ranks: Ranks) -> RunCon
     """In a replay, the settings with as many threads as this rank had."""
     if repeats is None:
         return config
-    return config.model_copy(update={"threads": repeats.part.threads(ranks.rank)})
+    return config.model_copy(update={"threads": repeats.part.threads[ranks.rank]})
 
 
 def _locked(folder: RunFolder) -> RunFolder:

@@ -102,6 +102,7 @@ def replay(
         summary, events = json.loads(ranks.share(json.dumps(_read(original) if ranks.first else None)))
         try:
             parts = parts_of(events, finished=summary.get("status") == "finished", until=from_step)
+            _check_ranks(parts, ranks.size)
             repeated = _repeat(original, config, parts, ranks=ranks, name=name, quiet=quiet)
             weights = _compare(original, repeated) if ranks.first else []
         except ReplayError as error:
@@ -156,9 +157,8 @@ def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         events = read_metrics(original.events)
         check_log(events)
-        for kind, what in (("heard", "what was heard"), ("threads", "how many threads its ranks had")):
-            if not any(event["kind"] == kind for event in events):
-                raise LogError(f"its event log does not say {what}; an older millrace wrote it")
+        if not any(event["kind"] == "heard" for event in events):
+            raise LogError("its event log does not say what was heard; an older millrace wrote it")
     except ValueError as error:
         raise ReplayError(f"run {original.path}: {error}") from error
     return summary, events
@@ -212,6 +212,20 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
         )
     if not original.events.is_file() or not original.events.stat().st_size:
         raise ReplayError(f"run {original.path} has no event log: it has not come to its first batch")
+
+
+def _check_ranks(parts: Sequence[Part], num_ranks: int) -> None:
+    """Refuse parts of other numbers of ranks, which add up gradients in another order.
+
+    Raises:
+        ReplayError: one is, or does not tell.
+    """
+    for part in parts:
+        if len(part.threads) != num_ranks:
+            raise ReplayError(
+                f"its event log is of {len(part.threads)} ranks from line {part.first} on, and the mesh of "
+                f"its recipe of {num_ranks}; a run whose mesh was changed on the way cannot be replayed"
+            )
 
 
 def _repeat(

@@ -33,10 +33,19 @@ class Part:
     script: Script
     leaves_at: int
 
-    def threads(self, rank: int) -> int:
-        """Threads that a rank had."""
-        told = next(event for event in self.lines if event["kind"] == "threads")
-        return int(told["ranks"][rank])
+    @property
+    def threads(self) -> Sequence[int]:
+        """Those of each rank.
+
+        Raises:
+            ReplayError: the log does not tell.
+        """
+        for event in self.lines:
+            if event["kind"] == "threads":
+                return list(event["ranks"])
+        raise ReplayError(
+            "its event log does not say how many threads its ranks had; an older millrace wrote it"
+        )
 
     def over(self, stage: str, step: int) -> bool:
         """Whether a run that is there has to leave."""

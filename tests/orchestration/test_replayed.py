@@ -87,7 +87,10 @@ def test_each_part_is_repeated_with_the_threads_that_its_ranks_had():
     for place, ranks in ((6, [3, 4]), (1, [1, 2])):
         events.insert(place, {"kind": "threads", "ranks": ranks})
     parts = parts_of(events, finished=True)
-    assert [[part.threads(rank) for rank in (0, 1)] for part in parts] == [[1, 2], [3, 4]]
+    assert [part.threads for part in parts] == [[1, 2], [3, 4]]
+    (older, *_) = parts_of(lines("bhtsvrhts"), finished=True)
+    with pytest.raises(ReplayError, match="does not say how many threads its ranks had; an older millrace"):
+        older.threads  # noqa: B018 - it raises
 
 
 def replayed(folder: Path, recorded: list[dict[str, Any]]) -> Replayed:

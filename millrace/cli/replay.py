@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from millrace.cli.resume import Run
-from millrace.cli.train import Quiet, show_result
+from millrace.cli.train import Quiet, as_a_rank, show_result, speaks, start_ranks
 
 FromStep = Annotated[
     int | None,
@@ -26,18 +26,24 @@ def replay(
 ) -> None:
     """Repeat a run from its event log in a new folder, and prove that it is the same bit for bit.
 
+    Its ranks are processes of this machine, also where Ray started those of the run.
+
     Exit code: 0 the same, 1 it differs or has no log, 2 it cannot be replayed; then those of train.
     """
     from millrace.config.recipe import parse_overrides
 
     changes = parse_overrides(set_ or [])
+    from millrace.orchestration.replay import check
     from millrace.orchestration.replay import replay as repeat
 
-    found = repeat(run, from_step=from_step, changes=changes, name=name, quiet=quiet)
-    weights = f" and the weights of {', '.join(found.weights)}" if found.weights else ""
-    typer.echo(
-        f"replayed {found.num_batches} batches in {shlex.quote(str(found.run))}: every decision, "
-        f"{found.num_records} records, all samples{weights} are the same bit for bit"
-    )
+    config, _ = check(run, from_step=from_step, changes=changes)
+    start_ranks(config.mesh)
+    found = as_a_rank(lambda: repeat(run, from_step=from_step, changes=changes, name=name, quiet=quiet))
+    if speaks():
+        weights = f" and the weights of {', '.join(found.weights)}" if found.weights else ""
+        typer.echo(
+            f"replayed {found.num_batches} batches in {shlex.quote(str(found.run))}: every decision, "
+            f"{found.num_records} records, all samples{weights} are the same bit for bit"
+        )
     if found.report is not None:
         show_result(found.report)

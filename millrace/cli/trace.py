@@ -16,7 +16,7 @@ Output = Annotated[
 
 
 def trace(run: Run, output: Output = None) -> None:
-    """Write what trainer, engines and rewards of a run did as a Chrome trace, a lane for each.
+    """Write what ranks, engines and rewards of a run did as a Chrome trace, a lane for each thing at once.
 
     The run may still be going on. Open the file in https://ui.perfetto.dev or chrome://tracing.
     """
@@ -32,8 +32,7 @@ def trace(run: Run, output: Output = None) -> None:
         raise RunFolderError(
             f"run {run}: its event log does not say what was asked of engines; an older millrace wrote it"
         )
-    spans = read_metrics(folder.spans) if folder.spans.is_file() else []
-    told = chrome_trace(events, spans)
+    told = chrome_trace(events, [read_metrics(path) for path in folder.spans_of_ranks()])
     path = output or folder.path / "trace.json"
     path.write_text(json.dumps(told), encoding="utf-8")
     slices = [one for one in told["traceEvents"] if one["ph"] == "X"]

@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from millrace.config.mesh import MeshConfig
     from millrace.orchestration.progress import RunReport
 
+Result = TypeVar("Result")
 INTERRUPTED = 130
 # Set for ranks whose launcher tells which of them failed first.
 QUIETLY = "MILLRACE_RANKS_WATCHED"
@@ -73,7 +74,7 @@ def start_ranks(mesh: MeshConfig) -> bool:
     raise typer.Exit(run_ranks(this_command(), mesh.num_ranks, environment={QUIETLY: "1"}))
 
 
-def as_a_rank(work: Callable[[], RunReport]) -> RunReport:
+def as_a_rank(work: Callable[[], Result]) -> Result:
     """Do the work of a run; a rank that lost the others says no more than that, for one of them says why.
 
     Raises:
@@ -92,13 +93,18 @@ def as_a_rank(work: Callable[[], RunReport]) -> RunReport:
         raise typer.Exit(LOST) from None
 
 
+def speaks() -> bool:
+    """Whether this process tells what came of a run, as one rank does for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def show_result(report: RunReport) -> None:
     """Say what a run came to and what to do next; of several ranks the first one does.
 
     Raises:
         typer.Exit: with code 130, the run was interrupted.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         for line in result_lines(report):
             typer.echo(line)
     if report.status == "interrupted":

@@ -16,7 +16,7 @@ from millrace.orchestration.engines import save_engine
 from millrace.orchestration.lengths import longest_sequence
 from millrace.orchestration.parts import Newest
 from millrace.orchestration.runtime import child, ray_engine
-from millrace.orchestration.runtime.child import Settings
+from millrace.orchestration.runtime.child import Settings, read_files
 from millrace.orchestration.runtime.processes import ProcessRuntime
 from millrace.protocols import Reward
 from millrace.types import Outcome, Prompt
@@ -82,18 +82,19 @@ def start_engines(
     Raises:
         EngineFailed: one cannot be started.
     """
-    folder = held.enter_context(tempfile.TemporaryDirectory(prefix="millrace-engine-"))
-    save_engine(
-        config.engine,
-        model,
-        tokenizer,
-        Path(folder),
-        longest=longest_sequence(config, model),
-        deterministic=config.deterministic,
-        record_experts=bool(config.policy.needs_experts),
-    )
+    with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
+        save_engine(
+            config.engine,
+            model,
+            tokenizer,
+            Path(folder),
+            longest=longest_sequence(config, model),
+            deterministic=config.deterministic,
+            record_experts=bool(config.policy.needs_experts),
+        )
+        files = read_files(Path(folder))
     settings = Settings(
-        folder, threads=num_threads(config), kv=config.flow.kv, interrupt=config.flow.interrupt
+        files, threads=num_threads(config), kv=config.flow.kv, interrupt=config.flow.interrupt
     )
     number, start = num_processes(config), child.start
     if config.mesh.launcher == "ray" and ray_engine.inside():

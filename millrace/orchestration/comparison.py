@@ -11,7 +11,7 @@ from millrace.observability.sinks import Record, plain, read_metrics
 from millrace.observability.tables import read_table
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.runtime.script import ReplayError
-from millrace.training.checkpoint import MANIFEST
+from millrace.training.checkpoint import MANIFEST, CheckpointError, verify_checkpoint
 
 # What the clock and the system say; nobody can repeat it.
 MEASURED = ("time/", "memory/")
@@ -86,13 +86,13 @@ def check_evaluations(original: RunFolder, repeated: RunFolder) -> None:
 
 
 def check_weights(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
-    """Compare every checkpoint that both have, by the checksums of its files.
+    """Compare every checkpoint that both have: the files of every rank, by their checksums.
 
     Returns:
         their names.
 
     Raises:
-        ReplayError: a file differs.
+        ReplayError: a file differs, or is not any more what the run saved.
     """
     both = sorted(set(_checkpoints(original)) & set(_checkpoints(repeated)))
     for name in both:
@@ -100,6 +100,10 @@ def check_weights(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
         for file in sorted({**theirs, **ours}):
             if theirs.get(file) != ours.get(file):
                 raise ReplayError(f"checkpoint {name}: {file} is not that of the run")
+        try:
+            verify_checkpoint(original.checkpoints / name)
+        except CheckpointError as error:
+            raise ReplayError(str(error)) from None
     return both
 
 

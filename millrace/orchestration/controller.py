@@ -106,12 +106,12 @@ class Controller:
         self.learner: Learner | None = None
         self._saver = saver
         self._recipe, self._interrupts = recipe, interrupts
-        self._metrics = metrics
-        self._trackers = trackers
+        self._metrics, self._trackers = metrics, trackers
         self._started_s = started_s - progress.wall_s
-        self.part: Part | None = None  # of another run, where this one repeats one
+        self.part: Part | None = None  # on the first rank, of another run, where this one repeats one
         self._scored_demonstrations = (0, 0)
         self._saved = ""
+        self._published: int | None = None
 
     @property
     def wall_s(self) -> float:
@@ -185,7 +185,8 @@ class Controller:
         """Where batches of reinforcement come from."""
         parts = self.parts
         if num_processes(self.config) and not self.ranks.first:
-            return Follower(parts.train_prompts, parts.newest, ranks=self.ranks, spans=self.spans)
+            ranks, spans, version = self.ranks, self.spans, self._published
+            return Follower(parts.train_prompts, parts.newest, ranks=ranks, spans=spans, version=version)
         runtime = parts.runtime or InlineRuntime(
             parts.engine, parts.reward, lambda version: self.publish(), self.spans
         )
@@ -210,6 +211,7 @@ class Controller:
         with self.spans("sync"):
             self.turns.meet()
             self.parts.transport.send(self.trainer.named_tensors(), self.trainer.version)
+        self._published = self.trainer.version
 
     def record(self, stage: str, numbers: dict[str, Any]) -> None:
         """Write one record to every sink and show it."""

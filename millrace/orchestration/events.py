@@ -3,6 +3,7 @@
 | kind | facts |
 |---|---|
 | begin | `rules` of the flow, `num_batches`; the first line |
+| threads | `ranks`: with how many each rank computes, in this process of its |
 | start | `number`, `prompt`, `published`: publishes so far |
 | dispatch | `number`, `samples` whose turn `turn` the `engine` is to draw |
 | part | `number`, `sample`, `turn`, `engine`: what it drew of it, which goes on from there or elsewhere |
@@ -25,8 +26,8 @@
 | took | `engine`, `orders`: their letters, by the turn before which it took them up |
 | asked | `engine`, `draws` whose caller waits, such as an evaluation's |
 
-A `Flow` notes start, finish, drop, take, publish and resume itself; who drives it notes the others. The last
-four are for `replayed`. More facts may stand beside these.
+A `Flow` notes start, finish, drop, take, publish and resume itself; who drives it notes the others. Threads
+and the last four are for `replayed`. More facts may stand beside these.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from millrace.observability.sinks import JsonlSink
 
 FACTS = {
     "begin": ("rules", "num_batches"),
+    "threads": ("ranks",),
     "start": ("number", "prompt", "published"),
     "dispatch": ("number", "samples", "turn", "engine"),
     "part": ("number", "sample", "turn", "engine"),
@@ -64,7 +66,7 @@ FACTS = {
     "asked": ("engine", "draws"),
 }
 # They say nothing that another event could contradict.
-UNPROVED = ("ignore", "hold", "save", "heard", "asked")
+UNPROVED = ("threads", "ignore", "hold", "save", "heard", "asked")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
@@ -90,6 +92,11 @@ class EventLog(JsonlSink):
     @property
     def replays(self) -> bool:
         """Whether it holds what is to happen; then no clock decides anything."""
+        return False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is to happen any more of what it holds."""
         return False
 
     def reached(self, kind: str) -> bool:

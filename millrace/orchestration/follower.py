@@ -32,7 +32,15 @@ class Follower:
     Use it as a context manager, as that one.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], newest: Newest, *, ranks: Ranks, spans: Spans) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        newest: Newest,
+        *,
+        ranks: Ranks,
+        spans: Spans,
+        version: int | None = None,
+    ) -> None:
         """Nothing has begun.
 
         Args:
@@ -40,13 +48,15 @@ class Follower:
             newest: this rank's part of the weights.
             ranks: of the run.
             spans: of the trainer's thread.
+            version: of the weights that were gathered before, to evaluate; None if none were.
         """
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._newest, self._ranks, self._spans = newest, ranks, spans
-        self._version: int | None = None
+        self._version = version
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
         """Help to gather the weights that engines begin with; the first rank knows where the flow goes on."""
+        self._ranks.threads()
         self.published(version)
 
     def __enter__(self) -> Follower:

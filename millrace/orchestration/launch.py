@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,12 @@ class _Start:
 
 
 def train(
-    config: RunConfig, *, recipe: str = "run", quiet: bool = False, repeats: Repeats | None = None
+    config: RunConfig,
+    *,
+    recipe: str = "run",
+    quiet: bool = False,
+    repeats: Repeats | None = None,
+    ranks: Ranks | None = None,
 ) -> RunReport:
     """Train a policy from start to end in a new run folder.
 
@@ -66,6 +71,7 @@ def train(
         recipe: what the run folder is called where `config.name` is null.
         quiet: print nothing.
         repeats: in a replay, the part of another run that this one repeats; see `replay.replay`.
+        ranks: of the run, where they have met before.
 
     Returns:
         what is also in the run folder's summary.json; `status` tells whether it ended or was interrupted.
@@ -76,7 +82,8 @@ def train(
         KeyboardInterrupt: the user pressed Ctrl-C twice.
     """
     started_s = time.monotonic()
-    with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
+    with _met(config, ranks) as ranks:
+        config = _as_then(config, repeats, ranks)
         # Everything that can be wrong with a recipe is found before a folder is made for it.
         with explained(config):
             parts = build(config, None, ranks)
@@ -89,13 +96,16 @@ def train(
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
-def resume(path: str | Path, *, quiet: bool = False, repeats: Repeats | None = None) -> RunReport:
+def resume(
+    path: str | Path, *, quiet: bool = False, repeats: Repeats | None = None, ranks: Ranks | None = None
+) -> RunReport:
     """Take up a run at its newest whole checkpoint, or from the beginning if it has none yet.
 
     Args:
         path: the run folder.
         quiet: print nothing.
         repeats: as in `train`.
+        ranks: likewise.
 
     Raises:
         RunFolderError: it is not a run folder, it is finished, or another process is training it.
@@ -104,11 +114,8 @@ def resume(path: str | Path, *, quiet: bool = False, repeats: Repeats | None = N
     started_s = time.monotonic()
     given = RunFolder.open(path)
     config = run_config(path)
-    device = choose_device(config.device)
-    with (
-        joined(config.mesh.num_ranks, device=device) as ranks,
-        _folder(ranks, partial(_locked, given)) as folder,
-    ):
+    with _met(config, ranks) as ranks, _folder(ranks, partial(_locked, given)) as folder:
+        config = _as_then(config, repeats, ranks)
         origin = given.path / "origin.txt"
         recipe = origin.read_text(encoding="utf-8") if origin.is_file() else given.path.name
         checkpoint, refused = _newest(given.checkpoints, ranks)
@@ -130,6 +137,20 @@ def run_config(path: str | Path) -> RunConfig:
     return from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
 
 
+def _met(config: RunConfig, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
+    """The ranks of a run, met here unless they have before."""
+    if ranks is not None:
+        return nullcontext(ranks)
+    return joined(config.mesh.num_ranks, device=choose_device(config.device))
+
+
+def _as_then(config: RunConfig, repeats: Repeats | None, ranks: Ranks) -> RunConfig:
+    """In a replay, the settings with as many threads as this rank had."""
+    if repeats is None:
+        return config
+    return config.model_copy(update={"threads": repeats.part.threads[ranks.rank]})
+
+
 def _locked(folder: RunFolder) -> RunFolder:
     folder.lock()
     if _status(folder) == "finished":
@@ -140,7 +161,7 @@ def _locked(folder: RunFolder) -> RunFolder:
 
 @contextmanager
 def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
-    """The run's folder for the first rank; the others keep notes of their own, which nobody reads."""
+    """The run's folder for the first rank; of the others' notes only what all write into it is ever read."""
     if ranks.first:
         with make() as folder:
             ranks.share(str(folder.path.resolve()))
@@ -148,7 +169,7 @@ def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
         return
     path = Path(ranks.share(""))
     with tempfile.TemporaryDirectory() as notes:
-        yield RunFolder(Path(notes), checkpoints=path / "checkpoints")
+        yield RunFolder(Path(notes), shared=path, rank=ranks.rank)
 
 
 def _newest(checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
@@ -173,7 +194,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         metrics = held.enter_context(closing(JsonlSink(folder.metrics)))
         metrics.rewind(start.progress.metrics_bytes if ranks.first else 0)
         chosen = _trackers(start, folder) if ranks.first else []
-        if start.repeats is not None:
+        if start.repeats is not None and ranks.first:
             chosen.append(Comparison(start.repeats.original, folder))
         trackers = [held.enter_context(closing(sink)) for sink in chosen]
         held.enter_context(console)
@@ -195,16 +216,16 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             metrics=metrics,
             trackers=trackers,
             progress=start.progress,
-            started_s=started_s,
+            started_s=ranks.since(started_s),
         )
-        controller.part = start.repeats.part if start.repeats else None
         if ranks.first:
+            controller.part = start.repeats.part if start.repeats else None
             # Where another rank hangs, the first waits for it.
             held.enter_context(controller.watchdog)
-            kept = held.enter_context(closing(JsonlSink(folder.spans)))
-            controller.spans.heard = lambda name, seconds: kept.write(
-                {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
-            )
+        kept = held.enter_context(closing(JsonlSink(folder.spans)))
+        controller.spans.heard = lambda name, seconds: kept.write(
+            {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+        )
         for sentence in start.refused:
             controller.warn(f"{sentence}; it is passed over")
         if start.checkpoint is not None:

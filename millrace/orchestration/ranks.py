@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,6 +75,20 @@ class Ranks:
     def agree(self, wish: bool) -> bool:
         """Whether any rank wishes it."""
         return b"1" in self.gather(b"1" if wish else b"0")
+
+    def threads(self) -> list[int]:
+        """Threads that torch computes with, by rank, on every rank."""
+        return [int(told) for told in self.gather(str(torch.get_num_threads()).encode())]
+
+    def since(self, started_s: float) -> float:
+        """When the first rank started, by this rank's `time.monotonic()`, but for the time of a message.
+
+        Args:
+            started_s: when this one did.
+        """
+        # Whoever came late would count the time since then twice.
+        self.wait()
+        return time.monotonic() - float(self.share(str(time.monotonic() - started_s)))
 
     def wait(self) -> None:
         """Until every rank is here."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from millrace.orchestration.comparison import check_evaluations, check_weights
 from millrace.orchestration.events import LogError, check_log
 from millrace.orchestration.parts import SetupError
 from millrace.orchestration.progress import RunReport
+from millrace.orchestration.ranks import Ranks, joined
 from millrace.orchestration.replayed import Part, parts_of
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.runtime.script import ReplayError
@@ -81,6 +81,8 @@ def replay(
 ) -> Replay:
     """Repeat a run in a new folder beside it, and prove step by step that it is the same.
 
+    Every rank of the repetition calls it; it has as many as the run, whoever started those.
+
     Args:
         path: the run's folder.
         from_step: repeat only so many batches, then go on as a run of its own.
@@ -93,10 +95,65 @@ def replay(
         SetupError: the run cannot be replayed here, or the setting cannot be changed on the way.
         ReplayError: its log is of no use, or the repetition is not the run; the message says where.
     """
+    config, changed = check(path, from_step=from_step, changes=changes)
+    original = RunFolder.open(path)
+    with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
+        # All repeat what the first one reads, for the run may be going on.
+        summary, events = json.loads(ranks.share(json.dumps(_read(original) if ranks.first else None)))
+        try:
+            parts = parts_of(events, finished=summary.get("status") == "finished", until=from_step)
+            _check_ranks(parts, ranks.size)
+            repeated = _repeat(original, config, parts, ranks=ranks, name=name, quiet=quiet)
+            weights = _compare(original, repeated) if ranks.first else []
+        except ReplayError as error:
+            raise ReplayError(f"run {original.path}: {error}{_others(summary)}") from None
+        num_batches = sum(event["kind"] == "take" for part in parts for event in part.lines)
+        found = Replay(repeated.path, num_batches, len(read_metrics(repeated.metrics)), tuple(weights), None)
+        if changed is None:
+            return found
+        if ranks.first:
+            about = {"run": str(original.path), "from_step": from_step, "settings": dict(changes or {})}
+            repeated.write_json(repeated.path / BRANCH, about)
+            place = {"name": repeated.path.name, "output": str(repeated.path.parent)}
+            repeated.write_text(repeated.recipe, to_yaml(changed.model_copy(update=place)))
+        ranks.wait()
+        return replace(found, report=launch.resume(repeated.path, quiet=quiet, ranks=ranks))
+
+
+def check(
+    path: str | Path, *, from_step: int | None = None, changes: Mapping[str, Any] | None = None
+) -> tuple[RunConfig, RunConfig | None]:
+    """Refuse what cannot be repeated, before a rank is started for it.
+
+    Args:
+        path: the run's folder.
+        from_step: see `replay`.
+        changes: likewise.
+
+    Returns:
+        the settings of the repetition, whose ranks are processes of this machine, and those of the branch;
+        None without one.
+
+    Raises:
+        RunFolderError, ConfigError, SetupError, ReplayError: as `replay`.
+    """
     original, config = RunFolder.open(path), launch.run_config(path)
     changed = _branch(original, config, from_step, changes or {})
     _check_can(original, config)
-    summary = _summary(original)
+    here = {"mesh": config.mesh.model_copy(update={"launcher": "processes"})}
+    repetition = config.model_copy(update={**here, "trackers": ()})
+    return repetition, None if changed is None else changed.model_copy(update=here)
+
+
+def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A run's summary, as far as there is one, and its event log.
+
+    Raises:
+        ReplayError: the log is of no use.
+    """
+    summary: dict[str, Any] = {}
+    if original.summary.is_file():
+        summary = json.loads(original.summary.read_text(encoding="utf-8"))
     try:
         events = read_metrics(original.events)
         check_log(events)
@@ -104,22 +161,7 @@ def replay(
             raise LogError("its event log does not say what was heard; an older millrace wrote it")
     except ValueError as error:
         raise ReplayError(f"run {original.path}: {error}") from error
-    try:
-        parts = parts_of(events, finished=summary.get("status") == "finished", until=from_step)
-        repeated = _repeat(original, _again(config, summary), parts, name=name, quiet=quiet)
-        check_evaluations(original, repeated)
-        weights = check_weights(original, repeated)
-    except ReplayError as error:
-        raise ReplayError(f"run {original.path}: {error}{_others(summary)}") from None
-    num_batches = sum(event["kind"] == "take" for part in parts for event in part.lines)
-    found = Replay(repeated.path, num_batches, len(read_metrics(repeated.metrics)), tuple(weights), None)
-    if changed is None:
-        return found
-    about = {"run": str(original.path), "from_step": from_step, "settings": dict(changes or {})}
-    repeated.write_json(repeated.path / BRANCH, about)
-    place = {"name": repeated.path.name, "output": str(repeated.path.parent)}
-    repeated.write_text(repeated.recipe, to_yaml(changed.model_copy(update=place)))
-    return replace(found, report=launch.resume(repeated.path, quiet=quiet))
+    return summary, events
 
 
 def _branch(
@@ -163,11 +205,6 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
         raise SetupError(
             f"run {original.path} is a branch ({BRANCH}); replay the run that it is of, and branch that again"
         )
-    if config.mesh.num_ranks > 1 or config.mesh.launcher == "ray":
-        raise SetupError(
-            f"run {original.path} has {config.mesh.num_ranks} ranks started by {config.mesh.launcher}; only "
-            "runs of one rank in one process are replayed"
-        )
     if choose_device(config.device).type != "cpu":
         raise SetupError(
             f"run {original.path} would be replayed on CUDA, where sums have no fixed order; only runs on a "
@@ -177,31 +214,45 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
         raise ReplayError(f"run {original.path} has no event log: it has not come to its first batch")
 
 
-def _summary(folder: RunFolder) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if folder.summary.is_file():
-        found = json.loads(folder.summary.read_text(encoding="utf-8"))
-    return found
+def _check_ranks(parts: Sequence[Part], num_ranks: int) -> None:
+    """Refuse parts of other numbers of ranks, which add up gradients in another order.
 
-
-def _again(config: RunConfig, summary: Mapping[str, Any]) -> RunConfig:
-    """The settings of the repetition: as many threads as the run had, and nobody else is told of it."""
-    threads = re.search(r"\((\d+) threads\)", summary.get("device", ""))
-    more = {"threads": int(threads[1])} if threads else {}
-    return config.model_copy(update={"trackers": (), **more})
+    Raises:
+        ReplayError: one is, or does not tell.
+    """
+    for part in parts:
+        if len(part.threads) != num_ranks:
+            raise ReplayError(
+                f"its event log is of {len(part.threads)} ranks from line {part.first} on, and the mesh of "
+                f"its recipe of {num_ranks}; a run whose mesh was changed on the way cannot be replayed"
+            )
 
 
 def _repeat(
-    original: RunFolder, config: RunConfig, parts: list[Part], *, name: str | None, quiet: bool
+    original: RunFolder,
+    config: RunConfig,
+    parts: list[Part],
+    *,
+    ranks: Ranks,
+    name: str | None,
+    quiet: bool,
 ) -> RunFolder:
-    """Do the parts one after the other, each as the process did that it is of."""
+    """Do the parts one after the other, each as the processes did that it is of."""
     stem = f"{original.path.name}-replay"
     config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
-    report = launch.train(config, recipe=stem, quiet=quiet, repeats=launch.Repeats(original, parts[0]))
-    repeated = RunFolder(Path(report.run))
+    repeats = launch.Repeats(original, parts[0])
+    report = launch.train(config, recipe=stem, quiet=quiet, repeats=repeats, ranks=ranks)
+    repeated = RunFolder(Path(ranks.share(report.run)))
     for part in parts[1:]:
-        launch.resume(repeated.path, quiet=quiet, repeats=launch.Repeats(original, part))
+        repeats = launch.Repeats(original, part)
+        launch.resume(repeated.path, quiet=quiet, repeats=repeats, ranks=ranks)
     return repeated
+
+
+def _compare(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
+    """Compare what is not compared on the way; gives the checkpoints that both have."""
+    check_evaluations(original, repeated)
+    return check_weights(original, repeated)
 
 
 def _others(summary: Mapping[str, Any]) -> str:

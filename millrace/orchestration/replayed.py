@@ -33,6 +33,20 @@ class Part:
     script: Script
     leaves_at: int
 
+    @property
+    def threads(self) -> Sequence[int]:
+        """Those of each rank.
+
+        Raises:
+            ReplayError: the log does not tell.
+        """
+        for event in self.lines:
+            if event["kind"] == "threads":
+                return list(event["ranks"])
+        raise ReplayError(
+            "its event log does not say how many threads its ranks had; an older millrace wrote it"
+        )
+
     def over(self, stage: str, step: int) -> bool:
         """Whether a run that is there has to leave."""
         return stage == "reinforcement" and step == self.leaves_at > 0
@@ -106,6 +120,11 @@ class Replayed(EventLog):
         """The next line that follows from no other one, if it comes next; None at the end."""
         at = self._next
         return self._part.lines[at] if at < len(self._part.lines) else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether all has happened."""
+        return self.head is None
 
     @property
     def place(self) -> str:

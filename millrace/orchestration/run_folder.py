@@ -26,22 +26,24 @@ class RunFolderError(RuntimeError):
 class RunFolder:
     """The paths of a run, and the lock that keeps a second process out."""
 
-    def __init__(self, path: Path, *, checkpoints: Path | None = None) -> None:
+    def __init__(self, path: Path, *, shared: Path | None = None, rank: int = 0) -> None:
         """The folder at `path`; see `create` and `open`.
 
         Args:
-            path: the folder.
-            checkpoints: where they lie; None for below `path`.
+            path: the folder; that of a rank's notes, where it is not the first.
+            shared: the run's, where that is another one: for what every rank writes.
+            rank: whose paths these are.
         """
+        shared = shared or path
         self.path = path
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
-        self.spans = path / "spans.jsonl"
+        self.spans = shared / (f"spans-rank-{rank}.jsonl" if rank else "spans.jsonl")
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
         self.tensorboard = path / "tensorboard"
-        self.checkpoints = checkpoints or path / "checkpoints"
+        self.checkpoints = shared / "checkpoints"
         self.evidence = path / "evidence"
         self.profile = path / "profile"
         self.summary = path / "summary.json"
@@ -77,6 +79,11 @@ class RunFolder:
         folder = cls(path)
         folder.lock()
         return folder
+
+    def spans_of_ranks(self) -> list[Path]:
+        """The files in which ranks keep what they did and when, by rank; none where nothing was kept."""
+        others = sorted(self.path.glob("spans-rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[-1]))
+        return [path for path in (self.spans, *others) if path.is_file()]
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:

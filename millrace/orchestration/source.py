@@ -163,6 +163,8 @@ class Source:
             self._log.rewind(words["log_bytes"] if self._ranks.first else 0)
             self._bias.load_state(words["bias"])
             self._rollouts.load_state(words["rollouts"], load_file(checkpoint / NUMBERS))
+        # They decide the last bits of what is computed; engines have as many as the first rank.
+        self._log.add("threads", ranks=self._ranks.threads())
         self._rollouts.begin(version)
         # Engines of their own are lost and joined also while the trainer trains, evaluates or saves.
         if self._apart:
@@ -246,9 +248,12 @@ class Source:
     def _hand_over(self) -> None:
         """Have engines hand over what they have drawn. Who is late keeps it: it is no part of what is saved.
 
-        In a replay, those are late who were late in the run.
+        In a replay, those are late who were late in the run. Where it ends, all are: they do what they did in
+        the run, which went on, and take no other order.
         """
         self._reach("hold")
+        if self._log.ended:
+            return
         self._verbs.hold()
         if self._log.replays:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,15 @@ class _Slice:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def chrome_trace(events: Iterable[Mapping[str, Any]], spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def chrome_trace(
+    events: Iterable[Mapping[str, Any]], spans: Sequence[Iterable[Mapping[str, Any]]]
+) -> dict[str, Any]:
     """What trainer, engines and rewards did, for https://ui.perfetto.dev and chrome://tracing.
 
     Args:
         events: of the run's event log, in order.
-        spans: of the trainer's thread: `name`, `begin_s`, `seconds`, in the order in which they ended.
+        spans: of the trainer's thread on each rank: `name`, `begin_s`, `seconds`, in the order in which they
+            ended.
 
     Returns:
         the object of a trace file, in the Trace Event Format: slices (`ph` X), moments (i), names (M).
@@ -45,8 +48,11 @@ def chrome_trace(events: Iterable[Mapping[str, Any]], spans: Iterable[Mapping[st
     for event in events:
         reader.read(event)
     reader.end("under way")
-    slices = [*_kept(spans), *reader.slices]
-    workers = [TRAINER, REWARDS, *sorted({one.worker for one in slices} - {TRAINER, REWARDS}, key=_natural)]
+    ranks = [f"{TRAINER} rank {rank}" for rank in range(len(spans))] if len(spans) > 1 else [TRAINER]
+    slices = [one for rank, kept in zip(ranks, spans, strict=False) for one in _kept(rank, kept)]
+    slices += reader.slices
+    others = {one.worker for one in slices} - {*ranks, REWARDS}
+    workers = [*ranks, REWARDS, *sorted(others, key=_natural)]
     found: list[dict[str, Any]] = []
     for process, worker in enumerate(workers, start=1):
         found.append(_named("process_name", process, name=worker))
@@ -145,13 +151,13 @@ class _Reader:
             self.slices.append(_Slice(engine, name, begin_s, self._now_s, {"how": how}))
 
 
-def _kept(spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:
-    """The trainer's spans, without those after the checkpoint that another process went on from."""
+def _kept(rank: str, spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:
+    """The spans of a rank, without those after the checkpoint that another process went on from."""
     found: list[_Slice] = []
     for span in spans:
         while found and found[-1].end_s > span["begin_s"] + 1e-3:
             found.pop()
-        found.append(_Slice(TRAINER, span["name"], span["begin_s"], span["begin_s"] + span["seconds"]))
+        found.append(_Slice(rank, span["name"], span["begin_s"], span["begin_s"] + span["seconds"]))
     return found
 
 
@@ -160,7 +166,7 @@ def _lanes(process: int, slices: Iterable[_Slice]) -> Iterator[dict[str, Any]]:
     free_s: list[float] = [0.0]
     for one in sorted(slices, key=lambda one: (one.begin_s, one.end_s)):
         lane = 0
-        if one.name != WEIGHTS and one.worker != TRAINER:
+        if one.name != WEIGHTS and not one.worker.startswith(TRAINER):
             lane = next((i for i, end_s in enumerate(free_s) if i and end_s <= one.begin_s), len(free_s))
             free_s[lane : lane + 1] = [one.end_s]
         yield {

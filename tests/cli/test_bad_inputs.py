@@ -162,13 +162,14 @@ def without(text: str) -> Callable[[list[str]], list[str]]:
     return lambda lines: [line for line in lines if text not in line]
 
 
+def with_two_ranks(lines: list[str]) -> list[str]:
+    return [line.replace('"ranks": [1]', '"ranks": [1, 1]') for line in lines]
+
+
 def with_a_better_reward(lines: list[str]) -> list[str]:
-    return [
-        line.replace('"reward/mean": 0.0', '"reward/mean": 0.75')
-        if '"stage": "reinforcement"' in line
-        else line
-        for line in lines
-    ]
+    first = next(place for place, line in enumerate(lines) if '"stage": "reinforcement"' in line)
+    lines[first] = lines[first].replace('"reward/mean": 0.0', '"reward/mean": 0.75')
+    return lines
 
 
 def replayed(before: Callable[[], None] | None, *words: str) -> Callable[[Lab], Result]:
@@ -314,6 +315,8 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the run to replay has no event log": replayed(changed("events.jsonl", lambda lines: [])),
     "a line of its event log is gone": replayed(changed("events.jsonl", without('"number": 3, "births"'))),
     "its event log was written by an older version": replayed(changed("events.jsonl", without('"heard"'))),
+    "its event log does not tell threads": replayed(changed("events.jsonl", without('"threads"'))),
+    "its mesh was changed on the way": replayed(changed("events.jsonl", with_two_ranks)),
     "the repetition is not the run": replayed(changed("metrics.jsonl", with_a_better_reward)),
     "a branch is to begin after the last whole batch": replayed(None, "--from-step=3", "--set=steps=9"),
     "a branch has nothing left to do": replayed(None, "--from-step=2"),
@@ -321,9 +324,6 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a branch is to be shorter than its run": replayed(None, "--from-step=1", "--set=steps=1"),
     "a branch is to be replayed": replayed_branch,
     "a setting changes, and no step is given": replayed(None, "--set=policy.optimizer.learning_rate=0.1"),
-    "the run to replay has several ranks": replayed(
-        changed("recipe.yaml", lambda lines: [*lines, "mesh: {dp_replicate: 2}"])
-    ),
     "the accelerators are not understood": simulated("--gpus", "8xH20"),
     "the accelerators are missing": simulated(),
     "the split leaves nobody to train": simulated("--gpus", "8xH100", "--split", "8"),

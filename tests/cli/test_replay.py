@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+
+from millrace.orchestration.runtime import local
 
 
 def test_a_replay_says_what_it_proved_and_leaves_the_run_alone(lab):
@@ -29,3 +32,30 @@ def test_a_branch_goes_on_with_what_is_set(lab):
     told = json.loads(Path("runs/other/branch.json").read_text())
     assert told["settings"] == {"steps": 3, "policy.optimizer.learning_rate": 0.5}
     assert "learning_rate: 0.5" in Path("runs/other/recipe.yaml").read_text()
+
+
+def test_ranks_of_a_run_are_repeated_by_processes_of_this_machine_whoever_started_them(lab):
+    lab.train()
+    with Path("runs/tiny-1/recipe.yaml").open("a") as recipe:
+        recipe.write("mesh: {dp_replicate: 3, launcher: ray}\n")
+    started = []
+
+    def run_ranks(command, num_ranks, *, environment):
+        started.append((command[1:], num_ranks))
+        return 7
+
+    lab.patch.setattr(local, "run_ranks", run_ranks)
+    assert lab("replay", "runs/tiny-1", "--quiet").code == 7
+    assert started == [(["-m", "millrace.cli.main", "replay", "runs/tiny-1", "--quiet"], 3)]
+    # What can be said before is said once.
+    result = lab("replay", "runs/tiny-1", "--from-step=2")
+    assert (result.code, len(started), result.err.count("\n")) == (2, 1, 1)
+
+
+def test_a_rank_beside_the_first_says_nothing_of_what_was_proved(lab):
+    lab.train()
+    # The package holds the command under its module's name.
+    lab.patch.setattr(sys.modules["millrace.cli.replay"], "speaks", lambda: False)
+    result = lab("replay", "runs/tiny-1", "--quiet")
+    assert (result.code, result.out, result.err) == (0, "", "")
+    assert Path("runs/tiny-1-replay-1/summary.json").is_file()

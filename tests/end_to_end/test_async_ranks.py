@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -52,6 +53,22 @@ def test_a_run_whose_engine_is_killed_goes_on_within_the_bound(folder: Path) -> 
     assert greatest[:3] == [0, 1, 2]
     fates = [event["kind"] for event in events_of(path) if event["kind"] in ("lost", "joined")]
     assert fates == ["joined", "lost", "joined"]
+
+
+def test_each_rank_tells_what_it_did_by_one_clock(folder: Path) -> None:
+    path = folder / "runs" / "ahead"
+    done = run([*MILLRACE, "trace", str(path)])
+    assert done.returncode == 0, done.stderr
+    found = json.loads((path / "trace.json").read_text())["traceEvents"]
+    names = {one["args"]["name"]: one["pid"] for one in found if one["name"] == "process_name"}
+    assert list(names)[:3] == ["trainer rank 0", "trainer rank 1", "rewards"]
+    ends = [
+        [one["ts"] + one["dur"] for one in found if (one["pid"], one["name"]) == (names[rank], "sample")]
+        for rank in list(names)[:2]
+    ]
+    assert len(ends[0]) == len(ends[1]) == STEPS
+    # Rank 1 has a batch as soon as the first one has handed it out.
+    assert all(-0.1e6 < other - first < 1e6 for first, other in zip(*ends, strict=True))
 
 
 @pytest.mark.slow

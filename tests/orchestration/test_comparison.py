@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +12,7 @@ from millrace.observability.tables import write_table
 from millrace.orchestration.comparison import Comparison, check_evaluations, check_weights
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.runtime.script import ReplayError
+from millrace.training.checkpoint import write_checkpoint
 
 RECORDS = [
     {"stage": "warmup", "step": 1, "loss": 2.0, "time/step_s": 1.0},
@@ -88,11 +89,13 @@ def test_held_out_answers_are_compared(folders):
         check_evaluations(*folders)
 
 
-def checkpoint(folder: RunFolder, name: str, **sums: str) -> None:
-    path = folder.checkpoints / name
-    path.mkdir(parents=True)
-    files = {file: {"bytes": 1, "sha256": value} for file, value in sums.items()}
-    (path / "manifest.json").write_text(json.dumps({"files": files}))
+def checkpoint(folder: RunFolder, name: str, **contents: str) -> None:
+    def fill(path: Path) -> None:
+        for file, text in contents.items():
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
+            (path / file).write_text(text)
+
+    write_checkpoint(folder.checkpoints / name, fill)
 
 
 def test_weights_are_compared_where_both_have_them(folders):
@@ -109,3 +112,18 @@ def test_weights_are_compared_where_both_have_them(folders):
         ReplayError, match="^checkpoint step-000006: model/model.safetensors is not that of the"
     ):
         check_weights(*folders)
+
+
+def test_a_share_that_was_changed_since_is_named(folders):
+    shares = {f"model/model-0000{rank}-of-00002.safetensors": f"{rank}" for rank in (1, 2)}
+    for folder in folders:
+        checkpoint(folder, "step-000002", **shares)
+    assert check_weights(*folders) == ["step-000002"]
+    changed = folders[0].checkpoints / "step-000002" / list(shares)[1]
+    changed.write_text("3")
+    with pytest.raises(ReplayError) as caught:
+        check_weights(*folders)
+    assert str(caught.value) == (
+        f"checkpoint {changed.parents[1]} is damaged: model/model-00002-of-00002.safetensors is not what was "
+        "saved"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -69,12 +69,22 @@ class Trainer:
             yield part.decode(), torch.zeros(1)
 
 
+def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None:
+    newest, trainer = Newest(), Trainer(Ranks())
+    newest.trainer = cast(Any, trainer)
+    follower = Follower([], newest, ranks=Ranks(), spans=Spans(), version=4)
+    for version, passes in ((4, 0), (5, 1), (5, 1), (6, 2)):
+        follower.begin(None, version) if version == 4 else follower.published(version)
+        assert trainer.passes == passes
+
+
 def on_ranks(rank: int) -> dict[str, Tensor]:
     ranks, newest = Ranks(rank, 2), Newest()
     trainer: Any = Trainer(ranks)
     newest.trainer = trainer
     if ranks.first:
-        # What its source does: weights at the beginning, then batch, weights, batch, and a step left out.
+        # What its source does: threads and weights, then batch, weights, batch, and a step left out.
+        assert ranks.threads() == [torch.get_num_threads()] * 2
         list(newest())
         assert ranks.hand_out(pack_batch(batch(), TOLD)) == pack_batch(batch(), TOLD)
         list(newest())

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 import torch
+from torch import Tensor
 
-from millrace.orchestration.ranks import device_of, given_ranks, joined, lost_others, open_store
+from millrace.orchestration.ranks import Ranks, device_of, given_ranks, joined, lost_others, open_store
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -51,6 +54,22 @@ def test_who_lost_the_others_is_told_from_who_failed() -> None:
     assert lost_others(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
     assert lost_others(torch.distributed.DistBackendError("gone"))
     assert not lost_others(RuntimeError("shapes do not fit"))
+
+
+def begun(rank: int) -> dict[str, Tensor]:
+    ranks = Ranks(rank, 2)
+    started_s = time.monotonic() - 10.0 * (rank + 1)
+    # One comes late.
+    time.sleep(0.5 * rank)
+    return {"started_s": torch.tensor(ranks.since(started_s), dtype=torch.float64)}
+
+
+def test_all_ranks_count_seconds_from_when_the_first_one_started() -> None:
+    first, other = (float(told["started_s"]) for told in run_ranks(2, begun))
+    assert abs(other - first) < 0.4
+    now_s = time.monotonic()
+    assert now_s - 60.0 < first < now_s - 10.0
+    assert abs(Ranks().since(now_s) - now_s) < 0.01
 
 
 def test_the_store_of_the_ranks_answers_on_one_address_alone() -> None:

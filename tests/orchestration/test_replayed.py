@@ -82,6 +82,17 @@ def test_engines_go_on_beyond_the_last_line_and_begin_anew_at_a_resume():
     assert [line["kind"] for line in second.lines][-1] == "heard"
 
 
+def test_each_part_is_repeated_with_the_threads_that_its_ranks_had():
+    events = lines("bhtsvrhts")
+    for place, ranks in ((6, [3, 4]), (1, [1, 2])):
+        events.insert(place, {"kind": "threads", "ranks": ranks})
+    parts = parts_of(events, finished=True)
+    assert [part.threads for part in parts] == [[1, 2], [3, 4]]
+    (older, *_) = parts_of(lines("bhtsvrhts"), finished=True)
+    with pytest.raises(ReplayError, match="does not say how many threads its ranks had; an older millrace"):
+        older.threads  # noqa: B018 - it raises
+
+
 def replayed(folder: Path, recorded: list[dict[str, Any]]) -> Replayed:
     return Replayed(folder / "events.jsonl", lambda: 7.0, Part(recorded, 40, Script([]), 0))
 

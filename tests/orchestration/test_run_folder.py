@@ -57,6 +57,19 @@ def test_a_place_where_no_folder_can_be_made_is_named(tmp_path):
     assert str(caught.value) == f"run folder {tmp_path / 'file'} cannot be made: File exists"
 
 
+def test_each_rank_keeps_its_spans_in_the_runs_folder(tmp_path):
+    folder, notes = RunFolder(tmp_path / "run"), tmp_path / "notes"
+    assert folder.spans_of_ranks() == []
+    ranks = [folder, *(RunFolder(notes, shared=folder.path, rank=rank) for rank in range(1, 11))]
+    folder.path.mkdir()
+    for rank in ranks:
+        rank.spans.touch()
+    assert folder.spans_of_ranks() == [rank.spans for rank in ranks]
+    assert folder.spans_of_ranks()[10].name == "spans-rank-10.jsonl"
+    assert {rank.checkpoints for rank in ranks} == {folder.checkpoints}
+    assert ranks[1].metrics.parent == notes
+
+
 def test_a_second_process_is_kept_out_until_the_first_ends_however_it_ends(tmp_path):
     folder = RunFolder(tmp_path)
     command = [sys.executable, "-c", HOLD, str(tmp_path)]

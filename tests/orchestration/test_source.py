@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
 
 from millrace.data.prompts import PromptStream
 from millrace.observability.metrics import Spans
+from millrace.observability.sinks import read_metrics
 from millrace.orchestration.events import EventLog
 from millrace.orchestration.flow import Taken
 from millrace.orchestration.methods import build_method
 from millrace.orchestration.ranks import Ranks
+from millrace.orchestration.replayed import Part, Replayed
 from millrace.orchestration.rollouts import Rolled
 from millrace.orchestration.runtime.inline import InlineRuntime
+from millrace.orchestration.runtime.script import Script
 from millrace.orchestration.source import Source, as_sampled, flow_rules, rollouts_of
 from millrace.orchestration.step import Sampled, completion_seed
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64
+from tests.orchestration.manual import Manual, serving
 from tests.orchestration.pieces import parts, recipe, scored
 from tests.training.pieces import completion
 
@@ -199,6 +205,43 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
     assert sorted(told) == sorted(means)
     for name, expected in means.items():
         close_fp64(told[name], expected)
+
+
+class Ending(Replayed):
+    """The last of it happens while the trainer waits for its turn."""
+
+    ended = False
+
+    def reached(self, kind: str) -> bool:
+        """It is always his turn."""
+        self.ended = True
+        return True
+
+
+def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
+    """In the run they were asked for something else next, or for nothing."""
+    runtime, config = Manual("a", sleeps=True), recipe(steps=4, flow={"staleness": 1})
+    log = Ending(tmp_path / "events.jsonl", lambda: 0.0, Part([], 1, Script([]), 2))
+    source = Source(
+        config,
+        parts(runtime=runtime, method=build_method(config), train_prompts=prompts(8)),
+        PromptStream(prompts(8), seed=0, shuffle=False),
+        runtime=runtime,
+        log=log,
+        ranks=Ranks(),
+        spans=Spans(),
+        watchdog=None,
+    )
+    with source:
+        source.begin(None, 0)
+        runtime.events = serving("a")
+        while not runtime.taken("submit"):
+            time.sleep(0.001)
+        source.save(tmp_path)
+    assert runtime.taken("abort") == []
+    kinds = [event["kind"] for event in read_metrics(tmp_path / "events.jsonl")]
+    assert kinds[-1] == "save" and "hold" not in kinds
+    assert json.loads((tmp_path / "rollouts.json").read_text())["rollouts"]
 
 
 def test_the_rules_of_a_recipe():

@@ -17,9 +17,9 @@ def arrived(kind: str, time_s: float, sample: int, engine: str) -> dict[str, Any
     return event(kind, time_s, number=0, sample=sample, turn=0, engine=engine, began=2, ended=5)
 
 
-def told(events: list[dict[str, Any]], spans: list[dict[str, Any]] | None = None) -> dict[str, list[Any]]:
+def told(events: list[dict[str, Any]], *spans: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """By worker: (lane, what, begin, end, facts) of each slice, in order of their begin."""
-    trace = chrome_trace(events, spans or [])["traceEvents"]
+    trace = chrome_trace(events, spans)["traceEvents"]
     names = {one["pid"]: one["args"]["name"] for one in trace if one["name"] == "process_name"}
     found: dict[str, list[Any]] = {name: [] for name in names.values()}
     for one in trace:
@@ -129,6 +129,21 @@ def test_spans_of_a_part_that_was_lost_are_left_out():
     ]
     rows = [("sample", 1.0, 2.0), ("train", 2.0, 4.0), ("save", 4.0, 4.5), ("sample", 4.6, 5.6)]
     assert [(*row[1:4],) for row in told([], spans)["trainer"]] == rows
+
+
+def test_each_rank_is_a_process_of_its_own():
+    first = [
+        {"name": "sample", "begin_s": 1.0, "seconds": 1.0},
+        {"name": "train", "begin_s": 2.0, "seconds": 2.0},
+    ]
+    other = [
+        {"name": "sample", "begin_s": 0.5, "seconds": 1.5},
+        {"name": "train", "begin_s": 2.0, "seconds": 1.5},
+    ]
+    found = told([event("load", 1.0, engine="a", version=0)], first, other)
+    assert list(found) == ["trainer rank 0", "trainer rank 1", "rewards", "a"]
+    assert found["trainer rank 0"] == [(1, "sample", 1.0, 2.0, {}), (1, "train", 2.0, 4.0, {})]
+    assert found["trainer rank 1"] == [(1, "sample", 0.5, 2.0, {}), (1, "train", 2.0, 3.5, {})]
 
 
 def test_all_that_a_run_did_is_in_its_trace(tmp_path, monkeypatch):

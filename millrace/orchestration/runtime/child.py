@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
 import numpy as np
@@ -37,7 +39,7 @@ class Settings:
     """What the engines of a run have in common.
 
     Attributes:
-        folder: what `engines.save_engine` wrote.
+        files: what `engines.save_engine` wrote, by name.
         threads: of each process; those of torch spin while they wait for one another, so processes that
             compute at the same time and share a core hold each other up.
         kv: see `PagedEngine.load_weights`.
@@ -45,7 +47,7 @@ class Settings:
             before they were; what is submitted after that waits for them.
     """
 
-    folder: str
+    files: Mapping[str, bytes]
     threads: int
     kv: Literal["recompute", "keep"] = "recompute"
     interrupt: bool = True
@@ -56,13 +58,19 @@ class Start:
     """What one process is started with: settings, and descriptors that it inherits.
 
     Attributes:
-        settings: of the run.
+        folder: what `engines.save_engine` wrote; the process removes it.
+        threads: see `Settings`.
+        kv: likewise.
+        interrupt: likewise.
         line: its end of a socket pair.
         lifeline: read end of a pipe that carries nothing; its other end closes when the trainer is gone.
         weights: the memory through which they come.
     """
 
-    settings: Settings
+    folder: str
+    threads: int
+    kv: Literal["recompute", "keep"]
+    interrupt: bool
     line: int
     lifeline: int
     weights: int
@@ -90,6 +98,7 @@ class Child:
         heard_s: when it last said something, or was given something to do.
         given: letters of the orders that it has not said it took up.
         gate: in a replay, what orders pass through.
+        folder: from which it starts; there until it has read it, or is ended.
     """
 
     name: str
@@ -109,6 +118,7 @@ class Child:
     heard_s: float = field(default_factory=time.monotonic)
     given: deque[str] = field(default_factory=deque)
     gate: Gate | None = None
+    folder: str = ""
 
     @property
     def works(self) -> bool:
@@ -189,6 +199,20 @@ class Child:
         self.line.close()
         self.log.close()
         os.close(self.lifeline)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder by its name in it."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """What `read_files` read, into a folder that is there."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 class StartChild(Protocol):
@@ -211,8 +235,11 @@ def start(name: str, settings: Settings, weights: int, *, num_barren: int = 0) -
     ours, theirs = socket.socketpair()
     read_end, lifeline = os.pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
-    given = Start(settings, theirs.fileno(), read_end, weights)
+    folder = tempfile.mkdtemp(prefix="millrace-engine-")
+    shared = (settings.threads, settings.kv, settings.interrupt)
+    given = Start(folder, *shared, theirs.fileno(), read_end, weights)
     try:
+        write_files(settings.files, Path(folder))
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE, json.dumps(asdict(given))],
             stdin=subprocess.DEVNULL,
@@ -227,8 +254,9 @@ def start(name: str, settings: Settings, weights: int, *, num_barren: int = 0) -
         ours.close()
         os.close(lifeline)
         log.close()
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         theirs.close()
         os.close(read_end)
-    return Child(name, process, Line(ours, REPORTS), lifeline, log, num_barren)
+    return Child(name, process, Line(ours, REPORTS), lifeline, log, num_barren, folder=folder)

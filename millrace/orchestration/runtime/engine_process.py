@@ -1,13 +1,14 @@
 """The process of one engine: it steps without a pause, and reads its mailbox between two steps.
 
 Started by `child.start`, with one argument in JSON. It ends when the trainer's end of its line is closed, and
-is killed by the kernel when the trainer is gone.
+is killed by the kernel when the trainer is gone, once it has made its engine and removed the files of it.
 """
 
 from __future__ import annotations
 
 import json
 import select
+import shutil
 import socket
 import sys
 import time
@@ -23,7 +24,7 @@ import torch
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.inference.request import Request
 from millrace.orchestration.engines import open_engine
-from millrace.orchestration.runtime.child import Settings, Start
+from millrace.orchestration.runtime.child import Start
 from millrace.orchestration.runtime.frames import ORDERS, Frame, Line, drawn_as_frame, draws_of
 from millrace.orchestration.runtime.script import LETTERS
 from millrace.rewards.worker import die_with_parent
@@ -38,14 +39,16 @@ BEAT_S = 1.0
 
 def main(text: str) -> None:
     """Serve until the trainer has gone."""
-    given = json.loads(text)
-    start = Start(**given | {"settings": Settings(**given["settings"])})
-    settings = start.settings
+    start = Start(**json.loads(text))
+    torch.set_num_threads(start.threads)
+    try:
+        engine = open_engine(Path(start.folder))
+    finally:
+        # From here on nothing is left of a process that is killed.
+        shutil.rmtree(start.folder)
     die_with_parent(start.lifeline)
-    torch.set_num_threads(settings.threads)
     line = Line(socket.socket(fileno=start.line), ORDERS)
-    engine = open_engine(Path(settings.folder))
-    Mailbox(engine, line, start.weights, kv=settings.kv, interrupt=settings.interrupt).serve()
+    Mailbox(engine, line, start.weights, kv=start.kv, interrupt=start.interrupt).serve()
 
 
 class Mailbox:

@@ -175,9 +175,13 @@ class ProcessRuntime:
         self._wake()
 
     def offer(self, version: int) -> None:
-        """Copy the trainer's weights, once no engine loads the last ones any more; see `base.Runtime`."""
+        """Copy the trainer's weights, once no engine loads the last ones any more; see `base.Runtime`.
+
+        Where `load_weights` has brought this version already, they lie there.
+        """
         with self._writing:
-            self._write(self._named_tensors(), version)
+            if self._note is None or self._note["version"] != version:
+                self._write(self._named_tensors(), version)
 
     def load(self, engine: str, version: int) -> None:
         """Have an engine load what was offered last; see `base.Runtime`."""

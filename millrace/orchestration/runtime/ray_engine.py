@@ -29,7 +29,7 @@ import torch
 
 from millrace.inference.engine import PagedEngine
 from millrace.orchestration.engines import open_engine
-from millrace.orchestration.runtime.child import Child, Settings
+from millrace.orchestration.runtime.child import Child, Settings, write_files
 from millrace.orchestration.runtime.engine_process import Mailbox
 from millrace.orchestration.runtime.frames import ORDERS, REPORTS, Frame, Line
 from millrace.orchestration.runtime.ray_room import plain, reserved
@@ -57,25 +57,19 @@ class Engine:
         """What Ray writes before each line that it prints for this engine."""
         return self._name
 
-    def serve(
-        self, host: str, port: int, token: str, files: dict[str, bytes], settings: dict[str, Any]
-    ) -> None:
+    def serve(self, host: str, port: int, token: str, settings: dict[str, Any]) -> None:
         """Draw until the first rank closes the connection.
 
         Args:
             host: of the first rank.
             port: where it waits for this engine.
             token: to be said there.
-            files: what `engines.save_engine` wrote, by name.
             settings: the fields of `Settings`.
         """
         given = Settings(**settings)
         torch.set_num_threads(given.threads)
         with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
-            for name, data in files.items():
-                place = Path(folder) / name
-                place.parent.mkdir(exist_ok=True)
-                place.write_bytes(data)
+            write_files(given.files, Path(folder))
             engine = open_engine(Path(folder))
         end = socket.create_connection((host, port), timeout=CALL_S)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -269,12 +263,6 @@ class Actors:
             .options(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=strategy)
             .remote(name)
         )
-        folder = Path(settings.folder)
-        files = {
-            path.relative_to(folder).as_posix(): path.read_bytes()
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
-        work = actor.serve.remote(host, line.port, line.token, files, asdict(settings))
+        work = actor.serve.remote(host, line.port, line.token, asdict(settings))
         process = cast("subprocess.Popen[bytes]", _Work(ray, actor, work))
         return RemoteChild(name, process, line, -1, io.BytesIO(), num_barren, weights=weights)

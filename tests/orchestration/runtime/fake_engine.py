@@ -1,4 +1,4 @@
-"""A process that stands in for an engine's and starts at once. Its folder's name says how it behaves."""
+"""A process that stands in for an engine's and starts at once. A file `manner` says how it behaves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import select
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def completion(version: int) -> Completion:
 
 def main(text: str) -> None:
     start = json.loads(text)
-    manner = start["settings"]["folder"].rpartition("/")[2]
+    manner = (Path(start["folder"]) / "manner").read_text()
     die_with_parent(start["lifeline"])
     if manner == "stillborn":
         sys.exit("no such model")

@@ -25,7 +25,7 @@ from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.orchestration.engines import open_engine, save_engine
 from millrace.orchestration.runtime import engine_process
 from millrace.orchestration.runtime.base import Draw, Drawn, Joined, Loaded, Lost
-from millrace.orchestration.runtime.child import Settings
+from millrace.orchestration.runtime.child import Settings, read_files
 from millrace.orchestration.runtime.engine_process import Mailbox
 from millrace.orchestration.runtime.frames import ORDERS, REPORTS, Frame, Line, drawn_of, draws_as_frame
 from millrace.orchestration.runtime.processes import ProcessRuntime
@@ -334,7 +334,7 @@ def real(folder: Path) -> Iterator[tuple[ProcessRuntime, PagedEngine, list[Model
     """An engine's process, its twin in this one, and the models that it may load, the newest last."""
     models = saved(folder)
     newest = [models[0]]
-    settings = Settings(str(folder), 1)
+    settings = Settings(read_files(folder), 1)
     with ProcessRuntime(settings, Judge(), lambda: newest[-1].named_parameters()) as runtime:
         load(runtime, "engine-0", 0)
         assert until(runtime, Loaded, LIMIT_S) == [Loaded("engine-0", 0, 0)]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -66,8 +67,13 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def running(manner: str = "obedient", **options: Any) -> Iterator[ProcessRuntime]:
-    with ProcessRuntime(Settings(manner, 1), Judge(), Trainer().named_tensors, **options) as runtime:
+    with ProcessRuntime(settings(manner), Judge(), Trainer().named_tensors, **options) as runtime:
         yield runtime
+
+
+def settings(manner: str) -> Settings:
+    """Of an engine that behaves so."""
+    return Settings({"manner": manner.encode()}, 1)
 
 
 def load(runtime: ProcessRuntime, engine: str, version: int) -> None:
@@ -116,7 +122,7 @@ def test_draws_loads_and_judgements_end_in_events() -> None:
 
 def test_engines_share_one_copy_of_a_version() -> None:
     trainer = Trainer()
-    with ProcessRuntime(Settings("", 1), Judge(), trainer.named_tensors, num_engines=2) as runtime:
+    with ProcessRuntime(settings(""), Judge(), trainer.named_tensors, num_engines=2) as runtime:
         runtime.offer(0)
         for name in runtime.engines():
             runtime.load(name, 0)
@@ -142,9 +148,28 @@ def test_the_next_version_waits_until_the_last_one_is_read() -> None:
         assert events == [Loaded("engine-0", 0, 7), Loaded("engine-0", 1, 7)]
 
 
+def test_weights_that_were_brought_to_evaluate_are_not_copied_again() -> None:
+    trainer = Trainer()
+    with ProcessRuntime(settings("obedient"), Judge(), trainer.named_tensors, num_engines=2) as runtime:
+        runtime.load_weights(trainer.named_tensors(), 0)
+        assert trainer.num_asked == 0
+        for version, asked in ((0, 0), (1, 1)):
+            runtime.offer(version)
+            assert trainer.num_asked == asked
+            for engine in ("engine-0", "engine-1"):
+                runtime.load(engine, version)
+            loaded: list[Event] = []
+            while len(loaded) < 2:
+                loaded += until(runtime, Loaded)
+            assert {(event.engine, event.version) for event in loaded if isinstance(event, Loaded)} == {
+                ("engine-0", version),
+                ("engine-1", version),
+            }
+
+
 def test_only_what_was_offered_last_is_loaded() -> None:
     trainer = Trainer()
-    with ProcessRuntime(Settings("", 1), Judge(), trainer.named_tensors) as runtime:
+    with ProcessRuntime(settings(""), Judge(), trainer.named_tensors) as runtime:
         for offered, wanted in ((None, 0), (0, 1), (1, 0)):
             if offered is not None:
                 runtime.offer(offered)
@@ -209,7 +234,7 @@ def test_an_idle_engine_may_be_silent() -> None:
 
 def test_what_a_killed_engine_had_is_drawn_by_the_next_one() -> None:
     trainer = Trainer()
-    with ProcessRuntime(Settings("", 1), Judge(), trainer.named_tensors) as runtime:
+    with ProcessRuntime(settings(""), Judge(), trainer.named_tensors) as runtime:
         load(runtime, "engine-0", 0)
         until(runtime, Loaded)
         os.kill(pids(runtime)[0], signal.SIGSTOP)
@@ -262,7 +287,7 @@ def test_an_engine_that_has_drawn_may_always_be_replaced() -> None:
 
 def test_an_engine_that_cannot_start_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="^engine-0 could not be started: .*exit code 1.*no such model$"):
-        ProcessRuntime(Settings("stillborn", 1), Judge(), Trainer().named_tensors)
+        ProcessRuntime(settings("stillborn"), Judge(), Trainer().named_tensors)
 
 
 def test_what_cannot_be_served_is_raised() -> None:
@@ -283,13 +308,15 @@ def open_files() -> list[str]:
     return sorted(os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
 
-def held() -> tuple[int, list[str], int]:
-    """Open files of this process, shared memory with a name, and threads."""
-    return len(open_files()), sorted(os.listdir("/dev/shm")), threading.active_count()
+def held() -> tuple[int, list[str], int, list[str]]:
+    """Open files of this process, shared memory with a name, threads, and temporary folders."""
+    folders = sorted(os.listdir(tempfile.gettempdir()))
+    return len(open_files()), sorted(os.listdir("/dev/shm")), threading.active_count(), folders
 
 
 @pytest.mark.parametrize("ends", ["close", "error"])
-def test_nothing_is_left_in_the_end(ends: str) -> None:
+def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = held()
     children: list[int] = []
 
@@ -324,7 +351,7 @@ import sys
 from millrace.orchestration.runtime import child
 from millrace.orchestration.runtime.child import Settings
 child.MODULE = {FAKE!r}
-one = child.start("engine-0", Settings("obedient", 1), 1)
+one = child.start("engine-0", Settings({{"manner": b"obedient"}}, 1), 1)
 print(one.process.pid, flush=True)
 sys.stdin.read()
 """

@@ -19,7 +19,7 @@ import pytest
 from millrace.orchestration.engines import open_engine
 from millrace.orchestration.runtime import ray_engine
 from millrace.orchestration.runtime.base import Draw
-from millrace.orchestration.runtime.child import Settings
+from millrace.orchestration.runtime.child import Settings, read_files
 from millrace.orchestration.runtime.frames import ORDERS, Frame, Line, drawn_of, draws_as_frame
 from millrace.orchestration.runtime.ray_engine import Called, Engine, RemoteChild, inside
 from millrace.transport.memory import SharedWeights
@@ -99,13 +99,12 @@ def test_an_engine_that_called_proves_its_weights_and_draws(
 ) -> None:
     monkeypatch.setattr(ray_engine, "PIECE_BYTES", 5000)
     models = saved(tmp_path)
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     line, weights = Called(HOST), SharedWeights()
     process: Any = SimpleNamespace(poll=lambda: None)
     child = RemoteChild("engine-0", process, line, -1, io.BytesIO(), 0, weights=weights.handle)
     serve = threading.Thread(
         target=Engine("engine-0").serve,
-        args=(HOST, line.port, line.token, files, asdict(Settings(str(tmp_path), 1))),
+        args=(HOST, line.port, line.token, asdict(Settings(read_files(tmp_path), 1))),
     )
     serve.start()
     heard: list[Frame] = []

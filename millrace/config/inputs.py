@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,6 +11,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from millrace.config.section import Section, compiled
 
 TASK_PREFIX = "reasoning-gym:"
+# The chance of a prompt that falls with what it earned.
+HARD = "hard"
 
 
 class AdapterConfig(Section):
@@ -80,6 +83,24 @@ class TokenizerConfig(Section):
     )
 
 
+class CurriculumConfig(Section):
+    """How likely a prompt is dealt when its turn in the epoch comes."""
+
+    chance: str = Field(
+        HARD,
+        description="`hard`, 1 less the mean reward of its last group; or module:function, your own "
+        "`f(row, reward, tries) -> float`",
+    )
+    least: float = Field(0.1, ge=0.01, le=1, description="no prompt's chance is lower")
+
+    @field_validator("chance")
+    @classmethod
+    def _form(cls, chance: str) -> str:
+        if chance != HARD and not re.fullmatch(r"[\w.]+:\w+", chance):
+            raise ValueError(f"{chance!r} is neither {HARD} nor of the form module:function")
+        return chance
+
+
 class DataConfig(Section):
     """Prompts, their answers, and how they are split."""
 
@@ -115,6 +136,9 @@ class DataConfig(Section):
         "filter", description="drop longer prompts with a count, or stop"
     )
     shuffle: bool = Field(True, description="a new order each epoch, by seed")
+    curriculum: CurriculumConfig | None = Field(
+        None, description="prompts that are passed over, by what they earned; null deals all"
+    )
 
     @field_validator("answer_pattern")
     @classmethod

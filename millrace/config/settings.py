@@ -184,7 +184,9 @@ def _idle_without_reinforcement(config: RunConfig) -> Iterator[str]:
     idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
     idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
     idle += [name for name in ("advantage", "critic", "flow", "kernels") if name in _given(config)]
-    idle += ["profile_steps"] * bool(config.profile_steps)
+    idle += ["profile_steps"] * bool(config.profile_steps) + ["data.curriculum"] * bool(
+        config.data.curriculum
+    )
     for key in idle:
         yield f"{key} has no effect because steps is 0 (supervised training alone); remove it"
 
@@ -245,6 +247,7 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
         idle = {
             "rollout.overlong_tokens": config.rollout.overlong_tokens,
             "policy.kl.place reward": in_reward,
+            "data.curriculum": advantage.kind == "teacher" and config.data.curriculum,
         }
         for key, given in idle.items():
             if given:

@@ -12,6 +12,7 @@ import numpy as np
 
 from millrace.config.inputs import TASK_PREFIX, DataConfig
 from millrace.data.chat import as_text, plain_text, render
+from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
 from millrace.data.tasks import task_rows
 from millrace.types import Prompt
@@ -188,16 +189,20 @@ def make_demonstrations(
 class PromptStream:
     """Deals prompts without end: every epoch deals each prompt once, in an order of its own.
 
-    Where it stands is three numbers, so a resumed stream deals exactly what the first would have dealt.
+    A curriculum passes some over. Where the stream stands is three numbers, and what the curriculum knows, so
+    a resumed stream deals exactly what the first would have dealt.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, curriculum: Curriculum | None = None
+    ) -> None:
         """Start at the first epoch.
 
         Args:
             prompts: what is dealt.
             seed: the order of epoch e is drawn from `[seed, e]`.
             shuffle: false deals every epoch in the order given.
+            curriculum: how likely each prompt is dealt; None deals all.
 
         Raises:
             DataError: there are no prompts.
@@ -207,22 +212,38 @@ class PromptStream:
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
+        self._curriculum = curriculum
         self._enter(0, 0)
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; they may span epochs."""
+        """The next prompts; they may span epochs.
+
+        Raises:
+            DataError: the curriculum's function fails, or gives no chance.
+        """
         dealt: list[Prompt] = []
         while len(dealt) < num_prompts:
-            taken = self._order[self._position : self._position + num_prompts - len(dealt)]
-            dealt += [self._prompts[index] for index in taken]
-            self._position += len(taken)
+            index = self._order[self._position]
+            prompt = self._prompts[index]
+            if self._curriculum is None or self._lot[index] < self._curriculum.chance(prompt):
+                dealt.append(prompt)
+            self._position += 1
             if self._position == len(self._prompts):
                 self._enter(self._epoch + 1, 0)
         return dealt
 
-    def state(self) -> dict[str, int]:
-        """Where the stream stands: `epoch`, `position` in it, and `num_prompts` to recognise the data by."""
-        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
+    def learn(self, prompt: Prompt, rewards: Sequence[float]) -> None:
+        """What a group of a prompt earned, for the curriculum if there is one."""
+        if self._curriculum is not None and rewards:
+            self._curriculum.learn(prompt, sum(rewards) / len(rewards))
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands: `epoch`, `position` in it, and `num_prompts` to recognise the data by.
+
+        With a curriculum also `known`, its state.
+        """
+        place = {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
+        return place if self._curriculum is None else {**place, "known": self._curriculum.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -241,6 +262,8 @@ class PromptStream:
         if epoch < 0 or not 0 <= position < num_prompts:
             raise DataError(f"the state of the data {dict(state)} points outside its {num_prompts} prompts")
         self._enter(epoch, position)
+        if self._curriculum is not None:
+            self._curriculum.load_state(state.get("known", {}))
 
     def _enter(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
@@ -251,6 +274,10 @@ class PromptStream:
             else np.arange(count)
         )
         self._order: list[int] = order.tolist()
+        # What a prompt's chance must exceed in this epoch.
+        self._lot: list[float] = []
+        if self._curriculum is not None:
+            self._lot = np.random.default_rng([self._seed, epoch, 1]).random(count).tolist()
 
 
 def _identity(row: Row, config: DataConfig) -> str:

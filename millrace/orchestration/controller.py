@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from millrace.config.settings import RunConfig, num_processes
+from millrace.data.curriculum import Curriculum
 from millrace.data.prompts import PromptStream
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
@@ -126,7 +127,11 @@ class Controller:
         prompts = self.parts.train_prompts
         if warming:
             prompts = [prompt for prompt in prompts if prompt.id in self.parts.demonstrations]
-        stream = PromptStream(prompts, seed=seed, shuffle=self.config.data.shuffle)
+        # Also before the warm-up, which deals everything: a function that is not there is told at once.
+        chosen, shuffle = self.config.data.curriculum, self.config.data.shuffle
+        curriculum = None if chosen is None else Curriculum.of(chosen)
+        curriculum = None if warming else curriculum
+        stream = PromptStream(prompts, seed=seed, shuffle=shuffle, curriculum=curriculum)
         if self.progress.stream:
             stream.load_state(self.progress.stream)
         return stream

@@ -161,6 +161,10 @@ class Rollouts:
             return None
         dropped = [self._end(each.number) for each in taken.dropped]
         groups = [self._finished.pop(number) for number in taken.numbers]
+        for group in groups:
+            # In the order of groups: what is dealt next must not depend on which reward came first.
+            scores = [t.outcome for t in group.trajectories[: self._num_samples] if t.outcome is not None]
+            self._stream.learn(group.prompt, [one.value for one in scores if one.kind != "failed"])
         self.start()
         return Rolled(
             taken,

@@ -275,6 +275,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         lambda rows: [*rows, LONG], "data.too_long=refuse"
     ),
     "every prompt is too long": overridden("data.max_prompt_tokens=2"),
+    "there is no such curriculum": overridden("data.curriculum={chance: 'judges:gone'}"),
     "there is no such recipe": lambda lab: lab("train", "quickstrat"),
     "a key is unknown": overridden("policy.optimizer.learning_rat=1e-3"),
     "a value has the wrong type": overridden("steps=many"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from millrace.data.prompts import PromptStream
 from millrace.orchestration.events import check_log
 from millrace.orchestration.fleet import DrawFailed
 from millrace.orchestration.rollouts import Stalled
@@ -137,6 +138,24 @@ def test_groups_whose_rewards_are_equal_are_replaced():
     assert rollouts.take() is None
     draw_all(rollouts, runtime)
     assert rollouts.take().taken.left_out == {0, 1}
+
+
+def test_the_stream_learns_what_each_group_of_a_batch_earned_in_the_order_of_groups(monkeypatch):
+    runtime, told = Manual("a"), []
+    rollouts, _, _ = rollouts_over(runtime, num_baselines=1)
+    learn = lambda stream, prompt, rewards: told.append((prompt.id, rewards))  # noqa: E731
+    monkeypatch.setattr(PromptStream, "learn", learn)
+    rollouts.handle(serving("a"))
+    first, second = [order[2] for order in runtime.taken("submit")]
+    rollouts.handle([runtime.drawn(id) for id in (*second, *first)])
+    events = [runtime.judged(order[1]) for order in runtime.taken("judge")]
+    outcomes = (Outcome.failure("it hung"), *events[0].outcomes[1:])
+    rollouts.handle([replace(events[0], outcomes=outcomes), *events[1:]])
+    assert told == []
+    rollouts.take()
+    # The greedy sample is no part of it, nor is a failed reward.
+    assert [name for name, _ in told] == ["p0", "p1"]
+    assert sorted(len(rewards) for _, rewards in told) == [1, 2]
 
 
 def test_failed_rewards_are_no_difference_between_rewards():

@@ -251,9 +251,9 @@ class Source:
         In a replay, those are late who were late in the run. Where it ends, all are: they do what they did in
         the run, which went on, and take no other order.
         """
+        self._reach("hold")
         if self._log.ended:
             return
-        self._reach("hold")
         self._verbs.hold()
         if self._log.replays:
             return

@@ -207,10 +207,21 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
         close_fp64(told[name], expected)
 
 
+class Ending(Replayed):
+    """The last of it happens while the trainer waits for its turn."""
+
+    ended = False
+
+    def reached(self, kind: str) -> bool:
+        """It is always his turn."""
+        self.ended = True
+        return True
+
+
 def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     """In the run they were asked for something else next, or for nothing."""
     runtime, config = Manual("a", sleeps=True), recipe(steps=4, flow={"staleness": 1})
-    log = Replayed(tmp_path / "events.jsonl", lambda: 0.0, Part([], 1, Script([]), 2))
+    log = Ending(tmp_path / "events.jsonl", lambda: 0.0, Part([], 1, Script([]), 2))
     source = Source(
         config,
         parts(runtime=runtime, method=build_method(config), train_prompts=prompts(8)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ def completion(version: int) -> Completion:
 def main(text: str) -> None:
     start = json.loads(text)
     manner = (Path(start["folder"]) / "manner").read_text()
+    shutil.rmtree(start["folder"])
     die_with_parent(start["lifeline"])
     if manner == "stillborn":
         sys.exit("no such model")

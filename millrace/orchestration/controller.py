@@ -195,14 +195,15 @@ class Controller:
         runtime = parts.runtime or InlineRuntime(
             parts.engine, parts.reward, lambda version: self.publish(), self.spans
         )
-        limit_s = self.config.limits.phase_s
+        # Before a file is opened, since it may fail.
+        stream, limit_s = self.stream(), self.config.limits.phase_s
         runtime, log = logged(
             runtime, self.folder.events, lambda: self.wall_s, part=self.part, limit_s=limit_s
         )
         return Source(
             self.config,
             parts,
-            self.stream(),
+            stream,
             runtime=runtime,
             log=log,
             ranks=self.ranks,

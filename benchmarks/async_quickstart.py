@@ -39,11 +39,8 @@ WARM = ROOT / "runs" / "methods"
 BOUNDS = (0, 1, 2, 4, 8)
 RATE = 3e-4
 DECOUPLED = {"policy.proximal": "recompute", "policy.correction": {}}
-KEPT, ON_RAY, FASTER = (
-    {"flow.kv": "keep"},
-    {"mesh.launcher": "ray"},
-    {"policy.optimizer.learning_rate": 3 * RATE},
-)
+KEPT, ON_RAY = {"flow.kv": "keep"}, {"mesh.launcher": "ray"}
+FASTER = {"policy.optimizer.learning_rate": 3 * RATE}
 # What a kind changes of the recipe; those behind the first two run at one bound alone.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -51,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain, keys kept": KEPT,
     "decoupled, keys kept": DECOUPLED | KEPT,
     "plain, on Ray": ON_RAY,
+    "plain, on Ray, keys kept": ON_RAY | KEPT,
     "plain, faster": FASTER,
     "decoupled, faster": DECOUPLED | FASTER,
 }
@@ -159,8 +157,11 @@ def picture(told: list[dict[str, Any]]) -> str:
             colour=colour,
             marked=True,
         )
-        for colour, kind in enumerate(("plain", "decoupled"), start=1)
+        for colour, kind in enumerate(EVERYWHERE, start=1)
     ]
+    # Where all began, so that the axis does not make much of little.
+    before = statistics.fmean(value for row in told for value in row["before"])
+    curves.append(Series("before", [(min(BOUNDS), before), (max(BOUNDS), before)], colour=7))
     return curve_svg(
         curves,
         title="The quickstart, reduced: what staleness does to learning",

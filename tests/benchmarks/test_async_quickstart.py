@@ -13,7 +13,7 @@ from tests.close import close_fp64
 
 def test_two_kinds_run_at_each_bound_and_the_others_at_one():
     runs = async_quickstart.wanted(2, list(BOUNDS), Path("work"))
-    assert len(runs) == len({run.folder for run in runs}) == 2 * (5 + 5 + 5)
+    assert len(runs) == len({run.folder for run in runs}) == 2 * (5 + 5 + 6)
     assert {run.staleness for run in runs if run.kind == "decoupled"} == set(BOUNDS)
     assert {run.staleness for run in runs if "," in run.kind} == {4}
 

@@ -25,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
 from millrace.orchestration.events import EventLog, check_log
 from millrace.orchestration.flow import Flow, FlowRules
@@ -65,19 +66,6 @@ def timed(runtime: Watched, order: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Stream:
-    """Prompts of 100 tokens, without end."""
-
-    def __init__(self, prompts: list[Prompt]) -> None:
-        """At the first one."""
-        self._prompts, self._at = prompts, 0
-
-    def next(self, num_prompts: int) -> list[Prompt]:
-        """The next ones."""
-        self._at += num_prompts
-        return [self._prompts[(self._at - i) % len(self._prompts)] for i in range(num_prompts, 0, -1)]
-
-
 def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
     """One run: what a trajectory cost."""
     size = num_flying // (NUM_SAMPLES * (STALENESS + 1))
@@ -94,7 +82,7 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
     rollouts = Rollouts(
         flow,
         runtime,
-        Stream(prompts),  # type: ignore[arg-type]
+        PromptStream(prompts, seed=0, shuffle=False),
         prompts={prompt.id: prompt for prompt in prompts},
         environment=SingleTurn,
         params=lambda number, sample, turn: replace(params, seed=number * NUM_SAMPLES + sample),

@@ -53,6 +53,7 @@ class Pump:
     def until(self, ready: Callable[[], Found | None], what: str, deadline_s: float) -> Found:
         """Wait until `ready` gives something; errors of the thread are raised here."""
         with self._changed:
+            self._check()
             return self._rollouts.until(ready, what, deadline_s, self._wait)
 
     def published(self, version: int) -> None:
@@ -94,15 +95,27 @@ class Pump:
         while not self._over:
             try:
                 events = self._runtime.wait(self._rollouts.patience_s(_LOOK_S))
-                with self._changed:
-                    self._rollouts.handle(events)
-                    self._changed.notify_all()
             except Exception as error:
                 with self._changed:
-                    self._failure, self._over = error, True
-                    self._changed.notify_all()
+                    self._fail(error)
+                return
+            # Who waits must not look at what was half decided before it hears why.
+            with self._changed:
+                try:
+                    self._rollouts.handle(events)
+                except Exception as error:
+                    self._fail(error)
+                self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure, self._over = error, True
+        self._changed.notify_all()
 
     def _wait(self, timeout_s: float) -> None:
+        self._check()
+        self._changed.wait(timeout_s)
+        self._check()
+
+    def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-        self._changed.wait(timeout_s)

@@ -199,6 +199,7 @@ def main() -> None:
         "benchmark": "async_quickstart",
         **machine(),
         "batches": batches,
+        "learning_rate": RATE,
         "seeds": given.seeds,
         "rows": told,
     }

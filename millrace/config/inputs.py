@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from millrace.config.section import Section, compiled
+from millrace.config.section import Section, compiled, is_function
 
 TASK_PREFIX = "reasoning-gym:"
 # The chance of a prompt that falls with what it earned.
@@ -96,7 +95,7 @@ class CurriculumConfig(Section):
     @field_validator("chance")
     @classmethod
     def _form(cls, chance: str) -> str:
-        if chance != HARD and not re.fullmatch(r"[\w.]+:\w+", chance):
+        if chance != HARD and not is_function(chance):
             raise ValueError(f"{chance!r} is neither {HARD} nor of the form module:function")
         return chance
 

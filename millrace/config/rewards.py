@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, PositiveFloat, field_validator
 
-from millrace.config.section import Section, compiled
+from millrace.config.section import Section, compiled, is_function
 
 
 class ExactReward(Section):
@@ -75,7 +74,7 @@ class FunctionReward(Section):
     @field_validator("function")
     @classmethod
     def _form(cls, function: str) -> str:
-        if not re.fullmatch(r"[\w.]+:\w+", function):
+        if not is_function(function):
             raise ValueError(f"{function!r} is not of the form module:function")
         return function
 

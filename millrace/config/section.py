@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""What sections of the configuration are, and what several of them check."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+
+
+def is_function(name: str) -> bool:
+    """Whether it has the form of a user's own function, module:function."""
+    return re.fullmatch(r"[\w.]+:\w+", name) is not None

@@ -184,9 +184,8 @@ def _idle_without_reinforcement(config: RunConfig) -> Iterator[str]:
     idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
     idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
     idle += [name for name in ("advantage", "critic", "flow", "kernels") if name in _given(config)]
-    idle += ["profile_steps"] * bool(config.profile_steps) + ["data.curriculum"] * bool(
-        config.data.curriculum
-    )
+    idle += ["profile_steps"] * bool(config.profile_steps)
+    idle += ["data.curriculum"] * (config.data.curriculum is not None)
     for key in idle:
         yield f"{key} has no effect because steps is 0 (supervised training alone); remove it"
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from millrace.config.inputs import HARD, CurriculumConfig
+from millrace.data.functions import FunctionError, explain, imported
 from millrace.data.rows import DataError
 from millrace.types import Prompt
 
@@ -46,7 +46,7 @@ class Curriculum:
         Raises:
             DataError: there is no such function.
         """
-        chance = hard if config.chance == HARD else _imported(config.chance)
+        chance = hard if config.chance == HARD else _own(config.chance)
         return cls(chance, least=config.least, name=config.chance)
 
     def chance(self, prompt: Prompt) -> float:
@@ -60,8 +60,8 @@ class Curriculum:
             found = self._chance(prompt.row, reward, tries)
         except Exception as error:
             raise DataError(
-                f"data.curriculum.chance {self._name} failed for prompt {prompt.id}: "
-                f"{type(error).__name__}: {error}; correct it"
+                f"data.curriculum.chance {self._name} failed for prompt {prompt.id}: {explain(error)}; "
+                "correct it"
             ) from error
         if type(found) not in (int, float) or not 0 <= found <= 1:
             raise DataError(
@@ -84,19 +84,11 @@ class Curriculum:
         self._known = {id: (float(reward), int(tries)) for id, (reward, tries) in state.items()}
 
 
-def _imported(function: str) -> Chance:
-    """A user's `module:function`; the module may lie in the folder that millrace was started in."""
-    module_name, _, name = function.partition(":")
+def _own(function: str) -> Chance:
+    """A user's; its module may lie in the folder that millrace was started in."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except Exception as error:
-        raise DataError(
-            f"data.curriculum.chance {function}: importing {module_name} raised {type(error).__name__}: "
-            f"{error}; correct it, or start from the folder it lies in"
-        ) from error
-    if not callable(found):
-        raise DataError(f"data.curriculum.chance {function}: module {module_name} has no function {name}")
-    chance: Chance = found
-    return chance
+        return imported(function)
+    except FunctionError as error:
+        raise DataError(f"data.curriculum.chance {function}: {error}") from error

@@ -108,13 +108,13 @@ class Runner:
             inputs: of the step.
             every: those of every token instead, [T, D].
         """
-        num_tokens, num_rows = len(inputs.token_T), len(inputs.last_B)
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs(inputs)
-        if every or num_tokens == num_rows:
-            return self._forward(inputs)
-        hidden = self._forward(inputs, inputs.last_B)
-        return hidden if len(hidden) == num_rows else hidden[inputs.last_B]
+        num_rows = len(inputs.last_B)
+        wanted_B = None if every or len(inputs.token_T) == num_rows else inputs.last_B
+        hidden = self._forward(inputs, wanted_B)
+        # Modules of other models give every token's.
+        return hidden if wanted_B is None or len(hidden) == num_rows else hidden[wanted_B]
 
     def _forward(self, inputs: Inputs, last_B: Tensor | None = None) -> Tensor:
         context = Paged(self._pools, inputs.rows, last_B)

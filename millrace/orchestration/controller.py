@@ -130,8 +130,7 @@ class Controller:
         # Also before the warm-up, which deals everything: a function that is not there is told at once.
         chosen, shuffle = self.config.data.curriculum, self.config.data.shuffle
         curriculum = None if chosen is None else Curriculum.of(chosen)
-        curriculum = None if warming else curriculum
-        stream = PromptStream(prompts, seed=seed, shuffle=shuffle, curriculum=curriculum)
+        stream = PromptStream(prompts, seed=seed, shuffle=shuffle, curriculum=None if warming else curriculum)
         if self.progress.stream:
             stream.load_state(self.progress.stream)
         return stream

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from millrace.orchestration.rollouts import Found, Rolled, Rollouts
-from millrace.orchestration.runtime.base import Runtime
+from millrace.orchestration.runtime.base import Event, Runtime
 
 # How long the thread may take to notice that it is to leave, and others to hear that it is busy.
 _LOOK_S = 0.1
@@ -93,23 +93,21 @@ class Pump:
 
     def _run(self) -> None:
         while not self._over:
-            try:
+            events: Sequence[Event] = ()
+            with self._keeping_errors():
                 events = self._runtime.wait(self._rollouts.patience_s(_LOOK_S))
-            except Exception as error:
-                with self._changed:
-                    self._fail(error)
-                return
-            # Who waits must not look at what was half decided before it hears why.
             with self._changed:
-                try:
+                # Within the lock: who waits must not look at what was half decided before it hears why.
+                with self._keeping_errors():
                     self._rollouts.handle(events)
-                except Exception as error:
-                    self._fail(error)
                 self._changed.notify_all()
 
-    def _fail(self, error: Exception) -> None:
-        self._failure, self._over = error, True
-        self._changed.notify_all()
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failure, self._over = self._failure or error, True
 
     def _wait(self, timeout_s: float) -> None:
         self._check()

@@ -6,20 +6,18 @@ a number, or `Invalid` where no answer could be read. Whatever it raises makes t
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import math
-import os
 import re
 import reprlib
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
 from typing import Any
 
+from millrace.data.functions import FunctionError, explain, imported
 from millrace.rewards.errors import RewardError
 
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
@@ -66,7 +64,7 @@ def verdict(
             )
         number = float(value)
     except BaseException as error:  # a user's function may also raise SystemExit, and that is a failure too
-        return "failed", 0.0, f"raised {_explain(error)}"
+        return "failed", 0.0, f"raised {explain(error)}"
     if not math.isfinite(number):
         return "failed", 0.0, f"returned {number}, which is not a finite number"
     return "score", number, ""
@@ -127,7 +125,7 @@ def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
         dataset = create_dataset(name, **options)
     except Exception as error:
         raise RewardError(
-            f"reward task: {name} refuses its options: {_explain(error)}; correct data.task"
+            f"reward task: {name} refuses its options: {explain(error)}; correct data.task"
         ) from error
 
     def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
@@ -159,13 +157,11 @@ def function_judge(function: str) -> Judge:
     Raises:
         RewardError: the module or function does not exist, cannot be imported or cannot be called so.
     """
-    module_name, _, name = function.partition(":")
-    found = getattr(_import(function, module_name), name, None)
-    if not callable(found):
-        what = "does not have" if found is None else "cannot call"
-        raise RewardError(
-            f"reward function {function}: module {module_name} {what} a function {name}; correct it"
-        )
+    name = function.partition(":")[2]
+    try:
+        found = imported(function)
+    except FunctionError as error:
+        raise RewardError(f"reward function {function}: {error}") from error
     try:
         inspect.signature(found).bind(prompt="", completion="", answer="", row={})
     except TypeError as error:
@@ -179,28 +175,3 @@ def function_judge(function: str) -> Judge:
         return Invalid(f"{function} returned None") if value is None else value
 
     return judge
-
-
-def _import(function: str, module_name: str) -> Any:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise RewardError(
-                f"reward function {function}: importing {module_name} raised {_explain(error)}"
-            ) from error
-        raise RewardError(
-            f"reward function {function}: there is no module {error.name} in {os.getcwd()} or among the "
-            "installed packages; correct its name or start from the folder it lies in"
-        ) from error
-    except BaseException as error:  # SystemExit too: a script without a main guard
-        raise RewardError(
-            f"reward function {function}: importing {module_name} raised {_explain(error)}"
-        ) from error
-
-
-def _explain(error: BaseException) -> str:
-    """Type, message and the line it was raised in."""
-    message = "".join(traceback.TracebackException.from_exception(error).format_exception_only()).strip()
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{message} ({os.path.basename(last.filename)} line {last.lineno})"

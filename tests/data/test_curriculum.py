@@ -115,7 +115,7 @@ def test_a_function_of_ones_own_sees_row_reward_and_tries() -> None:
     [
         ("text", "gave 'often' for prompt train:1; it must give a number from 0 to 1"),
         ("above", "gave 1.5 for prompt train:1; it must give a number from 0 to 1"),
-        ("fails", "failed for prompt train:1: KeyError: 'price'; correct it"),
+        ("fails", "failed for prompt train:1: KeyError: 'price' (chances_of_a_test.py line 19); correct it"),
     ],
 )
 def test_a_function_that_gives_no_chance_is_named(name: str, said: str) -> None:
@@ -125,9 +125,9 @@ def test_a_function_that_gives_no_chance_is_named(name: str, said: str) -> None:
 
 
 @pytest.mark.usefixtures("chances")
-@pytest.mark.parametrize("name", ["gone", "number"])
-def test_a_function_that_is_not_there_is_named(name: str) -> None:
+@pytest.mark.parametrize(("name", "what"), [("gone", "does not have"), ("number", "cannot call")])
+def test_a_function_that_is_not_there_is_named(name: str, what: str) -> None:
     with pytest.raises(DataError) as caught:
         of(name)
-    said = f"chances_of_a_test:{name}: module chances_of_a_test has no function {name}"
+    said = f"chances_of_a_test:{name}: module chances_of_a_test {what} a function {name}; correct it"
     assert str(caught.value) == f"data.curriculum.chance {said}"

@@ -70,6 +70,33 @@ def test_errors_of_the_thread_are_raised_where_somebody_waits():
                 pump.next_batch(PATIENCE_S)
 
 
+def test_what_was_half_decided_is_not_looked_at_before_its_error_is_told(monkeypatch):
+    class Slow(threading.Condition):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            if threading.get_ident() != trainer:
+                time.sleep(0.3)
+
+    trainer, waited, decided = threading.get_ident(), threading.Event(), []
+
+    def failing(events):
+        if waited.is_set():
+            decided.append("half")
+            raise OSError("the disk is full")
+
+    def look():
+        waited.set()
+        return decided[0] if decided else None
+
+    runtime = Quick("a")
+    rollouts, _, _ = rollouts_over(runtime)
+    monkeypatch.setattr(rollouts, "handle", failing)
+    monkeypatch.setattr("millrace.orchestration.pump.threading.Condition", Slow)
+    with Pump(rollouts, runtime) as pump, pytest.raises(OSError, match="the disk is full"):
+        pump.until(look, "something", PATIENCE_S)
+    assert decided == ["half"]
+
+
 def test_a_stall_is_found_by_who_waits():
     runtime = Quick()
     rollouts, _, _ = rollouts_over(runtime)

@@ -143,8 +143,7 @@ def test_groups_whose_rewards_are_equal_are_replaced():
 def test_the_stream_learns_what_each_group_of_a_batch_earned_in_the_order_of_groups(monkeypatch):
     runtime, told = Manual("a"), []
     rollouts, _, _ = rollouts_over(runtime, num_baselines=1)
-    learn = lambda stream, prompt, rewards: told.append((prompt.id, rewards))  # noqa: E731
-    monkeypatch.setattr(PromptStream, "learn", learn)
+    monkeypatch.setattr(PromptStream, "learn", lambda _, *facts: told.append(facts))
     rollouts.handle(serving("a"))
     first, second = [order[2] for order in runtime.taken("submit")]
     rollouts.handle([runtime.drawn(id) for id in (*second, *first)])
@@ -154,7 +153,7 @@ def test_the_stream_learns_what_each_group_of_a_batch_earned_in_the_order_of_gro
     assert told == []
     rollouts.take()
     # The greedy sample is no part of it, nor is a failed reward.
-    assert [name for name, _ in told] == ["p0", "p1"]
+    assert [prompt.id for prompt, _ in told] == ["p0", "p1"]
     assert sorted(len(rewards) for _, rewards in told) == [1, 2]
 
 

@@ -51,8 +51,8 @@ class Gate:
 
         Args:
             engine: its name.
-            letters: of the orders that it took up in the run; what comes after them passes as it comes, but
-                for aborts, which are left out.
+            letters: of the orders that it took up in the run, as far as it is known. Of what comes after them
+                only draws pass whose caller waits.
         """
         self._engine, self._letters = engine, deque(letters)
         self._expected = deque(letter for letter in letters if letter != DIRECT)
@@ -64,14 +64,15 @@ class Gate:
         Raises:
             ReplayError: the run gave another one.
         """
-        if letter == LETTERS["abort"] and not self._expected:
-            # An engine tells with each message what it took up before, so all that the run heard of these
-            # draws came before it took this up. Here it might take it up sooner.
-            return []
-        if letter != DIRECT and self._expected and (wanted := self._expected.popleft()) != letter:
-            raise ReplayError(
-                f"the replay is not the run: {self._engine} is given {letter} and took {wanted}"
-            )
+        if letter != DIRECT:
+            if not self._expected:
+                # An engine tells with each message what it took up before, so all that the run heard of it
+                # came before it took this up. Here it might take it up sooner.
+                return []
+            if (wanted := self._expected.popleft()) != letter:
+                raise ReplayError(
+                    f"the replay is not the run: {self._engine} is given {letter} and took {wanted}"
+                )
         self._early[letter == DIRECT].append(order)
         orders = []
         while self._letters and (early := self._early[self._letters[0] == DIRECT]):

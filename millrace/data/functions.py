@@ -1,0 +1,49 @@
+"""Functions of a user's own, which recipes name as `module:function`. No torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class FunctionError(ValueError):
+    """There is no such function; the message goes on after whatever names it and says what to change."""
+
+
+def imported(function: str) -> Callable[..., Any]:
+    """A function by its name `module:function`.
+
+    Raises:
+        FunctionError: there is no such module or function, or the module fails when it is imported.
+    """
+    module_name, _, name = function.partition(":")
+    found = getattr(_module(module_name), name, None)
+    if not callable(found):
+        what = "does not have" if found is None else "cannot call"
+        raise FunctionError(f"module {module_name} {what} a function {name}; correct it")
+    chosen: Callable[..., Any] = found
+    return chosen
+
+
+def explain(error: BaseException) -> str:
+    """Type, message and the line it was raised in."""
+    message = "".join(traceback.TracebackException.from_exception(error).format_exception_only()).strip()
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{message} ({os.path.basename(last.filename)} line {last.lineno})"
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise FunctionError(f"importing {name} raised {explain(error)}") from error
+        raise FunctionError(
+            f"there is no module {error.name} in {os.getcwd()} or among the installed packages; correct its "
+            "name or start from the folder it lies in"
+        ) from error
+    except BaseException as error:  # SystemExit too: a script without a main guard
+        raise FunctionError(f"importing {name} raised {explain(error)}") from error

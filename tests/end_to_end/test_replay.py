@@ -64,6 +64,7 @@ def test_answers_drawn_with_the_keys_of_older_weights_are_repeated(folder):
     check_repeats(folder / "runs" / "keep")
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, monkeypatch):
     record, killed = Controller.record, []
 

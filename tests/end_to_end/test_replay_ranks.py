@@ -98,6 +98,7 @@ def test_a_run_that_lost_a_rank_and_was_taken_up_is_repeated(folder: Path) -> No
     check_repeats(folder, "killed")
 
 
+@pytest.mark.slow
 def test_a_sample_that_is_not_the_runs_ends_every_rank_with_one_sentence(folder: Path) -> None:
     path = folder / "runs" / "changed"
     shutil.copytree(folder / "runs" / "ahead", path)

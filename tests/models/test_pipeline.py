@@ -315,7 +315,7 @@ def other_mesh(rank: int, num_ranks: int, group: Any, *, num_context_ranks: int 
 
 def check_failures(rank: int) -> None:
     """A rank that fails says where, and leaves the other waiting no longer than the group's timeout."""
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=4)) for _ in range(2)]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=5)) for _ in range(2)]
     micros = [weighted_batch(0).select(segments) for segments in MICROS[5]]
     pipeline = Pipeline(deep_model("llama"), other_mesh(rank, 2, groups[0]))
     narrow = Pipeline(deep_model("llama"), other_mesh(rank, 2, groups[1]), dtype=torch.bfloat16)
@@ -325,21 +325,24 @@ def check_failures(rank: int) -> None:
             raise ZeroDivisionError("no such loss")
         return loss_of(pipeline.model, micro, hidden_TD)[0], None
 
+    # Together, so that neither waits for the other before it is meant to.
+    dist.barrier()
     with pytest.raises((RuntimeError, ZeroDivisionError)) as caught:
         pipeline.forward_backward(micros, failing)
+    said = str(caught.value)
     if rank == 1:
         assert caught.value.__notes__ == ["in the pipeline: forward of micro-batch 1 on stage 1"]
     else:
-        assert "in the pipeline stage 0 got no gradient of micro-batch 1 from stage 1" in str(caught.value)
+        assert "in the pipeline stage 0 got no gradient of micro-batch 1 from stage 1" in said, said
 
+    dist.barrier()
     with pytest.raises((RuntimeError, ValueError)) as caught:
         narrow.forward(micros, lambda *_: None)
+    said = str(caught.value)
     if rank == 0:
-        assert "are torch.float32, but the pipeline was made for torch.bfloat16" in str(caught.value)
+        assert "are torch.float32, but the pipeline was made for torch.bfloat16" in said, said
     else:
-        assert "in the pipeline stage 1 got no hidden states of micro-batch 0 from stage 0" in str(
-            caught.value
-        )
+        assert "in the pipeline stage 1 got no hidden states of micro-batch 0 from stage 0" in said, said
 
 
 @pytest.fixture(scope="module")

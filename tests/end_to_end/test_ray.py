@@ -19,6 +19,7 @@ from tests.house.source import ROOT
 from tests.rewards.helpers import ends_within
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace[ray]'"),
     pytest.mark.timeout(600),
 ]
@@ -54,7 +55,6 @@ def actors_below(launcher: int, kind: str = "Rank") -> list[int]:
     ]
 
 
-@pytest.mark.slow
 def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path) -> None:
     ahead = (*RAY, "flow.staleness=2", "engine.processes=2", "steps=16", "evaluation.every=100")
     launcher = begun(folder, "engines", *ahead, until="rollouts/step-*")
@@ -72,7 +72,6 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
     assert ends_within(other, 30)
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numbers(folder: Path) -> None:
     launcher = begun(folder, "killed", *RAY)
     victim = actors_below(launcher.pid)[-1]
@@ -85,7 +84,6 @@ def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numb
     assert resumed(folder, "killed") == numbers(folder / "runs" / "processes")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number: signal.Signals) -> None:
     launcher = begun(folder, number.name, *RAY)
@@ -96,7 +94,6 @@ def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number:
     assert resumed(folder, number.name) == numbers(folder / "runs" / "processes")
 
 
-@pytest.mark.slow
 def test_a_run_outlives_deaths_at_random_moments(folder: Path) -> None:
     words = ["--recipe", str(folder / "tiny.yaml"), "--kills", "2", "--apart", "0.3", "--accuracy", "0"]
     script = [sys.executable, str(ROOT / "scripts" / "kills.py"), *words, "steps=200", "evaluation.every=100"]

@@ -113,6 +113,7 @@ def test_a_branch_is_the_run_until_its_setting_changes(folder):
     assert told == {"run": str(path), "from_step": 3, "settings": changes}
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_repeated_as_far_as_its_log_goes(folder):
     path = folder / "runs" / "killed"
     shutil.copytree(folder / "runs" / "recompute", path)

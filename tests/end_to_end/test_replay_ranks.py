@@ -31,7 +31,7 @@ AHEAD = (
     "rollout.max_tokens=30",
     "deterministic=false",
 )
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,6 @@ def test_two_ranks_ahead_of_training_are_repeated_with_the_shares_that_each_save
         check_weights(*both[::-1])
 
 
-@pytest.mark.slow
 def test_a_run_that_lost_a_rank_and_was_taken_up_is_repeated(folder: Path) -> None:
     launcher = begun(folder, "killed", *AHEAD, until="checkpoints/step-000002")
     os.kill(ranks_below(launcher.pid)[1], signal.SIGKILL)
@@ -98,7 +97,6 @@ def test_a_run_that_lost_a_rank_and_was_taken_up_is_repeated(folder: Path) -> No
     check_repeats(folder, "killed")
 
 
-@pytest.mark.slow
 def test_a_sample_that_is_not_the_runs_ends_every_rank_with_one_sentence(folder: Path) -> None:
     path = folder / "runs" / "changed"
     shutil.copytree(folder / "runs" / "ahead", path)
@@ -113,7 +111,6 @@ def test_a_sample_that_is_not_the_runs_ends_every_rank_with_one_sentence(folder:
     assert told == f"error: run {path}: {about}\n"
 
 
-@pytest.mark.slow
 def test_a_branch_of_two_ranks_goes_on_with_what_is_set(folder: Path) -> None:
     words = ["--from-step=4", "--set=policy.optimizer.learning_rate=0.05", "--set=steps=7", "--name=branch"]
     code, said, told = replayed(folder, "ahead", *words)
@@ -129,7 +126,6 @@ def test_a_branch_of_two_ranks_goes_on_with_what_is_set(folder: Path) -> None:
     assert min(record["policy/learning_rate"] for record in ours[4:]) > 0.01
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 def test_two_ranks_that_wait_for_their_samples_are_repeated(folder: Path, processes: int) -> None:
     waits = ("mesh.dp_shard=2", f"engine.processes={processes}", "steps=6")
@@ -138,7 +134,6 @@ def test_two_ranks_that_wait_for_their_samples_are_repeated(folder: Path, proces
     check_repeats(folder, f"waits-{processes}")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace[ray]'")
 def test_a_run_on_ray_is_repeated_by_processes_with_as_many_threads(folder: Path) -> None:
     done = run(command(folder, "ray", *AHEAD, "mesh.launcher=ray", "threads=2", "engine.processes=1"))

@@ -37,13 +37,13 @@ PARTS = (
 
 @dataclass(slots=True)
 class _Stage:
-    """Progress of one stage; `began` steps were done before this process took it up."""
+    """Progress of one stage; `first` is how many steps were done, and when, at its first record."""
 
     name: str
     total: int
     done: int
-    began: int
     start_s: float
+    first: tuple[int, float] | None = None
     end_s: float | None = None
 
 
@@ -110,7 +110,7 @@ class Console:
         """Begin a stage of `total` steps, `done` of which a resumed run has behind it."""
         now = self._clock()
         self._end_stage(now)
-        self._stages = (*self._stages, _Stage(_clean(name), total, done, done, now))
+        self._stages = (*self._stages, _Stage(_clean(name), total, done, now))
         self._numbers, self._seconds = {}, {}
         self._last_line_s = -math.inf
         if self._live is None and not self._quiet:
@@ -125,6 +125,7 @@ class Console:
         if self._stages:
             stage = self._stages[-1]
             stage.done = int(record["step"])
+            stage.first = stage.first or (stage.done, self._clock())
             if stage.done >= stage.total:
                 self._end_stage(self._clock())
         self._keep("reward/mean", record)
@@ -285,12 +286,16 @@ def clock_text(seconds: float) -> str:
 
 
 def _time_left(stage: _Stage, now: float) -> str:
-    """Time the stage took, or at its pace so far still takes; empty while that is unknown."""
+    """Time the stage took, or at its pace so far still takes; empty while that is unknown.
+
+    Its first step says nothing of the pace: kernels may be compiled in it.
+    """
     if stage.end_s is not None:
         return clock_text(stage.end_s - stage.start_s)
-    if stage.done <= stage.began:
+    if stage.first is None or stage.done <= stage.first[0]:
         return ""
-    pace_s = (now - stage.start_s) / (stage.done - stage.began)
+    done, since_s = stage.first
+    pace_s = (now - since_s) / (stage.done - done)
     return f"{clock_text(pace_s * (stage.total - stage.done))} left"
 
 

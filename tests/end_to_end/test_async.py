@@ -70,7 +70,7 @@ def test_sampling_is_ahead_of_training_and_never_by_more_than_the_bound(folder):
     "flow",
     [
         {"flow.order": "completion", "flow.stale": "drop", "flow.kv": "keep"},
-        {"flow.interrupt": False},
+        pytest.param({"flow.interrupt": False}, marks=pytest.mark.slow),
     ],
     ids=["dropping", "uninterrupted"],
 )

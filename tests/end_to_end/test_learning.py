@@ -40,7 +40,11 @@ def write_copies(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"policy.kl.coefficient": 0.01}, {"policy.optimizer_steps_per_batch": 2}],
+    [
+        {},
+        pytest.param({"policy.kl.coefficient": 0.01}, marks=pytest.mark.slow),
+        pytest.param({"policy.optimizer_steps_per_batch": 2}, marks=pytest.mark.slow),
+    ],
     ids=["grpo", "with kl", "two optimizer steps per batch"],
 )
 def test_sampled_rewards_teach_what_no_demonstration_showed(more, tmp_path):

@@ -95,6 +95,7 @@ def test_a_run_that_waits_for_its_samples_is_repeated_too(processes, folder):
     check_repeats(folder / "runs" / name)
 
 
+@pytest.mark.slow
 def test_a_branch_is_the_run_until_its_setting_changes(folder):
     path = folder / "runs" / "recompute"
     changes = {"policy.optimizer.learning_rate": 0.05, "steps": 10}

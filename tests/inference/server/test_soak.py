@@ -14,7 +14,7 @@ import pytest
 from millrace.inference.stats import EngineStats
 from tests.house.source import ROOT
 
-SECONDS = 8
+SECONDS = 4
 IDLE = EngineStats(
     num_running=0,
     num_waiting=0,

@@ -15,10 +15,10 @@ setup: ## make .venv with everything millrace needs; instant when nothing change
 train: setup ## train the quickstart recipe (more words: make train ARGS="steps=50")
 	@.venv/bin/millrace train quickstart $(ARGS)
 
-test: setup ## run the tests: CPU only, no network, a few minutes
+test: setup ## run the tests: CPU only, no network, some ten minutes on two cores
 	@$(PYTEST) -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
-slow: setup ## run the tests marked slow
+slow: setup ## run the tests marked slow, half an hour on two cores
 	@$(PYTEST) -m "slow" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow
 
 soak: setup ## ten minutes of random requests and faults against the server; nothing may be left over

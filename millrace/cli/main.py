@@ -132,7 +132,7 @@ def _options(
 
 def main() -> None:
     """What `millrace` runs."""
-    # Modules are half a million objects that stay: to look through them again is an eighth of a start.
+    # Modules are 400,000 objects that stay: to look through them again and again is an eighth of a start.
     gc.set_threshold(50_000)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

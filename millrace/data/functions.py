@@ -20,12 +20,11 @@ def imported(function: str) -> Callable[..., Any]:
         FunctionError: there is no such module or function, or the module fails when it is imported.
     """
     module_name, _, name = function.partition(":")
-    found = getattr(_module(module_name), name, None)
+    found: object = getattr(_module(module_name), name, None)
     if not callable(found):
         what = "does not have" if found is None else "cannot call"
         raise FunctionError(f"module {module_name} {what} a function {name}; correct it")
-    chosen: Callable[..., Any] = found
-    return chosen
+    return found
 
 
 def explain(error: BaseException) -> str:

@@ -79,9 +79,8 @@ class Gate:
             orders.append(early.popleft())
             self._letters.popleft()
         if not self._letters:
-            for early in self._early.values():
-                orders += early
-                early.clear()
+            orders += self._early[True]
+            self._early[True].clear()
         return orders
 
 

@@ -73,6 +73,13 @@ def sentence(error: BaseException) -> str:
     return str(error)
 
 
+def interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The Ctrl-C that an error is or came after: what is left in its midst cannot always be closed."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
+
+
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
     """The command, with known errors told in a sentence and everything else left as it is."""
 
@@ -82,10 +89,11 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **options)
         except BrokenPipeError:
             raise  # whoever read our output has gone (`| head`); typer leaves quietly
-        except KeyboardInterrupt as error:
-            typer.echo(str(error) or "interrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        except Exception as error:
+        except (KeyboardInterrupt, Exception) as error:
+            left = interruption(error)
+            if left is not None:
+                typer.echo(str(left) or "interrupted", err=True)
+                raise typer.Exit(INTERRUPTED) from None
             code = exit_code(error)
             if code is None:
                 raise

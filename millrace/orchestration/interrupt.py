@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM set `asked`; a second one raises KeyboardInterrupt at once.
+    """While entered, SIGINT and SIGTERM set `asked`; a second one sets `twice` and raises KeyboardInterrupt.
 
     Outside the main thread signals cannot be caught, and `asked` stays False.
     """
@@ -18,6 +18,8 @@ class Interrupts:
     def __init__(self, say: Callable[[str], None]) -> None:
         """Interrupts that tell the user through `say`."""
         self.asked = False
+        # What is interrupted in its midst may raise another error than KeyboardInterrupt.
+        self.twice = False
         self._say = say
         self._before: dict[int, Any] = {}
 
@@ -37,6 +39,7 @@ class Interrupts:
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            self.twice = True
             raise KeyboardInterrupt
         self.asked = True
         self._say("finishing this step, then saving; once more leaves now")

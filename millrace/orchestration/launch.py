@@ -238,11 +238,11 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             return controller.finish("finished")
         except Interrupted:
             return controller.finish("interrupted")
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"left at once; continue from the last checkpoint with: millrace resume {folder.path}"
-            ) from None
-        except Exception as error:
+        except (KeyboardInterrupt, Exception) as error:
+            if interrupts.twice or isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(
+                    f"left at once; continue from the last checkpoint with: millrace resume {folder.path}"
+                ) from None
             error = _failed(controller, saver, error)
             raise error
 

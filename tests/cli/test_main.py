@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -68,6 +70,27 @@ def test_an_error_of_the_system_without_a_number_says_what_it_says(failing):
 def test_ctrl_c_before_a_run_began_is_one_line(failing):
     result = failing(KeyboardInterrupt())
     assert (result.code, result.out, result.err) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_while_something_is_closed_is_no_traceback(failing):
+    error = ValueError("half open")
+    error.__context__ = OSError("the file")
+    error.__context__.__context__ = KeyboardInterrupt("left at once")
+    result = failing(error)
+    assert (result.code, result.out, result.err) == (130, "", "left at once\n")
+
+
+def test_a_library_that_makes_another_error_of_ctrl_c_is_no_traceback(lab):
+    def run(controller, checkpoint):
+        signal.raise_signal(signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise IndexError("list assignment index out of range")
+
+    lab.patch.setattr("millrace.orchestration.launch.run", run)
+    result = lab.train()
+    said = "left at once; continue from the last checkpoint with: millrace resume runs/tiny-1\n"
+    assert (result.code, result.err) == (130, said)
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback(lab):

@@ -1,18 +1,19 @@
-"""Weight sync between two processes: each transport against a plain copy of the same bytes.
+"""Weight sync within a process and between two: each transport against a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py              # 128 MB of weights, half a minute
     python benchmarks/weight_sync.py --size-mb 2048
 
-A trainer (this process) hands weights to a sampler (another one, which copies them into its own tensors).
-Everything in one run, turn by turn, medians; each process has one torch thread.
+A trainer (this process) hands weights to a sampler, which copies them into its own tensors: in this process,
+or in another one through shared memory (both as recipes do), files or gloo. Everything in one run, turn by
+turn, medians; each process has one torch thread.
 
 - `copy`: the bytes copied from one set of tensors to another in this process.
 - `put`: until all bytes lie where the sampler can read them. Its rate over that of the copy is what the
-  transport costs; with gloo the sampler has received them by then.
+  transport costs; with gloo the sampler has received them by then, and in one process it has copied them.
 - `whole`: until the sampler has loaded them, has proved it, and the trainer knows. It holds at least one copy
   more, the sampler's own.
-- `verify`: seconds that both sides spend on fingerprints, as a share of `whole`. The trainer takes its own
-  while the bytes move, on a second thread.
+- `verify`: seconds that both sides spend on fingerprints, as a share of `whole`. Between processes the
+  trainer takes its own while the bytes move, on a second thread.
 
 After that the delta: a policy in bfloat16 takes optimizer steps by imitation at several learning rates, and
 what must travel after each of them is counted, as a share of all bytes.
@@ -26,10 +27,12 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date, timedelta
 from importlib import metadata
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +51,14 @@ from millrace.transport.broadcast import BroadcastReceiver, BroadcastSender
 from millrace.transport.delta import Delta
 from millrace.transport.fingerprint import fingerprint
 from millrace.transport.folder import FolderReceiver, FolderSender
+from millrace.transport.local import LocalTransport
+from millrace.transport.memory import MappedWeights, SharedWeights
 from millrace.transport.sync import Note, Outgoing, WeightReceiver, WeightSender
 from millrace.types import Completion, Outcome, Trajectory, Turn
 
 RESULTS = Path(__file__).parent / "results"
-SIDES = ("shared memory", "files", "gloo")
+APART = ("shared memory", "files", "gloo")
+SIDES = ("in process", *APART)
 DEADLINE_S = 300.0
 # Of one weight: a matrix of 1024 by 1024 in float32.
 WEIGHT_BYTES = 1 << 22
@@ -95,59 +101,111 @@ def join(rank: int, folder: Path) -> None:
     )
 
 
-def sample(folder: Path, shared: Path, size_mb: int, rounds: int) -> None:
+class Loader:
+    """A sampler's tensors."""
+
+    def __init__(self, size_mb: int) -> None:
+        """All zero."""
+        self._held = {name: torch.zeros_like(weight) for name, weight in weights(size_mb).items()}
+        self.load_s = 0.0
+
+    def load(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy what comes."""
+        start = time.perf_counter()
+        for name, tensor in named_tensors:
+            self._held[name].copy_(tensor)
+        self.load_s = time.perf_counter() - start
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of what is held."""
+        return fingerprint(self._held.items())
+
+
+def sample(folder: Path, pipe: Connection, size_mb: int, rounds: int) -> None:
     """The other process: a receiver for each side, asked in the order in which the trainer sends."""
     torch.set_num_threads(1)
     join(1, folder)
-    held = {name: torch.zeros_like(weight) for name, weight in weights(size_mb).items()}
-
-    def load(named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        for name, tensor in named_tensors:
-            held[name].copy_(tensor)
-
+    memory = MappedWeights(recv_handle(pipe), lambda note: pipe.send_bytes(json.dumps(note).encode()))
     carriers = {
-        "shared memory": FolderReceiver(shared, deadline_s=DEADLINE_S),
+        "shared memory": memory,
         "files": FolderReceiver(folder / "files", deadline_s=DEADLINE_S),
         "gloo": BroadcastReceiver(),
     }
-    receivers = [WeightReceiver(carriers[side], load, lambda: fingerprint(held.items())) for side in SIDES]
+    held = Loader(size_mb)
+    receivers = {side: WeightReceiver(carriers[side], held.load, held.fingerprint) for side in APART}
     for _ in range(rounds):
-        for receiver in receivers:
-            receiver.receive()
+        for side in APART:
+            if side == "shared memory":
+                memory.note = json.loads(pipe.recv_bytes())
+            receivers[side].receive()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(folder: Path, shared: Path, size_mb: int, rounds: int) -> dict[str, dict[str, float]]:
+def through_memory(
+    weights: SharedWeights, pipe: Connection, sent: Mapping[str, Tensor], version: int
+) -> dict[str, float]:
+    """Seconds of one hand-over as `orchestration.runtime.processes` does it."""
+    start = time.perf_counter()
+    note = weights.write(sent.items(), version)
+    put_s = time.perf_counter() - start
+    pipe.send_bytes(json.dumps(note).encode())
+    answer = json.loads(pipe.recv_bytes())
+    whole_s = time.perf_counter() - start
+    if answer["error"]:
+        raise RuntimeError(answer["error"])
+    # What the trainer's own fingerprints take is not told; alone they take as long.
+    start = time.perf_counter()
+    fingerprint(sent.items())
+    return {"whole": whole_s, "put": put_s, "verify": time.perf_counter() - start + answer["verify_s"]}
+
+
+def in_process(held: Loader, sent: Mapping[str, Tensor], version: int) -> dict[str, float]:
+    """Seconds of one hand-over to a sampler of this process."""
+    start = time.perf_counter()
+    LocalTransport(held.load, held.fingerprint).send(sent.items(), version)
+    whole_s = time.perf_counter() - start
+    return {"whole": whole_s, "put": held.load_s, "verify": whole_s - held.load_s}
+
+
+def sent_by(
+    sender: WeightSender, carrier: Timed, sent: Mapping[str, Tensor], version: int
+) -> dict[str, float]:
+    """Seconds of one hand-over over a carrier."""
+    start = time.perf_counter()
+    sender.send(sent.items(), version)
+    whole_s = time.perf_counter() - start
+    return {"whole": whole_s, "put": carrier.put_s, "verify": sender.metrics["time/verify_s"]}
+
+
+def measure(folder: Path, size_mb: int, rounds: int) -> dict[str, dict[str, float]]:
     """Medians over the rounds but the first, in which memory is taken: seconds, and what they come to."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=sample, args=(folder, shared, size_mb, rounds + 1)
-    )
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=sample, args=(folder, theirs, size_mb, rounds + 1))
     process.start()
+    memory = SharedWeights()
+    send_handle(pipe, memory.handle, process.pid)
     join(0, folder)
-    sent = weights(size_mb)
+    sent, held = weights(size_mb), Loader(size_mb)
     copied = {name: torch.zeros_like(weight) for name, weight in sent.items()}
     seconds: dict[str, list[dict[str, float]]] = {side: [] for side in ("copy", *SIDES)}
-    with (
-        FolderSender(shared, deadline_s=DEADLINE_S, reuse=True) as memory,
-        FolderSender(folder / "files", deadline_s=DEADLINE_S) as files,
-    ):
-        carriers = {"shared memory": Timed(memory), "files": Timed(files), "gloo": Timed(BroadcastSender())}
+    with FolderSender(folder / "files", deadline_s=DEADLINE_S) as files:
+        carriers = {"files": Timed(files), "gloo": Timed(BroadcastSender())}
         senders = {side: WeightSender(carrier) for side, carrier in carriers.items()}
         for version in range(rounds + 1):
             start = time.perf_counter()
             for name, weight in sent.items():
                 copied[name].copy_(weight)
             seconds["copy"].append({"whole": time.perf_counter() - start})
-            for side in SIDES:
-                start = time.perf_counter()
-                senders[side].send(sent.items(), version)
-                whole = time.perf_counter() - start
-                verify = senders[side].metrics["time/verify_s"]
-                seconds[side].append({"whole": whole, "put": carriers[side].put_s, "verify": verify})
+            seconds["in process"].append(in_process(held, sent, version))
+            seconds["shared memory"].append(through_memory(memory, pipe, sent, version))
+            for side, sender in senders.items():
+                seconds[side].append(sent_by(sender, carriers[side], sent, version))
     dist.barrier()
     dist.destroy_process_group()
     process.join()
+    memory.close()
     return summary(seconds, size_mb * 2**20)
 
 
@@ -226,11 +284,10 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=128, help="of all weights, a multiple of 4")
     parser.add_argument("--rounds", type=int, default=7, help="turns of all sides")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each learning rate")
-    parser.add_argument("--memory", default="/dev/shm", help="a folder in memory")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=given.memory) as shared:
-        sides = measure(Path(folder), Path(shared) / "weights", given.size_mb, given.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        sides = measure(Path(folder), given.size_mb, given.rounds)
     for side, found in sides.items():
         print(f"{side:14s}", "  ".join(f"{name} {value:.3g}" for name, value in found.items()))
     shares = {}

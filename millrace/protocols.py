@@ -86,6 +86,10 @@ class Trainer(Protocol):
         """Every weight under its Hugging Face name, tied weights once."""
         ...
 
+    def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first, untempered."""
+        ...
+
 
 class Scorer(Protocol):
     """Frozen weights that judge tokens somebody else drew (a reference policy)."""

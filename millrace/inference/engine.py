@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.inference.canary import sampler_logprobs
 from millrace.inference.drawing import Drawing
 from millrace.inference.request import Request
 from millrace.inference.results import Results
@@ -94,11 +95,10 @@ class PagedEngine:
         self._results = Results(decode, self._runner.routed)
         self._drawing = Drawing(self._runner, self._scheduler.table, self._results, self._vocab_size)
         self._requests: dict[str, Request] = {}
-        self._num_special = 0
         self._asleep: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}
         self._weights_missing = False
-        self._next_id, self._prompt_tokens, self._generation_tokens = 0, 0, 0
+        self._num_special = self._next_id = self._prompt_tokens = self._generation_tokens = 0
 
     @property
     def version(self) -> int:
@@ -191,8 +191,7 @@ class PagedEngine:
 
     def abort(self, id: str) -> Completion | None:
         """End a request now and give what it drew; None if no unfinished request has this name."""
-        request = self._requests.get(id)
-        if request is None:
+        if (request := self._requests.get(id)) is None:
             return None
         self._scheduler.finish(request, "abort")
         return self.completion(request)
@@ -258,6 +257,10 @@ class PagedEngine:
         if "weights" in self._asleep:
             raise RuntimeError('the weights are asleep; call wake(["weights"]) before fingerprint()')
         return fingerprint(named_weights(self._model))
+
+    def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first, untempered, to compare with the trainer's."""
+        return sampler_logprobs(self._model, token_ids)
 
     def pause(self, mode: PauseMode) -> None:
         """Stop computing until `resume`.
@@ -335,7 +338,7 @@ class PagedEngine:
 
     def memory_bytes(self) -> dict[str, int]:
         """Memory of the model's parameters, and of keys and values, by tag; packed copies come on top."""
-        held = sum(parameter.untyped_storage().nbytes() for parameter in self._model.parameters())
+        held = sum(weight.untyped_storage().nbytes() for weight in self._model.parameters())
         return {"weights": held, "kv_cache": self._runner.pool_bytes}
 
     def check(self) -> None:

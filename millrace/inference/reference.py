@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.inference.canary import sampler_logprobs
 from millrace.inference.results import first_stop, joined
 from millrace.inference.sampler import Drawn, SamplingTable, check_vocabulary
 from millrace.inference.weights import load_in_place
@@ -117,6 +118,10 @@ class ReferenceEngine:
     def fingerprint(self) -> dict[str, str]:
         """A checksum of each weight as the engine holds it."""
         return fingerprint(named_weights(self._model))
+
+    def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first, untempered, to compare with the trainer's."""
+        return sampler_logprobs(self._model, token_ids)
 
     def _check(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:

@@ -101,6 +101,12 @@ def start_engines(
         actors = ray_engine.Actors(number, on_gpu=model.device.type == "cuda")
         start = held.enter_context(actors).start
     runtime = ProcessRuntime(
-        settings, reward, newest, num_engines=number, load_s=config.limits.phase_s, start=start
+        settings,
+        reward,
+        newest,
+        canary=newest.canary,
+        num_engines=number,
+        load_s=config.limits.phase_s,
+        start=start,
     )
     return held.enter_context(runtime)

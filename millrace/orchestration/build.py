@@ -32,6 +32,7 @@ from millrace.models.mesh import Mesh
 from millrace.models.replay import Routing
 from millrace.models.routing import Routers
 from millrace.orchestration.apart import OneAtATime, num_threads, start_engines
+from millrace.orchestration.canary import canary
 from millrace.orchestration.companions import critic, reference, teacher
 from millrace.orchestration.engines import engine_over
 from millrace.orchestration.lengths import longest_prompt, longest_sequence
@@ -130,7 +131,7 @@ def _sampling(
     config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, device: torch.device
 ) -> _Sampling:
     """What draws and judges."""
-    newest = Newest()
+    newest = Newest(*canary(config, sampled))
     with ExitStack() as undone:
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
         runtime, sleeper = None, None
@@ -141,13 +142,18 @@ def _sampling(
             if ranks.first:
                 reward = OneAtATime(reward)
                 runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
-            engine = FirstEngine(runtime, ranks)
-            transport = Onlooker() if runtime is None else build_transport(runtime)
+            onlooker = Onlooker(newest.canary)
+            engine = FirstEngine(runtime, ranks, onlooker)
+            transport = (
+                onlooker if runtime is None else LocalTransport(runtime.load_weights, runtime.fingerprint)
+            )
         else:
             own = build_engine(config, sampled, tokenizer)
             sleeper = own if isinstance(own, PagedEngine) else None
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
-            transport = build_transport(own)
+            transport = LocalTransport(
+                own.load_weights, own.fingerprint, canary=newest.canary, logprobs_of=own.logprobs_of
+            )
         if ranks.size > 1:
             reward = SharedReward(reward, ranks)
         return {
@@ -229,11 +235,6 @@ def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> Paged
         longest=longest_sequence(config, model),
         record_experts=bool(config.policy.needs_experts),
     )
-
-
-def build_transport(engine: Engine) -> LocalTransport:
-    """Weights go to a sampler in this process."""
-    return LocalTransport(engine.load_weights, engine.fingerprint)
 
 
 def build_reward(config: RunConfig, device: torch.device) -> Reward:

@@ -78,7 +78,7 @@ class Follower:
         if version != self._version:
             self._version = version
             with self._spans("sync"):
-                Onlooker().send(self._newest(), version)
+                Onlooker(self._newest.canary).send(self._newest(), version)
 
     def warning(self) -> None:
         """The first rank speaks for all."""

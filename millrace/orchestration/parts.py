@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer
+from millrace.transport.canary import Canary
 from millrace.types import Prompt
 
 
@@ -39,17 +40,34 @@ class Sleeper(Protocol):
 
 
 class Newest:
-    """The weights of whoever trains at the moment it is asked."""
+    """The weights of whoever trains at the moment it is asked, and what they say of a canary.
 
-    def __init__(self) -> None:
-        """Nobody trains."""
+    Attributes:
+        trainer: who trains; None before anybody does.
+    """
+
+    def __init__(self, token_ids: Sequence[int], most: float) -> None:
+        """Nobody trains.
+
+        Args:
+            token_ids: of the canary.
+            most: see `Canary`.
+        """
         self.trainer: Trainer | None = None
+        self._token_ids, self._most = tuple(token_ids), most
 
     def __call__(self) -> NamedTensors:
         """Every weight under its name."""
+        return self._whoever().named_tensors()
+
+    def canary(self) -> Canary:
+        """What the weights say of the canary's tokens; all ranks ask in step."""
+        return Canary(self._token_ids, tuple(self._whoever().logprobs_of(self._token_ids)), self._most)
+
+    def _whoever(self) -> Trainer:
         if self.trainer is None:
             raise RuntimeError("nobody trains yet, so there are no weights to hand over")
-        return self.trainer.named_tensors()
+        return self.trainer
 
 
 class SaveModel(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -12,6 +12,7 @@ from safetensors.numpy import load, save
 from millrace.orchestration.columns import from_columns, to_columns
 from millrace.orchestration.ranks import Ranks, share_of
 from millrace.protocols import Engine, NamedTensors, Reward
+from millrace.transport.canary import Canary
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
 _WORDS = "words"
@@ -58,23 +59,33 @@ class SharedEngine:
 class Onlooker:
     """Takes part where ranks gather weights that the first alone hands on; a `protocols.WeightTransport`."""
 
+    def __init__(self, canary: Callable[[], Canary]) -> None:
+        """One that helps to judge the canary as well.
+
+        Args:
+            canary: this rank's part of it.
+        """
+        self._canary = canary
+
     def send(self, named_tensors: NamedTensors, version: int) -> None:
         """See every tensor, one at a time, and keep none."""
         for _ in named_tensors:
             pass
+        self._canary()
 
 
 class FirstEngine:
     """The first rank's engine, which draws for all; every call is one of all ranks, in step."""
 
-    def __init__(self, engine: Engine | None, ranks: Ranks) -> None:
+    def __init__(self, engine: Engine | None, ranks: Ranks, onlooker: Onlooker) -> None:
         """The one engine, as a rank sees it.
 
         Args:
             engine: the first rank's own; None on the others.
             ranks: of the run.
+            onlooker: helps to gather weights.
         """
-        self._engine, self._ranks = engine, ranks
+        self._engine, self._ranks, self._onlooker = engine, ranks, onlooker
 
     @property
     def version(self) -> int:
@@ -96,7 +107,7 @@ class FirstEngine:
         if self._engine is not None:
             self._engine.load_weights(named_tensors, version)
         else:
-            Onlooker().send(named_tensors, version)
+            self._onlooker.send(named_tensors, version)
 
     def fingerprint(self) -> dict[str, str]:
         """A checksum of each weight as the engine holds it."""

@@ -5,13 +5,14 @@ N = chosen tokens in packed order, M = some of them, D = model width, L = layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from millrace.data.batch import Batch
+from millrace.data.packing import pack_demonstrations
 from millrace.kernels.token_logprob import Head, token_divergence, token_logprob
 from millrace.models.adapters import without_adapter
 from millrace.models.load import Model
@@ -115,6 +116,13 @@ class PolicyTrainer:
     def _loss(self, micro: Batch, numbers: tuple[Tensor, ...]) -> Tensor:
         loss_N, _ = self._objective(self._predicted(numbers), micro)
         return (loss_N * micro.weight_T[micro.action_mask_T]).sum()
+
+    def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first, untempered; all ranks ask in step."""
+        scorer = ModelScorer(self.model, temperature=1.0, max_tokens=len(token_ids), spread=self._spread)
+        alike = pack_demonstrations([(token_ids[:1], token_ids[1:])], lambda mask_T, _: mask_T.float())
+        found: list[float] = scorer.logprobs(alike)[1:].tolist()
+        return found
 
     def optim_step(self) -> StepReport:
         """Move the weights, or leave them where the gradient is not finite; see `protocols.Trainer`.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from millrace.transport.canary import Canary
 from millrace.transport.fingerprint import fingerprint
+
+# The log-probability of each of these tokens but the first, as a sampler computes it.
+LogprobsOf = Callable[[Sequence[int]], Sequence[float]]
 
 
 class WeightSyncError(RuntimeError):
@@ -27,28 +31,53 @@ def prove(sent: Mapping[str, str], held: Mapping[str, str], version: int) -> Non
         )
 
 
+def ask(canary: Canary, logprobs_of: LogprobsOf, version: int) -> None:
+    """Compare what a sampler says of the canary with what the trainer does.
+
+    Raises:
+        WeightSyncError: they are further apart than rounding explains.
+    """
+    far = canary.distance(logprobs_of(canary.token_ids))
+    # Not a number is too far as well.
+    if not far <= canary.most:
+        raise WeightSyncError(
+            f"the sampler holds version {version} and computes something else: its log-probabilities of "
+            f"{len(canary.logprobs)} tokens are {far:.2g} from the trainer's in the mean, of which rounding "
+            f"explains {canary.most:.2g}"
+        )
+
+
 class LocalTransport:
-    """Hands tensors to a sampler in the same process and compares checksums of both sides."""
+    """Hands tensors to a sampler in the same process, and compares what both sides hold and compute."""
 
     def __init__(
         self,
         load: Callable[[Iterable[tuple[str, Tensor]], int], None],
         held: Callable[[], dict[str, str]],
+        *,
+        canary: Callable[[], Canary] | None = None,
+        logprobs_of: LogprobsOf | None = None,
     ) -> None:
         """A transport to one sampler.
 
         Args:
             load: the sampler's `load_weights`.
             held: the sampler's `fingerprint`.
+            canary: the trainer's, of the weights that are sent; None where the sampler asks it by itself.
+            logprobs_of: the sampler's, to be compared with it.
         """
         self._load = load
         self._held = held
+        self._canary, self._logprobs_of = canary, logprobs_of
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Deliver every tensor as `version`; see `protocols.WeightTransport`."""
         sent = list(named_tensors)
+        canary = None if self._canary is None else self._canary()
         try:
             self._load(sent, version)
         except ValueError as error:
             raise WeightSyncError(f"the sampler refused version {version}: {error}") from error
         prove(fingerprint(sent), self._held(), version)
+        if canary is not None and self._logprobs_of is not None:
+            ask(canary, self._logprobs_of, version)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from millrace.transport.canary import Canary
 from millrace.transport.fingerprint import raw_bytes
 from millrace.transport.folder import give_size
 from millrace.transport.local import WeightSyncError
@@ -37,15 +38,21 @@ class SharedWeights:
         self.handle = os.memfd_create("millrace-weights")
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def write(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Note:
+    def write(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        canary: Callable[[], Canary] | None = None,
+    ) -> Note:
         """Write a version over the last one, which nobody may be reading.
 
         Args:
             named_tensors: the weights, each name once; they may change again once this has returned.
             version: of them.
+            canary: of these weights, asked for when they have been taken; None for none.
 
         Returns:
-            where each weight lies and its fingerprint, for `MappedWeights`.
+            where each weight lies, its fingerprint and the canary, for `MappedWeights`.
 
         Raises:
             WeightSyncError: there is no room, or a name was given twice.
@@ -60,8 +67,10 @@ class SharedWeights:
                 self._reserve(end)
                 self._memory[begin:end] = raw_bytes(tensor)
                 places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin)
+            asked = None if canary is None else canary().note()
             digests = watched.digests()
-        return {"version": version, "bytes": end, "tensors": places, "fingerprint": digests}
+        proof = {"fingerprint": digests, "canary": asked}
+        return {"version": version, "bytes": end, "tensors": places, **proof}
 
     def close(self) -> None:
         """Let go of the memory; a sampler that still reads keeps its pages until it is done."""
@@ -96,7 +105,8 @@ class MappedWeights:
         """What `note` describes; see `sync.Incoming`."""
         note = self.note
         opening = {"version": note["version"], "delta": False}
-        return Parcel(opening, self._read(note), lambda: {"fingerprint": note["fingerprint"]})
+        proof = {name: note[name] for name in ("fingerprint", "canary")}
+        return Parcel(opening, self._read(note), lambda: proof)
 
     def answer(self, note: Note) -> None:
         """Tell the trainer; see `sync.Incoming`."""

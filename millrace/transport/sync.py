@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from millrace.transport.canary import Canary
 from millrace.transport.delta import Delta
 from millrace.transport.fingerprint import digest
-from millrace.transport.local import WeightSyncError, prove
+from millrace.transport.local import LogprobsOf, WeightSyncError, ask, prove
 
 # What can be written as JSON.
 Note = dict[str, Any]
@@ -94,13 +95,17 @@ class WeightSender:
             weights; `time/verify_s`, seconds of fingerprints on this side and on the slowest receiver's.
     """
 
-    def __init__(self, carrier: Outgoing, *, delta: bool = False) -> None:
+    def __init__(
+        self, carrier: Outgoing, *, delta: bool = False, canary: Callable[[], Canary] | None = None
+    ) -> None:
         """A sender to every receiver of a carrier.
 
         Args:
             carrier: moves the tensors.
             delta: send only what changed since the last proved version; costs both sides a copy on the host.
+            canary: the trainer's, of the weights that are sent; asked for when they have been taken.
         """
+        self._canary = canary
         self._carrier = carrier
         self._delta = Delta() if delta else None
         self.metrics: dict[str, float] = {}
@@ -116,7 +121,7 @@ class WeightSender:
         with ThreadPoolExecutor(1) as pool:
             watched = Watched(named_tensors, self._carrier.device, pool)
             payload = watched.pass_on() if delta is None else delta.encode(watched.pass_on())
-            num_bytes = self._carrier.put(opening, payload, lambda: {"fingerprint": watched.digests()})
+            num_bytes = self._carrier.put(opening, payload, lambda: self._proof(watched))
         answers = self._carrier.answers()
         refused = [(place, answer["error"]) for place, answer in enumerate(answers) if answer["error"]]
         if refused:
@@ -130,6 +135,10 @@ class WeightSender:
             "sync/payload_share": num_bytes / max(watched.num_bytes, 1),
             "time/verify_s": watched.seconds + max(answer["verify_s"] for answer in answers),
         }
+
+    def _proof(self, watched: Watched) -> Note:
+        canary = None if self._canary is None else self._canary().note()
+        return {"fingerprint": watched.digests(), "canary": canary}
 
 
 class Watched:
@@ -189,6 +198,7 @@ class WeightReceiver:
         carrier: Incoming,
         load: Callable[[Iterable[tuple[str, Tensor]], int], None],
         held: Callable[[], dict[str, str]],
+        logprobs_of: LogprobsOf | None = None,
     ) -> None:
         """A receiver for one sampler.
 
@@ -196,8 +206,9 @@ class WeightReceiver:
             carrier: brings the tensors.
             load: the sampler's `load_weights`.
             held: the sampler's `fingerprint`.
+            logprobs_of: the sampler's, for a canary; None for one that can judge none.
         """
-        self._carrier, self._load, self._held = carrier, load, held
+        self._carrier, self._load, self._held, self._logprobs_of = carrier, load, held, logprobs_of
         self._delta = Delta()
         self.version: int | None = None
 
@@ -233,7 +244,10 @@ class WeightReceiver:
         self._load(arriving, version)
         _drain(parcel)
         start = time.perf_counter()
-        prove(parcel.closing()["fingerprint"], self._held(), version)
+        closing = parcel.closing()
+        prove(closing["fingerprint"], self._held(), version)
+        if closing["canary"] is not None and self._logprobs_of is not None:
+            ask(Canary.of(closing["canary"]), self._logprobs_of, version)
         if parcel.opening["delta"]:
             self._delta.version = version
         return time.perf_counter() - start

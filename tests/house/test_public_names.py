@@ -95,6 +95,7 @@ PINNED = {
     "millrace.protocols:Trainer": """
         version: int
         forward_backward(self, batch: Batch) -> Tensor
+        logprobs_of(self, token_ids: Sequence[int]) -> list[float]
         named_tensors(self) -> NamedTensors
         optim_step(self) -> StepReport
     """,

@@ -19,6 +19,7 @@ from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.parts import SetupError
 from millrace.rewards.errors import RewardError
 from millrace.training.optimizer import start_optimizer
+from millrace.transport.local import WeightSyncError
 from tests.close import close_fp64
 from tests.end_to_end.tiny import tiny_recipe
 from tests.training.pieces import random_batch
@@ -26,7 +27,7 @@ from tests.training.pieces import random_batch
 
 def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
-    trainer = parts.reinforcer(5, None, None)
+    trainer = parts.newest.trainer = parts.reinforcer(5, None, None)
     sent = dict(trainer.named_tensors())
     assert trainer.version == 5
     before = parts.engine.fingerprint()
@@ -35,6 +36,16 @@ def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_pat
     parts.transport.send(trainer.named_tensors(), 6)
     assert parts.engine.version == 6
     assert parts.engine.fingerprint() != before
+
+
+def test_a_sampler_that_computes_something_else_than_it_holds_gets_no_version(tmp_path):
+    parts = build(tiny_recipe(tmp_path), None)
+    trainer = parts.newest.trainer = parts.reinforcer(0, None, None)
+    parts.transport.send(trainer.named_tensors(), 1)
+    last = parts.engine._model.get_submodule("model.norm")
+    last.register_forward_hook(lambda module, given, output: 2 * output)
+    with pytest.raises(WeightSyncError, match="^the sampler holds version 2 and computes something else"):
+        parts.transport.send(trainer.named_tensors(), 2)
 
 
 def test_one_seed_gives_one_start_and_another_seed_another(tmp_path):

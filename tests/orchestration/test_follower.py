@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -62,32 +63,40 @@ class Trainer:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.passes = ranks, 0
+        self.asked: list[tuple[int, ...]] = []
 
     def named_tensors(self) -> Any:
         self.passes += 1
         for part in self.ranks.gather(b"x"):
             yield part.decode(), torch.zeros(1)
 
+    def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
+        self.asked.append(tuple(token_ids))
+        return [float(len(part)) for part in self.ranks.gather(b"x")][:1]
+
 
 def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None:
-    newest, trainer = Newest(), Trainer(Ranks())
+    newest, trainer = Newest((1, 2), 0.0), Trainer(Ranks())
     newest.trainer = cast(Any, trainer)
     follower = Follower([], newest, ranks=Ranks(), spans=Spans(), version=4)
     for version, passes in ((4, 0), (5, 1), (5, 1), (6, 2)):
         follower.begin(None, version) if version == 4 else follower.published(version)
         assert trainer.passes == passes
+        assert trainer.asked == [(1, 2)] * passes
 
 
 def on_ranks(rank: int) -> dict[str, Tensor]:
-    ranks, newest = Ranks(rank, 2), Newest()
+    ranks, newest = Ranks(rank, 2), Newest((1, 2), 0.0)
     trainer: Any = Trainer(ranks)
     newest.trainer = trainer
     if ranks.first:
         # What its source does: threads and weights, then batch, weights, batch, and a step left out.
         assert ranks.threads() == [torch.get_num_threads()] * 2
         list(newest())
+        assert newest.canary().logprobs == (1.0,)
         assert ranks.hand_out(pack_batch(batch(), TOLD)) == pack_batch(batch(), TOLD)
         list(newest())
+        assert newest.canary().logprobs == (1.0,)
         ranks.hand_out(pack_batch(batch(1), {}))
     else:
         spans = Spans()

@@ -140,10 +140,12 @@ def check_first(ranks: Ranks, counter: Counter) -> None:
     """An engine of the first rank alone, whose weights all gather."""
     assert ranks.hand_out(b"first" if ranks.first else b"") == b"first"
     assert ranks.hand_out() == b""
-    asked = counter.asked
-    engine = FirstEngine(counter if ranks.first else None, ranks)
+    before = counter.asked
+    asked: list[str] = []
+    onlooker = Onlooker(lambda: asked.append("canary"))
+    engine = FirstEngine(counter if ranks.first else None, ranks, onlooker)
     drawn = engine.generate([(n,) for n in range(5)], [SamplingParams()] * 5)
-    assert counter.asked == asked + (5 if ranks.first else 0)
+    assert counter.asked == before + (5 if ranks.first else 0)
     for n, one in enumerate(drawn):
         check_same(one, completion(n))
     seen: list[str] = []
@@ -154,8 +156,9 @@ def check_first(ranks: Ranks, counter: Counter) -> None:
             yield name, torch.zeros(1)
 
     engine.load_weights(named_tensors(), 9)
-    Onlooker().send(named_tensors(), 9)
-    # The engine of this test looks at none.
+    onlooker.send(named_tensors(), 9)
+    # The engine of this test looks at none, and asks no canary.
+    assert asked == ["canary"] * (1 if ranks.first else 2)
     assert seen == ["a", "b"] * (1 if ranks.first else 2)
     assert engine.version == 9 and engine.fingerprint() == {"rank": "0"}
     assert counter.version == (9 if ranks.first else 7)

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from millrace.transport.canary import Canary
 from millrace.transport.fingerprint import fingerprint
 from millrace.transport.local import LocalTransport, WeightSyncError
 
@@ -102,3 +103,33 @@ def test_a_refusal_is_passed_on() -> None:
         send_to(Refuses())
     assert str(error.value) == "the sampler refused version 4: weight a is not one of the engine's"
     assert isinstance(error.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize(("found", "far"), [(-1.5, 0.25), (-1.0, 0.0), (-3.0, 1.0), (float("nan"), None)])
+def test_a_sampler_that_computes_something_else_than_it_holds_is_caught(found: float, far: float) -> None:
+    receiver, order = Receiver(), []
+
+    def canary() -> Canary:
+        order.append("trainer")
+        return Canary((4, 5, 6), (-1.0, -2.0), 0.3)
+
+    def logprobs_of(token_ids: Sequence[int]) -> list[float]:
+        # What it computes with is there by then.
+        assert (receiver.version, tuple(token_ids)) == (4, (4, 5, 6))
+        order.append("sampler")
+        return [found, -2.0]
+
+    transport = LocalTransport(
+        receiver.load_weights, receiver.fingerprint, canary=canary, logprobs_of=logprobs_of
+    )
+    sent = [(name, torch.ones(3)) for name in ("a", "b", "c")]
+    if far is not None and far <= 0.3:
+        transport.send(sent, 4)
+    else:
+        with pytest.raises(WeightSyncError) as error:
+            transport.send(sent, 4)
+        assert str(error.value).startswith(
+            "the sampler holds version 4 and computes something else: its log-probabilities of 2 tokens are "
+            f"{'nan' if far is None else '1'} from the trainer's in the mean, of which rounding explains 0.3"
+        )
+    assert order[:2] == ["trainer", "sampler"] and order.count("trainer") == 1

@@ -69,7 +69,7 @@ class Mailbox:
         self._engine, self._line, self._interrupt = engine, line, interrupt
         self._carrier = MappedWeights(weights, self._answer)
         self._receiver = WeightReceiver(
-            self._carrier, partial(engine.load_weights, kv=kv), engine.fingerprint
+            self._carrier, partial(engine.load_weights, kv=kv), engine.fingerprint, engine.logprobs_of
         )
         self._proved, self._load_waits = False, False
         self._num_steps, self._num_turns, self._last_word_s = 0, 0, 0.0

@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,6 +22,7 @@ from millrace.orchestration.runtime.children import Children
 from millrace.orchestration.runtime.direct import completions
 from millrace.orchestration.runtime.script import Script
 from millrace.protocols import NamedTensors, Reward
+from millrace.transport.canary import Canary
 from millrace.transport.memory import SharedWeights
 from millrace.transport.sync import Note
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
@@ -43,6 +44,7 @@ class ProcessRuntime:
         reward: Reward,
         named_tensors: Callable[[], NamedTensors],
         *,
+        canary: Callable[[], Canary] | None = None,
         num_engines: int = 1,
         silence_s: float = 300.0,
         load_s: float = 600.0,
@@ -55,6 +57,7 @@ class ProcessRuntime:
             settings: of each engine.
             reward: judges, in a thread of its own; it is closed with this.
             named_tensors: the trainer's weights as they are when it is called.
+            canary: what it says of a few tokens then; None for none.
             num_engines: at any time.
             silence_s: an engine that works and is not heard of for so long is lost.
             load_s: one that still loads a version so long after the next one is there is lost.
@@ -64,7 +67,8 @@ class ProcessRuntime:
         Raises:
             EngineFailed: one of them cannot be started.
         """
-        self._reward, self._named_tensors, self._load_s = reward, named_tensors, load_s
+        self._reward, self._load_s = reward, load_s
+        self._named_tensors, self._canary = named_tensors, canary
         self._weights = SharedWeights()
         # Of the version in the shared memory; None while nothing whole is there.
         self._note: Note | None = None
@@ -169,8 +173,7 @@ class ProcessRuntime:
     def abort(self, engine: str, ids: Sequence[str]) -> None:
         """End draws now, with what they have."""
         with self._news:
-            child = self._engines.living.get(engine)
-            if child is not None:
+            if (child := self._engines.living.get(engine)) is not None:
                 child.give("abort", {"ids": list(ids)})
         self._wake()
 
@@ -187,8 +190,7 @@ class ProcessRuntime:
         """Have an engine load what was offered last; see `base.Runtime`."""
         with self._writing, self._news:
             assert self._note is not None and self._note["version"] == version, "it was not offered last"
-            child = self._engines.living.get(engine)
-            if child is not None:
+            if (child := self._engines.living.get(engine)) is not None:
                 child.announce = True
                 self._order_load(child)
         self._wake()
@@ -196,8 +198,7 @@ class ProcessRuntime:
     def lose(self, engine: str, reason: str) -> None:
         """Give an engine up; see `base.Runtime`."""
         with self._news:
-            child = self._engines.living.get(engine)
-            if child is not None:
+            if (child := self._engines.living.get(engine)) is not None:
                 self._engines.lose(child, reason)
             self._news.notify_all()
         self._wake()
@@ -266,15 +267,13 @@ class ProcessRuntime:
         with self._news:
             found = None
             while found is None:
-                found = self._fingerprint_of(self._engines.living[self._holder()])
+                child = self._engines.living[self._holder()]
+                child.fingerprint = None
+                child.give("fingerprint", {})
+                self._wake()
+                self._await_answer(child.name, partial(getattr, child, "fingerprint"))
+                found = child.fingerprint
             return dict(found)
-
-    def _fingerprint_of(self, child: Child) -> Mapping[str, str] | None:
-        child.fingerprint = None
-        child.give("fingerprint", {})
-        self._wake()
-        self._await_answer(child.name, lambda: child.fingerprint)
-        return child.fingerprint
 
     def _start(self, num_engines: int) -> None:
         """Start the first engines, and wait until all of them are there."""
@@ -335,7 +334,7 @@ class ProcessRuntime:
                 late = f"it was still loading {self._load_s:g} s after version {version} was there"
                 self._engines.lose(child, late)
             self._require_whole()
-        note = self._weights.write(named_tensors, version)
+        note = self._weights.write(named_tensors, version, self._canary)
         with self._news:
             self._note = note
             self._news.notify_all()

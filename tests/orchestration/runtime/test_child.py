@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.orchestration.runtime.child import read_files, write_files
-from tests.orchestration.runtime.test_engine_process import LIMIT_S, saved
+from tests.orchestration.runtime.test_real_engines import LIMIT_S, saved
 from tests.rewards.helpers import ends_within
 
 

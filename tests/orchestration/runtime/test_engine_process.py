@@ -1,39 +1,31 @@
-"""What an engine's process does with its mail: in a thread of the test, and once as the process it is."""
+"""What an engine's process does with its mail: in a thread of the test."""
 
 from __future__ import annotations
 
-import os
 import select
-import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from millrace.config.engine import EngineConfig
-from millrace.data.tokenizers import train_tokenizer
+from millrace.inference.canary import sampler_logprobs
 from millrace.inference.engine import KvPolicy, PagedEngine
-from millrace.models.load import Model, fresh_config, fresh_model
-from millrace.orchestration.engines import open_engine, save_engine
+from millrace.models.load import Model
 from millrace.orchestration.runtime import engine_process
-from millrace.orchestration.runtime.base import Draw, Drawn, Joined, Loaded, Lost
-from millrace.orchestration.runtime.child import Settings, read_files
+from millrace.orchestration.runtime.base import Draw
 from millrace.orchestration.runtime.engine_process import Mailbox
 from millrace.orchestration.runtime.frames import ORDERS, REPORTS, Frame, Line, drawn_of, draws_as_frame
-from millrace.orchestration.runtime.processes import ProcessRuntime
+from millrace.transport.canary import Canary
 from millrace.transport.memory import SharedWeights
 from millrace.types import Completion, SamplingParams
 from tests.inference.fresh import paged, random_requests
-from tests.models.tiny import SIZES, tiny_model
-from tests.orchestration.runtime.test_processes import Judge, load, pids, until
+from tests.models.tiny import tiny_model
 
 LIMIT_S = 60.0
 Ended = tuple[str, int, int, Completion]
@@ -120,6 +112,21 @@ def test_nothing_is_drawn_before_weights_are_proved() -> None:
         assert (again.note["version"], again.note["at"], again.note["error"]) == (0, 0, "")
         ((id, began, ended, completion),) = trainer.drawn(1)
         assert (id, began, ended, len(completion.token_ids)) == ("0-0", 0, 90, 90)
+
+
+def test_nothing_is_drawn_with_weights_that_compute_something_else() -> None:
+    tokens = (3, 5, 7, 9)
+    with serving(engine()) as trainer:
+        trainer.submit(*long_draws(1))
+        model = trainer.models[0]
+        right = Canary(tokens, tuple(sampler_logprobs(model, tokens)), 1e-4)
+        wrong = replace(right, logprobs=(0.0, *right.logprobs[1:]))
+        for number, canary in enumerate((wrong, right)):
+            note = trainer.weights.write(model.named_parameters(), 0, lambda canary=canary: canary)
+            trainer.line.put("load", note)
+            loaded = trainer.hear("loaded", number + 1)[number]
+            assert ("computes something else" in loaded.note["error"]) == (canary is wrong)
+        assert [began for _, began, _, _ in trainer.drawn(1)] == [0]
 
 
 def test_it_draws_what_the_engine_draws() -> None:
@@ -312,78 +319,3 @@ def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> 
     line.close()
     theirs.close()
     weights.close()
-
-
-def saved(folder: Path) -> list[Model]:
-    """An engine's folder, and two models that fit it."""
-    tokenizer = train_tokenizer(["0 1 2 3"], vocab_size=257, across_words=False)
-    config = fresh_config(
-        "qwen3",
-        {**SIZES, "head_dim": 16, "max_position_embeddings": 800},
-        vocab_size=len(tokenizer),
-        eos_token_id=0,
-    )
-    models = [fresh_model(config, seed=seed, dtype=torch.float32) for seed in (1, 2)]
-    options = EngineConfig(cache_tokens=8192, max_requests=8, tokens_per_step=64)
-    save_engine(options, models[0], tokenizer, folder, longest=800)
-    return models
-
-
-@contextmanager
-def real(folder: Path) -> Iterator[tuple[ProcessRuntime, PagedEngine, list[Model]]]:
-    """An engine's process, its twin in this one, and the models that it may load, the newest last."""
-    models = saved(folder)
-    newest = [models[0]]
-    settings = Settings(read_files(folder), 1)
-    with ProcessRuntime(settings, Judge(), lambda: newest[-1].named_parameters()) as runtime:
-        load(runtime, "engine-0", 0)
-        assert until(runtime, Loaded, LIMIT_S) == [Loaded("engine-0", 0, 0)]
-        newest.append(models[1])
-        yield runtime, open_engine(folder), models
-
-
-PROMPTS = [(1, 2, 3)] * 4
-PARAMS = [SamplingParams(max_tokens=30, seed=seed) for seed in range(4)]
-ENDLESS = Draw("endless", (4,), SamplingParams(max_tokens=700, seed=9))
-
-
-@pytest.mark.timeout(300)
-def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
-    with real(tmp_path) as (runtime, twin, models):
-        twin.load_weights(models[0].named_parameters(), 0)
-        ours, theirs = runtime.generate(PROMPTS, PARAMS), twin.generate(PROMPTS, PARAMS)
-        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
-        assert runtime.fingerprint() == twin.fingerprint()
-        runtime.submit("engine-0", [ENDLESS])
-        time.sleep(0.1)
-        load(runtime, "engine-0", 1)
-        (loaded,) = until(runtime, Loaded, LIMIT_S)
-        (drawn,) = until(runtime, Drawn, LIMIT_S)
-        assert isinstance(loaded, Loaded) and isinstance(drawn, Drawn)
-        num_old = loaded.at - drawn.began
-        assert 0 < num_old < 700
-        assert drawn.completion.versions.tolist() == [0] * num_old + [1] * (700 - num_old)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_nothing_is_lost_with_a_real_process(tmp_path: Path) -> None:
-    with real(tmp_path) as (runtime, twin, models):
-        draws = [Draw(f"{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
-        runtime.submit("engine-0", [ENDLESS, *draws])
-        time.sleep(0.05)
-        (pid,) = pids(runtime)
-        os.kill(pid, signal.SIGKILL)
-        events = until(runtime, Joined, LIMIT_S)
-        assert any(isinstance(event, Lost) for event in events)
-        done = [event for event in events if isinstance(event, Drawn)]
-        assert len(done) < 5
-        runtime.load("engine-1", 0)
-        until(runtime, Loaded, LIMIT_S)
-        ended = {one.id for one in done}
-        runtime.submit("engine-1", [draw for draw in draws if draw.id not in ended])
-        while len(done) < 4:
-            done += [event for event in runtime.wait(LIMIT_S) if isinstance(event, Drawn)]
-        twin.load_weights(models[0].named_parameters(), 0)
-        ours = {one.id: one.completion.token_ids for one in done}
-        assert ours == {f"{i}": c.token_ids for i, c in enumerate(twin.generate(PROMPTS, PARAMS))}

@@ -23,7 +23,8 @@ from millrace.orchestration.runtime.child import Settings, read_files
 from millrace.orchestration.runtime.frames import ORDERS, Frame, Line, drawn_of, draws_as_frame
 from millrace.orchestration.runtime.ray_engine import Called, Engine, RemoteChild, inside
 from millrace.transport.memory import SharedWeights
-from tests.orchestration.runtime.test_engine_process import PARAMS, PROMPTS, same_bits, saved
+from tests.orchestration.runtime.test_engine_process import same_bits
+from tests.orchestration.runtime.test_real_engines import PARAMS, PROMPTS, saved
 
 HOST = "127.0.0.1"
 LIMIT_S = 60.0

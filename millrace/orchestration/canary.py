@@ -1,0 +1,30 @@
+"""Which tokens trainer and sampler both judge after a hand-over, and how alike they must be."""
+
+from __future__ import annotations
+
+import torch
+
+from millrace.config.settings import RunConfig
+from millrace.models.load import Model
+from millrace.orchestration.lengths import longest_sequence
+
+NUM_TOKENS = 8
+# Any tokens do; these lie apart in the vocabulary.
+STRIDE = 7919
+# Times the root of the dtype's last digit: 0.0014 in float32 and 0.35 in bfloat16, a multiple of what
+# different kernels and layouts were seen to make of one model.
+ROUNDINGS = 4.0
+
+
+def canary(config: RunConfig, model: Model) -> tuple[tuple[int, ...], float]:
+    """The tokens, and how far log-probabilities may lie apart in the mean.
+
+    Args:
+        config: of the run.
+        model: what samples.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    count = min(NUM_TOKENS, longest_sequence(config, model))
+    names = ("float32", config.precision, config.mesh.compute or "float32")
+    digit = max(torch.finfo(getattr(torch, name)).eps for name in names)
+    return tuple(n * STRIDE % vocab_size for n in range(1, count + 1)), ROUNDINGS * digit**0.5

@@ -78,6 +78,7 @@ class IsolatedReward:
         self._processes: list[JudgeProcess] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
+        self._closing = False
 
     def check(self) -> None:
         """Start a judge and wait until it can judge, so that a mistake shows before anything is sampled.
@@ -91,7 +92,7 @@ class IsolatedReward:
         """One outcome for each completion, in order.
 
         Raises:
-            RewardError: a judge cannot be started at all.
+            RewardError: a judge cannot be started at all, or this is closed meanwhile.
             ValueError: there are not as many prompts as completions.
         """
         if len(prompts) != len(completions):
@@ -111,9 +112,13 @@ class IsolatedReward:
         return [work.outcomes[number] for number in range(len(completions))]
 
     def close(self) -> None:
-        """End the children. A later `score` starts them again."""
+        """End the children; a `score` in another thread raises. A later one starts them again."""
+        self._closing = True
+        for process in list(self._processes):
+            process.end()
         with self._lock:
             self._kill_all()
+            self._closing = False
 
     def _run(self, work: _Work, *, start: bool) -> None:
         with self._lock:
@@ -125,6 +130,8 @@ class IsolatedReward:
                 while len(work.outcomes) < len(work.completions) or (start and not self._any_ready()):
                     self._feed(work)
                     self._turn(work)
+                    if self._closing:
+                        raise RewardError(f"{self._label()} was closed while it judged")
             except BaseException:  # also Ctrl-C: a half-read conversation must not leak into the next call
                 self._kill_all()
                 raise

@@ -101,12 +101,16 @@ class JudgeProcess:
         last = self._tail.strip()
         return f"its process {how}" + (f" after printing: {last}" if last else " without a word")
 
-    def kill(self) -> None:
-        """End the process and every one it started in its group, and give back what was held."""
-        for pipe in (self._pipe(0), self._pipe(1), self._pipe(2)):
-            self._forget(pipe)
+    def end(self) -> None:
+        """End the process and every one it started in its group; any thread may."""
         with contextlib.suppress(ProcessLookupError):  # nothing may be left of the group
             os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End it, and give back what was held."""
+        for pipe in (self._pipe(0), self._pipe(1), self._pipe(2)):
+            self._forget(pipe)
+        self.end()
         self._popen.wait(_KILL_TIMEOUT_S)
         self._listen()
         for pipe in (self._pipe(0), self._pipe(1), self._pipe(2)):

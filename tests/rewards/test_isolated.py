@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from millrace.rewards import isolated
+from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
 from millrace.types import Outcome
 from tests.rewards.helpers import calls, ends_within, is_running, prompts, score
@@ -141,6 +142,26 @@ def test_close_ends_the_judges_and_score_starts_them_again(make):
     pid = int(score(reward, "pid")[0].value)
     reward.close()
     assert not is_running(pid)
+    assert score(reward, "value 2")[0].value == 2.0
+
+
+def test_close_ends_a_call_of_another_thread(make):
+    reward, raised = make(timeout_s=600.0), []
+
+    def call() -> None:
+        try:
+            score(reward, "value 1", "sleep 600", "value 2")
+        except RewardError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    until_s = time.monotonic() + 30
+    while not (Path("calls.txt").exists() and "sleep 600" in calls()) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    reward.close()
+    thread.join(30)
+    assert raised == ["reward function my_rewards:grade was closed while it judged"]
     assert score(reward, "value 2")[0].value == 2.0
 
 

@@ -15,7 +15,7 @@ from millrace.orchestration.runtime.script import PREFIX, ReplayError, Script, n
 
 
 class EngineFailed(RuntimeError):
-    """No engine can be had any more; the message says why."""
+    """No engine can be had any more, or none was ready in time; the message says why."""
 
 
 class Children:

@@ -18,7 +18,7 @@ from typing import Self
 
 from millrace.orchestration.runtime.base import Draw, Event, Judged, Record
 from millrace.orchestration.runtime.child import START_S, Child, Settings, StartChild, start
-from millrace.orchestration.runtime.children import Children
+from millrace.orchestration.runtime.children import Children, EngineFailed
 from millrace.orchestration.runtime.direct import completions
 from millrace.orchestration.runtime.script import Script
 from millrace.protocols import NamedTensors, Reward
@@ -114,8 +114,9 @@ class ProcessRuntime:
         self._wake()
         self._thread.join()
         self._engines.close()
-        self._judges.shutdown(cancel_futures=True)
+        self._judges.shutdown(wait=False, cancel_futures=True)  # who judges now may hang until it is closed
         self._reward.close()
+        self._judges.shutdown()
         self._weights.close()
         self._bell.close()
         self._ring.close()
@@ -241,7 +242,7 @@ class ProcessRuntime:
 
         Raises:
             RequestFailed: the model gave logits that are not finite.
-            TimeoutError: no engine had the newest weights in time.
+            EngineFailed: no engine had the newest weights in time.
         """
         with self._news:
             direct = self._engines.direct
@@ -389,7 +390,7 @@ class ProcessRuntime:
     def _await(self, what: str, ready: Callable[[], object], deadline_s: float) -> None:
         with self._news:
             if not self._news.wait_for(lambda: self._failure or ready(), deadline_s):
-                raise TimeoutError(f"waited {deadline_s:g} s for {what}")
+                raise EngineFailed(f"waited {deadline_s:g} s for {what}")
             self._require_whole()
 
     def _wake(self) -> None:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from millrace.orchestration.runtime.base import Drawn, Joined, Lost
+from millrace.orchestration.runtime.children import EngineFailed
 from millrace.orchestration.runtime.processes import ProcessRuntime
 from millrace.types import SamplingParams
 from tests.orchestration.runtime.fake_engine import TOKENS
@@ -50,6 +51,12 @@ def test_what_it_generates_survives_a_loss() -> None:
         asked.join(LIMIT_S)
         assert found == [TOKENS] * 3
         assert [type(event) for event in runtime.wait(0.0)] == [Lost, Joined]
+
+
+def test_a_deadline_that_is_missed_has_its_name() -> None:
+    missed = pytest.raises(EngineFailed, match=r"^waited 0.1 s for an engine to hold the newest weights$")
+    with running(load_s=0.1) as runtime, missed:
+        ask(runtime, 1)
 
 
 def test_who_waits_hears_of_the_end() -> None:

@@ -304,6 +304,24 @@ def test_what_a_reward_raises_is_raised() -> None:
             runtime.wait(LIMIT_S)
 
 
+class Hanging(Judge):
+    over, in_time = threading.Event(), False
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        self.in_time = self.over.wait(LIMIT_S)
+        raise ValueError("closed")
+
+    def close(self) -> None:
+        self.over.set()
+
+
+def test_a_reward_that_hangs_keeps_nobody_from_leaving() -> None:
+    judge = Hanging()
+    with ProcessRuntime(settings(""), judge, Trainer().named_tensors) as runtime:
+        runtime.judge("call", [PROMPT], ["right"])
+    assert judge.in_time
+
+
 def open_files() -> list[str]:
     return sorted(os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.observability.sinks import Record, tagged
+from millrace.observability.sinks import Record, TrackerError, tagged
 
 
 class MlflowSink:
@@ -19,14 +19,14 @@ class MlflowSink:
         settings: logged as parameters, dotted keys.
 
     Raises:
-        RuntimeError: the mlflow package is missing.
+        TrackerError: the mlflow package is missing.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         try:
             import mlflow
         except ModuleNotFoundError:
-            raise RuntimeError(
+            raise TrackerError(
                 "the tracker mlflow needs a package that is not installed; "
                 "run `pip install 'millrace[mlflow]'` or take mlflow out of trackers"
             ) from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.observability.sinks import Record, tagged
+from millrace.observability.sinks import Record, TrackerError, tagged
 
 
 class WandbSink:
@@ -17,14 +17,14 @@ class WandbSink:
         settings: what to show as the run's configuration, dotted keys.
 
     Raises:
-        RuntimeError: the wandb package is missing.
+        TrackerError: the wandb package is missing.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ModuleNotFoundError:
-            raise RuntimeError(
+            raise TrackerError(
                 "the tracker wandb needs a package that is not installed; "
                 "run `pip install 'millrace[wandb]'` or take wandb out of trackers"
             ) from None

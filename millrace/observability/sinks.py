@@ -16,6 +16,10 @@ from typing import Any, Protocol
 Record = Mapping[str, float | int | str]
 
 
+class TrackerError(RuntimeError):
+    """A tracker that cannot be used; the message says what to change."""
+
+
 class Sink(Protocol):
     """Takes the records of a run."""
 

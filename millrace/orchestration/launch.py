@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import tempfile
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from millrace.config.recipe import from_yaml, settings, to_yaml
 from millrace.config.settings import RunConfig
+from millrace.inference.engine import RequestFailed
 from millrace.observability.console import Console
 from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_wandb import WandbSink
@@ -22,6 +24,7 @@ from millrace.orchestration.alarms import RunStopped
 from millrace.orchestration.build import build, choose_device
 from millrace.orchestration.comparison import Comparison
 from millrace.orchestration.controller import Controller, Interrupted
+from millrace.orchestration.fleet import DrawFailed
 from millrace.orchestration.interrupt import Interrupts
 from millrace.orchestration.loops import run
 from millrace.orchestration.out_of_memory import explained
@@ -29,10 +32,15 @@ from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 from millrace.orchestration.ranks import Ranks, joined
 from millrace.orchestration.replayed import Part
+from millrace.orchestration.rollouts import Stalled
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
+from millrace.orchestration.runtime.children import EngineFailed
 from millrace.orchestration.saving import Saver
 from millrace.training.checkpoint import newest_checkpoint, read_state
 from millrace.training.spread import layout_of
+
+# What a disk says of a file that is open, without its name.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,12 +257,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
 
 def _failed(controller: Controller, saver: Saver, error: Exception) -> Exception:
     """What the run failed with, once its summary says so."""
-    path = controller.folder.path
-    if isinstance(error, OSError):
-        error = RunStopped(
-            f"run folder {path} cannot be written: {error.strerror or error}; what was saved before is "
-            f"intact, so make room and continue with: millrace resume {path}"
-        )
+    error = _named(error, controller.folder)
     controller.progress.warnings.append(str(error))
     try:
         saver.settle()
@@ -264,6 +267,31 @@ def _failed(controller: Controller, saver: Saver, error: Exception) -> Exception
     with suppress(OSError):
         controller.finish("failed")
     return error
+
+
+def _named(error: Exception, folder: RunFolder) -> Exception:
+    """An error that says how to go on, where the user can."""
+    # The run's own, of whatever rank.
+    path = folder.checkpoints.parent
+    go_on = f"continue with: millrace resume {path}"
+    if isinstance(error, OSError) and _is_of(path, error):
+        return RunStopped(
+            f"run folder {path} cannot be written: {error.strerror or error}; what was saved before is "
+            f"intact, so make room and {go_on}"
+        )
+    if isinstance(error, OSError):
+        return RunStopped(f"{type(error).__name__}: {error}; {go_on}")
+    if isinstance(error, (DrawFailed, RequestFailed)):
+        grown = "where weights have grown without bound, lower policy.optimizer.learning_rate in"
+        return RunStopped(f"{error}; {grown} {path / folder.recipe.name}; {go_on}")
+    return RunStopped(f"{error}; {go_on}") if isinstance(error, (EngineFailed, Stalled)) else error
+
+
+def _is_of(path: Path, error: OSError) -> bool:
+    """Whether an error is of a folder's files, and not of a socket, a process or another file."""
+    if error.filename is None:
+        return error.errno in DISK
+    return Path(str(error.filename)).absolute().is_relative_to(path.absolute())
 
 
 def _trackers(start: _Start, folder: RunFolder) -> list[Sink]:

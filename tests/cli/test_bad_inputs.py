@@ -19,6 +19,7 @@ import pytest
 from millrace.observability.console import Console
 from tests.cli.lab import Lab, Result
 from tests.cli.preferences import language_model, pair_lines
+from tests.cli.test_stopped_runs import STOPPED
 from tests.house.source import ROOT
 
 ROW = re.compile(r"^\| (?P<wrong>.+?) \| `(?P<seen>[^`]+)` \| (?P<code>\d+) \|$", re.M)
@@ -260,10 +261,6 @@ def simulated_from_a_short_run(lab: Lab) -> Result:
     return lab("simulate", "--from", "runs/tiny-1")
 
 
-def no_pairs(lab: Lab) -> Result:
-    return lab("reward-model", "gone.jsonl", "--model", "mine", "--output", "made")
-
-
 CASES: dict[str, Callable[[Lab], Result]] = {
     "a row is not JSON": with_rows(lambda rows: [*rows[:2], '{"question": "1+1=", answer: "2"}', *rows[2:]]),
     "a row is not an object": with_rows(lambda rows: [*rows[:2], "[1, 2]", *rows[2:]]),
@@ -298,6 +295,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         "varied", "policy.optimizer.learning_rate=1e30", "steps=8"
     ),
     "there is not enough memory": too_large_a_cache,
+    **STOPPED,
     "Ctrl-C once": partial(interrupted, twice=False),
     "Ctrl-C twice": partial(interrupted, twice=True),
     "the name of the run is taken": taken_name,
@@ -331,7 +329,9 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "what a simulation does not do": simulated("--gpus", "8xH100", "rollout.refill_rounds=1"),
     "the run has too few finished batches": simulated_from_a_short_run,
     "the run does not tell how long an engine took": after_a_run("simulate", "--from", "runs/tiny-1"),
-    "the file of pairs is not there": no_pairs,
+    "the file of pairs is not there": lambda lab: lab(
+        "reward-model", "gone.jsonl", "--model", "mine", "--output", "made"
+    ),
     "the file of pairs is empty": judged_pairs(lambda rows: []),
     "a pair is not JSON": judged_pairs(lambda rows: [rows[0], '{"prompt" 3}', *rows[1:]]),
     "a pair lacks a column": second_pair(prompt="1+1=", chosen="2"),

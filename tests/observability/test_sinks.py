@@ -12,7 +12,7 @@ import pytest
 
 from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_wandb import WandbSink
-from millrace.observability.sinks import JsonlSink, TensorBoardSink, read_metrics, tagged
+from millrace.observability.sinks import JsonlSink, TensorBoardSink, TrackerError, read_metrics, tagged
 
 STEP = {"stage": "reinforcement", "step": 3, "reward/mean": 0.5, "time/wall_s": 1.25}
 EVALUATION = {"stage": "evaluation", "during": "warmup", "step": 20, "accuracy": 0.25}
@@ -194,6 +194,6 @@ def test_mlflow_gets_each_number_at_its_step_and_resumes_the_same_run(tmp_path, 
 def test_a_tracker_whose_package_is_missing_says_what_to_install(tmp_path, monkeypatch, name, sink):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        RuntimeError, match=rf"run `pip install 'millrace\[{name}\]'` or take {name} out of trackers"
+        TrackerError, match=rf"run `pip install 'millrace\[{name}\]'` or take {name} out of trackers"
     ):
         sink(tmp_path, {})

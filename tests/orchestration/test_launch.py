@@ -12,6 +12,7 @@ from millrace.orchestration import launch
 from millrace.orchestration.alarms import RunStopped
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
+from millrace.orchestration.runtime.children import EngineFailed
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
 
 
@@ -100,6 +101,42 @@ def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_can_be_resumed(tmp_p
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert free(folder)
     assert resume(folder, quiet=True).status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(28, "No space left on device"), "run folder runs/run cannot be written: No space"),
+        (
+            OSError(13, "Permission denied", "runs/run/best.json"),
+            "run folder runs/run cannot be written: Pe",
+        ),
+        (
+            OSError(13, "Permission denied", "/elsewhere"),
+            "PermissionError: [Errno 13] Permission denied: ",
+        ),
+        (TimeoutError("timed out"), "TimeoutError: timed out; continue with: millrace resume runs/run"),
+        (
+            OSError(111, "Connection refused"),
+            "ConnectionRefusedError: [Errno 111] Connection refused; ",
+        ),
+        (
+            OSError(11, "Try again"),
+            "BlockingIOError: [Errno 11] Try again; continue with: millrace ",
+        ),
+        (EngineFailed("waited 9 s"), "waited 9 s; continue with: millrace resume runs/run"),
+        (ValueError("a bug"), "a bug"),
+    ],
+)
+def test_what_ends_a_run_has_its_true_name(error, says):
+    named = launch._named(error, RunFolder(Path("runs/run")))
+    assert str(named).startswith(says)
+    assert isinstance(named, ValueError if says == "a bug" else RunStopped)
+
+
+def test_a_rank_of_its_own_notes_names_the_folder_of_the_run(tmp_path):
+    named = launch._named(EngineFailed("gone"), RunFolder(tmp_path, shared=Path("/runs/run"), rank=1))
+    assert str(named) == "gone; continue with: millrace resume /runs/run"
 
 
 def test_the_reason_of_a_failure_is_not_hidden_by_a_summary_that_cannot_be_written(tmp_path, monkeypatch):

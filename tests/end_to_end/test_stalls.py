@@ -1,0 +1,85 @@
+"""A run in which somebody hangs ends by itself, says who waits for whom, and goes on when it is taken up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+
+from tests.cli.lab import Lab
+from tests.end_to_end.async_runs import engines_below
+
+# A first step may take that long where a machine is busy.
+PHASE_S = 15
+START_S = 120.0
+STEPS = 60
+HANGING = """import os, time
+
+def once_told(prompt, completion, answer, row):
+    while os.path.exists("hang"):
+        time.sleep(0.1)
+    return float(len(completion))
+"""
+WORDS = (
+    f"steps={STEPS}",
+    f"limits.phase_s={PHASE_S}",
+    "flow.staleness=1",
+    "data.answer_column=null",
+    "data.eval_size=1",
+    "rewards=[{kind: function, function: 'hanging:once_told', timeout_s: 600}]",
+    "rollout.prompts_per_step=2",
+    "evaluation.every=1000",
+    "checkpoint.every=1",
+)
+
+
+def stop_engines(trainer: int) -> None:
+    for engine in engines_below(trainer):
+        os.kill(engine, signal.SIGSTOP)
+
+
+def hold_rewards(trainer: int) -> None:
+    Path("hang").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("hang", "for_whom"), [(stop_engines, "engine"), (hold_rewards, "(its reward)")], ids=["engine", "reward"]
+)
+def test_a_run_that_hangs_ends_with_who_waits_for_whom_and_goes_on(
+    hang: Callable[[int], None], for_whom: str, tmp_path, capsys, monkeypatch
+):
+    lab = Lab(tmp_path, capsys, monkeypatch)
+    lab.write("hanging.py", HANGING.splitlines())
+    trainer = lab.start("train", "tiny.yaml", *WORDS)
+    try:
+        wait_for(Path("runs/tiny-1/checkpoints/step-000001"), trainer)
+        hung_s = time.monotonic()
+        # One that is started in the place of another hangs as well.
+        while trainer.poll() is None and time.monotonic() < hung_s + 6 * PHASE_S:
+            hang(trainer.pid)
+            time.sleep(0.1)
+    finally:
+        trainer.kill()
+        _, said = trainer.communicate()
+    assert trainer.returncode == 1, said
+    assert said.startswith("error: trainer waits for ")
+    assert f"at most {PHASE_S} s: " in said
+    assert for_whom in said
+    assert said.endswith("; continue with: millrace resume runs/tiny-1\n")
+    Path("hang").unlink(missing_ok=True)
+    _, said = lab.start("resume", "runs/tiny-1").communicate(timeout=START_S)
+    assert said == ""
+
+
+def wait_for(path: Path, process: Popen[str]) -> None:
+    until_s = time.monotonic() + START_S
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < until_s
+        time.sleep(0.01)

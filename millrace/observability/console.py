@@ -60,6 +60,9 @@ class Console:
         file: where to write; standard output if None.
         quiet: write nothing at all.
         clock: seconds, never going back.
+
+    Attributes:
+        waiting: asked at each look for a line on who waits for what; empty where nobody does for long.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Console:
         self._file = file or sys.stdout
         self._quiet = quiet
         self._clock = clock
+        self.waiting: Callable[[], str] = str
         self._live: Live | None = None
         self._stages: tuple[_Stage, ...] = ()
         self._numbers: dict[str, float] = {}
@@ -212,8 +216,16 @@ class Console:
         if any(self._seconds.values()):
             parts += [Text(), self._shares()]
         title = Text(f" {self._title} ", style="bold cyan")
+        # In the border, so that nothing moves when it comes and goes.
+        waiting = self.waiting()
         return Panel(
-            Group(*parts), title=title, title_align="left", border_style="bright_black", padding=(1, 2)
+            Group(*parts),
+            title=title,
+            title_align="left",
+            subtitle=Text(waiting, style="yellow") if waiting else None,
+            subtitle_align="left",
+            border_style="bright_black",
+            padding=(1, 2),
         )
 
     def _progress(self) -> Table:

@@ -359,7 +359,8 @@ class Controller:
         shown = [prompt for prompt in self.parts.eval_prompts if prompt.demonstration]
         if not shown:
             return
-        outcomes = self.parts.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
+        with self.spans("score"):
+            outcomes = self.parts.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
         right = sum(is_right(outcome, self.parts.full_marks) for outcome in outcomes)
         self._scored_demonstrations = (len(shown), right)
         if right == len(shown):

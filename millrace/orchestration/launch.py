@@ -36,6 +36,7 @@ from millrace.orchestration.rollouts import Stalled
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
 from millrace.orchestration.runtime.children import EngineFailed
 from millrace.orchestration.saving import Saver
+from millrace.orchestration.watchdog import Watchdog
 from millrace.training.checkpoint import newest_checkpoint, read_state
 from millrace.training.spread import layout_of
 
@@ -210,8 +211,6 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             console.say(layout_of(start.config.mesh).table())
         interrupts = held.enter_context(Interrupts(lambda text: console.say(text, "bold")))
         saver = Saver(ranks)
-        # However the run ends, nobody else may be let into its folder while something is written to it.
-        held.callback(saver.wait)
         controller = Controller(
             start.config,
             parts,
@@ -229,7 +228,9 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         if ranks.first:
             controller.part = start.repeats.part if start.repeats else None
             # Where another rank hangs, the first waits for it.
-            held.enter_context(controller.watchdog)
+            _watch(held.enter_context(controller.watchdog), ranks, saver, console, start.config)
+        # However the run ends, nobody else may be let into its folder while something is written to it.
+        held.callback(saver.wait)
         kept = held.enter_context(closing(JsonlSink(folder.spans)))
         controller.spans.heard = lambda name, seconds: kept.write(
             {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
@@ -253,6 +254,14 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
                 ) from None
             error = _failed(controller, saver, error)
             raise error
+
+
+def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, config: RunConfig) -> None:
+    """Let the watchdog know what ranks and saver wait for, and the console what it knows."""
+    known = partial(watchdog.waiting, "trainer", deadline_s=config.limits.phase_s)
+    ranks.waiting = partial(known, "the other ranks")
+    saver.waiting = partial(known, "a checkpoint to be on disk")
+    console.waiting = watchdog.line
 
 
 def _failed(controller: Controller, saver: Saver, error: Exception) -> Exception:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -28,7 +28,11 @@ class RanksError(ValueError):
 
 
 class Ranks:
-    """All ranks of a run; a run of one process has one, which waits for nobody."""
+    """All ranks of a run; a run of one process has one, which waits for nobody.
+
+    Attributes:
+        waiting: entered while others are waited for.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         """The ranks as one of them sees them; with more than one the process group exists.
@@ -40,6 +44,7 @@ class Ranks:
         self.rank, self.size = rank, size
         # Of its own: what is told here lies in host memory, whatever gradients travel by.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if size > 1 else None
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def first(self) -> bool:
@@ -51,11 +56,12 @@ class Ranks:
         if self._group is None:
             return [mine]
         length_R = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(length_R, torch.tensor([len(mine)]), group=self._group)
-        longest = max(int(length) for length in length_R)
-        padded = _bytes(mine.ljust(longest, b"\0"))
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._group)
+        with self.waiting():
+            dist.all_gather(length_R, torch.tensor([len(mine)]), group=self._group)
+            longest = max(int(length) for length in length_R)
+            padded = _bytes(mine.ljust(longest, b"\0"))
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(parts, padded, group=self._group)
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, length_R, strict=True)]
 
     def hand_out(self, data: bytes = b"") -> bytes:
@@ -63,9 +69,10 @@ class Ranks:
         if self._group is None:
             return data
         length = torch.tensor([len(data)])
-        dist.broadcast(length, 0, group=self._group)
-        told = _bytes(data) if self.first else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(told, 0, group=self._group)
+        with self.waiting():
+            dist.broadcast(length, 0, group=self._group)
+            told = _bytes(data) if self.first else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(told, 0, group=self._group)
         return data if self.first else told.numpy().tobytes()
 
     def share(self, text: str) -> str:

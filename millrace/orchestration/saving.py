@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -96,7 +97,11 @@ def restore_optimizer(
 
 
 class Saver:
-    """Writes one checkpoint at a time."""
+    """Writes one checkpoint at a time.
+
+    Attributes:
+        waiting: entered while one that is being written is waited for.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         """Nothing is being saved; all ranks make theirs in step.
@@ -108,6 +113,7 @@ class Saver:
         self._ranks = Ranks(ranks.rank, ranks.size)
         self._thread: Thread | None = None
         self._error: Exception | None = None
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def failed(self) -> bool:
@@ -117,7 +123,8 @@ class Saver:
     def wait(self) -> None:
         """Until nothing is being written."""
         if self._thread is not None:
-            self._thread.join()
+            with self.waiting():
+                self._thread.join()
             self._thread = None
 
     def settle(self) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 # How often the waits are looked at, and what one may take beyond its deadline to raise an error of its own.
 LOOK_S = 1.0
 GRACE_S = 5.0
+# From when on a wait is worth a word on the console.
+LONG_S = 10.0
 # What the last words of a run that stalls may take.
 LAST_WORDS_S = 10.0
 STALLED = 1
@@ -73,19 +75,22 @@ class Watchdog:
         phase: Callable[[], tuple[str, float] | None],
         facts: Callable[[], dict[str, Any]],
         stalled: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """A watchdog that writes to `path`.
 
         Args:
             path: of `status.json`.
             limit_s: what one phase may take.
-            phase: the name of what the run does now, and the seconds (`time.perf_counter`) it began at.
+            phase: the name of what the run does now, and the seconds of `clock` it began at.
             facts: where the run stands (`stage`, `step`, `steps`).
             stalled: says the last words of a run that stalls and makes it one that can be resumed.
+            clock: seconds, never going back.
         """
         self._path = path
         self._limit_s = limit_s
         self._phase = phase
+        self._clock = clock
         self._facts = facts
         self._stalled = stalled
         self._held: dict[int, _Held] = {}
@@ -105,7 +110,7 @@ class Watchdog:
             deadline_s: how long at most.
             on: asked now and then for those it waits for.
         """
-        held = _Held(owner, reason, time.perf_counter(), deadline_s, on)
+        held = _Held(owner, reason, self._clock(), deadline_s, on)
         with self._lock:
             self._held[id(held)] = held
         try:
@@ -116,15 +121,27 @@ class Watchdog:
 
     def waits(self) -> list[Wait]:
         """All of them, the phase first."""
-        now_s = time.perf_counter()
-        phase = self._phase()
-        found = [] if phase is None else [Wait("run", f"{phase[0]} to end", now_s - phase[1], self._limit_s)]
-        with self._lock:
-            held = list(self._held.values())
-        return found + [
+        held, now_s = self._known(), self._clock()
+        return [
             Wait(each.owner, each.reason, now_s - each.since_s, each.deadline_s, tuple(each.on()))
             for each in held
         ]
+
+    def line(self) -> str:
+        """The innermost wait of `LONG_S` and more, such as `waiting 12 s of 600: trainer for batch 3`."""
+        held, now_s = self._known(), self._clock()
+        lines = [
+            f"waiting {now_s - each.since_s:.0f} s of {each.deadline_s:g}: {each.owner} for {each.reason}"
+            for each in held
+            if now_s - each.since_s >= LONG_S
+        ]
+        return lines[-1] if lines else ""
+
+    def _known(self) -> list[_Held]:
+        phase = self._phase()
+        found = [] if phase is None else [_Held("run", f"{phase[0]} to end", phase[1], self._limit_s, tuple)]
+        with self._lock:
+            return [*found, *self._held.values()]
 
     def __enter__(self) -> Watchdog:
         """Begin to watch."""
@@ -168,7 +185,7 @@ class Watchdog:
         os._exit(STALLED)
 
     def _say(self, text: str, stacks: str) -> None:
-        sys.stderr.write(f"error: {text}\n")
+        sys.stderr.write(f"error: {text}\ncontinue with: millrace resume {self._path.parent}\n")
         sys.stderr.flush()
         with suppress(OSError):
             (self._path.parent / "stall.txt").write_text(stacks, encoding="utf-8")

@@ -107,6 +107,24 @@ def test_quiet_prints_nothing():
         assert file.getvalue() == ""
 
 
+@pytest.mark.parametrize(
+    ("file", "times", "shown"),
+    [(Terminal(), (9, 12), 1), (Terminal(), (9,), 0), (Terminal(), (12, 0), 0), (io.StringIO(), (9, 12), 0)],
+)
+def test_a_long_wait_is_shown_in_a_terminal_while_it_lasts(monkeypatch, file, times, shown):
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("TERM", "xterm")
+    now = [0.0]
+    with Console("quickstart-1", [], file=file, clock=lambda: now[0]) as console:
+        console.waiting = lambda: f"waiting {now[0]:.0f} s of 600: trainer for batch 3" * (now[0] > 9)
+        for now[0] in times:
+            console.say("one line more")
+    text = CONTROL.sub("", file.getvalue())
+    # The last view stands.
+    view = text[text.rindex("quickstart-1") :]
+    assert view.count("╰─ waiting 12 s of 600: trainer for batch 3 ─") == shown
+
+
 def test_text_is_neither_markup_nor_control_codes(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for file in (io.StringIO(), Terminal()):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from millrace import resume, train
-from millrace.orchestration import launch
+from millrace.observability.sinks import read_metrics
+from millrace.orchestration import launch, saving, watchdog
 from millrace.orchestration.alarms import RunStopped
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
 from millrace.orchestration.runtime.children import EngineFailed
+from millrace.orchestration.watchdog import Watchdog
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
 
 
@@ -137,6 +140,41 @@ def test_what_ends_a_run_has_its_true_name(error, says):
 def test_a_rank_of_its_own_notes_names_the_folder_of_the_run(tmp_path):
     named = launch._named(EngineFailed("gone"), RunFolder(tmp_path, shared=Path("/runs/run"), rank=1))
     assert str(named) == "gone; continue with: millrace resume /runs/run"
+
+
+def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
+    """Also after the run was left in the midst of writing."""
+    record, waiting, seal, told = Controller.record, Watchdog.waiting, saving.seal_checkpoint, []
+
+    def leave(self, stage, numbers):
+        record(self, stage, numbers)
+        if (stage, self.progress.step) == ("reinforcement", 3):
+            with self.ranks.waiting():
+                told.append(self.console.waiting())
+            raise KeyboardInterrupt
+
+    def watched(self, owner, reason, *, deadline_s):
+        told.append((owner, reason, deadline_s, self._thread.is_alive()))
+        return waiting(self, owner, reason, deadline_s=deadline_s)
+
+    def slow(*arguments):
+        time.sleep(0.3)
+        seal(*arguments)
+
+    monkeypatch.setattr(Controller, "record", leave)
+    monkeypatch.setattr(Watchdog, "waiting", watched)
+    monkeypatch.setattr(saving, "seal_checkpoint", slow)
+    monkeypatch.setattr(watchdog, "LONG_S", 0.0)
+    config = tiny_recipe(tmp_path, {"limits.phase_s": 900, "checkpoint.every": 1})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, quiet=True)
+    assert told[-3:] == [
+        ("trainer", "the other ranks", 900, True),
+        "waiting 0 s of 900: trainer for the other ranks",
+        ("trainer", "a checkpoint to be on disk", 900, True),
+    ]
+    spans = read_metrics(tmp_path / "runs" / "run" / "spans.jsonl")
+    assert spans[0]["name"] == "score", "of the demonstrations"
 
 
 def test_the_reason_of_a_failure_is_not_hidden_by_a_summary_that_cannot_be_written(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from millrace.observability.metrics import Spans
 from millrace.orchestration.ranks import Ranks, device_of, given_ranks, joined, lost_others, open_store
 from tests.ranks import run_ranks
 
@@ -57,18 +58,25 @@ def test_who_lost_the_others_is_told_from_who_failed() -> None:
 
 
 def begun(rank: int) -> dict[str, Tensor]:
-    ranks = Ranks(rank, 2)
+    ranks, spans, waited = Ranks(rank, 2), Spans(), list[float]()
+    spans.heard = lambda name, seconds: waited.append(seconds)
+    ranks.waiting = lambda: spans("for the other")
     started_s = time.monotonic() - 10.0 * (rank + 1)
     # One comes late.
     time.sleep(0.5 * rank)
-    return {"started_s": torch.tensor(ranks.since(started_s), dtype=torch.float64)}
+    since_s = ranks.since(started_s)
+    return {"started_s": torch.tensor(since_s, dtype=torch.float64), "waited_s": torch.tensor(waited)}
 
 
-def test_all_ranks_count_seconds_from_when_the_first_one_started() -> None:
-    first, other = (float(told["started_s"]) for told in run_ranks(2, begun))
+def test_all_ranks_count_seconds_from_when_the_first_one_started_and_know_when_they_wait() -> None:
+    told = run_ranks(2, begun)
+    first, other = (float(rank["started_s"]) for rank in told)
     assert abs(other - first) < 0.4
     now_s = time.monotonic()
     assert now_s - 60.0 < first < now_s - 10.0
+    # They meet, and hear the first one's word.
+    assert [len(rank["waited_s"]) for rank in told] == [2, 2]
+    assert told[0]["waited_s"][0] > 0.4 > told[1]["waited_s"][0]
     assert abs(Ranks().since(now_s) - now_s) < 0.01
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ from millrace.orchestration.watchdog import Wait, Watchdog
 STANDS = {"stage": "warmup", "step": 3, "steps": 9}
 
 
-def watching(folder: Path, spans: Spans, *, limit_s: float = 60.0) -> Watchdog:
+def watching(folder: Path, spans: Spans, *, clock: Callable[[], float] = time.perf_counter) -> Watchdog:
     return Watchdog(
         folder / "status.json",
-        limit_s=limit_s,
+        limit_s=60.0,
         phase=lambda: spans.open,
         facts=lambda: STANDS,
         stalled=lambda text: None,
+        clock=clock,
     )
 
 
@@ -53,6 +55,22 @@ def test_two_waits_of_one_kind_are_two(tmp_path):
         with dog.waiting("a", "b", deadline_s=1.0):
             assert len(dog.waits()) == 2
         assert len(dog.waits()) == 1
+
+
+def test_the_innermost_wait_of_ten_seconds_is_worth_a_line(tmp_path):
+    now = [0.0]
+    spans = Spans(lambda: now[0])
+    dog = watching(tmp_path, spans, clock=lambda: now[0])
+    with spans("sample"):
+        now[0] = 5.0
+        with dog.waiting("trainer", "batch 3", deadline_s=600.0):
+            now[0] = 9.9
+            assert dog.line() == ""
+            now[0] = 12.0
+            assert dog.line() == "waiting 12 s of 60: run for sample to end"
+            now[0] = 17.0
+            assert dog.line() == "waiting 12 s of 600: trainer for batch 3"
+    assert dog.line() == ""
 
 
 def test_a_wait_says_who_what_since_when_until_when_and_on_whom():
@@ -119,9 +137,10 @@ def stuck(
 def test_a_phase_that_takes_too_long_ends_the_run_with_who_waits_for_whom(tmp_path):
     code, said = stuck(tmp_path, limit_s=0.2)
     assert code == 1
-    first, second = said.splitlines()
+    first, second, third = said.splitlines()
     assert first.startswith("error: the run stalled: run waits for train to end since 0 s, at most 0.2 s")
     assert second.startswith("  trainer waits for rank 1 since 0 s, at most 60 s")
+    assert third == f"continue with: millrace resume {tmp_path}"
     assert (tmp_path / "said").read_text().startswith("the run stalled")
     stall = (tmp_path / "stall.txt").read_text()
     assert "thread MainThread" in stall

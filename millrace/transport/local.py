@@ -71,9 +71,19 @@ class LocalTransport:
         self._canary, self._logprobs_of = canary, logprobs_of
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Deliver every tensor as `version`; see `protocols.WeightTransport`."""
+        """Deliver every tensor as `version`, twice if need be; see `protocols.WeightTransport`."""
+        # Taken once: where ranks gather them together, the others do not know of a second attempt.
         sent = list(named_tensors)
         canary = None if self._canary is None else self._canary()
+        try:
+            self._hand_over(sent, canary, version)
+        except WeightSyncError:
+            try:
+                self._hand_over(sent, canary, version)
+            except WeightSyncError as error:
+                raise WeightSyncError(f"{error}; it was tried twice") from error
+
+    def _hand_over(self, sent: list[tuple[str, Tensor]], canary: Canary | None, version: int) -> None:
         try:
             self._load(sent, version)
         except ValueError as error:

@@ -104,7 +104,8 @@ class MappedWeights:
     def take(self) -> Parcel:
         """What `note` describes; see `sync.Incoming`."""
         note = self.note
-        opening = {"version": note["version"], "delta": False}
+        # Whoever ordered this has it taken again, from the same memory.
+        opening = {"version": note["version"], "again": False, "delta": False}
         proof = {name: note[name] for name in ("fingerprint", "canary")}
         return Parcel(opening, self._read(note), lambda: proof)
 

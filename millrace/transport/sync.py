@@ -10,7 +10,7 @@ serves nothing before.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +40,10 @@ class Parcel:
     opening: Note
     named_tensors: Iterator[tuple[str, Tensor]]
     closing: Callable[[], Note]
+
+
+class Refused(WeightSyncError):
+    """A receiver does not hold what was sent."""
 
 
 class Outgoing(Protocol):
@@ -111,10 +115,32 @@ class WeightSender:
         self.metrics: dict[str, float] = {}
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Deliver every tensor as `version`, proved by every receiver; see `protocols.WeightTransport`."""
+        """Deliver every tensor as `version`, proved by every receiver; see `protocols.WeightTransport`.
+
+        Where a receiver refuses it, a collection, such as a list, is sent to all once more, whole. An
+        iterator is spent: where ranks gathered it together, all of them would have to begin again.
+
+        Raises:
+            Refused: a receiver refused it, of a collection twice.
+            WeightSyncError: it could not be sent, or a receiver did not answer.
+        """
+        if not isinstance(named_tensors, Collection):
+            self._attempt(named_tensors, version, again=False)
+            return
+        try:
+            self._attempt(named_tensors, version, again=True)
+        except Refused:
+            try:
+                self._attempt(named_tensors, version, again=False)
+            except Refused as error:
+                raise Refused(f"{error}; it was tried twice") from error
+
+    def _attempt(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, again: bool) -> None:
+        """Send it once; `again` tells receivers to wait for another attempt if they refuse this one."""
         delta = self._delta
         opening = {
             "version": version,
+            "again": again,
             "delta": delta is not None,
             "base": None if delta is None else delta.version,
         }
@@ -127,7 +153,7 @@ class WeightSender:
         if refused:
             place, error = refused[0]
             others = "" if len(answers) == 1 else f" ({len(refused)} of {len(answers)} samplers did)"
-            raise WeightSyncError(f"sampler {place} refused version {version}{others}: {error}")
+            raise Refused(f"sampler {place} refused version {version}{others}: {error}")
         if delta is not None:
             delta.version = version
         self.metrics = {
@@ -215,6 +241,9 @@ class WeightReceiver:
     def receive(self) -> int:
         """Wait for a version and load it, in place of whatever the sampler held.
 
+        What is refused is waited for once more where the sender sends it again. It sends it to all: who had
+        proved it gets the same version in the next call.
+
         Returns:
             The version; it is proved.
 
@@ -229,6 +258,8 @@ class WeightReceiver:
         except (ValueError, WeightSyncError) as error:
             _drain(parcel)
             self._carrier.answer({"error": str(error), "verify_s": 0.0})
+            if parcel.opening["again"]:
+                return self.receive()
             raise WeightSyncError(f"version {version} was refused: {error}") from error
         self.version = version
         self._carrier.answer({"error": "", "verify_s": verify_s})

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -81,23 +82,41 @@ def bits(tensor: Tensor) -> bytes:
 
 
 class InTurn:
-    """A folder whose samplers read while the sender waits for them; `harm` comes between."""
+    """A folder whose samplers read while the sender waits for them; `harm` comes before they find it."""
 
     def __init__(self, carrier: FolderSender, receivers: Sequence[WeightReceiver]) -> None:
         self.device = carrier.device
         self.carrier, self.receivers = carrier, receivers
         self.harm: Callable[[], object] = lambda: None
+        self.num_sent = 0
+        self.again = False
+        # Those that receive: one that refused what comes again goes on waiting.
+        self.receiving: dict[WeightReceiver, Thread] = {}
 
     def put(self, opening: Note, named: Any, closing: Callable[[], Note]) -> int:
-        num_bytes = self.carrier.put(opening, named, closing)
-        self.harm()
-        return num_bytes
+        def harmed() -> Note:
+            self.harm()
+            return closing()
+
+        self.num_sent += 1
+        self.again = opening["again"]
+        return self.carrier.put(opening, named, harmed)
 
     def answers(self) -> list[Note]:
         for receiver in self.receivers:
-            with contextlib.suppress(WeightSyncError):
-                receiver.receive()
-        return self.carrier.answers()
+            if receiver not in self.receiving:
+                self.receiving[receiver] = Thread(target=_receive, args=[receiver], daemon=True)
+                self.receiving[receiver].start()
+        found = self.carrier.answers()
+        for receiver, answer in zip(self.receivers, found, strict=True):
+            if not (answer["error"] and self.again):
+                self.receiving.pop(receiver).join()
+        return found
+
+
+def _receive(receiver: WeightReceiver) -> None:
+    with contextlib.suppress(WeightSyncError):
+        receiver.receive()
 
 
 class Pair:

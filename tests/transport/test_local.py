@@ -63,6 +63,22 @@ class Refuses(Receiver):
         raise ValueError(f"weight {name} is not one of the engine's")
 
 
+class Stumbles(Receiver):
+    """Does the first attempt wrong, by refusing it or by rounding a weight."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        super().__init__()
+        self.refuses, self.num_loads = refuses, 0
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.num_loads += 1
+        if self.num_loads == 1 and self.refuses:
+            raise ValueError("it was not in the mood")
+        super().load_weights(named_tensors, version)
+        if self.num_loads == 1:
+            self.weights["c"] += 1.0
+
+
 def send_to(receiver: Receiver) -> None:
     generator = torch.Generator().manual_seed(0)
     sent = ((name, torch.randn(3, generator=generator)) for name in ("a", "b", "c"))
@@ -75,6 +91,15 @@ def test_an_honest_receiver_holds_what_was_sent() -> None:
     assert receiver.version == 4
     expected = torch.randn(3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(receiver.weights["a"], expected)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_what_fails_once_is_tried_again_with_the_same_tensors(refuses: bool) -> None:
+    receiver, honest = Stumbles(refuses=refuses), Receiver()
+    send_to(receiver)
+    send_to(honest)
+    assert (receiver.version, receiver.num_loads) == (4, 2)
+    assert receiver.fingerprint() == honest.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -94,15 +119,18 @@ def test_a_receiver_that_holds_something_else_is_caught_by_name(
         send_to(receiver())
     assert str(error.value) == (
         f"after version 4 was sent, {num} of 3 weights differ between trainer and sampler, "
-        f"the first being {first}"
+        f"the first being {first}; it was tried twice"
     )
 
 
 def test_a_refusal_is_passed_on() -> None:
     with pytest.raises(WeightSyncError) as error:
         send_to(Refuses())
-    assert str(error.value) == "the sampler refused version 4: weight a is not one of the engine's"
-    assert isinstance(error.value.__cause__, ValueError)
+    assert str(error.value) == (
+        "the sampler refused version 4: weight a is not one of the engine's; it was tried twice"
+    )
+    refusal = error.value.__cause__
+    assert isinstance(refusal, WeightSyncError) and isinstance(refusal.__cause__, ValueError)
 
 
 @pytest.mark.parametrize(("found", "far"), [(-1.5, 0.25), (-1.0, 0.0), (-3.0, 1.0), (float("nan"), None)])

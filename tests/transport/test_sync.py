@@ -53,9 +53,10 @@ def test_a_bit_that_flips_on_the_way_is_found_and_named(
         pair.sender.send(awkward(1), 3)
     assert str(error.value) == (
         "sampler 0 refused version 3: after version 3 was sent, 1 of 11 weights differ between trainer and "
-        f"sampler, the first being {name}"
+        f"sampler, the first being {name}; it was tried twice"
     )
     assert pair.receivers[0].version is None
+    assert pair.carrier.num_sent == 2
     pair.carrier.harm = lambda: None
     pair.sender.send(awkward(1), 3)
     assert pair.samplers[0].holds(awkward(1))
@@ -67,16 +68,55 @@ def changed_in_one(seed: int) -> list[tuple[str, Tensor]]:
     return named
 
 
-def test_a_bit_that_flips_among_the_changes_is_found_and_the_next_try_sends_all(
+def once(action: Callable[[], object]) -> Callable[[], None]:
+    """The action, the first time that it is called for."""
+    left = [action]
+
+    def harm() -> None:
+        if left:
+            left.pop()()
+
+    return harm
+
+
+def test_a_bit_that_flips_once_costs_a_second_attempt_of_all(tmp_path: Path, make_pair: MakePair) -> None:
+    pair = make_pair(tmp_path, awkward(), num_samplers=2)
+    pair.carrier.harm = once(lambda: pair.flip("large"))
+    pair.sender.send(awkward(1), 3)
+    assert pair.carrier.num_sent == 2
+    assert [sampler.holds(awkward(1)) for sampler in pair.samplers] == [True, True]
+    assert [receiver.version for receiver in pair.receivers] == [3, 3]
+
+
+def test_one_sampler_that_fails_once_has_it_sent_to_all_again(tmp_path: Path, make_pair: MakePair) -> None:
+    pair = make_pair(tmp_path, awkward(), num_samplers=3, delta=True)
+    pair.sender.send(awkward(), 0)
+    with torch.no_grad():
+        next(iter(pair.receivers[1]._delta._held.values())).add_(1.0)
+    pair.sender.send(awkward(), 1)
+    assert pair.carrier.num_sent == 3
+    assert pair.sender.metrics["sync/payload_share"] == 1.0
+    assert [receiver.version for receiver in pair.receivers] == [1, 1, 1]
+
+
+def test_what_is_gathered_on_the_way_is_sent_once(tmp_path: Path, make_pair: MakePair) -> None:
+    pair = make_pair(tmp_path, awkward())
+    pair.carrier.harm = once(lambda: pair.flip("large"))
+    with pytest.raises(WeightSyncError, match="the first being large$"):
+        pair.sender.send(iter(awkward(1)), 3)
+    assert pair.carrier.num_sent == 1
+    pair.sender.send(iter(awkward(1)), 3)
+    assert pair.samplers[0].holds(awkward(1))
+
+
+def test_a_bit_that_flips_among_the_changes_is_found_and_all_is_sent_again(
     tmp_path: Path, make_pair: MakePair
 ) -> None:
     pair = make_pair(tmp_path, awkward(), delta=True)
     pair.sender.send(awkward(), 0)
-    pair.carrier.harm = lambda: pair.flip("changes:large")
-    with pytest.raises(WeightSyncError, match="weight large"):
-        pair.sender.send(changed_in_one(2), 1)
-    pair.carrier.harm = lambda: None
+    pair.carrier.harm = once(lambda: pair.flip("changes:large"))
     pair.sender.send(changed_in_one(2), 1)
+    assert pair.carrier.num_sent == 3
     assert pair.sender.metrics["sync/payload_share"] == 1.0
     assert pair.samplers[0].holds(changed_in_one(2))
     pair.sender.send(changed_in_one(9), 2)
@@ -115,7 +155,7 @@ def test_what_the_engine_refuses_is_said_and_changes_nothing(
     pair.sender.send(awkward(), 1)
     with pytest.raises(WeightSyncError) as error:
         pair.sender.send(change(awkward(7)), 2)
-    assert str(error.value) == f"sampler 0 refused version 2: {sentence}"
+    assert str(error.value) == f"sampler 0 refused version 2: {sentence}; it was tried twice"
     assert pair.samplers[0].holds(awkward())
     assert (pair.samplers[0].version, pair.receivers[0].version) == (1, 1)
     pair.sender.send(awkward(8), 2)
@@ -132,7 +172,7 @@ def test_a_name_given_twice_is_refused_before_anything_is_loaded(tmp_path: Path,
 def test_an_older_version_is_refused_and_the_same_one_is_not(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward())
     pair.sender.send(awkward(), 4)
-    with pytest.raises(WeightSyncError, match="version 3 was sent after version 4$"):
+    with pytest.raises(WeightSyncError, match="version 3 was sent after version 4; it was tried twice$"):
         pair.sender.send(awkward(1), 3)
     assert pair.samplers[0].holds(awkward())
     pair.sender.send(awkward(2), 4)
@@ -145,7 +185,8 @@ def test_one_sampler_that_refuses_is_enough(tmp_path: Path, make_pair: MakePair)
     with pytest.raises(WeightSyncError) as error:
         pair.sender.send(awkward(), 5)
     assert str(error.value) == (
-        "sampler 1 refused version 5 (1 of 3 samplers did): version 5 was sent after version 8"
+        "sampler 1 refused version 5 (1 of 3 samplers did): version 5 was sent after version 8; "
+        "it was tried twice"
     )
 
 
@@ -156,7 +197,7 @@ def test_a_sampler_that_begins_anew_needs_everything(tmp_path: Path, make_pair: 
     anew = WeightReceiver(FolderReceiver(tmp_path, deadline_s=20.0), sampler.load, sampler.held)
     pair.carrier.receivers = [anew]
     with pytest.raises(WeightSyncError, match="changes since version 0 were sent, and none is held$"):
-        pair.sender.send(awkward(3), 1)
+        pair.sender.send(iter(awkward(3)), 1)
     assert not sampler.holds(awkward(3))
     pair.sender.send(awkward(3), 1)
     assert sampler.holds(awkward(3))

@@ -28,6 +28,10 @@ def unheard(kind: str, /, **facts: Any) -> None:
     """For a flow whose decisions nobody keeps."""
 
 
+class TooStale(RuntimeError):
+    """A batch would train on a group that is older than the bound."""
+
+
 @dataclass(frozen=True, slots=True)
 class FlowRules:
     """What a flow keeps to.
@@ -229,11 +233,16 @@ class Flow:
         self._second_check()
 
     def take(self) -> Taken | None:
-        """The next batch, or None while it is not complete, and after the last one."""
+        """The next batch, or None while it is not complete, and after the last one.
+
+        Raises:
+            TooStale: a group of it is older than the rules allow, which no sound flow comes to.
+        """
         numbers, _ = self._line.choose(self._num_taken)
         if not numbers or self._num_taken == self._num_batches:
             return None
         taken = self._taken(sorted(numbers))
+        self._refuse_stale(taken)
         self._line.remove(taken.numbers)
         self._num_taken += 1
         self._num_left += len(taken.numbers)
@@ -340,6 +349,16 @@ class Flow:
         return Taken(
             self._num_taken, tuple(numbers), tuple(staleness), left_out, withheld, self._line.num_rounds, ()
         )
+
+    def _refuse_stale(self, taken: Taken) -> None:
+        """The bound once more, of what is about to be trained on, whatever was proved before."""
+        rules = self._rules
+        for place, (number, age) in enumerate(zip(taken.numbers, taken.staleness, strict=True)):
+            if age > rules.staleness and rules.stale != "keep" and place not in taken.left_out:
+                raise TooStale(
+                    f"group {number} would be {age} publishes old in batch {taken.batch}; the bound is "
+                    f"{rules.staleness}"
+                )
 
     def _too_old(self, group: Waiting) -> tuple[int, ...]:
         """Places of the trajectories of a group that are too old for the next batch."""

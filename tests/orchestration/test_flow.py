@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from millrace.orchestration.events import check_log
-from millrace.orchestration.flow import Flow, FlowRules, Taken
+from millrace.orchestration.flow import Flow, FlowRules, Taken, TooStale
+from millrace.orchestration.line import Line
 
 ORDERS = [("submission", "wait"), *(("completion", stale) for stale in ("wait", "drop", "keep", "withhold"))]
 
@@ -257,6 +258,22 @@ def test_wait_leaves_no_group_behind_that_would_be_too_old():
     finish(flow, 0)
     taken = flow.take()
     assert taken is not None and (taken.numbers, taken.staleness) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("order", ["submission", "completion"])
+def test_a_batch_that_is_too_old_is_refused_also_where_tickets_failed_to_prevent_it(order, monkeypatch):
+    monkeypatch.setattr(Flow, "num_free", 1)
+    monkeypatch.setattr(Line, "due", lambda line, batch: set())
+    flow = started(FlowRules(1, 1, order=order), 3)
+    finish(flow, 0, 1, 2)
+    for number, age in enumerate((0, 1)):
+        taken = flow.take()
+        assert taken is not None and (taken.numbers, taken.staleness) == ((number,), (age,))
+    before = flow.state()
+    with pytest.raises(TooStale) as error:
+        flow.take()
+    assert str(error.value) == "group 2 would be 2 publishes old in batch 2; the bound is 1"
+    assert flow.state() == before
 
 
 def test_drop_starts_the_prompt_again():

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,23 @@ class EventLog(JsonlSink):
         if kind in ("take", "save"):
             self._file.flush()
 
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What the file holds, one event at a time.
+
+        Raises:
+            LogError: a line is no JSON object.
+        """
+        self._file.flush()
+        with self._path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    event = None
+                if not isinstance(event, dict):
+                    raise LogError(f"line {number} of the event log is not a JSON object")
+                yield event
+
 
 def check_log(events: Iterable[Mapping[str, Any]]) -> list[int]:
     """Prove from its log alone that a run lost no group, trained none twice and kept its staleness bound.
@@ -129,6 +146,30 @@ def check_log(events: Iterable[Mapping[str, Any]]) -> list[int]:
     Raises:
         LogError: the first event that contradicts those before it, and why.
     """
+    return sorted(_read(events).line)
+
+
+def flow_after(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Prove the same as `check_log`, and say what a flow that goes on from there must hold.
+
+    Returns:
+        `num_taken`, `num_started` and `repeats` as in `Flow.state`, and `groups` that are neither trained on
+        nor dropped: number, prompt, publishes when it started, and births, None until it is finished.
+
+    Raises:
+        LogError: as `check_log`.
+    """
+    reader = _read(events)
+    groups = [[n, reader.prompts[n], began, reader.finished.get(n)] for n, began in reader.line.items()]
+    return {
+        "num_taken": reader.taken,
+        "num_started": reader.num_started,
+        "repeats": list(reader.repeats),
+        "groups": groups,
+    }
+
+
+def _read(events: Iterable[Mapping[str, Any]]) -> _Reader:
     reader = _Reader()
     for line, event in enumerate(events, start=1):
         kind = event.get("kind", "without a kind")
@@ -140,7 +181,7 @@ def check_log(events: Iterable[Mapping[str, Any]]) -> list[int]:
                 getattr(reader, kind)(event)
         except LogError as error:
             raise LogError(f"line {line} of the event log, {kind}: {error}") from None
-    return sorted(reader.line)
+    return reader
 
 
 class _Reader:

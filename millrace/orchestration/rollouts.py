@@ -92,6 +92,11 @@ class Rollouts:
         self._judging: dict[str, list[tuple[int, str]]] = {}
         self._num_calls = 0
 
+    @property
+    def flow(self) -> Flow:
+        """What says which groups may start."""
+        return self._flow
+
     def begin(self, version: int) -> None:
         """Send every engine the weights, and go on with what `load_state` left unfinished."""
         self._runtime.begin()

@@ -17,12 +17,13 @@ from millrace.config.settings import RunConfig
 from millrace.data.prompts import PromptStream
 from millrace.observability.metrics import Spans
 from millrace.orchestration.bias import BiasMeter
-from millrace.orchestration.events import EventLog
+from millrace.orchestration.events import EventLog, flow_after
 from millrace.orchestration.flow import Flow, FlowRules, Note, unheard
 from millrace.orchestration.follower import pack_batch
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.pump import Pump
 from millrace.orchestration.ranks import Ranks
+from millrace.orchestration.resumed import check_resumed, going_on
 from millrace.orchestration.rollouts import Rolled, Rollouts, Stalled
 from millrace.orchestration.runtime.base import Runtime
 from millrace.orchestration.step import Sampled, completion_seed, greedy, group_rewards, sampling
@@ -154,15 +155,21 @@ class Source:
 
         Raises:
             ValueError: the checkpoint was made with other settings of the flow, or other prompts.
+            CheckpointError: it and the event log do not tell of the same groups.
         """
         if checkpoint is None or not (checkpoint / WORDS).is_file():
             self._log.rewind(0)
             self._log.add("begin", rules=asdict(flow_rules(self._config)), num_batches=self._config.steps)
         else:
-            words = json.loads((checkpoint / WORDS).read_text(encoding="utf-8"))
-            self._log.rewind(words["log_bytes"] if self._ranks.first else 0)
+            words, left = json.loads((checkpoint / WORDS).read_text(encoding="utf-8")), None
+            with going_on(checkpoint):
+                self._log.rewind(words["log_bytes"] if self._ranks.first else 0)
+                if self._ranks.first:
+                    left = flow_after(self._log.events())
             self._bias.load_state(words["bias"])
             self._rollouts.load_state(words["rollouts"], load_file(checkpoint / NUMBERS))
+            with going_on(checkpoint):
+                check_resumed(self._rollouts.flow, left)
         # They decide the last bits of what is computed; engines have as many as the first rank.
         self._log.add("threads", ranks=self._ranks.threads())
         self._rollouts.begin(version)

@@ -28,6 +28,7 @@ PAGE = {
     for row in ROW.finditer((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
 }
 DEADLINE_S = 60
+ENDS = '"number": 3, "births"', '"number": 2, "births"'  # in as many bytes
 LONG = json.dumps({"question": "1+" * 40 + "1", "answer": "41"})
 
 
@@ -70,14 +71,15 @@ def after_a_run(*words: str, damaged: bool = False) -> Callable[[Lab], Result]:
     def run(lab: Lab) -> Result:
         lab.train()
         if damaged:
-            damage(Path("runs/tiny-1/checkpoints/step-000002/model/model.safetensors"))
+            damage()
         return lab(*words)
 
     return run
 
 
-def damage(file: Path) -> None:
+def damage() -> None:
     """One bit of the last byte, as a bad disk flips it."""
+    file = Path("runs/tiny-1/checkpoints/step-000002/model/model.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -88,19 +90,14 @@ def taken_name(lab: Lab) -> Result:
     return lab.train("name=mine")
 
 
-def resumed_after_a_crash(lab: Lab) -> Result:
-    lab.train()
-    Path("runs/tiny-1/summary.json").unlink()  # a process that was killed writes none
-    damage(Path("runs/tiny-1/checkpoints/step-000002/model/model.safetensors"))
-    return lab("resume", "runs/tiny-1")
+def resumed_after(change: Callable[[], None]) -> Callable[[Lab], Result]:
+    def run(lab: Lab) -> Result:
+        lab.train()
+        Path("runs/tiny-1/summary.json").unlink()  # a process that was killed writes none
+        change()
+        return lab("resume", "runs/tiny-1")
 
-
-def resumed_with_another_shape(lab: Lab) -> Result:
-    lab.train()
-    Path("runs/tiny-1/summary.json").unlink()
-    recipe = Path("runs/tiny-1/recipe.yaml")
-    recipe.write_text(recipe.read_text().replace("hidden_size: 16", "hidden_size: 32"))
-    return lab("resume", "runs/tiny-1")
+    return run
 
 
 def two_processes(lab: Lab) -> Result:
@@ -163,8 +160,8 @@ def without(text: str) -> Callable[[list[str]], list[str]]:
     return lambda lines: [line for line in lines if text not in line]
 
 
-def with_two_ranks(lines: list[str]) -> list[str]:
-    return [line.replace('"ranks": [1]', '"ranks": [1, 1]') for line in lines]
+def instead(old: str, new: str) -> Callable[[list[str]], list[str]]:
+    return lambda lines: [line.replace(old, new) for line in lines]
 
 
 def with_a_better_reward(lines: list[str]) -> list[str]:
@@ -305,8 +302,11 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the checkpoint is damaged": after_a_run(
         "evaluate", "runs/tiny-1", "--checkpoint", "step-000002", damaged=True
     ),
-    "the newest checkpoint is damaged, on resume": resumed_after_a_crash,
-    "the checkpoint is of another model than the recipe's": resumed_with_another_shape,
+    "the newest checkpoint is damaged, on resume": resumed_after(damage),
+    "the checkpoint is of another model than the recipe's": resumed_after(
+        changed("recipe.yaml", instead("hidden_size: 16", "hidden_size: 32"))
+    ),
+    "the event log was changed since the checkpoint": resumed_after(changed("events.jsonl", instead(*ENDS))),
     "there is no such checkpoint": after_a_run("evaluate", "runs/tiny-1", "--checkpoint", "step-9"),
     "the disk is full": full_disk,
     "a file may not grow that large": limited_file_size,
@@ -315,7 +315,9 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a line of its event log is gone": replayed(changed("events.jsonl", without('"number": 3, "births"'))),
     "its event log was written by an older version": replayed(changed("events.jsonl", without('"heard"'))),
     "its event log does not tell threads": replayed(changed("events.jsonl", without('"threads"'))),
-    "its mesh was changed on the way": replayed(changed("events.jsonl", with_two_ranks)),
+    "its mesh was changed on the way": replayed(
+        changed("events.jsonl", instead('"ranks": [1]', '"ranks": [1, 1]'))
+    ),
     "the repetition is not the run": replayed(changed("metrics.jsonl", with_a_better_reward)),
     "a branch is to begin after the last whole batch": replayed(None, "--from-step=3", "--set=steps=9"),
     "a branch has nothing left to do": replayed(None, "--from-step=2"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.observability.sinks import read_metrics
-from millrace.orchestration.events import EventLog, LogError, check_log
+from millrace.orchestration.events import EventLog, LogError, check_log, flow_after
 
 Events = list[dict[str, Any]]
 RULES = {
@@ -206,6 +207,15 @@ def test_a_sound_log_is_believed_and_says_what_is_still_on_its_way():
     assert check_log(sound()[: find(sound(), "lost")]) == [0, 1, 3, 4]
 
 
+def test_a_sound_log_says_what_a_flow_holds_that_goes_on_from_there():
+    left = flow_after(sound()[: find(sound(), "take")])
+    assert (left["num_taken"], left["num_started"], left["repeats"]) == (0, 5, [])
+    births = {0: [0, 0], 1: [0, 0], 3: [0, 0], 4: None}
+    assert left["groups"] == [[n, "p2" if n == 4 else f"p{n}", 0, births[n]] for n in births]
+    dropped = flow_after(sound()[: find(sound(), "start", number=4)])
+    assert (dropped["num_started"], dropped["repeats"]) == (4, ["p2"])
+
+
 @pytest.mark.parametrize("place", range(len(CORRUPTIONS)))
 def test_every_corruption_is_found(place):
     corrupt, why = CORRUPTIONS[place]
@@ -317,3 +327,14 @@ def test_an_event_without_its_facts_is_refused(tmp_path: Path):
         log.add("gossip")
     log.close()
     assert read_metrics(tmp_path / "events.jsonl") == []
+
+
+@pytest.mark.parametrize("line", [b"{cut", b"[1, 2]"])
+def test_a_line_that_is_no_event_is_found_in_the_file(tmp_path, line):
+    with_it = tmp_path / "events.jsonl"
+    with_it.write_bytes(b'{"kind": "hold"}\n' + line + b"\n")
+    with closing(EventLog(with_it, lambda: 0.0)) as log:
+        events = log.events()
+        assert next(events) == {"kind": "hold"}
+        with pytest.raises(LogError, match="line 2 of the event log is not a JSON object"):
+            next(events)

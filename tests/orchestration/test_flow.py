@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from millrace.orchestration.events import check_log
+from millrace.orchestration.events import check_log, flow_after
 from millrace.orchestration.flow import Flow, FlowRules, Taken, TooStale
 from millrace.orchestration.line import Line
+from millrace.orchestration.resumed import check_resumed
 
 ORDERS = [("submission", "wait"), *(("completion", stale) for stale in ("wait", "drop", "keep", "withhold"))]
 
@@ -77,7 +78,9 @@ class World:
         """The run stops and goes on from what it saved."""
         state = json.loads(json.dumps(self.flow.state()))
         self.flow = self.new_flow()
+        left = flow_after(self.lines)
         self.flow.load_state(state)
+        check_resumed(self.flow, left)
         assert self.flow.unfinished.keys() == self.running.keys()
         self.note("load", engine="0", version=self.flow.num_published)
         self.running = dict.fromkeys(self.running, self.flow.num_published)

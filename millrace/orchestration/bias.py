@@ -28,6 +28,7 @@ class BiasMeter:
     have a standard error of `sqrt((1 / share - 1) / groups)`, with `share` of the trajectories used: those
     of a group count as one, because they are dropped together.
 
+    What failed to be scored is not used: a reward that runs out of time does so where answers are long.
     Groups that were ended before they were scored have no reward. What was still being drawn counts as long
     as the longest of the batch that it missed, so the true difference in length is rather larger than d.
 
@@ -59,6 +60,11 @@ class BiasMeter:
         known = [reward if math.isfinite(reward) else None for reward in rewards]
         self._groups.append((list(lengths), known, list(used)))
 
+    @property
+    def drops(self) -> bool:
+        """Whether anything of these groups was not used."""
+        return not all(use for _, _, uses in self._groups for use in uses)
+
     def record(self) -> dict[str, float]:
         """`bias/dropped_share` of the trajectories, and d of each fact where the numbers tell it."""
         if not self._groups:
@@ -69,6 +75,8 @@ class BiasMeter:
 
     def warning(self) -> str | None:
         """A sentence where dropping selects: |d| is above the threshold and above what chance does."""
+        if not self.drops:
+            return None
         biased = {
             name: difference
             for name, (difference, error) in self._differences().items()
@@ -80,8 +88,8 @@ class BiasMeter:
         dropped = self.record()["bias/dropped_share"]
         return (
             f"what is trained on differs from what was sampled, in standard deviations: {moved} (of the last "
-            f"{len(self._groups)} groups {dropped:.0%} were dropped); wait for slow groups (flow.stale wait, "
-            "flow.spare_groups 0) or raise flow.staleness"
+            f"{len(self._groups)} groups {dropped:.0%} was not used); wait for slow groups (flow.stale wait, "
+            "flow.spare_groups 0), raise flow.staleness, or see why rewards fail (reward/failed_share)"
         )
 
     def state(self) -> list[Any]:

@@ -136,7 +136,7 @@ class Source:
         self._config, self._runtime, self._log, self._ranks = config, runtime, log, ranks
         self._spans, self._watchdog = spans, watchdog
         self._ahead = config.flow.staleness > 0
-        # Elsewhere no group is dropped for being slow.
+        # Elsewhere nothing is left out but what has no reward.
         self._selects = config.flow.stale in ("drop", "withhold") or config.flow.spare_groups > 0
         self._apart = parts.runtime is not None
         self._rollouts = rollouts_of(
@@ -199,7 +199,8 @@ class Source:
         with self._waiting("sample", "its next batch"):
             self._reach("take")
             rolled = self._verbs.next_batch(self._config.limits.phase_s)
-        sampled, told = as_sampled(rolled), self._record(rolled)
+        sampled = as_sampled(rolled)
+        told = self._record(rolled, sampled.baselines)
         if self._apart and self._ranks.size > 1:
             self._ranks.hand_out(pack_batch(sampled, told))
         return sampled, told
@@ -271,9 +272,9 @@ class Source:
 
     def warning(self) -> str | None:
         """What to say of a selection among the samples."""
-        return self._bias.warning() if self._selects else None
+        return self._bias.warning()
 
-    def _record(self, rolled: Rolled) -> dict[str, float]:
+    def _record(self, rolled: Rolled, baselines: list[float] | None) -> dict[str, float]:
         taken, found = rolled.taken, {}
         if self._ahead:
             found = {
@@ -281,12 +282,12 @@ class Source:
                 "staleness/max": max(taken.staleness),
                 "staleness/dropped_groups": len(taken.dropped),
             }
-        if not self._selects:
-            return found
-        for number, group in zip(taken.numbers, rolled.groups, strict=True):
+        for index, (number, group) in enumerate(zip(taken.numbers, rolled.groups, strict=True)):
             out = taken.withheld.get(number, ())
             facts = [_facts(trajectory) for trajectory in group.trajectories]
-            used = [place not in out for place in range(len(facts))]
+            # As `training.estimate.usable` and `learn.train_on` have it.
+            lacks = baselines is not None and math.isnan(baselines[index])
+            used = [not (place in out or math.isnan(r) or lacks) for place, (_, r) in enumerate(facts)]
             self._bias.add([length for length, _ in facts], [reward for _, reward in facts], used)
         longest = max(float(t.num_actions) for group in rolled.groups for t in group.trajectories)
         for dropped in rolled.dropped:
@@ -295,7 +296,7 @@ class Source:
             facts += [(longest, math.nan)] * (self._config.rollout.samples_per_prompt - len(facts))
             lengths, rewards = [length for length, _ in facts], [reward for _, reward in facts]
             self._bias.add(lengths, rewards, [False] * len(facts))
-        return found | self._bias.record()
+        return found | self._bias.record() if self._selects or self._bias.drops else found
 
 
 def _facts(trajectory: Trajectory) -> tuple[float, float]:

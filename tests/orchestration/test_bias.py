@@ -58,6 +58,15 @@ def test_a_warning_where_dropping_selects_and_none_where_chance_drops(seed):
     assert "(of the last 400 groups " in warning
 
 
+def test_rewards_that_fail_where_answers_are_long_are_warned_of():
+    meter, rng = BiasMeter(), random.Random(0)
+    for _ in range(400):
+        lengths = [rng.randint(1, 100) for _ in range(8)]
+        meter.add(lengths, [math.nan if n > 60 else 1.0 for n in lengths], [n <= 60 for n in lengths])
+    warning = str(meter.warning())
+    assert "length -0." in warning and "see why rewards fail" in warning
+
+
 def test_few_groups_tell_nothing():
     meter = BiasMeter()
     assert meter.record() == {} and meter.warning() is None

@@ -207,6 +207,59 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
         close_fp64(told[name], expected)
 
 
+class Long(Echo):
+    """Says more to later prompts."""
+
+    def generate(self, prompts, params):
+        answers = super().generate(prompts, params)
+        lengths = [prompt[0] for prompt in prompts]
+        return [
+            replace(completion(*([7] * num), version=self.version), text=answer.text)
+            for num, answer in zip(lengths, answers, strict=True)
+        ]
+
+
+def told_of(folder, rows, **sections):
+    """What two batches of two prompts record, where nothing is dropped for being slow, and the warning."""
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2}
+    config, engine = recipe(steps=2, rollout=rollout, **sections), Long()
+    source = Source(
+        config,
+        parts(method=build_method(config), train_prompts=prompts(8)),
+        PromptStream(prompts(8), seed=0, shuffle=False),
+        runtime=InlineRuntime(engine, Table(rows, dict.fromkeys(rows, 0.5) | {"p3": None}), engine.load),
+        log=EventLog(folder / "events.jsonl", lambda: 0.0),
+        ranks=Ranks(),
+        spans=Spans(),
+        watchdog=None,
+    )
+    with source:
+        source.begin(None, 0)
+        _, first = source.next_batch()
+        source.published(1)
+        _, second = source.next_batch()
+    return first, second, source.warning()
+
+
+def test_what_has_no_reward_is_not_trained_on_and_compared_with_the_rest(tmp_path):
+    rows = {"p0": DIFFERENT, "p1": DIFFERENT, "p2": DIFFERENT, "p3": LONE}
+    first, second, warning = told_of(tmp_path, rows)
+    assert first == {} and warning is None
+    # Of lengths 1 to 4, each twice, the last is left out, of which the reward is not known.
+    expected = {"dropped_share": 1 / 8, "length": (16 / 7 - 2.5) / 1.25**0.5, "reward": 0, "difficulty": 0}
+    assert sorted(second) == sorted(f"bias/{name}" for name in expected)
+    for name, value in expected.items():
+        close_fp64(second[f"bias/{name}"], value)
+
+
+def test_a_group_whose_greedy_answer_has_no_reward_is_not_trained_on(tmp_path):
+    rows = dict.fromkeys(("p0", "p1", "p2", "p3"), DIFFERENT)
+    first, second, _ = told_of(tmp_path, rows, **REMAX)
+    assert first == {}
+    close_fp64(second["bias/dropped_share"], 2 / 8)
+    close_fp64(second["bias/length"], (2 - 2.5) / 1.25**0.5)
+
+
 class Ending(Replayed):
     """The last of it happens while the trainer waits for its turn."""
 

@@ -159,6 +159,20 @@ class LimitConfig(Section):
         description="divergence between trainer and sampler (mismatch/k3) above which a batch is kept as "
         "evidence, with a warning; null never is",
     )
+    effective_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of tokens that importance weights would leave in effect "
+        "(mismatch/effective_share) below which a batch is kept likewise; null never is",
+    )
+    bounded_share: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share of tokens whose importance weight policy.correction cuts (policy/bounded_share) "
+        "above which a batch is kept likewise; null never is",
+    )
     phase_s: PositiveFloat = Field(
         3_600.0,
         description="seconds that sampling, scoring, training or any other phase of a step may take; a run "

@@ -184,6 +184,8 @@ def _idle_without_reinforcement(config: RunConfig) -> Iterator[str]:
     idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
     idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
     idle += [name for name in ("advantage", "critic", "flow", "kernels") if name in _given(config)]
+    apart = {"mismatch_k3", "effective_share", "bounded_share"} & _given(config.limits)
+    idle += [f"limits.{name}" for name in sorted(apart)]
     idle += ["profile_steps"] * bool(config.profile_steps)
     idle += ["data.curriculum"] * (config.data.curriculum is not None)
     for key in idle:
@@ -286,6 +288,8 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
             "policy.correction weighs the proximal weights against the sampler's, which are the same with "
             "policy.proximal sampler; set policy.proximal: recompute"
         )
+    if config.limits.bounded_share is not None and policy.correction is None:
+        yield "limits.bounded_share has no effect without policy.correction, which cuts weights; remove it"
     if policy.proximal == "interpolate" and policy.correction is not None and policy.correction.normalise:
         yield (
             "policy.correction.normalise needs the weights of the whole optimizer step beforehand; set "

@@ -17,6 +17,14 @@ from millrace.protocols import StepReport
 EQUAL_BATCHES = 20
 # A policy has collapsed when its accuracy is below this share of the best seen.
 COLLAPSED_SHARE = 0.5
+# What to do where trainer and sampler have come apart, by the limit that was passed.
+_FAR = "The policy goes far while a token waits: lower policy.optimizer.learning_rate or flow.staleness"
+ADVICE = {
+    "mismatch_k3": "Compare mismatch/fresh_max: where that is large the sampler computes with other weights "
+    "or other arithmetic, else its tokens are too old",
+    "effective_share": f"{_FAR}, or raise policy.optimizer_steps_per_batch",
+    "bounded_share": f"{_FAR}, or widen the bounds of policy.correction",
+}
 
 
 class RunStopped(RuntimeError):
@@ -123,27 +131,45 @@ def check_steps(
 
 
 def check_mismatch(
-    record: dict[str, float], batch: Batch | None, *, limit: float | None, folder: Path
-) -> str | None:
-    """A warning if the trainer finds its sampler's tokens too unlikely; the first such batch is kept.
+    record: dict[str, float],
+    batch: Batch | None,
+    *,
+    k3: float | None,
+    effective_share: float | None,
+    bounded_share: float | None,
+    folder: Path,
+) -> list[str]:
+    """A warning for each limit by which trainer and sampler have come apart; the first such batch is kept.
 
     Args:
         record: of the batch just trained on.
         batch: that one, packed.
-        limit: of `mismatch/k3`; None for none.
-        folder: for evidence.
+        k3: most that `mismatch/k3` may be; None for any.
+        effective_share: least that `mismatch/effective_share` may be; likewise.
+        bounded_share: most that `policy/bounded_share` may be; likewise.
+        folder: for evidence, a file for each limit.
     """
-    found = record.get("mismatch/k3")
-    if limit is None or found is None or batch is None or found <= limit:
-        return None
-    path = folder / "mismatch"
-    if not path.with_suffix(".json").exists():
-        _keep_evidence(path, batch, {name: record[name] for name in record if name.startswith("mismatch/")})
-    return (
-        "trainer and sampler have come apart: mismatch/k3 has passed limits.mismatch_k3 = "
-        f"{limit:g}; the first batch is in {path}.safetensors. Compare mismatch/fresh_max: where that is "
-        "large the sampler computes with other weights or other arithmetic, else its tokens are too old"
-    )
+    told = []
+    for metric, setting, limit, how in (
+        ("mismatch/k3", "mismatch_k3", k3, "passed"),
+        ("mismatch/effective_share", "effective_share", effective_share, "fallen below"),
+        ("policy/bounded_share", "bounded_share", bounded_share, "passed"),
+    ):
+        found = record.get(metric)
+        if limit is None or found is None or batch is None:
+            continue
+        within = found >= limit if how == "fallen below" else found <= limit
+        if within:
+            continue
+        path = folder / setting
+        if not path.with_suffix(".json").exists():
+            numbers = {name: record[name] for name in record if name.startswith("mismatch/")}
+            _keep_evidence(path, batch, numbers | {metric: found})
+        told.append(
+            f"trainer and sampler have come apart: {metric} has {how} limits.{setting} = {limit:g}; the "
+            f"first batch is in {path}.safetensors. {ADVICE[setting]}"
+        )
+    return told
 
 
 def check_accuracy(progress: Progress, accuracy: float) -> str | None:

@@ -222,5 +222,12 @@ def _account(controller: Controller, learner: Learner, result: BatchResult, told
     limit = config.limits.nonfinite_steps
     folder = controller.folder.evidence
     controller.warn(check_steps(progress, result.reports, result.skipped, limit=limit, folder=folder))
-    most = config.limits.mismatch_k3
-    controller.warn(check_mismatch(result.record, result.batch, limit=most, folder=folder))
+    for sentence in check_mismatch(
+        result.record,
+        result.batch,
+        k3=config.limits.mismatch_k3,
+        effective_share=config.limits.effective_share,
+        bounded_share=config.limits.bounded_share,
+        folder=folder,
+    ):
+        controller.warn(sentence)

@@ -103,6 +103,10 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ({"steps": 0, "warmup": {"steps": 1}, "advantage": {"divide_by_std": False}}, f"advantage {IDLE}"),
     ({"steps": 0, "warmup": {"steps": 1}, "advantage": {"kind": "gae"}, "critic": {}}, f"advantage {IDLE}"),
     ({"steps": 0, "warmup": {"steps": 1}, "critic": {}}, f"critic {IDLE}"),
+    *(
+        ({"steps": 0, "warmup": {"steps": 1}, "limits": {name: 0.5}}, f"limits.{name} {IDLE}")
+        for name in ("mismatch_k3", "effective_share", "bounded_share")
+    ),
     ({"steps": 0, "warmup": {"steps": 1}, "kernels": {"scan": "loop"}}, f"kernels {IDLE}"),
     (
         {"rollout": {"samples_per_prompt": 1}},
@@ -244,6 +248,10 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
             "k3 or abs",
         )
         for estimator in ("full", "k1+", "k3+")
+    ),
+    (
+        {"limits": {"bounded_share": 0.1}},
+        "limits.bounded_share has no effect without policy.correction, which cuts weights; remove it",
     ),
     (
         {"policy": kl(horizon=5000)},

@@ -181,27 +181,71 @@ def test_a_policy_below_half_of_its_best_has_collapsed():
     assert check_accuracy(Progress(), 0.0) is None
 
 
-def test_a_sampler_that_came_apart_from_the_trainer_is_told_once_with_its_first_batch(tmp_path):
-    record = {"mismatch/k3": 0.3, "mismatch/max": 2.0, "policy/loss": 1.0}
-    first, second = random_batch(1), random_batch(2)
-    told = check_mismatch(record, first, limit=0.2, folder=tmp_path / "evidence")
-    path = tmp_path / "evidence" / "mismatch"
-    assert told is not None
-    assert told.startswith(
-        "trainer and sampler have come apart: mismatch/k3 has passed limits.mismatch_k3 = 0.2"
+def apart(record, batch, folder, **limits):
+    return check_mismatch(
+        record,
+        batch,
+        **{"k3": None, "effective_share": None, "bounded_share": None, **limits},
+        folder=folder,
     )
-    assert f"{path}.safetensors" in told
-    assert check_mismatch(record, second, limit=0.2, folder=tmp_path / "evidence") == told
-    kept = load_file(path.with_suffix(".safetensors"))
-    assert torch.equal(kept["token_T"], first.token_T)
-    assert torch.equal(kept["version_T"], first.version_T)
-    assert json.loads(path.with_suffix(".json").read_text()) == {"mismatch/k3": "0.3", "mismatch/max": "2.0"}
 
 
 @pytest.mark.parametrize(
-    ("record", "limit"),
-    [({"mismatch/k3": 0.2}, 0.2), ({"mismatch/k3": 9.0}, None), ({}, 0.2)],
+    ("metric", "limit", "found", "sentence"),
+    [
+        ("mismatch/k3", {"k3": 0.2}, 0.3, "mismatch/k3 has passed limits.mismatch_k3 = 0.2"),
+        (
+            "mismatch/effective_share",
+            {"effective_share": 0.5},
+            0.4,
+            "mismatch/effective_share has fallen below limits.effective_share = 0.5",
+        ),
+        (
+            "policy/bounded_share",
+            {"bounded_share": 0.0},
+            0.1,
+            "policy/bounded_share has passed limits.bounded_share = 0",
+        ),
+    ],
 )
-def test_a_mismatch_within_its_limit_is_no_news(tmp_path, record, limit):
-    assert check_mismatch(record, random_batch(1), limit=limit, folder=tmp_path) is None
+def test_a_sampler_that_came_apart_from_the_trainer_is_told_once_with_its_first_batch(
+    metric, limit, found, sentence, tmp_path
+):
+    record = {metric: found, "mismatch/max": 2.0, "policy/loss": 1.0}
+    first, second = random_batch(1), random_batch(2)
+    (told,) = apart(record, first, tmp_path / "evidence", **limit)
+    path = tmp_path / "evidence" / sentence.split("limits.")[1].split()[0]
+    assert told.startswith(f"trainer and sampler have come apart: {sentence}; the first batch is in {path}.")
+    assert apart(record, second, tmp_path / "evidence", **limit) == [told]
+    kept = load_file(path.with_suffix(".safetensors"))
+    assert torch.equal(kept["token_T"], first.token_T)
+    assert torch.equal(kept["version_T"], first.version_T)
+    assert json.loads(path.with_suffix(".json").read_text()) == {metric: str(found), "mismatch/max": "2.0"}
+
+
+def test_each_limit_that_was_passed_has_its_own_sentence_and_batch(tmp_path):
+    record = {"mismatch/k3": 9.0, "mismatch/effective_share": 0.1, "policy/bounded_share": 0.9}
+    told = apart(record, random_batch(1), tmp_path, k3=0.2, effective_share=0.5, bounded_share=0.5)
+    assert len(told) == len(set(told)) == 3
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == [
+        "bounded_share",
+        "effective_share",
+        "mismatch_k3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "limits"),
+    [
+        ({"mismatch/k3": 0.2}, {"k3": 0.2}),
+        ({"mismatch/k3": 9.0}, {}),
+        ({}, {"k3": 0.2, "effective_share": 1.0, "bounded_share": 0.0}),
+        ({"mismatch/effective_share": 0.5}, {"effective_share": 0.5}),
+        ({"mismatch/effective_share": 0.1}, {}),
+        ({"policy/bounded_share": 0.5}, {"bounded_share": 0.5}),
+        ({"policy/bounded_share": 1.0}, {}),
+    ],
+)
+def test_a_mismatch_within_its_limit_is_no_news(tmp_path, record, limits):
+    assert apart(record, random_batch(1), tmp_path, **limits) == []
     assert list(tmp_path.iterdir()) == []

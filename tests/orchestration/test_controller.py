@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace import resume, train
-from millrace.orchestration import controller
+from millrace.orchestration import controller, learn
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.summary import versions
 from tests.end_to_end.tiny import tiny_recipe
@@ -100,6 +100,24 @@ def test_a_warning_is_kept_once_however_often_the_run_is_resumed(tmp_path):
     (warning,) = report.warnings
     (Path(report.run) / "summary.json").unlink()
     assert resume(report.run, quiet=True).warnings == [warning]
+
+
+def test_a_run_warns_by_each_limit_of_what_comes_between_trainer_and_sampler(tmp_path, monkeypatch):
+    apart = {"mismatch/k3": 0.5, "mismatch/effective_share": 0.2}
+    monkeypatch.setattr(learn, "_mismatch", lambda *batch: apart)
+    limits = {"limits.mismatch_k3": 0.4, "limits.effective_share": 0.3, "limits.bounded_share": 0.9}
+    # Every weight is about 1, and so is cut.
+    bounds = {"policy.proximal": "recompute", "policy.correction": {"high": 0.1}}
+    report = run(tmp_path, **{"policy.kl.coefficient": 0.1}, **limits, **bounds)
+    told = [sentence.partition("; the first batch is in ")[0] for sentence in report.warnings]
+    assert sorted(told) == [
+        "trainer and sampler have come apart: mismatch/effective_share has fallen below "
+        "limits.effective_share = 0.3",
+        "trainer and sampler have come apart: mismatch/k3 has passed limits.mismatch_k3 = 0.4",
+        "trainer and sampler have come apart: policy/bounded_share has passed limits.bounded_share = 0.9",
+    ]
+    kept = sorted(path.name for path in (Path(report.run) / "evidence").glob("*.safetensors"))
+    assert kept == ["bounded_share.safetensors", "effective_share.safetensors", "mismatch_k3.safetensors"]
 
 
 def test_the_summary_is_the_report(tmp_path):

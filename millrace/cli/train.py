@@ -31,7 +31,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print the result alone.")]
 def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Train a policy in a new run folder.
 
-    Ctrl-C finishes the step, saves and leaves; a second one leaves at once.
+    Ctrl-C or SIGTERM finishes the step, saves and leaves; a second one leaves at once.
 
     Exit code: 0 finished, 130 interrupted, 1 failed, 2 a mistake in the recipe.
     """
@@ -117,10 +117,12 @@ def result_lines(report: RunReport) -> list[str]:
 
     run = shlex.quote(report.run)
     spent = clock_text(report.wall_s)
-    done = f"batch {report.steps}" if report.steps else f"step {report.warmup_steps} of the warm-up"
+    warmed = report.warmup_steps and not report.steps
+    done = f"step {report.warmup_steps} of the warm-up" if warmed else f"batch {report.steps}"
     if report.status == "interrupted":
+        why = "out of time (limits.run_s)" if report.out_of_time else "interrupted"
         return [
-            f"interrupted after {done} at {spent}; everything is saved",
+            f"{why} after {done} at {spent}; everything is saved",
             f"continue: millrace resume {run}",
         ]
     before, after, best = (

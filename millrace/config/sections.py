@@ -173,6 +173,11 @@ class LimitConfig(Section):
         description="share of tokens whose importance weight policy.correction cuts (policy/bounded_share) "
         "above which a batch is kept likewise; null never is",
     )
+    run_s: PositiveFloat | None = Field(
+        None,
+        description="seconds from start or resumption within which a run saves and leaves, as after Ctrl-C: "
+        "after a step, when less is left than its longest step and longest save have taken; null is any",
+    )
     phase_s: PositiveFloat = Field(
         3_600.0,
         description="seconds that sampling, scoring, training or any other phase of a step may take; a run "

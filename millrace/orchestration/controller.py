@@ -22,9 +22,9 @@ from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_accuracy, check_evaluation
 from millrace.orchestration.companions import CRITIC
-from millrace.orchestration.evaluate import Evaluation, evaluate, is_right
+from millrace.orchestration.evaluate import Evaluation, evaluate
 from millrace.orchestration.follower import Follower
-from millrace.orchestration.interrupt import Interrupts
+from millrace.orchestration.interrupt import Deadline, Interrupted, Interrupts
 from millrace.orchestration.learn import Learner
 from millrace.orchestration.memory import owners
 from millrace.orchestration.parts import Parts
@@ -44,10 +44,6 @@ from millrace.planner.model_shape import ModelShape
 from millrace.training.checkpoint import flush, verify_checkpoint, write_state
 from millrace.training.offload import Owner
 from millrace.training.policy import PolicyTrainer
-
-
-class Interrupted(Exception):
-    """The user asked to leave; everything is saved."""
 
 
 class Controller:
@@ -105,13 +101,13 @@ class Controller:
         )
         self.trainer: PolicyTrainer | None = None
         self.learner: Learner | None = None
-        self._saver = saver
-        self._recipe, self._interrupts = recipe, interrupts
+        self._saver, self._recipe, self._interrupts = saver, recipe, interrupts
         self._metrics, self._trackers = metrics, trackers
         self._started_s = started_s - progress.wall_s
+        self._deadline = Deadline(config.limits.run_s, started_s)
         self.part: Part | None = None  # on the first rank, of another run, where this one repeats one
-        self._scored_demonstrations = (0, 0)
-        self._saved = ""
+        self.scored_demonstrations = (0, 0)  # how many, and how many of them earned full marks
+        self._saved, self._late = "", False
         self._published: int | None = None
 
     @property
@@ -284,6 +280,7 @@ class Controller:
         Raises:
             CheckpointError: the one before could not be written.
         """
+        began_s = time.monotonic()
         progress, trainer = self.progress, self.trainer
         assert trainer is not None
         progress.order += 1
@@ -308,6 +305,10 @@ class Controller:
                 save_config(critic.model, aside / CRITIC)
             write_state(aside, progress.to_json())
 
+        def done() -> None:
+            self.tidy(saved)
+            progress.save_s = max(progress.save_s, time.monotonic() - began_s)
+
         with self.spans("save"):
             self.turns.meet()
             # One copy of everything in host memory is enough.
@@ -316,7 +317,7 @@ class Controller:
             if critic is not None:
                 snapshots[CRITIC] = snapshot(critic, self.ranks)
             folder = self.folder.checkpoints / progress.checkpoint_name
-            self._saver.save(folder, snapshots, begin=begin, done=lambda: self.tidy(saved))
+            self._saver.save(folder, snapshots, begin=begin, done=done)
         self._saved = progress.checkpoint_name
 
     def tidy(self, saved: Progress) -> None:
@@ -333,13 +334,13 @@ class Controller:
         self.folder.forget(saved.checkpoint_name, keep=self.config.checkpoint.keep, also=also)
 
     def leave_if_asked(self, source: Source | Follower | None = None) -> None:
-        """Save, unless that was just done, and raise Interrupted if the user pressed Ctrl-C.
+        """Save, unless that was just done, and leave if the user pressed Ctrl-C or the run is out of time.
 
         Args:
             source: of batches, if there is one.
 
         Raises:
-            Interrupted: the user did.
+            Interrupted: so it is.
             CheckpointError: what was being saved could not be written.
         """
         if self.ranks.agree(self._saver.failed):
@@ -347,31 +348,15 @@ class Controller:
         over = self.part is not None and self.part.over(self.progress.stage, self.progress.step)
         if self.part is not None and self._interrupts.asked:
             raise KeyboardInterrupt
+        self._late = not self._interrupts.asked and self._out_of_time()
+        if self._late:
+            self.console.say("limits.run_s is nearly over; saving, then leaving", "bold")
         # Each hears of Ctrl-C in its own time; they leave after the same step.
-        if self.ranks.agree(self._interrupts.asked or over):
+        if self.ranks.agree(self._interrupts.asked or over or self._late):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint(source)
             self._saver.settle()
             raise Interrupted
-
-    def try_demonstrations(self) -> None:
-        """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
-        shown = [prompt for prompt in self.parts.eval_prompts if prompt.demonstration]
-        if not shown:
-            return
-        with self.spans("score"):
-            outcomes = self.parts.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
-        right = sum(is_right(outcome, self.parts.full_marks) for outcome in outcomes)
-        self._scored_demonstrations = (len(shown), right)
-        if right == len(shown):
-            self.console.say(f"rewards tried on {len(shown)} held-out reference answers: all earn full marks")
-            return
-        wrong = next(i for i, outcome in enumerate(outcomes) if not is_right(outcome, self.parts.full_marks))
-        why = outcomes[wrong].reason or f"reward {outcomes[wrong].value:g} of {self.parts.full_marks:g}"
-        self.warn(
-            f"{len(shown) - right} of {len(shown)} held-out reference answers do not earn full marks "
-            f"from this recipe's rewards; the first is {shown[wrong].id}: {why}"
-        )
 
     def finish(self, status: Literal["finished", "interrupted", "failed"]) -> RunReport:
         """Write the summary and the report."""
@@ -382,7 +367,8 @@ class Controller:
             run=self.folder.path,
             recipe=self._recipe,
             status=status,
-            demonstrations=self._scored_demonstrations,
+            demonstrations=self.scored_demonstrations,
+            out_of_time=self._late,
         )
         self.folder.write_json(self.folder.summary, asdict(report))
         write_report(self.folder.path)
@@ -393,6 +379,14 @@ class Controller:
         stage = self.progress.stage
         steps = warmup.steps if warmup is not None and stage == "warmup" else self.config.steps
         return {"stage": stage, "step": self.progress.step, "steps": steps}
+
+    def _out_of_time(self) -> bool:
+        """Whether the first rank's clock says so; a repetition takes its time, and what is done may end."""
+        stands = self._stands()
+        last = stands["stage"] == "reinforcement" or not self.config.steps
+        ended = last and stands["step"] == stands["steps"]
+        near = self._deadline.near(self.progress.save_s)
+        return near and not ended and self.ranks.first and self.part is None
 
     def _stalled(self, text: str) -> None:
         """From the watchdog, while the run's own thread hangs: what a resumed run begins with is saved."""

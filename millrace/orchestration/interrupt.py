@@ -1,12 +1,53 @@
-"""Ctrl-C once: finish the step, save, leave. Twice: leave now."""
+"""When a run leaves before its end.
+
+Ctrl-C once: finish the step, save, leave. Twice: leave now. Out of time: after a step, save and leave.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
+
+
+class Interrupted(Exception):
+    """The run was to leave; everything is saved."""
+
+
+class Deadline:
+    """When a run of limited time has to leave, so that what it saves is written in time.
+
+    It is near when less time is left than another step and a save may take: the longest step so far, the
+    first with all that came before it, and the longest save.
+    """
+
+    def __init__(
+        self, limit_s: float | None, started_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """No step was done.
+
+        Args:
+            limit_s: seconds from the start; None for any number.
+            started_s: by the clock.
+            clock: seconds, never going back.
+        """
+        self._limit_s, self._started_s, self._clock = limit_s, started_s, clock
+        self._last_s, self._longest_s = started_s, 0.0
+
+    def near(self, save_s: float) -> bool:
+        """Whether to leave; asked once after each step.
+
+        Args:
+            save_s: of the longest save.
+        """
+        now = self._clock()
+        self._longest_s, self._last_s = max(self._longest_s, now - self._last_s), now
+        if self._limit_s is None:
+            return False
+        return now + self._longest_s + save_s > self._started_s + self._limit_s
 
 
 class Interrupts:

@@ -23,9 +23,9 @@ from millrace.observability.sinks import JsonlSink, Sink, TensorBoardSink
 from millrace.orchestration.alarms import RunStopped
 from millrace.orchestration.build import build, choose_device
 from millrace.orchestration.comparison import Comparison
-from millrace.orchestration.controller import Controller, Interrupted
+from millrace.orchestration.controller import Controller
 from millrace.orchestration.fleet import DrawFailed
-from millrace.orchestration.interrupt import Interrupts
+from millrace.orchestration.interrupt import Interrupted, Interrupts
 from millrace.orchestration.loops import run
 from millrace.orchestration.out_of_memory import explained
 from millrace.orchestration.parts import Parts

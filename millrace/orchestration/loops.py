@@ -15,6 +15,7 @@ from millrace.observability.profile import Profiler
 from millrace.observability.tables import write_table
 from millrace.orchestration.alarms import check_mismatch, check_rewards, check_steps
 from millrace.orchestration.controller import Controller
+from millrace.orchestration.evaluate import is_right
 from millrace.orchestration.follower import Follower
 from millrace.orchestration.learn import BatchResult, Learner, train_on
 from millrace.orchestration.memory import fullest
@@ -30,12 +31,12 @@ def run(controller: Controller, checkpoint: Path | None) -> None:
         checkpoint: that one; None at the beginning.
 
     Raises:
-        Interrupted: the user asked to leave; everything is saved.
+        Interrupted: the user asked to leave, or the run is out of time; everything is saved.
         RunStopped: it cannot usefully go on.
         CheckpointError: the reference policy is damaged, or a checkpoint cannot be written.
     """
     config, progress = controller.config, controller.progress
-    controller.try_demonstrations()
+    try_demonstrations(controller)
     if progress.order and controller.ranks.first:
         controller.tidy(progress)
     if progress.stage == "warmup" and config.warmup is None:
@@ -47,6 +48,29 @@ def run(controller: Controller, checkpoint: Path | None) -> None:
             begin_reinforcement(controller)
     if progress.stage == "reinforcement":
         reinforce(controller, checkpoint)
+
+
+def try_demonstrations(controller: Controller) -> None:
+    """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
+    parts = controller.parts
+    shown = [prompt for prompt in parts.eval_prompts if prompt.demonstration]
+    if not shown:
+        return
+    with controller.spans("score"):
+        outcomes = parts.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
+    right = sum(is_right(outcome, parts.full_marks) for outcome in outcomes)
+    controller.scored_demonstrations = (len(shown), right)
+    if right == len(shown):
+        controller.console.say(
+            f"rewards tried on {len(shown)} held-out reference answers: all earn full marks"
+        )
+        return
+    wrong = next(i for i, outcome in enumerate(outcomes) if not is_right(outcome, parts.full_marks))
+    why = outcomes[wrong].reason or f"reward {outcomes[wrong].value:g} of {parts.full_marks:g}"
+    controller.warn(
+        f"{len(shown) - right} of {len(shown)} held-out reference answers do not earn full marks "
+        f"from this recipe's rewards; the first is {shown[wrong].id}: {why}"
+    )
 
 
 def warm_up(controller: Controller, checkpoint: Path | None) -> None:

@@ -23,6 +23,7 @@ class Progress:
         warmup_steps: optimizer steps of the warm-up.
         gate_open: the warm-up's held-out accuracy has reached its gate.
         wall_s: seconds of work, over all processes of the run.
+        save_s: of the longest checkpoint, until it was whole.
         tokens_sampled: tokens drawn while training (evaluation aside).
         tokens_trained: chosen tokens a gradient was computed for.
         skipped_steps: optimizer steps left out because the gradient was not finite.
@@ -47,6 +48,7 @@ class Progress:
     warmup_steps: int = 0
     gate_open: bool = False
     wall_s: float = 0.0
+    save_s: float = 0.0
     tokens_sampled: int = 0
     tokens_trained: int = 0
     skipped_steps: int = 0
@@ -85,6 +87,7 @@ class RunReport:
         name: of the run.
         recipe: it was made from.
         status: `finished`, or `interrupted` (resume it), or `failed` (the reason is the last warning).
+        out_of_time: whether it was interrupted because `limits.run_s` was nearly over.
         eval_before: held-out accuracy before reinforcement (before training, if there is none).
         eval_after: held-out accuracy of the last weights; null if the run did not end.
         eval_best: the best seen.
@@ -111,6 +114,7 @@ class RunReport:
     name: str
     recipe: str
     status: Literal["finished", "interrupted", "failed"]
+    out_of_time: bool
     eval_before: float | None
     eval_after: float | None
     eval_best: float | None

@@ -19,6 +19,7 @@ def run_report(
     recipe: str,
     status: Literal["finished", "interrupted", "failed"],
     demonstrations: tuple[int, int],
+    out_of_time: bool,
 ) -> RunReport:
     """The summary of a run.
 
@@ -29,6 +30,7 @@ def run_report(
         recipe: it was made from.
         status: how it ended.
         demonstrations: held-out reference answers that the rewards were tried on, and those with full marks.
+        out_of_time: whether it was interrupted because its time was nearly over.
     """
     warming = progress.stage == "warmup"
     return RunReport(
@@ -36,6 +38,7 @@ def run_report(
         name=run.name,
         recipe=recipe,
         status=status,
+        out_of_time=out_of_time,
         eval_before=progress.eval_before,
         eval_after=progress.eval_after,
         eval_best=progress.eval_best,

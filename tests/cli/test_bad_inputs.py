@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from millrace.observability.console import Console
 from tests.cli.lab import Lab, Result
 from tests.cli.preferences import language_model, pair_lines
 from tests.cli.test_stopped_runs import STOPPED
@@ -295,6 +294,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     **STOPPED,
     "Ctrl-C once": partial(interrupted, twice=False),
     "Ctrl-C twice": partial(interrupted, twice=True),
+    "the time of a run, `limits.run_s`, is nearly over": overridden("limits.run_s=0.001"),
     "the name of the run is taken": taken_name,
     "it is not a run folder": after_a_run("resume", "runs"),
     "the run is finished": after_a_run("resume", "runs/tiny-1"),
@@ -384,19 +384,3 @@ def test_what_was_saved_before_a_full_disk_can_be_resumed(lab):
     lab.patch.undo()
     lab.patch.chdir(lab.folder)
     assert lab("resume", "runs/tiny-1", "--quiet").code == 0
-
-
-def test_an_interrupted_run_is_continued(lab):
-    before = Console.stage
-
-    def stage(self: Console, *words) -> None:
-        before(self, *words)
-        signal.raise_signal(signal.SIGINT)
-
-    lab.patch.setattr(Console, "stage", stage)
-    assert lab.train().out.splitlines()[-2].startswith("interrupted after batch 1 at 0:0")
-    assert json.loads(Path("runs/tiny-1/summary.json").read_text())["status"] == "interrupted"
-    lab.patch.setattr(Console, "stage", before)
-    result = lab("resume", "runs/tiny-1")
-    assert "resumed from runs/tiny-1/checkpoints/step-000001" in result.out.splitlines()
-    assert (result.code, result.err) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import typer
 
 from millrace.cli.train import result_lines, show_result, start_ranks
 from millrace.config.mesh import MeshConfig
+from millrace.observability.console import Console
 from millrace.orchestration.progress import RunReport
 from millrace.orchestration.runtime import local
 from millrace.planner.errors import PlanError
@@ -59,6 +61,46 @@ def test_an_interrupted_run_leaves_with_130_and_how_to_continue(capsys):
         "interrupted after batch 12 at 3:12; everything is saved",
         "continue: millrace resume 'runs/my run-1'",
     ]
+
+
+def test_an_interrupted_run_is_continued(lab):
+    before = Console.stage
+
+    def stage(self: Console, *words) -> None:
+        before(self, *words)
+        signal.raise_signal(signal.SIGINT)
+
+    lab.patch.setattr(Console, "stage", stage)
+    assert lab.train().out.splitlines()[-2].startswith("interrupted after batch 1 at 0:0")
+    assert json.loads(Path("runs/tiny-1/summary.json").read_text())["status"] == "interrupted"
+    lab.patch.setattr(Console, "stage", before)
+    result = lab("resume", "runs/tiny-1")
+    assert "resumed from runs/tiny-1/checkpoints/step-000001" in result.out.splitlines()
+    assert (result.code, result.err) == (0, "")
+
+
+def test_a_run_out_of_time_says_so(capsys):
+    with pytest.raises(typer.Exit) as left:
+        show_result(report(status="interrupted", out_of_time=True, steps=12))
+    assert left.value.exit_code == 130
+    assert capsys.readouterr().out.splitlines() == [
+        "out of time (limits.run_s) after batch 12 at 3:12; everything is saved",
+        "continue: millrace resume runs/quickstart-1",
+    ]
+
+
+def test_a_run_of_limited_time_leaves_saved_and_comes_to_its_end_when_resumed(lab):
+    """Within no time each process does one step; the last one is the end."""
+    told = [lab.train("limits.run_s=0.001")]
+    told += [lab("resume", "runs/tiny-1") for _ in range(2)]
+    assert [result.code for result in told] == [130, 130, 0]
+    said = "limits.run_s is nearly over; saving, then leaving"
+    assert [said in result.out.splitlines() for result in told] == [True, True, False]
+    for batch, result in enumerate(told[:2]):
+        last = result.out.splitlines()[-2]
+        assert last.startswith(f"out of time (limits.run_s) after batch {batch} at "), last
+    summary = json.loads(Path("runs/tiny-1/summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["out_of_time"]) == ("finished", 2, False)
 
 
 def test_a_layout_that_cannot_be_is_refused_before_a_process_is_started(monkeypatch):

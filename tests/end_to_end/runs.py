@@ -102,7 +102,9 @@ def contents(folder: Path) -> dict[str, Any]:
         "checkpoints": checkpoints,
         "best": json.loads((folder / "best.json").read_text()),
         "summary": {key: value for key, value in summary.items() if key not in ("run", "name", "wall_s")},
-        "state": {key: value for key, value in state.items() if key not in ("wall_s", "metrics_bytes")},
+        "state": {
+            key: value for key, value in state.items() if key not in ("wall_s", "save_s", "metrics_bytes")
+        },
     }
 
 

@@ -128,7 +128,6 @@ PINNED = {
         source(self) -> Source | Follower
         stream(self) -> PromptStream
         tidy(self, saved: Progress) -> None
-        try_demonstrations(self) -> None
         wall_s (property) -> float
         warn(self, text: str | None) -> None
     """,

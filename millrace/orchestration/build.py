@@ -251,7 +251,7 @@ def build_reward(config: RunConfig, device: torch.device) -> Reward:
         for _, _, reward in parts:
             reward.close()
         raise
-    return CombinedReward(parts)
+    return CombinedReward(parts, apart=[reward for *_, reward in parts if isinstance(reward, IsolatedReward)])
 
 
 def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) -> Reward:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 from millrace.rewards.errors import RewardError
@@ -19,7 +21,7 @@ class Part(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the part holds."""
+        """Give back what the part holds. A call of `score` in another thread ends soon."""
         ...
 
 
@@ -29,15 +31,19 @@ class CombinedReward:
     An outcome is `failed` if any part failed, else `invalid` if any part is invalid (its value is still the
     weighted sum), else a `score`. `Outcome.parts` holds each part's own value, without its weight, by name.
 
+    Parts that judge elsewhere do so side by side, each asked by a thread of its own. The others compute one
+    after the other in the thread that calls, whose threads and device are torch's.
+
     Args:
         parts: name, weight and reward of each part. A name that was taken gets a number: format, format-2.
+        apart: those rewards of them that judge elsewhere.
 
     Raises:
         RewardError: there is no part, or a weight is not finite.
     """
 
-    def __init__(self, parts: Sequence[tuple[str, float, Part]]) -> None:
-        """Name the parts."""
+    def __init__(self, parts: Sequence[tuple[str, float, Part]], *, apart: Container[Part] = ()) -> None:
+        """Name the parts; no thread is started yet."""
         if not parts:
             raise RewardError("there is no reward to combine; name at least one under rewards")
         for name, weight, _ in parts:
@@ -46,17 +52,41 @@ class CombinedReward:
         self._weights = [weight for _, weight, _ in parts]
         self._rewards = [reward for _, _, reward in parts]
         self.names = _distinct([name for name, _, _ in parts])
+        # Alone, a part is asked by whoever calls.
+        self._apart = [reward in apart and len(parts) > 1 for reward in self._rewards]
+        self._threads = ThreadPoolExecutor(max(1, sum(self._apart)), "millrace-judge")
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order."""
-        columns = [reward.score(prompts, completions) for reward in self._rewards]
+        """One outcome for each completion, in order.
+
+        Raises:
+            Exception: what the first part raised that did, once all have ended.
+        """
+        calls = [partial(reward.score, prompts, completions) for reward in self._rewards]
+        columns = [found.result() for found in self._all(calls)]
         return [self._sum(outcomes) for outcomes in zip(*columns, strict=True)]
 
     def close(self) -> None:
         """Close every part, also where one of them raises."""
         with ExitStack() as stack:
+            stack.callback(self._threads.shutdown)
             for reward in self._rewards:
                 stack.callback(reward.close)
+
+    def _all(self, calls: Sequence[Callable[[], list[Outcome]]]) -> list[Future[list[Outcome]]]:
+        """What each part's call gave or raised."""
+        pairs = list(zip(calls, self._apart, strict=True))
+        asked = [self._threads.submit(call) if apart else None for call, apart in pairs]
+        try:
+            found = [one or _called(call) for one, call in zip(asked, calls, strict=True)]
+            wait(found)
+        except BaseException:
+            # Ctrl-C must not wait for judges, and whoever leaves joins their threads.
+            for one, reward in zip(asked, self._rewards, strict=True):
+                if one is not None and not one.cancel():
+                    reward.close()
+            raise
+        return found
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
         parts = {name: outcome.value for name, outcome in zip(self.names, outcomes, strict=True)}
@@ -74,6 +104,16 @@ class CombinedReward:
         return math.fsum(
             weight * outcome.value for weight, outcome in zip(self._weights, outcomes, strict=True)
         )
+
+
+def _called(call: Callable[[], list[Outcome]]) -> Future[list[Outcome]]:
+    """What a call in this thread gave or raised."""
+    found: Future[list[Outcome]] = Future()
+    try:
+        found.set_result(call())
+    except Exception as error:
+        found.set_exception(error)
+    return found
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from millrace.inference.engine import PagedEngine
 from millrace.inference.reference import ReferenceEngine
 from millrace.models.heads import save_scalar_model
 from millrace.models.load import ModelError
-from millrace.orchestration.build import build, choose_device
+from millrace.orchestration.build import build, build_reward, choose_device
 from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.parts import SetupError
 from millrace.rewards.errors import RewardError
 from millrace.training.optimizer import start_optimizer
 from millrace.transport.local import WeightSyncError
+from millrace.types import Prompt
 from tests.close import close_fp64
 from tests.end_to_end.tiny import tiny_recipe
 from tests.training.pieces import random_batch
@@ -235,6 +237,26 @@ def test_a_reward_that_cannot_start_stops_the_build_with_its_reason(tmp_path, mo
     rewards = [{"kind": "format", "pattern": "x"}, {"kind": "function", "function": "nowhere:grade"}]
     with pytest.raises(RewardError, match="nowhere"):
         build(tiny_recipe(tmp_path, {"rewards": rewards}), None)
+
+
+def test_reward_functions_judge_side_by_side(tmp_path, monkeypatch):
+    """Each of the two waits until the other has begun."""
+    (tmp_path / "meeting.py").write_text(
+        "import pathlib, time\n"
+        "def meet(me, other):\n"
+        "    pathlib.Path(me).touch()\n"
+        "    while not pathlib.Path(other).exists():\n"
+        "        time.sleep(0.01)\n"
+        "    return 1.0\n"
+        "def one(prompt, completion, answer, row): return meet('one', 'two')\n"
+        "def two(prompt, completion, answer, row): return meet('two', 'one')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    entries = [{"kind": "function", "function": f"meeting:{name}"} for name in ("one", "two")]
+    config = tiny_recipe(tmp_path, {"rewards": [*entries, {"kind": "exact", "weight": 4}]})
+    with closing(build_reward(config, torch.device("cpu"))) as reward:
+        (outcome,) = reward.score([Prompt("train:0", (1,), "1+1=", "2")], ["2"])
+    assert (outcome.kind, outcome.value) == ("score", 6.0)
 
 
 def test_cuda_where_there_is_none_is_refused(monkeypatch):

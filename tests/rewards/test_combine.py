@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -111,3 +112,85 @@ def test_every_part_is_closed_even_if_one_raises():
     with pytest.raises(RuntimeError, match="cannot close"):
         reward.close()
     assert first.closed and last.closed
+
+
+class Calls(Always):
+    """Does something first, and remembers the thread."""
+
+    def __init__(self, value: float, first: Callable[[], object]) -> None:
+        super().__init__(Outcome("score", value))
+        self.first = first
+        self.thread = ""
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        self.thread = threading.current_thread().name
+        self.first()
+        return super().score(prompts, completions)
+
+
+def test_rewards_that_judge_elsewhere_do_so_side_by_side_and_the_others_where_they_are_asked():
+    """Each waits until all have begun; one after the other they would break the barrier."""
+    together = threading.Barrier(3, timeout=10)
+    first, here, last = (Calls(value, together.wait) for value in (1.0, 2.0, 4.0))
+    reward = CombinedReward([("a", 1.0, first), ("b", 1.0, here), ("c", 1.0, last)], apart=[first, last])
+    for _ in range(2):
+        (outcome,) = reward.score([PROMPT], ["text"])
+        assert (outcome.value, outcome.parts) == (7.0, {"a": 1.0, "b": 2.0, "c": 4.0})
+        assert here.thread == threading.current_thread().name
+    names = {first.thread, last.thread}
+    assert names == {"millrace-judge_0", "millrace-judge_1"}
+    reward.close()
+    assert first.closed and here.closed and last.closed
+    assert not names & {thread.name for thread in threading.enumerate()}
+
+
+def test_a_reward_alone_is_asked_by_whoever_calls():
+    alone = Calls(1.0, lambda: None)
+    CombinedReward([("a", 1.0, alone)], apart=[alone]).score([PROMPT], ["text"])
+    assert alone.thread == threading.current_thread().name
+
+
+@pytest.mark.parametrize("apart", [(0, 1, 2), (0, 2), (1, 2), (2,), ()])
+def test_of_several_errors_the_first_rewards_is_raised_once_all_have_ended(apart):
+    done = threading.Event()
+
+    def raise_late() -> None:
+        if apart != ():
+            assert done.wait(10)
+        raise ValueError("first")
+
+    def raise_soon() -> None:
+        done.set()
+        raise ValueError("last")
+
+    rewards = [Calls(1.0, lambda: None), Calls(1.0, raise_late), Calls(1.0, raise_soon)]
+    parts = [(str(place), 1.0, part) for place, part in enumerate(rewards)]
+    reward = CombinedReward(parts, apart=[rewards[place] for place in apart])
+    with pytest.raises(ValueError, match="first"):
+        reward.score([PROMPT], ["text"])
+    assert rewards[2].thread
+    reward.close()
+
+
+def test_ctrl_c_closes_rewards_that_judge_elsewhere_so_that_nobody_waits_for_them():
+    begun, over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Endless(Calls):
+        def close(self) -> None:
+            over.set()
+
+    def judge() -> None:
+        begun.set()
+        assert over.wait(10)
+        ended.set()
+
+    def interrupt() -> None:
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+
+    endless = Endless(1.0, judge)
+    reward = CombinedReward([("a", 1.0, endless), ("b", 1.0, Calls(1.0, interrupt))], apart=[endless])
+    with pytest.raises(KeyboardInterrupt):
+        reward.score([PROMPT], ["text"])
+    assert ended.wait(10)
+    reward.close()

@@ -195,6 +195,24 @@ def test_an_interrupted_call_leaves_no_judge_behind(make, monkeypatch):
     assert [outcome.value for outcome in score(reward, "value 3", "value 4")] == [3.0, 4.0]
 
 
+def test_closing_ends_a_call_in_another_thread_and_a_later_one_judges_again(make):
+    reward, found = make(timeout_s=60.0), []
+
+    def call() -> None:
+        with pytest.raises(RewardError) as caught:
+            score(reward, "sleep 50", "value 2")
+        found.append(str(caught.value))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not Path("calls.txt").exists():
+        time.sleep(0.01)
+    reward.close()
+    thread.join(10)
+    assert found == ["reward function my_rewards:grade was closed while it judged"]
+    assert [outcome.value for outcome in score(reward, "value 3")] == [3.0]
+
+
 @pytest.mark.parametrize("judging", ["nothing", "sleep 60", "loop", "regex", "child"])
 def test_a_judge_dies_with_its_parent(make, judging, tmp_path):
     script = (

@@ -27,7 +27,9 @@ Recipe = Annotated[
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option(help="How many accelerators, and which, such as 128xH200; with --from how many alone."),
+    typer.Option(
+        help="How many accelerators, and which (else H100), such as 128xH200; with --from how many alone."
+    ),
 ]
 Split = Annotated[
     str, typer.Option(metavar="search|K", help="How many of them sample; search finds the best.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ from millrace.planner.step_time import step_time
 
 # Deviation of the logarithm of answers' lengths, where nothing else is known.
 SPREAD = 0.8
+# The accelerators that are meant where nobody says which.
+USUAL = "H100"
 # Simulations of a run that is compared with them: their mean is foreseen.
 NUM_SEEDS = 8
 
@@ -108,7 +111,7 @@ def planned_machines(
 
     Args:
         config: the recipe.
-        gpus: as for `millrace plan`.
+        gpus: as for `millrace plan`, or how many alone: of `USUAL`.
         lengths: of answers; see `given_lengths`.
         shape: the model's.
         work: what the recipe asks for.
@@ -118,6 +121,10 @@ def planned_machines(
     Raises:
         PlanError: there is no such accelerator.
     """
+    taken = ""
+    if re.fullmatch(r"[1-9]\d*", gpus):
+        taken = f", since --gpus {gpus} names none ({gpus}xH200 does)"
+        gpus = f"{gpus}x{USUAL}"
     num_gpus, gpu = parse_gpus(gpus)
     drawn = given_lengths(config, lengths)
     mean = mean_tokens(config, drawn)
@@ -125,7 +132,7 @@ def planned_machines(
     whole = replace(work, take_turns=True)
     usual = replace(whole, completion_tokens=max(1, round(mean)))
     planned = _Planned(config, shape, gpu, whole, usual, drawn, refuse, mfu)
-    source = f"{num_gpus} x {gpu.name}, as millrace plan counts at {mfu:.0%} of the peak"
+    source = f"{num_gpus} x {gpu.name}{taken}, as millrace plan counts at {mfu:.0%} of the peak"
     return Machines(num_gpus, planned.run, f"{source}; {_told(config, mean)}")
 
 

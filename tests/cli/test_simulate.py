@@ -121,6 +121,17 @@ def test_more_machines_like_those_of_a_run(lab, monkeypatch):
     assert OTHER_S < found[0][4] < found[1][4]
 
 
+def test_a_number_alone_is_of_the_usual_accelerator_and_the_first_line_says_so(big):
+    named = big("simulate", "big.yaml", "--gpus", "8xH100", "--split", "4", SHORT).out.splitlines()
+    alone = big("simulate", "big.yaml", "--gpus", "8", "--split", "4", SHORT).out.splitlines()
+    why = (
+        "durations: 8 x H100, since --gpus 8 names none (8xH200 does), as millrace plan counts at 40% of the"
+    )
+    assert alone[0].startswith(why)
+    assert alone[1:] == named[1:]
+    assert "since" not in named[0]
+
+
 def test_splits_are_every_one_or_evenly_many():
     assert possible_splits(1, "search") == []
     assert possible_splits(4, "search") == [1, 2, 3]
@@ -143,6 +154,7 @@ def test_one_accelerator_has_nothing_to_split(big):
     [
         (("big.yaml", "--gpus", "1xL4", "mesh={}"), "the recipe cannot be trained on 1 accelerators; ask"),
         (("big.yaml", "--gpus", "8xL40S", "--split", "7"), "--split 7 leaves 1 to train on, where the"),
+        (("big.yaml", "--gpus", "0"), "--gpus is '0'; write how many, x, and which, such as 8xH200"),
         (("--gpus", "8xH200"), "RECIPE is missing; give a recipe, or a run with --from"),
         (("big.yaml", "--gpus", "8xH200", "--lengths", "long"), "--lengths is 'long'; write the median"),
         (("big.yaml", "--gpus", "8xH200", "--mfu", "2"), "Invalid value for '--mfu'"),

@@ -48,6 +48,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {reason}"
         ) from error
+    # How it was loaded has no place in its files: those are the same whoever saves them.
+    for name in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(name, None)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer in {folder} has no end-of-text token, so no completion could end; "

@@ -89,6 +89,14 @@ def test_a_saved_tokenizer_loads_again(tmp_path: Path) -> None:
         assert loaded.eos_token_id == loaded.pad_token_id == 0
 
 
+def test_a_loaded_tokenizer_is_saved_as_the_same_files(tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    ACROSS.save_pretrained(first)
+    load_tokenizer(first).save_pretrained(again)
+    for name in {path.name for path in (*first.iterdir(), *again.iterdir())}:
+        assert (again / name).read_bytes() == (first / name).read_bytes(), name
+
+
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "gpt2"])
 def test_the_model_beside_a_tokenizer_does_not_change_it(tmp_path: Path, model_type: str) -> None:
     ACROSS.save_pretrained(tmp_path)

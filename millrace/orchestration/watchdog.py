@@ -121,27 +121,29 @@ class Watchdog:
 
     def waits(self) -> list[Wait]:
         """All of them, the phase first."""
-        held, now_s = self._known(), self._clock()
-        return [
+        phase, now_s = self._phase(), self._clock()
+        found = [] if phase is None else [Wait("run", f"{phase[0]} to end", now_s - phase[1], self._limit_s)]
+        with self._lock:
+            held = list(self._held.values())
+        return found + [
             Wait(each.owner, each.reason, now_s - each.since_s, each.deadline_s, tuple(each.on()))
             for each in held
         ]
 
     def line(self) -> str:
-        """The innermost wait of `LONG_S` and more, such as `waiting 12 s of 600: trainer for batch 3`."""
-        held, now_s = self._known(), self._clock()
+        """The innermost wait of `LONG_S` and more, such as `waiting 12 s of 600: trainer for batch 3`.
+
+        A phase that the run is busy with is none.
+        """
+        now_s = self._clock()
+        with self._lock:
+            held = list(self._held.values())
         lines = [
             f"waiting {now_s - each.since_s:.0f} s of {each.deadline_s:g}: {each.owner} for {each.reason}"
             for each in held
             if now_s - each.since_s >= LONG_S
         ]
         return lines[-1] if lines else ""
-
-    def _known(self) -> list[_Held]:
-        phase = self._phase()
-        found = [] if phase is None else [_Held("run", f"{phase[0]} to end", phase[1], self._limit_s, tuple)]
-        with self._lock:
-            return [*found, *self._held.values()]
 
     def __enter__(self) -> Watchdog:
         """Begin to watch."""

@@ -349,7 +349,7 @@ def test_weights_that_do_not_arrive_stop_the_run_by_name(tmp_path, monkeypatch):
         run(tmp_path)
     assert str(caught.value) == (
         "the sampler refused version 6: 2 weights were not sent, the first being "
-        "model.layers.0.self_attn.q_norm.weight"
+        "model.layers.0.self_attn.q_norm.weight; it was tried twice"
     )
     assert stages(type("Run", (), {"run": tmp_path / "runs" / "run"}))[-1] == "e2"
 
@@ -365,7 +365,7 @@ def test_a_changed_weight_on_the_way_stops_the_run_by_name(tmp_path, monkeypatch
         real(self)
 
     monkeypatch.setattr(controller.Controller, "publish", altered)
-    with pytest.raises(WeightSyncError, match=r"the first being model\.norm\.weight$"):
+    with pytest.raises(WeightSyncError, match=r"first being model\.norm\.weight; it was tried twice$"):
         run(tmp_path)
 
 

@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ray_starts_the_same_ranks(folder: Path) -> None:
-    done = run(command(folder, "ray", *RAY))
+def test_ray_starts_the_same_ranks_in_turns_with_their_engines(folder: Path) -> None:
+    done = run(command(folder, "ray", *RAY, "engine.take_turns=true"))
     assert done.returncode == 0, done.stderr
     # Ray carries what the first rank says; the result is told by the command itself.
     assert "(rank 0 pid=" in done.stdout

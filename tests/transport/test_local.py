@@ -133,6 +133,18 @@ def test_a_refusal_is_passed_on() -> None:
     assert isinstance(refusal, WeightSyncError) and isinstance(refusal.__cause__, ValueError)
 
 
+def test_a_canary_that_is_no_number_to_the_trainer_is_not_asked() -> None:
+    receiver = Receiver()
+    transport = LocalTransport(
+        receiver.load_weights,
+        receiver.fingerprint,
+        canary=lambda: Canary((4, 5, 6), (-1.0, float("nan")), 0.3),
+        logprobs_of=lambda token_ids: pytest.fail("it was asked"),
+    )
+    transport.send([(name, torch.ones(3)) for name in ("a", "b", "c")], 4)
+    assert receiver.version == 4
+
+
 @pytest.mark.parametrize(("found", "far"), [(-1.5, 0.25), (-1.0, 0.0), (-3.0, 1.0), (float("nan"), None)])
 def test_a_sampler_that_computes_something_else_than_it_holds_is_caught(found: float, far: float) -> None:
     receiver, order = Receiver(), []

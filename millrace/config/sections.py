@@ -173,6 +173,11 @@ class LimitConfig(Section):
         description="share of tokens whose importance weight policy.correction cuts (policy/bounded_share) "
         "above which a batch is kept likewise; null never is",
     )
+    canary: PositiveFloat | None = Field(
+        None,
+        description="how far trainer and sampler may lie apart over the canary of a hand-over, in nats a "
+        "token; null is what rounding in the recipe's dtypes explains",
+    )
     run_s: PositiveFloat | None = Field(
         None,
         description="seconds from start or resumption within which a run saves and leaves, as after Ctrl-C: "

@@ -27,4 +27,5 @@ def canary(config: RunConfig, model: Model) -> tuple[tuple[int, ...], float]:
     count = min(NUM_TOKENS, longest_sequence(config, model))
     names = ("float32", config.precision, config.mesh.compute or "float32")
     digit = max(torch.finfo(getattr(torch, name)).eps for name in names)
-    return tuple(n * STRIDE % vocab_size for n in range(1, count + 1)), ROUNDINGS * digit**0.5
+    most = config.limits.canary or ROUNDINGS * digit**0.5
+    return tuple(n * STRIDE % vocab_size for n in range(1, count + 1)), most

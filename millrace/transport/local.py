@@ -48,7 +48,7 @@ def ask(canary: Canary, logprobs_of: LogprobsOf, version: int) -> None:
         raise WeightSyncError(
             f"the sampler holds version {version} and computes something else: its log-probabilities of "
             f"{len(canary.logprobs)} tokens are {far:.2g} from the trainer's in the mean, of which rounding "
-            f"explains {canary.most:.2g}"
+            f"explains {canary.most:.2g}; where they compute that differently on purpose, raise limits.canary"
         )
 
 

@@ -19,7 +19,7 @@ test: setup ## run the tests: CPU only, no network, some ten minutes on two core
 	@$(PYTEST) -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 slow: setup ## run the tests marked slow, half an hour on two cores
-	@$(PYTEST) -m "slow" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow
+	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow
 
 soak: setup ## ten minutes of random requests and faults against the server; nothing may be left over
 	@$(PYTHON) scripts/soak.py --seconds 600 $(ARGS)

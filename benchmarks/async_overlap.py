@@ -1,6 +1,6 @@
 """What sampling beside training saves, with long-tailed answers: synchronous against staleness 1 and 4.
 
-    python benchmarks/async_overlap.py            # about 12 minutes, writes results/async_overlap.json
+    python benchmarks/async_overlap.py            # about 14 minutes, writes results/async_overlap.json
     python benchmarks/async_overlap.py --quick    # one short turn of each side, writes nothing
 
 Every run is `millrace train` with random weights and answers that end where the stop token is drawn, so that

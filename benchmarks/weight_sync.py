@@ -48,6 +48,7 @@ from millrace.training.objective import imitation
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
 from millrace.transport.broadcast import BroadcastReceiver, BroadcastSender
+from millrace.transport.canary import Canary
 from millrace.transport.delta import Delta
 from millrace.transport.fingerprint import fingerprint
 from millrace.transport.folder import FolderReceiver, FolderSender
@@ -162,8 +163,11 @@ def through_memory(
 
 def in_process(held: Loader, sent: Mapping[str, Tensor], version: int) -> dict[str, float]:
     """Seconds of one hand-over to a sampler of this process."""
+    # There is no model here that could judge tokens.
+    canary = Canary((0, 0), (0.0,), 0.0)
+    transport = LocalTransport(held.load, held.fingerprint, lambda token_ids: canary.logprobs, lambda: canary)
     start = time.perf_counter()
-    LocalTransport(held.load, held.fingerprint).send(sent.items(), version)
+    transport.send(sent.items(), version)
     whole_s = time.perf_counter() - start
     return {"whole": whole_s, "put": held.load_s, "verify": whole_s - held.load_s}
 

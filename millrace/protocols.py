@@ -35,18 +35,6 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace every weight in place; tokens drawn from now on carry `version`.
-
-        Raises:
-            ValueError: a name is missing, unknown or given twice, or a shape or dtype differs.
-        """
-        ...
-
-    def fingerprint(self) -> dict[str, str]:
-        """A checksum of each weight as the engine holds it, to compare with the trainer's."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class StepReport:

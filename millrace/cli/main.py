@@ -43,8 +43,6 @@ KNOWN = {
     "millrace.training.offload.OffloadError": FAILED,
     "millrace.transport.local.WeightSyncError": FAILED,
     "millrace.orchestration.alarms.RunStopped": FAILED,
-    "millrace.orchestration.rollouts.Stalled": FAILED,
-    "millrace.orchestration.fleet.DrawFailed": FAILED,
     "millrace.orchestration.runtime.children.EngineFailed": FAILED,
     "millrace.inference.engine.RequestFailed": FAILED,
     "millrace.observability.sinks.TrackerError": FAILED,

@@ -198,10 +198,7 @@ class PagedEngine:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Compute one step.
-
-        Returns:
-            the requests that drew a token or failed.
+        """Compute one step, and give the requests that drew a token or failed.
 
         Raises:
             RuntimeError: the engine is asleep.
@@ -234,13 +231,16 @@ class PagedEngine:
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, kv: KvPolicy = "recompute"
     ) -> None:
-        """Replace every weight in place, also while requests are in flight; see `protocols.Engine`.
+        """Replace every weight in place, also while requests are in flight.
 
         Args:
             named_tensors: every weight once.
             version: tokens drawn from now on carry it.
-            kv: `recompute` computes the keys and values of requests in flight again with the new weights;
-                `keep` goes on with those of the old ones.
+            kv: whether requests in flight `recompute` their keys and values, or `keep` those they have.
+
+        Raises:
+            RuntimeError: the weights are asleep.
+            ValueError: a name is missing, unknown or given twice, or a shape or dtype differs.
         """
         if "weights" in self._asleep:
             raise RuntimeError('the weights are asleep; call wake(["weights"]) before load_weights()')
@@ -338,7 +338,7 @@ class PagedEngine:
 
     def memory_bytes(self) -> dict[str, int]:
         """Memory of the model's parameters, and of keys and values, by tag; packed copies come on top."""
-        held = sum(weight.untyped_storage().nbytes() for weight in self._model.parameters())
+        held = sum(parameter.untyped_storage().nbytes() for parameter in self._model.parameters())
         return {"weights": held, "kv_cache": self._runner.pool_bytes}
 
     def check(self) -> None:

@@ -111,7 +111,7 @@ class ReferenceEngine:
         return [self._completion(request) for request in requests]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace every weight in place; see `protocols.Engine`."""
+        """Replace every weight in place; see `PagedEngine.load_weights`."""
         load_in_place(self._model, named_tensors)
         self.version = version
 

@@ -142,18 +142,13 @@ def _sampling(
             if ranks.first:
                 reward = OneAtATime(reward)
                 runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
-            onlooker = Onlooker(newest.canary)
-            engine = FirstEngine(runtime, ranks, onlooker)
-            transport = (
-                onlooker if runtime is None else LocalTransport(runtime.load_weights, runtime.fingerprint)
-            )
+            engine = FirstEngine(runtime, ranks)
+            transport = runtime or Onlooker(newest.canary)
         else:
             own = build_engine(config, sampled, tokenizer)
             sleeper = own if isinstance(own, PagedEngine) else None
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
-            transport = LocalTransport(
-                own.load_weights, own.fingerprint, canary=newest.canary, logprobs_of=own.logprobs_of
-            )
+            transport = LocalTransport(own.load_weights, own.fingerprint, own.logprobs_of, newest.canary)
         if ranks.size > 1:
             reward = SharedReward(reward, ranks)
         return {

@@ -47,14 +47,6 @@ class SharedEngine:
             for completion in unpack_completions(part)
         ]
 
-    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace this rank's weights; every rank calls it with the same."""
-        self._engine.load_weights(named_tensors, version)
-
-    def fingerprint(self) -> dict[str, str]:
-        """A checksum of each weight as this rank's engine holds it."""
-        return self._engine.fingerprint()
-
 
 class Onlooker:
     """Takes part where ranks gather weights that the first alone hands on; a `protocols.WeightTransport`."""
@@ -77,15 +69,14 @@ class Onlooker:
 class FirstEngine:
     """The first rank's engine, which draws for all; every call is one of all ranks, in step."""
 
-    def __init__(self, engine: Engine | None, ranks: Ranks, onlooker: Onlooker) -> None:
+    def __init__(self, engine: Engine | None, ranks: Ranks) -> None:
         """The one engine, as a rank sees it.
 
         Args:
             engine: the first rank's own; None on the others.
             ranks: of the run.
-            onlooker: helps to gather weights.
         """
-        self._engine, self._ranks, self._onlooker = engine, ranks, onlooker
+        self._engine, self._ranks = engine, ranks
 
     @property
     def version(self) -> int:
@@ -101,18 +92,6 @@ class FirstEngine:
         drawn = self._engine.generate(prompts, params)
         self._ranks.hand_out(pack_completions(drawn))
         return drawn
-
-    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace the engine's weights; the other ranks help to gather them."""
-        if self._engine is not None:
-            self._engine.load_weights(named_tensors, version)
-        else:
-            self._onlooker.send(named_tensors, version)
-
-    def fingerprint(self) -> dict[str, str]:
-        """A checksum of each weight as the engine holds it."""
-        told = "" if self._engine is None else json.dumps(self._engine.fingerprint())
-        return dict(json.loads(self._ranks.share(told)))
 
 
 class SharedReward:

@@ -59,27 +59,25 @@ class LocalTransport:
         self,
         load: Callable[[Iterable[tuple[str, Tensor]], int], None],
         held: Callable[[], dict[str, str]],
-        *,
-        canary: Callable[[], Canary] | None = None,
-        logprobs_of: LogprobsOf | None = None,
+        logprobs_of: LogprobsOf,
+        canary: Callable[[], Canary],
     ) -> None:
         """A transport to one sampler.
 
         Args:
             load: the sampler's `load_weights`.
             held: the sampler's `fingerprint`.
-            canary: the trainer's, of the weights that are sent; None where the sampler asks it by itself.
-            logprobs_of: the sampler's, to be compared with it.
+            logprobs_of: the sampler's.
+            canary: the trainer's, of the weights that are sent.
         """
         self._load = load
         self._held = held
-        self._canary, self._logprobs_of = canary, logprobs_of
+        self._logprobs_of, self._canary = logprobs_of, canary
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Deliver every tensor as `version`, twice if need be; see `protocols.WeightTransport`."""
         # Taken once: where ranks gather them together, the others do not know of a second attempt.
-        sent = list(named_tensors)
-        canary = None if self._canary is None else self._canary()
+        sent, canary = list(named_tensors), self._canary()
         try:
             self._hand_over(sent, canary, version)
         except WeightSyncError:
@@ -88,11 +86,10 @@ class LocalTransport:
             except WeightSyncError as error:
                 raise WeightSyncError(f"{error}; it was tried twice") from error
 
-    def _hand_over(self, sent: list[tuple[str, Tensor]], canary: Canary | None, version: int) -> None:
+    def _hand_over(self, sent: list[tuple[str, Tensor]], canary: Canary, version: int) -> None:
         try:
             self._load(sent, version)
         except ValueError as error:
             raise WeightSyncError(f"the sampler refused version {version}: {error}") from error
         prove(fingerprint(sent), self._held(), version)
-        if canary is not None and self._logprobs_of is not None:
-            ask(canary, self._logprobs_of, version)
+        ask(canary, self._logprobs_of, version)

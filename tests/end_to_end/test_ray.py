@@ -96,7 +96,7 @@ def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number:
 
 def test_a_run_outlives_deaths_at_random_moments(folder: Path) -> None:
     words = ["--recipe", str(folder / "tiny.yaml"), "--kills", "2", "--apart", "0.3", "--accuracy", "0"]
-    script = [sys.executable, str(ROOT / "scripts" / "kills.py"), *words, "steps=200", "evaluation.every=100"]
+    script = [sys.executable, str(ROOT / "scripts" / "kills.py"), *words, "steps=100", "evaluation.every=100"]
     done = run(script)
     assert done.returncode == 0, done.stdout
     assert re.search(r"\n2 deaths in \d+ s, no group lost or doubled; accuracy ", done.stdout), done.stdout

@@ -87,9 +87,7 @@ PINNED = {
         to(self, device: torch.device | str) -> Batch
     """,
     "millrace.protocols:Engine": """
-        fingerprint(self) -> dict[str, str]
         generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]
-        load_weights(self, named_tensors: NamedTensors, version: int) -> None
         version (property) -> int
     """,
     "millrace.protocols:Trainer": """

@@ -79,10 +79,16 @@ class Stumbles(Receiver):
             self.weights["c"] += 1.0
 
 
+CANARY = Canary((4, 5, 6), (-1.0, -2.0), 0.3)
+
+
 def send_to(receiver: Receiver) -> None:
     generator = torch.Generator().manual_seed(0)
     sent = ((name, torch.randn(3, generator=generator)) for name in ("a", "b", "c"))
-    LocalTransport(receiver.load_weights, receiver.fingerprint).send(sent, 4)
+    transport = LocalTransport(
+        receiver.load_weights, receiver.fingerprint, lambda token_ids: CANARY.logprobs, lambda: CANARY
+    )
+    transport.send(sent, 4)
 
 
 def test_an_honest_receiver_holds_what_was_sent() -> None:
@@ -138,8 +144,8 @@ def test_a_canary_that_is_no_number_to_the_trainer_is_not_asked() -> None:
     transport = LocalTransport(
         receiver.load_weights,
         receiver.fingerprint,
-        canary=lambda: Canary((4, 5, 6), (-1.0, float("nan")), 0.3),
-        logprobs_of=lambda token_ids: pytest.fail("it was asked"),
+        lambda token_ids: pytest.fail("it was asked"),
+        lambda: Canary((4, 5, 6), (-1.0, float("nan")), 0.3),
     )
     transport.send([(name, torch.ones(3)) for name in ("a", "b", "c")], 4)
     assert receiver.version == 4
@@ -151,7 +157,7 @@ def test_a_sampler_that_computes_something_else_than_it_holds_is_caught(found: f
 
     def canary() -> Canary:
         order.append("trainer")
-        return Canary((4, 5, 6), (-1.0, -2.0), 0.3)
+        return CANARY
 
     def logprobs_of(token_ids: Sequence[int]) -> list[float]:
         # What it computes with is there by then.
@@ -159,9 +165,7 @@ def test_a_sampler_that_computes_something_else_than_it_holds_is_caught(found: f
         order.append("sampler")
         return [found, -2.0]
 
-    transport = LocalTransport(
-        receiver.load_weights, receiver.fingerprint, canary=canary, logprobs_of=logprobs_of
-    )
+    transport = LocalTransport(receiver.load_weights, receiver.fingerprint, logprobs_of, canary)
     sent = [(name, torch.ones(3)) for name in ("a", "b", "c")]
     if far is not None and far <= 0.3:
         transport.send(sent, 4)

@@ -90,7 +90,6 @@ class Child:
         ready: it has started.
         drawing: what it was asked to draw and has not drawn.
         num_drawn: what it has.
-        fingerprint: what it answered; None where it was asked and has not answered yet.
         held: the weights that it proved last.
         order: those that it is to load now.
         failed_once: whether it has tried that in vain.
@@ -110,7 +109,6 @@ class Child:
     ready: bool = False
     drawing: set[str] = field(default_factory=set)
     num_drawn: int = 0
-    fingerprint: Mapping[str, str] | None = field(default_factory=dict)
     held: Mapping[str, Any] | None = None
     order: Mapping[str, Any] | None = None
     failed_once: bool = False
@@ -124,7 +122,7 @@ class Child:
     def works(self) -> bool:
         """Whether something should be heard of it."""
         draws = bool(self.drawing) and self.held is not None
-        return not self.ready or self.order is not None or draws or self.fingerprint is None
+        return not self.ready or self.order is not None or draws
 
     def overdue(self, now_s: float, silence_s: float) -> str:
         """Why it must be given up, if it was silent for too long; otherwise nothing.

@@ -132,8 +132,6 @@ class Children:
                     self.direct.answer(id, completion)
         elif frame.kind == "loaded":
             self._loaded(child, frame.note)
-        elif frame.kind == "fingerprint":
-            child.fingerprint = frame.note["weights"]
         elif frame.kind == "refused":
             error = ValueError(frame.note["reason"])
             child.drawing.difference_update(frame.note["ids"])

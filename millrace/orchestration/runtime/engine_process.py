@@ -86,7 +86,6 @@ class Mailbox:
             "submit": self._submit,
             "abort": self._abort,
             "load": self._order_load,
-            "fingerprint": lambda frame: self._say("fingerprint", {"weights": engine.fingerprint()}),
         }
 
     def serve(self) -> None:

@@ -27,8 +27,8 @@ from millrace.orchestration.runtime.base import Draw
 from millrace.types import Completion, SamplingParams
 
 # What a runtime sends, and what it hears.
-ORDERS = ("begin", "submit", "abort", "load", "fingerprint")
-REPORTS = ("ready", "drawn", "loaded", "refused", "beat", "fingerprint")
+ORDERS = ("begin", "submit", "abort", "load")
+REPORTS = ("ready", "drawn", "loaded", "refused", "beat")
 LENGTHS = struct.Struct("<IQ")
 # More than any frame holds; a length above it is no length.
 MAX_HEADER_BYTES = 1 << 28

@@ -34,8 +34,8 @@ LOOK_S = 1.0
 class ProcessRuntime:
     """A `base.Runtime` of processes on this machine, to be closed or used as a context manager.
 
-    It is a `protocols.Engine` too: what its `generate` asks for is drawn beside everything else, by an engine
-    that holds the newest weights, and is no event. Several threads may call it.
+    It is a `protocols.Engine` and its `WeightTransport` too: what its `generate` asks for is drawn beside
+    everything else, by an engine that holds the newest weights, and is no event. Several threads may call it.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class ProcessRuntime:
     def offer(self, version: int) -> None:
         """Copy the trainer's weights, once no engine loads the last ones any more; see `base.Runtime`.
 
-        Where `load_weights` has brought this version already, they lie there.
+        Where `send` has brought this version already, they lie there.
         """
         with self._writing:
             if self._note is None or self._note["version"] != version:
@@ -230,7 +230,7 @@ class ProcessRuntime:
         """Of the weights that `generate` draws with."""
         note = self._note
         if note is None:
-            raise RuntimeError("no engine was given weights yet; call load_weights() first")
+            raise RuntimeError("no engine was given weights yet; call send() first")
         return int(note["version"])
 
     def generate(
@@ -256,25 +256,16 @@ class ProcessRuntime:
                 found = direct.forget(draws)
         return completions(found)
 
-    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Give weights to an engine that `generate` may ask; the others get them when `load` says so."""
+    def send(self, named_tensors: NamedTensors, version: int) -> None:
+        """Give weights to an engine that `generate` may ask, which proves them; the others load when told to.
+
+        Raises:
+            EngineFailed: no engine has proved them in time.
+        """
         with self._writing:
             self._write(named_tensors, version)
         with self._news:
             self._holder()
-
-    def fingerprint(self) -> dict[str, str]:
-        """A checksum of each weight as an engine holds it that `generate` may ask."""
-        with self._news:
-            found = None
-            while found is None:
-                child = self._engines.living[self._holder()]
-                child.fingerprint = None
-                child.give("fingerprint", {})
-                self._wake()
-                self._await_answer(child.name, partial(getattr, child, "fingerprint"))
-                found = child.fingerprint
-            return dict(found)
 
     def _start(self, num_engines: int) -> None:
         """Start the first engines, and wait until all of them are there."""

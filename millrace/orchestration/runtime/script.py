@@ -15,7 +15,7 @@ from millrace.orchestration.runtime.base import Drawn, Event, Joined, Judged, Lo
 
 # Of the ids of draws whose caller waits; a number follows.
 PREFIX = "direct-"
-LETTERS = {"submit": "s", "abort": "a", "load": "l", "fingerprint": "f"}
+LETTERS = {"submit": "s", "abort": "a", "load": "l"}
 DIRECT = "d"
 
 

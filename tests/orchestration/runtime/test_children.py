@@ -32,7 +32,7 @@ def ask(runtime: ProcessRuntime, num: int) -> list[tuple[int, ...]]:
 
 def test_records_tell_what_engines_took_up_and_who_was_asked() -> None:
     with running("counting") as runtime:
-        runtime.load_weights(Trainer().named_tensors(), 0)
+        runtime.send(Trainer().named_tensors(), 0)
         assert runtime.records() == []
         ask(runtime, 1)
         runtime.begin()
@@ -52,7 +52,7 @@ def test_records_tell_what_engines_took_up_and_who_was_asked() -> None:
 
 def test_in_a_replay_nobody_is_lost_but_by_the_log() -> None:
     with running() as runtime:
-        runtime.load_weights(Trainer().named_tensors(), 0)
+        runtime.send(Trainer().named_tensors(), 0)
         runtime.begin(Script([]))
         os.kill(pids(runtime)[0], signal.SIGKILL)
         with pytest.raises(
@@ -69,7 +69,7 @@ def test_in_a_replay_an_engine_ends_once_it_has_drawn_what_the_run_heard_of_it()
         {"kind": "took", "engine": "engine-7", "orders": [[0, "l"], [0, "d"]]},
     ]
     with running() as runtime:
-        runtime.load_weights(Trainer().named_tensors(), 0)
+        runtime.send(Trainer().named_tensors(), 0)
         runtime.begin(Script(events))
         ended = threading.Thread(target=runtime.end, args=("engine-0",))
         ended.start()

@@ -27,11 +27,10 @@ def test_what_it_generates_itself_is_no_event() -> None:
     with running() as runtime:
         with pytest.raises(RuntimeError, match="no engine was given weights yet"):
             print(runtime.version)
-        runtime.load_weights(Trainer().named_tensors(), 0)
+        runtime.send(Trainer().named_tensors(), 0)
         assert runtime.version == 0
         runtime.submit("engine-0", draws("a"))
         assert ask(runtime, 2) == [TOKENS, TOKENS]
-        assert runtime.fingerprint() == {"pid": str(pids(runtime)[0])}
         (drawn,) = runtime.wait(LIMIT_S)
         assert isinstance(drawn, Drawn)
         assert drawn.id == "a"
@@ -39,7 +38,7 @@ def test_what_it_generates_itself_is_no_event() -> None:
 
 def test_what_it_generates_survives_a_loss() -> None:
     with running() as runtime:
-        runtime.load_weights(Trainer().named_tensors(), 0)
+        runtime.send(Trainer().named_tensors(), 0)
         (pid,) = pids(runtime)
         os.kill(pid, signal.SIGSTOP)
         asked = threading.Thread(target=lambda: found.extend(ask(runtime, 3)))
@@ -80,7 +79,7 @@ def test_who_waits_hears_of_the_end() -> None:
 
 def test_what_it_cannot_serve_itself_harms_nothing_else() -> None:
     with running("strict") as runtime:
-        runtime.load_weights(Trainer().named_tensors(), 0)
+        runtime.send(Trainer().named_tensors(), 0)
         with pytest.raises(ValueError, match="^prompt 0 of 2: the prompt is empty$"):
             ask(runtime, 2)
         assert runtime.wait(0.0) == []

@@ -66,7 +66,6 @@ def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
         twin.load_weights(models[0].named_parameters(), 0)
         ours, theirs = runtime.generate(PROMPTS, PARAMS), twin.generate(PROMPTS, PARAMS)
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
-        assert runtime.fingerprint() == twin.fingerprint()
         runtime.submit("engine-0", [ENDLESS])
         # Once these are drawn beside it, it has begun.
         runtime.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])

@@ -13,7 +13,7 @@ turn, medians; each process has one torch thread.
 - `whole`: until the sampler has loaded them, has proved it, and the trainer knows. It holds at least one copy
   more, the sampler's own.
 - `verify`: seconds that both sides spend on fingerprints, as a share of `whole`. Between processes the
-  trainer takes its own while the bytes move, on a second thread.
+  trainer takes its own within `put`: in shared memory of what was just copied, else on a second thread.
 
 After that the delta: a policy in bfloat16 takes optimizer steps by imitation at several learning rates, and
 what must travel after each of them is counted, as a share of all bytes.
@@ -155,7 +155,7 @@ def through_memory(
     whole_s = time.perf_counter() - start
     if answer["error"]:
         raise RuntimeError(answer["error"])
-    # What the trainer's own fingerprints take is not told; alone they take as long.
+    # What the trainer's own fingerprints take is not told; alone they take no less.
     start = time.perf_counter()
     fingerprint(sent.items())
     return {"whole": whole_s, "put": put_s, "verify": time.perf_counter() - start + answer["verify_s"]}

@@ -14,19 +14,31 @@ import torch
 import xxhash
 from torch import Tensor
 
+# What was just copied is still in the cache when it is read for the digest.
+PIECE_BYTES = 1 << 20
+
 
 def fingerprint(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """The digest of each tensor, by name."""
     return {name: digest(tensor) for name, tensor in named_tensors}
 
 
-def digest(tensor: Tensor) -> str:
-    """XXH3-128 over dtype, shape and bytes, as 32 hexadecimal digits."""
+def digest(tensor: Tensor, into: Tensor | None = None) -> str:
+    """XXH3-128 over dtype, shape and bytes, as 32 hexadecimal digits.
+
+    Args:
+        tensor: on any device.
+        into: memory of the host for as many bytes, uint8 [num_bytes], which is given them on the way.
+    """
     there = tensor.detach().cpu()
     state = xxhash.xxh3_128(f"{there.dtype} {tuple(there.shape)} ".encode())
     held = raw_bytes(there)
     # Not by numpy: a storage whose memory it has seen can never be resized again.
-    state.update((ctypes.c_ubyte * len(held)).from_address(held.data_ptr()))
+    for begin in range(0, len(held), PIECE_BYTES):
+        size, source = min(PIECE_BYTES, len(held) - begin), held.data_ptr() + begin
+        if into is not None:
+            ctypes.memmove(into.data_ptr() + begin, source, size)
+        state.update((ctypes.c_ubyte * size).from_address(source))
     return state.hexdigest()
 
 

@@ -10,20 +10,18 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from millrace.transport.canary import Canary
-from millrace.transport.fingerprint import raw_bytes
+from millrace.transport.fingerprint import digest
 from millrace.transport.folder import give_size
 from millrace.transport.local import WeightSyncError
-from millrace.transport.sync import Note, Parcel, Watched
+from millrace.transport.sync import Note, Parcel
 
 # No dtype is wider, and a cache line is as long.
 ALIGNMENT = 64
-CPU = torch.device("cpu")
 
 
 class SharedWeights:
@@ -58,19 +56,18 @@ class SharedWeights:
             WeightSyncError: there is no room, or a name was given twice.
         """
         places: dict[str, tuple[str, list[int], int]] = {}
+        digests: dict[str, str] = {}
         end = 0
-        with ThreadPoolExecutor(1) as pool:
-            watched = Watched(named_tensors, CPU, pool)
-            for name, tensor in watched.pass_on():
-                begin = -(-end // ALIGNMENT) * ALIGNMENT
-                end = begin + tensor.nbytes
-                self._reserve(end)
-                self._memory[begin:end] = raw_bytes(tensor)
-                places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin)
-            asked = None if canary is None else canary().note()
-            digests = watched.digests()
-        proof = {"fingerprint": digests, "canary": asked}
-        return {"version": version, "bytes": end, "tensors": places, **proof}
+        for name, tensor in named_tensors:
+            if name in places:
+                raise WeightSyncError(f"weight {name} was given twice")
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            end = begin + tensor.nbytes
+            self._reserve(end)
+            digests[name] = digest(tensor, self._memory[begin:end])
+            places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin)
+        asked = None if canary is None else canary().note()
+        return {"version": version, "bytes": end, "tensors": places, "fingerprint": digests, "canary": asked}
 
     def close(self) -> None:
         """Let go of the memory; a sampler that still reads keeps its pages until it is done."""

@@ -3,13 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 import xxhash
-from torch import Tensor
 
-from millrace.transport.fingerprint import fingerprint
-
-
-def digest(tensor: Tensor) -> str:
-    return fingerprint([("weight", tensor)])["weight"]
+from millrace.transport.fingerprint import PIECE_BYTES, digest, fingerprint
 
 
 def test_equal_tensors_have_equal_fingerprints_however_they_lie_in_memory() -> None:
@@ -36,7 +31,8 @@ def test_scalars_and_empty_tensors_have_fingerprints() -> None:
 
 
 def test_names_are_kept() -> None:
-    assert list(fingerprint([("b", torch.ones(1)), ("a", torch.ones(1))])) == ["b", "a"]
+    named = [("b", torch.ones(1)), ("a", torch.ones(2))]
+    assert list(fingerprint(named).items()) == [("b", digest(named[0][1])), ("a", digest(named[1][1]))]
 
 
 def test_the_digest_is_the_published_one() -> None:
@@ -44,3 +40,15 @@ def test_the_digest_is_the_published_one() -> None:
     assert digest(torch.tensor([], dtype=torch.uint8)) == xxhash.xxh3_128_hexdigest(b"torch.uint8 (0,) ")
     letters = torch.tensor(list(b"millrace"), dtype=torch.uint8)
     assert digest(letters) == xxhash.xxh3_128_hexdigest(b"torch.uint8 (8,) millrace")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 3])
+def test_bytes_are_copied_on_the_way(num_bytes: int) -> None:
+    sent = torch.randint(256, (num_bytes,), dtype=torch.uint8)
+    memory = torch.full((num_bytes + 2,), 7, dtype=torch.uint8)
+    assert digest(sent, memory[1:-1]) == digest(sent)
+    assert digest(sent) == xxhash.xxh3_128_hexdigest(
+        f"torch.uint8 ({num_bytes},) ".encode() + bytes(sent.tolist())
+    )
+    assert torch.equal(memory[1:-1], sent)
+    assert memory[0] == memory[-1] == 7

@@ -5,7 +5,7 @@ Concrete classes are named in one file only, `orchestration/build.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,6 +113,11 @@ class Reward(Protocol):
 
 class WeightTransport(Protocol):
     """Carries named weights from the trainer to the sampler."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last hand-over, for the record of a batch; empty where there is nothing to tell."""
+        ...
 
     def send(self, named_tensors: NamedTensors, version: int) -> None:
         """Deliver every tensor as `version`; return once the receiver holds them.

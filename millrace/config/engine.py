@@ -35,6 +35,11 @@ class EngineConfig(Section):
         description="engines in processes of their own, which draw while the trainer trains; 0 draws in the "
         "trainer's; null is 1 with flow.staleness above 0, else 0",
     )
+    delta: bool = Field(
+        False,
+        description="send engines on Ray only what changed since the version that they hold, bit for bit; it "
+        "saves most with policies in bfloat16 and small learning rates",
+    )
     take_turns: bool = Field(
         False,
         description="trainer and engine share the device's memory in turns: what the trainer holds waits in "

@@ -195,6 +195,11 @@ def _idle_without_reinforcement(config: RunConfig) -> Iterator[str]:
 def _idle_ahead(config: RunConfig) -> Iterator[str]:
     """Engines that draw while the trainer trains have processes of their own."""
     ahead, processes = config.flow.staleness > 0, config.engine.processes
+    if config.engine.delta and not (config.mesh.launcher == "ray" and (ahead or processes)):
+        yield (
+            "engine.delta is for engines that Ray starts; remove it, or set mesh.launcher ray and "
+            "engine.processes"
+        )
     if ahead and processes == 0:
         yield "flow.staleness above 0 needs engines in processes of their own; remove engine.processes 0"
     if not (ahead or processes):

@@ -94,7 +94,11 @@ def start_engines(
         )
         files = read_files(Path(folder))
     settings = Settings(
-        files, threads=num_threads(config), kv=config.flow.kv, interrupt=config.flow.interrupt
+        files,
+        threads=num_threads(config),
+        kv=config.flow.kv,
+        interrupt=config.flow.interrupt,
+        delta=config.engine.delta,
     )
     number, start = num_processes(config), child.start
     if config.mesh.launcher == "ray" and ray_engine.inside():

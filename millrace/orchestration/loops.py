@@ -239,6 +239,7 @@ def _account(controller: Controller, learner: Learner, result: BatchResult, told
         speed |= reached(result.operations, spent["train"], num_ranks=num_ranks, device=device, dtype=dtype)
     peaks = fullest(controller.ranks, controller.memory.take())
     version = {"version": learner.trainer.version}
+    told |= controller.parts.transport.metrics
     controller.record("reinforcement", version | result.record | told | times | speed | peaks)
     reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
     kind, limit = config.advantage.kind, config.limits.failed_rewards

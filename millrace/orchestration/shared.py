@@ -58,6 +58,7 @@ class Onlooker:
             canary: this rank's part of it.
         """
         self._canary = canary
+        self.metrics: dict[str, float] = {}
 
     def send(self, named_tensors: NamedTensors, version: int) -> None:
         """See every tensor, one at a time, and keep none."""

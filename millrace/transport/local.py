@@ -73,6 +73,7 @@ class LocalTransport:
         self._load = load
         self._held = held
         self._logprobs_of, self._canary = logprobs_of, canary
+        self.metrics: dict[str, float] = {}
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Deliver every tensor as `version`, twice if need be; see `protocols.WeightTransport`."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from millrace.transport.canary import Canary
+from millrace.transport.delta import apply_changes, changes
 from millrace.transport.fingerprint import digest
 from millrace.transport.folder import give_size
 from millrace.transport.local import WeightSyncError
@@ -29,12 +30,22 @@ class SharedWeights:
 
     Attributes:
         handle: descriptor of the memory, for a sampler's process to inherit.
+        metrics: where changes were written, `sync/payload_bytes` that must travel to a sampler elsewhere that
+            holds the last version, and `sync/payload_share`, of the bytes of all weights.
     """
 
-    def __init__(self) -> None:
-        """Memory that holds nothing yet."""
+    def __init__(self, *, delta: bool = False) -> None:
+        """Memory that holds nothing yet.
+
+        Args:
+            delta: whether to write what changed since the last version too, behind the weights.
+        """
         self.handle = os.memfd_create("millrace-weights")
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._delta = delta
+        self.metrics: dict[str, float] = {}
+        # What lies there; None while nothing whole does.
+        self._last: Note | None = None
 
     def write(
         self,
@@ -50,24 +61,37 @@ class SharedWeights:
             canary: of these weights, asked for when they have been taken; None for none.
 
         Returns:
-            where each weight lies, its fingerprint and the canary, for `MappedWeights`.
+            where each weight lies, its fingerprint and the canary, for `MappedWeights`; as `changes` the last
+            version (`base`), and of weights of which not all must travel where that lies (`packed`), or None.
 
         Raises:
             WeightSyncError: there is no room, or a name was given twice.
         """
         places: dict[str, tuple[str, list[int], int]] = {}
         digests: dict[str, str] = {}
-        end = 0
+        changed = None if self._last is None or not self._delta else _Changes(self._last)
+        self._last, end = None, 0
         for name, tensor in named_tensors:
             if name in places:
                 raise WeightSyncError(f"weight {name} was given twice")
             begin = -(-end // ALIGNMENT) * ALIGNMENT
             end = begin + tensor.nbytes
             self._reserve(end)
-            digests[name] = digest(tensor, self._memory[begin:end])
             places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin)
+            there = tensor.detach().cpu()
+            if changed is not None:
+                # What lies there is the last version still.
+                packed = changed.find(name, places[name], self._memory[begin:end], there)
+                if packed is not None:
+                    self._reserve(changed.end)
+                    self._memory[changed.end - len(packed) : changed.end] = packed
+            digests[name] = digest(there, self._memory[begin:end])
         asked = None if canary is None else canary().note()
-        return {"version": version, "bytes": end, "tensors": places, "fingerprint": digests, "canary": asked}
+        told = None if changed is None else changed.note()
+        self.metrics = {} if changed is None or told is None else changed.metrics(end)
+        proof = {"fingerprint": digests, "canary": asked}
+        self._last = {"version": version, "bytes": end, "tensors": places, "changes": told, **proof}
+        return self._last
 
     def close(self) -> None:
         """Let go of the memory; a sampler that still reads keeps its pages until it is done."""
@@ -80,11 +104,55 @@ class SharedWeights:
             self._memory = _mapped(self.handle, num_bytes)
 
 
+class _Changes:
+    """What changed since the version that lies in the memory, weight by weight."""
+
+    def __init__(self, last: Note) -> None:
+        """Nothing is known yet.
+
+        Args:
+            last: of that version.
+        """
+        self._last = last
+        self._packed: dict[str, list[int]] = {}
+        self._num_bytes, self._num_weights, self._fits = 0, 0, True
+        # Behind the weights, for as long as they lie where the last ones do.
+        self.end = int(last["bytes"])
+
+    def find(self, name: str, place: tuple[str, list[int], int], held: Tensor, new: Tensor) -> Tensor | None:
+        """What is to be written up to the new `end`, uint8 [num_bytes]; None where a weight travels whole."""
+        self._fits = self._fits and self._last["tensors"].get(name) == place
+        self._num_weights += 1
+        self._num_bytes += len(held)
+        if not self._fits:
+            return None
+        packed = changes(held.view(new.dtype).reshape(new.shape), new)
+        if packed is None:
+            return None
+        begin = -(-self.end // ALIGNMENT) * ALIGNMENT
+        self.end = begin + len(packed)
+        self._packed[name] = [begin, self.end]
+        self._num_bytes += len(packed) - len(held)
+        return packed
+
+    def note(self) -> Note | None:
+        """See `SharedWeights.write`; None where other weights came than those of the last version."""
+        if not self._fits or self._num_weights < len(self._last["tensors"]):
+            return None
+        return {"base": self._last["version"], "packed": self._packed}
+
+    def metrics(self, num_bytes: int) -> dict[str, float]:
+        """See `SharedWeights`."""
+        share = self._num_bytes / max(num_bytes, 1)
+        return {"sync/payload_bytes": self._num_bytes, "sync/payload_share": share}
+
+
 class MappedWeights:
     """A sampler's end: the carrier of a `sync.WeightReceiver`.
 
     Attributes:
-        note: what `SharedWeights.write` gave of the version to take; set it before each `take`.
+        note: what `SharedWeights.write` gave of the version to take; set it before each `take`. Where the
+            memory is this side's own and got changes, `patch` in it says of which weights, and where.
     """
 
     def __init__(self, handle: int, answer: Callable[[Note], None]) -> None:
@@ -111,15 +179,43 @@ class MappedWeights:
         self._answer(note)
 
     def _read(self, note: Note) -> Iterator[tuple[str, Tensor]]:
-        if note["bytes"] > len(self._memory):
+        patch = note.get("patch", {})
+        end = max([note["bytes"], *(end for _, end in patch.values())])
+        if end > len(self._memory):
             held = os.fstat(self._handle).st_size
-            if held < note["bytes"]:
-                raise WeightSyncError(f"the shared memory holds {held} bytes; {note['bytes']} were sent")
-            self._memory = _mapped(self._handle, note["bytes"])
+            if held < end:
+                raise WeightSyncError(f"the shared memory holds {held} bytes; {end} were sent")
+            self._memory = _mapped(self._handle, end)
         for name, (word, shape, begin) in note["tensors"].items():
             dtype = getattr(torch, word)
             num_bytes = dtype.itemsize * torch.Size(shape).numel()
-            yield name, self._memory[begin : begin + num_bytes].view(dtype).reshape(shape)
+            weight = self._memory[begin : begin + num_bytes].view(dtype).reshape(shape)
+            if name in patch:
+                apply_changes(weight, self._memory[slice(*patch[name])], name)
+            yield name, weight
+
+
+def pieces(note: Note, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where lies what must travel to memory elsewhere before `MappedWeights` can take these weights there.
+
+    Args:
+        note: of `SharedWeights.write`, with `patch` where that memory holds the last version.
+        most_bytes: of one piece.
+
+    Yields:
+        begin and end, for the same place there.
+    """
+    begins = [begin for _, _, begin in note["tensors"].values()]
+    whole = zip(note["tensors"], begins, [*begins[1:], note["bytes"]], strict=True)
+    joined: list[list[int]] = []
+    for begin, end in sorted(note["patch"].get(name, [begin, end]) for name, begin, end in whole):
+        if joined and begin - joined[-1][1] < ALIGNMENT:
+            joined[-1][1] = end
+        else:
+            joined.append([begin, end])
+    for first, last in joined:
+        for begin in range(first, last, most_bytes):
+            yield begin, min(begin + most_bytes, last)
 
 
 def _mapped(handle: int, num_bytes: int) -> Tensor:

@@ -209,6 +209,16 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "engine.processes 2 needs engine.name paged; remove one of them",
     ),
     (
+        {"engine": {"processes": 2, "delta": True}},
+        "engine.delta is for engines that Ray starts; remove it, or set mesh.launcher ray and "
+        "engine.processes",
+    ),
+    (
+        {"mesh": {"dp_shard": 2, "launcher": "ray"}, "engine": {"delta": True}},
+        "engine.delta is for engines that Ray starts; remove it, or set mesh.launcher ray and "
+        "engine.processes",
+    ),
+    (
         {"flow": {"staleness": 1}, "engine": {"take_turns": True}},
         "engine.take_turns does not go with flow.staleness above 0, where nobody takes turns; remove one of "
         "them",

@@ -14,7 +14,7 @@ import pytest
 
 from tests.end_to_end.async_runs import check_run, events_of
 from tests.end_to_end.rank_runs import begun, command, numbers, processes_below, resumed, run
-from tests.end_to_end.tiny import TREE, tiny_recipe
+from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe
 from tests.house.source import ROOT
 from tests.rewards.helpers import ends_within
 
@@ -57,7 +57,9 @@ def actors_below(launcher: int, kind: str = "Rank") -> list[int]:
 
 def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path) -> None:
     ahead = (*RAY, "flow.staleness=2", "engine.processes=2", "steps=16", "evaluation.every=100")
-    launcher = begun(folder, "engines", *ahead, until="rollouts/step-*")
+    # Steps so small that few weights change at all.
+    changed = ("engine.delta=true", "policy.optimizer.learning_rate=1e-9")
+    launcher = begun(folder, "engines", *ahead, *changed, until="rollouts/step-*")
     victim, other = actors_below(launcher.pid, "Engine")
     os.kill(victim, signal.SIGKILL)
     _, told = launcher.communicate(timeout=240)
@@ -69,6 +71,10 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
     assert lost["reason"].startswith("its actor ended; ")
     joined = [event["engine"] for event in events if event["kind"] == "joined"]
     assert joined[:2] == ["engine-0", "engine-1"] and joined[2:] in ([], ["engine-2"])
+    shares = [
+        record["sync/payload_share"] for record in metrics_of(path) if record["stage"] == "reinforcement"
+    ]
+    assert len(shares) == 16 and 0 < max(shares) < 0.6
     assert ends_within(other, 30)
 
 

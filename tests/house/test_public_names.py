@@ -130,6 +130,7 @@ PINNED = {
         warn(self, text: str | None) -> None
     """,
     "millrace.protocols:WeightTransport": """
+        metrics (property) -> Mapping[str, float]
         send(self, named_tensors: NamedTensors, version: int) -> None
     """,
     "millrace.config.settings:RunConfig": """

@@ -14,9 +14,9 @@ from millrace.config.recipe import ConfigError, load_recipe, settings
 from millrace.config.settings import RunConfig
 from tests.house.source import PACKAGE, write
 
-# 99 with nothing but steps, data and rewards, 14 of them the mesh's: it has four dimensions beside the data
+# 100 with nothing but steps, data and rewards, 14 of them the mesh's: it has four dimensions beside the data
 # ranks. A warm-up and a critic add 3 each, a penalty and an adapter 4, and a correction 5.
-MAX_SETTINGS = 123
+MAX_SETTINGS = 124
 MIN_WORDS = 5
 
 

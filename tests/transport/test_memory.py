@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from millrace.transport.local import WeightSyncError
-from millrace.transport.memory import MappedWeights, SharedWeights
+from millrace.transport.memory import MappedWeights, SharedWeights, pieces
 from millrace.transport.sync import Note, WeightReceiver
 from tests.transport.pieces import Named, Sampler, awkward
 
@@ -88,3 +90,103 @@ def test_it_has_no_name(shared: SharedWeights) -> None:
     shared.write(awkward(), 0)
     assert sorted(os.listdir("/dev/shm")) == before
     assert "memfd" in os.readlink(Path("/proc/self/fd") / str(shared.handle))
+
+
+class Elsewhere:
+    """A sampler with memory of its own, to which pieces are carried."""
+
+    def __init__(self, shared: SharedWeights, named: Named) -> None:
+        self.shared, self.memory = shared, os.memfd_create("elsewhere")
+        self.sampler, self.answers, self.num_bytes = Sampler(named), [], 0
+        self.carrier = MappedWeights(self.memory, self.answers.append)
+        self.receiver = WeightReceiver(self.carrier, self.sampler.load, self.sampler.held)
+
+    def receive(self, note: Note, *, patched: bool) -> None:
+        self.carrier.note = json.loads(
+            json.dumps({**note, "patch": note["changes"]["packed"] if patched else {}})
+        )
+        self.num_bytes = 0
+        for begin, end in pieces(self.carrier.note, 1000):
+            assert 0 < end - begin <= 1000
+            os.pwrite(self.memory, os.pread(self.shared.handle, end - begin, begin), begin)
+            self.num_bytes += end - begin
+        self.receiver.receive()
+
+
+@pytest.fixture
+def elsewhere() -> Any:
+    with closing(SharedWeights(delta=True)) as shared:
+        there = Elsewhere(shared, awkward())
+        yield there
+        os.close(there.memory)
+
+
+def moved(named: Named, num: int) -> Named:
+    """The same weights but for some elements of the large one."""
+    found = {name: tensor.clone() for name, tensor in named}
+    found["large"].view(-1)[:num] += 1
+    return list(found.items())
+
+
+def test_only_what_changed_need_travel(elsewhere: Elsewhere) -> None:
+    shared = elsewhere.shared
+    first = shared.write(awkward(), 3)
+    assert first["changes"] is None and shared.metrics == {}
+    elsewhere.receive(first, patched=False)
+    assert elsewhere.num_bytes >= 150_000
+    for version, num in [(4, 100), (5, 9), (6, 0)]:
+        sent = moved(awkward(), num)
+        note = shared.write(sent, version)
+        assert note["changes"]["base"] == version - 1
+        elsewhere.receive(note, patched=True)
+        assert elsewhere.sampler.holds(sent) and elsewhere.receiver.version == version
+        # What is small travels whole. Between two weights lie up to 63 bytes.
+        assert (
+            elsewhere.num_bytes - 64 * 11 < shared.metrics["sync/payload_bytes"] <= elsewhere.num_bytes < 2000
+        )
+        assert shared.metrics["sync/payload_share"] == shared.metrics["sync/payload_bytes"] / note["bytes"]
+    assert os.fstat(shared.handle).st_size > note["bytes"]
+
+
+def test_who_holds_another_version_gets_all(elsewhere: Elsewhere) -> None:
+    elsewhere.receive(elsewhere.shared.write(awkward(), 0), patched=False)
+    for version in (1, 2):
+        note = elsewhere.shared.write(awkward(version), version)
+    elsewhere.receive(note, patched=False)
+    assert elsewhere.sampler.holds(awkward(2))
+
+
+def test_changes_on_the_wrong_weights_are_refused(elsewhere: Elsewhere) -> None:
+    elsewhere.receive(elsewhere.shared.write(awkward(), 0), patched=False)
+    elsewhere.shared.write(moved(awkward(), 50), 1)
+    note = elsewhere.shared.write(moved(awkward(), 20), 2)
+    with pytest.raises(WeightSyncError, match="1 of 11 weights differ .* the first being large"):
+        elsewhere.receive(note, patched=True)
+    elsewhere.receive(note, patched=False)
+    assert elsewhere.sampler.holds(moved(awkward(), 20))
+
+
+def test_changes_that_were_harmed_are_refused(elsewhere: Elsewhere) -> None:
+    elsewhere.receive(elsewhere.shared.write(awkward(), 0), patched=False)
+    note = elsewhere.shared.write(moved(awkward(), 50), 1)
+    begin, _ = note["changes"]["packed"]["large"]
+    os.pwrite(elsewhere.shared.handle, b"\xff\xff", begin)
+    with pytest.raises(WeightSyncError, match="the changes of weight large do not fit 75000 elements"):
+        elsewhere.receive(note, patched=True)
+
+
+@pytest.mark.parametrize("other", [awkward()[:-1], awkward()[1:], [*awkward(), ("more", torch.ones(3))]])
+def test_other_weights_travel_whole(elsewhere: Elsewhere, other: Named) -> None:
+    shared = elsewhere.shared
+    shared.write(awkward(), 0)
+    assert shared.write(other, 1)["changes"] is None
+    assert shared.metrics == {}
+    assert shared.write(other, 2)["changes"]["base"] == 1
+
+
+def test_nothing_can_be_said_after_a_version_that_failed(elsewhere: Elsewhere) -> None:
+    shared = elsewhere.shared
+    shared.write(awkward(), 0)
+    with pytest.raises(WeightSyncError, match="given twice"):
+        shared.write([*awkward(), *awkward()], 1)
+    assert shared.write(awkward(), 2)["changes"] is None

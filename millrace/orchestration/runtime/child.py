@@ -45,12 +45,14 @@ class Settings:
         kv: see `PagedEngine.load_weights`.
         interrupt: whether new weights come between two tokens, or once all has been drawn that was submitted
             before they were; what is submitted after that waits for them.
+        delta: whether those that do not see the shared memory are sent only what changed in it.
     """
 
     files: Mapping[str, bytes]
     threads: int
     kv: Literal["recompute", "keep"] = "recompute"
     interrupt: bool = True
+    delta: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -69,7 +69,7 @@ class ProcessRuntime:
         """
         self._reward, self._load_s = reward, load_s
         self._named_tensors, self._canary = named_tensors, canary
-        self._weights = SharedWeights()
+        self._weights = SharedWeights(delta=settings.delta)
         # Of the version in the shared memory; None while nothing whole is there.
         self._note: Note | None = None
         self._events: list[Event] = []
@@ -223,7 +223,12 @@ class ProcessRuntime:
             self._events.clear()
         return events
 
-    # ---- what an Engine does
+    # ---- what an Engine and a WeightTransport do
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """See `SharedWeights`."""
+        return self._weights.metrics
 
     @property
     def version(self) -> int:

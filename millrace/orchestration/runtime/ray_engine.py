@@ -33,6 +33,7 @@ from millrace.orchestration.runtime.child import Child, Settings, write_files
 from millrace.orchestration.runtime.engine_process import Mailbox
 from millrace.orchestration.runtime.frames import ORDERS, REPORTS, Frame, Line
 from millrace.orchestration.runtime.ray_room import plain, reserved
+from millrace.transport.memory import pieces
 
 TOKEN_BYTES = 32
 # Of the weights, so much at once.
@@ -189,11 +190,15 @@ class RemoteChild(Child):
     weights: int = -1
 
     def _put(self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
-        """Send a frame; before one to load, the weights."""
+        """Send a frame; before one to load, the weights, or of them what changed."""
         if kind == "load":
-            held = np.frombuffer(mmap.mmap(self.weights, note["bytes"], prot=mmap.PROT_READ), np.uint8)
-            for begin in range(0, len(held), PIECE_BYTES):
-                self.line.put("weights", {"begin": begin}, {"piece": held[begin : begin + PIECE_BYTES]})
+            changed, base = note["changes"], self.held and self.held["version"]
+            # What was patched and refused travels whole.
+            patches = changed and changed["base"] == base and not self.failed_once
+            note = {**note, "patch": changed["packed"] if patches else {}, "changes": None}
+            held = np.frombuffer(mmap.mmap(self.weights, 0, prot=mmap.PROT_READ), np.uint8)
+            for begin, end in pieces(note, PIECE_BYTES):
+                self.line.put("weights", {"begin": begin}, {"piece": held[begin:end]})
         self.line.put(kind, note, arrays)
 
     def obituary(self) -> str:

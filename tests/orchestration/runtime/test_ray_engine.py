@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from millrace.orchestration.engines import open_engine
 from millrace.orchestration.runtime import ray_engine
@@ -94,53 +96,104 @@ def test_what_is_large_goes_out_in_its_turn() -> None:
     friend.close()
 
 
+class There:
+    """An engine that has called, in a thread, and what it said."""
+
+    def __init__(self, folder: Path, weights: SharedWeights) -> None:
+        self.line = Called(HOST)
+        process: Any = SimpleNamespace(poll=lambda: None)
+        self.child = RemoteChild("engine-0", process, self.line, -1, io.BytesIO(), 0, weights=weights.handle)
+        settings = asdict(Settings(read_files(folder), 1))
+        self.serve = threading.Thread(
+            target=Engine("engine-0").serve, args=(HOST, self.line.port, self.line.token, settings)
+        )
+        self.heard: list[Frame] = []
+
+    def __enter__(self) -> There:
+        self.serve.start()
+        self.hear("ready")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.line.close()
+        self.serve.join(LIMIT_S)
+        assert not self.serve.is_alive()
+
+    def hear(self, kind: str) -> Frame:
+        """The next frame of a kind; all before it are kept."""
+
+        def found() -> Frame | None:
+            self.line.flush()
+            self.heard.extend(self.line.take())
+            return next((frame for frame in self.heard if frame.kind == kind), None)
+
+        frame: Frame = until(found)
+        self.heard.remove(frame)
+        return frame
+
+    def load(self, note: Mapping[str, Any]) -> tuple[str, int]:
+        """What it says of weights, and in how many pieces they came."""
+        self.heard.clear()
+        self.child.give("load", note)
+        error = self.hear("loaded").note["error"]
+        if not error:
+            self.child.held = note
+        return error, sum(frame.kind == "beat" for frame in self.heard)
+
+
 @pytest.mark.timeout(300)
 def test_an_engine_that_called_proves_its_weights_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_engine, "PIECE_BYTES", 5000)
     models = saved(tmp_path)
-    line, weights = Called(HOST), SharedWeights()
-    process: Any = SimpleNamespace(poll=lambda: None)
-    child = RemoteChild("engine-0", process, line, -1, io.BytesIO(), 0, weights=weights.handle)
-    serve = threading.Thread(
-        target=Engine("engine-0").serve,
-        args=(HOST, line.port, line.token, asdict(Settings(read_files(tmp_path), 1))),
-    )
-    serve.start()
-    heard: list[Frame] = []
+    with closing(SharedWeights()) as weights, There(tmp_path, weights) as there:
+        twin = open_engine(tmp_path)
+        for version, model in enumerate(models):
+            error, num_pieces = there.load(weights.write(model.named_parameters(), version))
+            assert error == "" and num_pieces > 10
+            draws = [Draw(f"{version}-{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
+            there.child.give("submit", *draws_as_frame(draws))
+            drawn = []
+            while len(drawn) < 4:
+                drawn += drawn_of(there.hear("drawn"))
+            twin.load_weights(model.named_parameters(), version)
+            ours = {id: completion for id, _, _, completion in drawn}
+            for draw, theirs in zip(draws, twin.generate(PROMPTS, PARAMS), strict=True):
+                assert same_bits(ours[draw.id], theirs)
 
-    def hear(kind: str) -> Frame:
-        def found() -> Frame | None:
-            line.flush()
-            heard.extend(line.take())
-            return next((frame for frame in heard if frame.kind == kind), None)
 
-        frame = until(found)
-        heard.remove(frame)
-        return frame
+@pytest.mark.timeout(300)
+def test_an_engine_that_holds_the_last_version_is_sent_what_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "PIECE_BYTES", 5000)
+    model = saved(tmp_path)[0]
 
-    hear("ready")
-    twin = open_engine(tmp_path)
-    for version, model in enumerate(models):
-        child.give("load", weights.write(model.named_parameters(), version))
-        loaded = hear("loaded")
-        assert (loaded.note["version"], loaded.note["error"]) == (version, "")
-        assert sum(frame.kind == "beat" for frame in heard) > 10
-        heard.clear()
-        draws = [Draw(f"{version}-{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
-        child.give("submit", *draws_as_frame(draws))
-        drawn = []
-        while len(drawn) < 4:
-            drawn += drawn_of(hear("drawn"))
-        twin.load_weights(model.named_parameters(), version)
-        ours = {id: completion for id, _, _, completion in drawn}
-        for draw, theirs in zip(draws, twin.generate(PROMPTS, PARAMS), strict=True):
-            assert same_bits(ours[draw.id], theirs)
-    line.close()
-    serve.join(LIMIT_S)
-    assert not serve.is_alive()
-    weights.close()
+    def step() -> None:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[:3] += 1
+
+    with closing(SharedWeights(delta=True)) as weights, There(tmp_path, weights) as there:
+        error, num_whole = there.load(weights.write(model.named_parameters(), 0))
+        assert error == "" and num_whole > 10
+        for version in (1, 2):
+            step()
+            error, num_pieces = there.load(weights.write(model.named_parameters(), version))
+            assert error == "" and num_pieces < num_whole / 2
+        # Who missed a version holds other weights than those from which anything is known to have changed.
+        for version in (3, 4):
+            step()
+            note = weights.write(model.named_parameters(), version)
+        assert there.load(note) == ("", num_whole)
+        # What was refused is sent whole, as everything is that nobody knows the state of.
+        step()
+        note = weights.write(model.named_parameters(), 5)
+        begin, end = next(iter(note["changes"]["packed"].values()))
+        os.pwrite(weights.handle, b"\xff" * (end - begin), begin)
+        assert "do not fit" in there.load(note)[0]
+        there.child.failed_once = True
+        assert there.load(note) == ("", num_whole)
 
 
 def test_a_process_that_ray_did_not_start_says_so() -> None:

@@ -4,13 +4,13 @@
     python scripts/chaos.py --first 4711 --schedules 1        # one schedule again
 
 A schedule is a function of its number: rules, engines, durations and faults are drawn from it. Engines crash,
-hang, slow down; messages come late, twice and in another order; rewards fail; loads break half way or are
-never proved; the trainer dies between any two orders or events and goes on from what it saved last. The
-controller is the real one (`millrace.orchestration.rollouts`). Before a save, engines have handed over what
-they were drawing, or some have, or none. Afterwards each group that started is trained on once or dropped
-with a reason, within its staleness bound, from the tokens it asked for, and the event log proves the same; or
-the run ended with a named error where the schedule leaves no other end. Exit code 1 says that a schedule did
-not, and which.
+hang, slow down; others are added and retired; messages come late, twice and in another order; rewards fail;
+loads break half way or are never proved; the trainer dies between any two orders or events and goes on from
+what it saved last. The controller is the real one (`millrace.orchestration.rollouts`). Before a save, engines
+have handed over what they were drawing, or some have, or none. Afterwards each group that started is trained
+on once or dropped with a reason, within its staleness bound, from the tokens it asked for, and the event log
+proves the same; or the run ended with a named error where the schedule leaves no other end. Exit code 1 says
+that a schedule did not, and which.
 """
 
 from __future__ import annotations
@@ -98,6 +98,9 @@ class Schedule:
                 load_hangs=sometimes(0.2, 0.0),
                 restart_s=exponential(rng.uniform(0.1, 10)),
                 restarts=sometimes(rng.randint(0, 6), 1_000_000, 0.1),
+                asks_every_s=sometimes(rng.uniform(5, 60), math.inf, 0.5),
+                asks_most=rng.randint(1, 5),
+                refused=sometimes(0.3, 0.0),
             ),
             costs=Costs(
                 service=Service(0.02, 0.002, 1e-4),
@@ -165,7 +168,7 @@ def mortal(runtime: VirtualRuntime, life: int) -> VirtualRuntime:
 
         return call
 
-    for name in ("submit", "abort", "load", "judge", "wait"):
+    for name in ("submit", "abort", "load", "judge", "want", "retire", "wait"):
         setattr(runtime, name, dying(getattr(runtime, name)))
     return runtime
 

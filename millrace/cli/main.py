@@ -14,6 +14,7 @@ import typer
 from millrace import __version__
 from millrace.cli.config import config
 from millrace.cli.doctor import doctor
+from millrace.cli.engines import engines
 from millrace.cli.evaluate import evaluate
 from millrace.cli.generate import generate
 from millrace.cli.plan import plan
@@ -112,6 +113,7 @@ for _command in (
     resume,
     replay,
     status,
+    engines,
     trace,
     evaluate,
     generate,

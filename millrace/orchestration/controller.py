@@ -39,6 +39,7 @@ from millrace.orchestration.source import Source
 from millrace.orchestration.step import greedy
 from millrace.orchestration.summary import run_report
 from millrace.orchestration.turns import Turns
+from millrace.orchestration.wanted import Asked
 from millrace.orchestration.watchdog import Watchdog
 from millrace.planner.model_shape import ModelShape
 from millrace.training.checkpoint import flush, verify_checkpoint, write_state
@@ -204,6 +205,7 @@ class Controller:
             ranks=self.ranks,
             spans=self.spans,
             watchdog=self.watchdog,
+            asked=Asked(self.folder.wanted) if parts.runtime and not log.replays else None,
         )
 
     def publish(self) -> None:

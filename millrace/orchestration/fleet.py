@@ -10,7 +10,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.orchestration.flow import Note
-from millrace.orchestration.runtime.base import Draw, Drawn, Loaded, Lost, Runtime
+from millrace.orchestration.runtime.base import Draw, Drawn, Loaded, Lost, Runtime, Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines of a run that is going on, for people.
+
+    Attributes:
+        wanted: so many; 0 for as many as the recipe has.
+        doing: what each of those does that are there, by name.
+        reason: why no more are wanted, where somebody asked for more.
+        asked: which request was heard last; empty before any.
+    """
+
+    wanted: int
+    doing: Mapping[str, str]
+    reason: str = ""
+    asked: str = ""
+
+    def lines(self, run: str) -> list[str]:
+        """One for the run, and one for each engine."""
+        there = len(self.doing)
+        lines = [f"run {run}: {self.wanted} engines wanted, {there} there"]
+        lines += [f"  {name} {doing}" for name, doing in self.doing.items()]
+        if there < self.wanted:
+            lines.append(f"  {self.wanted - there} starting")
+        return lines + [f"  no more: {self.reason}"] * bool(self.reason)
 
 
 class DrawFailed(RuntimeError):
@@ -22,7 +48,8 @@ class _Engine:
     """One engine.
 
     `version` and `birth` are of the weights it proved last, `serves` says that it may draw, `draws` when each
-    draw was asked for, `early` what it drew with weights whose proof is still under way.
+    draw was asked for, `early` what it drew with weights whose proof is still under way. One that `leaves`
+    gets nothing to draw any more, and ends once it has handed over what it has.
     """
 
     version: int | None = None
@@ -31,6 +58,19 @@ class _Engine:
     loads_since_s: float = math.inf
     draws: dict[str, float] = field(default_factory=dict)
     early: list[Drawn] = field(default_factory=list)
+    leaves: bool = False
+
+    @property
+    def doing(self) -> str:
+        """What it does, for people."""
+        draws = f"{len(self.draws)} answers"
+        if self.leaves:
+            return f"leaves, hands over {draws}" if self.draws else "leaves"
+        if not self.serves:
+            return "loads its first weights"
+        if self.loads_since_s < math.inf:
+            return f"loads weights, draws {draws}"
+        return f"draws {draws}" if self.draws else "has nothing to draw"
 
 
 class Fleet:
@@ -43,7 +83,7 @@ class Fleet:
             runtime: has them.
             draw_s: an engine that answers a draw no sooner is lost.
             load_s: an engine that proves new weights no sooner is lost.
-            note: hears of `joined`, `load`, `lost` and `ignore`.
+            note: hears of `joined`, `load`, `lost`, `want` and `ignore`.
         """
         self._runtime, self._draw_s, self._load_s, self._note = runtime, draw_s, load_s, note
         self._engines: dict[str, _Engine] = {}
@@ -51,6 +91,9 @@ class Fleet:
         self._births: dict[int, int] = {}
         self._newest, self._version = 0, 0
         self._due_s = math.inf
+        # As many as there are, until somebody asks for another number.
+        self._wanted: int | None = None
+        self._reason = ""
 
     def begin(self, version: int, num_published: int) -> None:
         """Send every engine the weights, which are those of so many publishes."""
@@ -93,9 +136,13 @@ class Fleet:
     def choose(self, home: str) -> str | None:
         """Who is to draw: the engine of the turn before, else the one with least to do; None: nobody may."""
         engine = self._engines.get(home)
-        if engine is not None and engine.serves:
+        if engine is not None and engine.serves and not engine.leaves:
             return home
-        serving = [(len(engine.draws), name) for name, engine in self._engines.items() if engine.serves]
+        serving = [
+            (len(engine.draws), name)
+            for name, engine in self._engines.items()
+            if engine.serves and not engine.leaves
+        ]
         return min(serving)[1] if serving else None
 
     def submit(self, name: str, draws: Sequence[Draw]) -> None:
@@ -112,6 +159,7 @@ class Fleet:
             engine.early.append(event)
             return False
         del engine.draws[event.id]
+        self._let_go(event.engine)
         return True
 
     def abort(self, name: str, ids: Sequence[str]) -> None:
@@ -119,12 +167,23 @@ class Fleet:
         for id in ids:
             del self._engines[name].draws[id]
         self._runtime.abort(name, ids)
+        self._let_go(name)
 
     def interrupt(self) -> None:
         """Have every engine end what it draws, and give what it has of it; all of it is wanted still."""
-        for name, engine in self._engines.items():
-            if engine.draws:
-                self._runtime.abort(name, list(engine.draws))
+        for name in self._engines:
+            self._interrupt(name)
+
+    def want(self, event: Wanted) -> None:
+        """Have so many engines from now on; those that are too many hand over what they drew, and end."""
+        self._wanted, self._reason = event.number, event.reason
+        self._runtime.want(event.number)
+        self._choose_who_leaves(told=True)
+
+    def engines(self) -> Engines:
+        """How many are wanted, and what those do that are there."""
+        doing = {name: engine.doing for name, engine in self._engines.items()}
+        return Engines(self._wanted or 0, doing, self._reason)
 
     def births(self, versions: Iterable[int]) -> dict[str, int]:
         """Publishes of these weights, for JSON."""
@@ -150,6 +209,7 @@ class Fleet:
             self._engines[name] = _Engine()
             self._note("joined", engine=name)
             self._load(name, self._engines[name])
+            self._choose_who_leaves()
 
     def loaded(self, event: Loaded) -> list[Drawn]:
         """An engine has proved weights; what it drew with them before that was heard may be used."""
@@ -172,6 +232,7 @@ class Fleet:
         if engine is None:
             return []
         self._note("lost", engine=event.engine, reason=event.reason)
+        self._choose_who_leaves()
         return list(engine.draws)
 
     def overdue(self) -> list[Lost]:
@@ -203,6 +264,40 @@ class Fleet:
         for name, engine in self._engines.items():
             if engine.loads_since_s < math.inf:
                 yield f"{name} (loads version {self._version} since {now_s - engine.loads_since_s:.0f} s)"
+
+    def _choose_who_leaves(self, *, told: bool = False) -> None:
+        """Have engines leave that are too many; who has not handed all over stays where one is missing.
+
+        Args:
+            told: whether the number that is wanted has just been heard.
+        """
+        if self._wanted is None:
+            return
+        leaving = [name for name, engine in self._engines.items() if engine.leaves]
+        # Who draws nothing loses nothing; the newest first.
+        staying = [name for name, engine in reversed(self._engines.items()) if not engine.leaves]
+        staying.sort(key=lambda name: (self._engines[name].serves, len(self._engines[name].draws)))
+        missing = self._wanted - len(staying)
+        chosen = staying[: max(0, -missing)]
+        spared = [name for name in leaving if self._engines[name].draws][: max(0, missing)]
+        for name in (*chosen, *spared):
+            self._engines[name].leaves = name in chosen
+        if told or chosen or spared:
+            leaving = [name for name, engine in self._engines.items() if engine.leaves]
+            self._note("want", engines=self._wanted, leaving=leaving, reason=self._reason)
+        for name in chosen:
+            self._interrupt(name)
+            self._let_go(name)
+
+    def _interrupt(self, name: str) -> None:
+        if draws := self._engines[name].draws:
+            self._runtime.abort(name, list(draws))
+
+    def _let_go(self, name: str) -> None:
+        """End an engine that leaves, once it has handed over all that it drew."""
+        engine = self._engines[name]
+        if engine.leaves and not engine.draws:
+            self._runtime.retire(name)
 
     def _load(self, name: str, engine: _Engine) -> None:
         # Newer weights are no excuse for who proved nothing yet.

@@ -80,8 +80,9 @@ class Follower:
             with self._spans("sync"):
                 Onlooker(self._newest.canary).send(self._newest(), version)
 
-    def warning(self) -> None:
-        """The first rank speaks for all."""
+    def warnings(self) -> list[str]:
+        """None: the first rank speaks for all."""
+        return []
 
 
 def pack_batch(sampled: Sampled, told: Mapping[str, float]) -> bytes:

@@ -180,7 +180,8 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
                 result, told = _one_batch(controller, learner, source)
             progress.step += 1
             _account(controller, learner, result, told)
-            controller.warn(source.warning())
+            for sentence in source.warnings():
+                controller.warn(sentence)
             last, improved = progress.step == config.steps, False
             if last or progress.step % config.evaluation.every == 0:
                 evaluation = controller.evaluate()

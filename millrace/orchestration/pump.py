@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.orchestration.fleet import Engines
 from millrace.orchestration.rollouts import Found, Rolled, Rollouts
 from millrace.orchestration.runtime.base import Event, Runtime
 
@@ -20,14 +21,18 @@ _LOOK_S = 0.1
 class Pump:
     """The verbs of `Rollouts`, for the trainer's thread, while entered; its own thread hears the events."""
 
-    def __init__(self, rollouts: Rollouts, runtime: Runtime) -> None:
+    def __init__(
+        self, rollouts: Rollouts, runtime: Runtime, asked: Callable[[], Sequence[Event]] = tuple
+    ) -> None:
         """Nothing moves before it is entered.
 
         Args:
             rollouts: begun; nobody else calls them from now on.
             runtime: theirs.
+            asked: what is asked of the run from outside, since the last call.
         """
-        self._rollouts, self._runtime = rollouts, runtime
+        self._rollouts, self._runtime, self._asked = rollouts, runtime, asked
+        self._engines = rollouts.engines()
         self._changed = threading.Condition()
         self._failure: Exception | None = None
         self._over = False
@@ -75,6 +80,15 @@ class Pump:
         finally:
             self._changed.release()
 
+    def engines(self) -> Engines:
+        """What engines do; where the thread is stuck, what they did when it was asked last."""
+        if self._changed.acquire(timeout=_LOOK_S):
+            try:
+                self._engines = self._rollouts.engines()
+            finally:
+                self._changed.release()
+        return self._engines
+
     def hold(self) -> None:
         """Have engines hand over what they have drawn so far; see `Rollouts.hold`."""
         with self._changed:
@@ -99,7 +113,7 @@ class Pump:
             with self._changed:
                 # Within the lock: who waits must not look at what was half decided before it hears why.
                 with self._keeping_errors():
-                    self._rollouts.handle(events)
+                    self._rollouts.handle([*events, *self._asked()])
                 self._changed.notify_all()
 
     @contextmanager

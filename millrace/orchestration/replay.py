@@ -14,9 +14,10 @@ from millrace.observability.sinks import read_metrics
 from millrace.orchestration import launch
 from millrace.orchestration.build import choose_device
 from millrace.orchestration.comparison import check_evaluations, check_weights
-from millrace.orchestration.events import LogError, check_log
+from millrace.orchestration.events import check_log
 from millrace.orchestration.parts import SetupError
 from millrace.orchestration.progress import RunReport
+from millrace.orchestration.proof import LogError
 from millrace.orchestration.ranks import Ranks, joined
 from millrace.orchestration.replayed import Part, parts_of
 from millrace.orchestration.run_folder import RunFolder

@@ -17,9 +17,9 @@ from millrace.data.prompts import PromptStream
 from millrace.orchestration.dispatch import Dispatch
 from millrace.orchestration.episodes import Begun, Episode, Playing, Sample
 from millrace.orchestration.finished import pack_groups, unpack_groups
-from millrace.orchestration.fleet import Fleet
+from millrace.orchestration.fleet import Engines, Fleet
 from millrace.orchestration.flow import Flow, Note, Taken, unheard
-from millrace.orchestration.runtime.base import Drawn, Event, Joined, Judged, Loaded, Lost, Runtime
+from millrace.orchestration.runtime.base import Drawn, Event, Joined, Judged, Loaded, Lost, Runtime, Wanted
 from millrace.orchestration.runtime.script import named
 from millrace.orchestration.step import is_equal
 from millrace.orchestration.watchdog import Wait
@@ -76,8 +76,8 @@ class Rollouts:
             num_baselines: samples beyond them, which are scored but not trained on.
             draw_s: an engine that answers a draw no sooner is lost.
             load_s: an engine that proves new weights no sooner is lost.
-            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `dispatch`, `arrive`, `part`, `judge`,
-                `keep`, `hold`, `ignore` and the runtime's records, as `events.EventLog.add` does.
+            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `want`, `dispatch`, `arrive`, `part`,
+                `judge`, `keep`, `hold`, `ignore` and the runtime's records, as `events.EventLog.add` does.
         """
         self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
         self._environment, self._note = environment, note
@@ -155,6 +155,8 @@ class Rollouts:
                     self._dispatch.lost(event)
                 case Joined():
                     self._fleet.join(event.engine)
+                case Wanted():
+                    self._fleet.want(event)
         self._judge()
         self._settle()
 
@@ -225,6 +227,10 @@ class Rollouts:
                 doing = ", ".join(drawn) or ("an engine" if group.num_open else "its reward")
                 found.append(f"group {number} ({doing})")
         return found
+
+    def engines(self) -> Engines:
+        """How many engines are wanted, and what those do that are there."""
+        return self._fleet.engines()
 
     def hold(self) -> None:
         """Have engines hand over what they have drawn so far, for `state`; see `handed_over`, `release`."""

@@ -49,6 +49,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.best = path / "best.json"
         self.status = path / "status.json"
+        self.wanted = path / "wanted.json"
         self._lock: IO[str] | None = None
 
     @classmethod

@@ -10,10 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
+from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
-from millrace.config.settings import RunConfig
+from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import PromptStream
 from millrace.observability.metrics import Spans
 from millrace.orchestration.bias import BiasMeter
@@ -27,6 +28,7 @@ from millrace.orchestration.resumed import check_resumed, going_on
 from millrace.orchestration.rollouts import Rolled, Rollouts, Stalled
 from millrace.orchestration.runtime.base import Runtime
 from millrace.orchestration.step import Sampled, completion_seed, greedy, group_rewards, sampling
+from millrace.orchestration.wanted import Asked
 from millrace.orchestration.watchdog import Watchdog
 from millrace.types import Group, SamplingParams, Trajectory
 
@@ -119,6 +121,7 @@ class Source:
         ranks: Ranks,
         spans: Spans,
         watchdog: Watchdog,
+        asked: Asked | None = None,
     ) -> None:
         """No prompt was dealt yet.
 
@@ -132,9 +135,10 @@ class Source:
                 run's; otherwise the others have a `Follower` each.
             spans: of the trainer's thread.
             watchdog: knows what that thread waits for.
+            asked: how many engines somebody wants; None where nobody can ask, as in a replay.
         """
         self._config, self._runtime, self._log, self._ranks = config, runtime, log, ranks
-        self._spans, self._watchdog = spans, watchdog
+        self._spans, self._watchdog, self._asked = spans, watchdog, asked
         self._ahead = config.flow.staleness > 0
         # Elsewhere nothing is left out but what has no reward.
         self._selects = config.flow.stale in ("drop", "withhold") or config.flow.spare_groups > 0
@@ -143,7 +147,7 @@ class Source:
             config, parts, stream, runtime, num_batches=config.steps, patient=log.replays, note=log.add
         )
         self._verbs: Rollouts | Pump = self._rollouts
-        self._bias = BiasMeter()
+        self._bias, self._refused = BiasMeter(), ""
         self._held = ExitStack()
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
@@ -175,7 +179,10 @@ class Source:
         self._rollouts.begin(version)
         # Engines of their own are lost and joined also while the trainer trains, evaluates or saves.
         if self._apart:
-            self._verbs = self._held.enter_context(Pump(self._rollouts, self._runtime))
+            asked = tuple if self._asked is None else self._asked.look
+            pump = self._verbs = self._held.enter_context(Pump(self._rollouts, self._runtime, asked))
+            self._watchdog.more = lambda: {"engines": self._status(pump)}
+            self._held.callback(self._unheard)
 
     def __enter__(self) -> Source:
         """Sample within the block."""
@@ -270,9 +277,22 @@ class Source:
         with suppress(Stalled), watched:
             self._verbs.until(lambda: self._rollouts.handed_over or None, what, HAND_OVER_S)
 
-    def warning(self) -> str | None:
-        """What to say of a selection among the samples."""
-        return self._bias.warning()
+    def warnings(self) -> list[str]:
+        """What to say of a selection among the samples, and of engines that could not be had."""
+        refused = self._verbs.engines().reason
+        told, self._refused = [refused] * (refused != self._refused), refused
+        return [text for text in (self._bias.warning(), *map(_no_more, filter(None, told))) if text]
+
+    def _status(self, pump: Pump) -> dict[str, Any]:
+        """What `status.json` says of engines."""
+        found, heard = pump.engines(), "" if self._asked is None else self._asked.heard
+        return asdict(replace(found, wanted=found.wanted or num_processes(self._config), asked=heard))
+
+    def _unheard(self) -> None:
+        """Nobody is asked any more."""
+        self._watchdog.more = dict
+        if self._asked is not None:
+            self._asked.close()
 
     def _record(self, rolled: Rolled, baselines: list[float] | None) -> dict[str, float]:
         taken, found = rolled.taken, {}
@@ -297,6 +317,10 @@ class Source:
             lengths, rewards = [length for length, _ in facts], [reward for _, reward in facts]
             self._bias.add(lengths, rewards, [False] * len(facts))
         return found | self._bias.record() if self._selects or self._bias.drops else found
+
+
+def _no_more(reason: str) -> str:
+    return f"fewer engines were started than were asked for: {reason}"
 
 
 def _facts(trajectory: Trajectory) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.orchestration.fleet import Engines
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
 from millrace.orchestration.watchdog import Wait
 
@@ -25,6 +26,7 @@ class Status:
         steps: of the stage.
         waits: who waits for what.
         reason: why it failed.
+        engines: in processes of their own, while they draw for reinforcement; otherwise None.
     """
 
     run: str
@@ -35,6 +37,7 @@ class Status:
     steps: int = 0
     waits: tuple[Wait, ...] = ()
     reason: str = ""
+    engines: Engines | None = None
 
     def tree(self) -> dict[str, Any]:
         """A plain tree."""
@@ -71,7 +74,9 @@ def read_status(run: str | Path) -> Status:
         return Status(str(run), "starting")
     if told is not None:
         waits = tuple(Wait(**{**wait, "on": tuple(wait["on"])}) for wait in told["waits"])
-        found = Status(str(run), "running" if busy else "killed", told["pid"], waits=waits, **told["at"])
+        engines = Engines(**told["engines"]) if busy and "engines" in told else None
+        state = "running" if busy else "killed"
+        found = Status(str(run), state, told["pid"], waits=waits, engines=engines, **told["at"])
         # A run that stalled ended itself and said so in its summary.
         summary = None if busy else _read(folder.summary)
         if summary is None or summary["status"] != "failed":

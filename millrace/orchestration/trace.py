@@ -98,6 +98,8 @@ class _Reader:
                 self._loads[event["engine"]] = now_s
             case "load":
                 self._loaded(event)
+            case "want":
+                self.moments.append((f"want {event['engines']} engines", now_s))
             case "lost":
                 self._lost(event["engine"])
             case "drop":

@@ -65,7 +65,11 @@ class _Held:
 
 
 class Watchdog:
-    """Watches a run while entered."""
+    """Watches a run while entered.
+
+    Attributes:
+        more: what else `status.json` is to say; asked each second.
+    """
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class Watchdog:
         self._clock = clock
         self._facts = facts
         self._stalled = stalled
+        self.more: Callable[[], dict[str, Any]] = dict
         self._held: dict[int, _Held] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -170,6 +175,7 @@ class Watchdog:
 
     def _write(self, waits: Sequence[Wait]) -> None:
         told = {"pid": os.getpid(), "at": self._facts(), "waits": [asdict(wait) for wait in waits]}
+        told |= self.more()
         # Not forced to the disk: a disk that hangs must not hold the watchdog up.
         aside = self._path.with_name(f".{self._path.name}.aside")
         aside.write_text(json.dumps(told, indent=1), encoding="utf-8")

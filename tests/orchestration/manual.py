@@ -53,6 +53,12 @@ class Manual:
     def lose(self, engine: str, reason: str) -> None:
         self.orders.append(("lose", engine, reason))
 
+    def want(self, number: int) -> None:
+        self.orders.append(("want", number))
+
+    def retire(self, engine: str) -> None:
+        self.orders.append(("retire", engine))
+
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         self.orders.append(("judge", id, list(texts)))
         self.calls[id] = [(prompt.id, text) for prompt, text in zip(prompts, texts, strict=True)]

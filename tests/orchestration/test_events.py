@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from millrace.observability.sinks import read_metrics
-from millrace.orchestration.events import EventLog, LogError, check_log, flow_after
+from millrace.orchestration.events import EventLog, check_log, flow_after
+from millrace.orchestration.proof import LogError
 
 Events = list[dict[str, Any]]
 RULES = {

@@ -238,7 +238,7 @@ def told_of(folder, rows, **sections):
         _, first = source.next_batch()
         source.published(1)
         _, second = source.next_batch()
-    return first, second, source.warning()
+    return first, second, next(iter(source.warnings()), None)
 
 
 def test_what_has_no_reward_is_not_trained_on_and_compared_with_the_rest(tmp_path):

@@ -90,7 +90,22 @@ class Joined:
     engine: str
 
 
-Event = Drawn | Loaded | Judged | Lost | Joined
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """So many engines are wanted from now on: somebody asked for them, or no more can be had.
+
+    Attributes:
+        number: 1 or more.
+        reason: why they are fewer than were asked for; empty where they are what was asked for.
+    """
+
+    number: int
+    reason: str = ""
+
+
+Event = Drawn | Loaded | Judged | Lost | Joined | Wanted
+# Why an engine is lost that was retired.
+RETIRED = "it was retired: fewer engines are wanted"
 # A kind of the event log and its facts.
 Record = tuple[str, dict[str, Any]]
 
@@ -132,6 +147,18 @@ class Runtime(Protocol):
 
     def lose(self, engine: str, reason: str) -> None:
         """Give an engine up that did not answer in time, as if it had died; ends in `Lost`."""
+        ...
+
+    def want(self, number: int) -> None:
+        """Have so many engines from now on, also where some are lost later.
+
+        Those that are missing are started, which ends in `Joined`, or in `Wanted` where they cannot be had.
+        Where there are too many, those end that have not joined; of the others `retire` says which.
+        """
+        ...
+
+    def retire(self, engine: str) -> None:
+        """End an engine that nobody wants any more and that draws nothing; ends in `Lost`."""
         ...
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:

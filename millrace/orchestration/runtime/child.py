@@ -100,6 +100,8 @@ class Child:
         given: letters of the orders that it has not said it took up.
         gate: in a replay, what orders pass through.
         folder: from which it starts; there until it has read it, or is ended.
+        added: it was asked for on the way, and nobody in its place has drawn; a run can go on without it.
+        leaves: it is to end once it has drawn what it was asked for.
     """
 
     name: str
@@ -119,6 +121,8 @@ class Child:
     given: deque[str] = field(default_factory=deque)
     gate: Gate | None = None
     folder: str = ""
+    added: bool = False
+    leaves: bool = False
 
     @property
     def works(self) -> bool:

@@ -7,10 +7,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from millrace.orchestration.runtime.base import Draw, Drawn, Event, Joined, Loaded, Lost, Record
+from millrace.orchestration.runtime.base import (
+    RETIRED,
+    Draw,
+    Drawn,
+    Event,
+    Joined,
+    Loaded,
+    Lost,
+    Record,
+    Wanted,
+)
 from millrace.orchestration.runtime.child import Child, Settings, StartChild, start
 from millrace.orchestration.runtime.direct import Direct
 from millrace.orchestration.runtime.frames import Frame, FrameError, drawn_of, draws_as_frame
+from millrace.orchestration.runtime.ray_room import RayTrainerError
 from millrace.orchestration.runtime.script import PREFIX, ReplayError, Script, number_of
 
 
@@ -23,6 +34,7 @@ class Children:
 
     Attributes:
         living: those that are not lost by name, in the order in which they were started.
+        wanted: so many, those included that are being started and not those that leave.
         opened: every first engine has started; until then, one that is lost is not replaced.
         direct: draws whose caller waits.
         records: of what engines were asked for such callers, and took up; None before `begin`.
@@ -51,7 +63,7 @@ class Children:
         """
         self._start = start
         self.living: dict[str, Child] = {}
-        self.opened = False
+        self.wanted, self.opened = 0, False
         self.direct = Direct()
         self.records: list[Record] | None = None
         self.script: Script | None = None
@@ -59,13 +71,42 @@ class Children:
         self._silence_s, self._max_barren = silence_s, max_barren
         self._num_started = 0
 
-    def start(self, num_barren: int = 0, *, name: str = "") -> None:
-        """Start one engine more, after so many that were lost without having drawn anything."""
+    def start(self, num_barren: int = 0, *, added: bool = False, name: str = "") -> None:
+        """Start one engine more, after so many that were lost without having drawn anything.
+
+        Args:
+            num_barren: so many.
+            added: see `Child`.
+            name: in a replay, what it is called.
+
+        Raises:
+            OSError, RayTrainerError: there is no room for it.
+        """
         name = name or f"engine-{self._num_started}"
         self._num_started += 1
         child = self.living[name] = self._start(name, self._settings, self._weights, num_barren=num_barren)
+        child.added = added
         if self.script is not None:
             child.begin(self.script)
+
+    def want(self, number: int) -> None:
+        """Have so many engines from now on; those that are too many and have started are for `retire`.
+
+        Raises:
+            OSError, RayTrainerError: there is no room for the first ones.
+        """
+        self.wanted = number
+        for child in reversed(self._staying):
+            if not child.ready and len(self._staying) > number:
+                self.end(child)
+        self._fill(added=self.opened)
+
+    def retire(self, child: Child) -> None:
+        """End an engine once it has drawn what somebody waits for."""
+        child.leaves = True
+        self._let_go(child)
+        # Another one may have been lost meanwhile.
+        self._fill()
 
     def watch(self, poll: select.poll) -> None:
         """Have `poll` end when an engine says something, or its line takes what waits in it."""
@@ -113,6 +154,8 @@ class Children:
             reason = reason or child.overdue(time.monotonic(), self._silence_s)
             if reason:
                 self.lose(child, reason)
+            else:
+                self._let_go(child)
 
     def _handle(self, child: Child, frame: Frame) -> None:
         orders = child.took(frame.note.get("took", ()))
@@ -154,7 +197,7 @@ class Children:
             child.give("load", order)
 
     def lose(self, child: Child, reason: str) -> None:
-        """End an engine, and start another one in its place.
+        """End an engine, and start another one in its place, if one is missing then.
 
         Raises:
             EngineFailed: one of the first has not started, or too many in this place came to nothing.
@@ -168,18 +211,49 @@ class Children:
             raise EngineFailed(f"{child.name} could not be started: {reason}")
         if child.ready:
             self._tell(Lost(child.name, reason))
+        if len(self._staying) >= self.wanted:
+            return
+        added = child.added and not child.num_drawn
         num_barren = 0 if child.num_drawn else child.num_barren + 1
-        if num_barren > self._max_barren:
-            raise EngineFailed(
+        if added and not child.ready and self._staying:
+            self._do_without(f"{child.name} could not be started: {reason}")
+        elif num_barren > self._max_barren:
+            why = (
                 f"{num_barren} engines were lost one after the other before they had drawn anything, at last "
                 f"{child.name}: {reason}"
             )
-        self.start(num_barren)
+            if not (added and self._staying):
+                raise EngineFailed(why)
+            self._do_without(why)
+        self._fill(num_barren, added=added)
 
     def end(self, child: Child) -> None:
         """End an engine, without a word."""
         del self.living[child.name]
         child.kill()
+
+    @property
+    def _staying(self) -> list[Child]:
+        return [child for child in self.living.values() if not child.leaves]
+
+    def _fill(self, num_barren: int = 0, *, added: bool = False) -> None:
+        """Start what is missing; where others go on, what there is no room for is done without."""
+        while len(self._staying) < self.wanted:
+            try:
+                self.start(num_barren, added=added)
+            except (OSError, RayTrainerError) as error:
+                if not (self.opened and self._staying):
+                    raise
+                self._do_without(str(error))
+
+    def _do_without(self, reason: str) -> None:
+        self.wanted = len(self._staying)
+        self._tell(Wanted(self.wanted, reason))
+
+    def _let_go(self, child: Child) -> None:
+        if child.leaves and not child.drawing:
+            self.end(child)
+            self._tell(Lost(child.name, RETIRED))
 
     def owes(self, engine: str) -> bool:
         """Whether somebody waits for draws that this engine made in the run, or will ask for such."""

@@ -85,6 +85,22 @@ class InlineRuntime(Unrecorded):
         """
         raise RuntimeError(f"{engine} is lost, and no other engine can be had in this thread: {reason}")
 
+    def want(self, number: int) -> None:
+        """There is one engine, and nobody can ask for others.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{number} engines are wanted, and there is one in this thread")
+
+    def retire(self, engine: str) -> None:
+        """As `lose`.
+
+        Raises:
+            RuntimeError: always.
+        """
+        self.lose(engine, "it was retired")
+
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Have the next `wait` judge these too."""
         self._calls.append((id, prompts, texts))

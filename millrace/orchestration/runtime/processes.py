@@ -9,9 +9,9 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -58,7 +58,7 @@ class ProcessRuntime:
             reward: judges, in a thread of its own; it is closed with this.
             named_tensors: the trainer's weights as they are when it is called.
             canary: what it says of a few tokens then; None for none.
-            num_engines: at any time.
+            num_engines: at first.
             silence_s: an engine that works and is not heard of for so long is lost.
             load_s: one that still loads a version so long after the next one is there is lost.
             max_barren: so many engines may be lost one after the other in one place without having drawn.
@@ -138,9 +138,8 @@ class ProcessRuntime:
         Args:
             script: in a replay, what engines do: they are lost and started as `end` and `start` say.
         """
-        with self._news:
+        with self._changing():
             self._engines.begin(script)
-        self._wake()
 
     def records(self) -> list[Record]:
         """What a replay has to know beside events; see `base.Runtime`."""
@@ -155,28 +154,24 @@ class ProcessRuntime:
         engines = self._engines
         what = f"{engine} to draw what the run heard of it"
         self._await(what, lambda: not engines.owes(engine), self._load_s)
-        with self._news:
+        with self._changing():
             engines.end(engines.living[engine])
-            self._news.notify_all()
 
     def start(self, engine: str) -> None:
         """In a replay, start an engine of this name; ends in `Joined`."""
-        with self._news:
+        with self._changing():
             self._engines.start(name=engine)
-        self._wake()
 
     def submit(self, engine: str, draws: Sequence[Draw], *, direct: bool = False) -> None:
         """Begin to draw; see `base.Runtime`. Of what cannot be served `wait` raises ValueError."""
-        with self._news:
+        with self._changing():
             self._engines.ask(engine, draws, direct=direct)
-        self._wake()
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
         """End draws now, with what they have."""
-        with self._news:
+        with self._changing():
             if (child := self._engines.living.get(engine)) is not None:
                 child.give("abort", {"ids": list(ids)})
-        self._wake()
 
     def offer(self, version: int) -> None:
         """Copy the trainer's weights, once no engine loads the last ones any more; see `base.Runtime`.
@@ -189,20 +184,28 @@ class ProcessRuntime:
 
     def load(self, engine: str, version: int) -> None:
         """Have an engine load what was offered last; see `base.Runtime`."""
-        with self._writing, self._news:
+        with self._writing, self._changing():
             assert self._note is not None and self._note["version"] == version, "it was not offered last"
             if (child := self._engines.living.get(engine)) is not None:
                 child.announce = True
                 self._order_load(child)
-        self._wake()
 
     def lose(self, engine: str, reason: str) -> None:
         """Give an engine up; see `base.Runtime`."""
-        with self._news:
+        with self._changing():
             if (child := self._engines.living.get(engine)) is not None:
                 self._engines.lose(child, reason)
-            self._news.notify_all()
-        self._wake()
+
+    def want(self, number: int) -> None:
+        """Have so many engines; see `base.Runtime`."""
+        with self._changing():
+            self._engines.want(number)
+
+    def retire(self, engine: str) -> None:
+        """End an engine once it has drawn what the callers of `generate` wait for; see `base.Runtime`."""
+        with self._changing():
+            if (child := self._engines.living.get(engine)) is not None:
+                self._engines.retire(child)
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Score texts in the rewards' thread."""
@@ -275,10 +278,8 @@ class ProcessRuntime:
     def _start(self, num_engines: int) -> None:
         """Start the first engines, and wait until all of them are there."""
         try:
-            with self._news:
-                for _ in range(num_engines):
-                    self._engines.start()
-            self._wake()
+            with self._changing():
+                self._engines.want(num_engines)
             self._await(
                 f"{num_engines} engines to start", lambda: len(self.engines()) == num_engines, START_S
             )
@@ -308,7 +309,8 @@ class ProcessRuntime:
         def found() -> Child | None:
             if self._note is None:
                 return None
-            ready = [child for child in self._engines.living.values() if child.ready]
+            living = self._engines.living.values()
+            ready = [child for child in living if child.ready and not child.leaves]
             holding = [child for child in ready if child.held is self._note and child.order is None]
             if not holding and ready and self._engines.records is None:
                 self._order_load(ready[0])
@@ -388,6 +390,14 @@ class ProcessRuntime:
             if not self._news.wait_for(lambda: self._failure or ready(), deadline_s):
                 raise EngineFailed(f"waited {deadline_s:g} s for {what}")
             self._require_whole()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Within the block engines change, or what they are to do; who waits looks again after it."""
+        with self._news:
+            yield
+            self._news.notify_all()
+        self._wake()
 
     def _wake(self) -> None:
         """Have the listening thread look again; a pipe that is full wakes it as well."""

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -32,7 +33,7 @@ from millrace.orchestration.engines import open_engine
 from millrace.orchestration.runtime.child import Child, Settings, write_files
 from millrace.orchestration.runtime.engine_process import Mailbox
 from millrace.orchestration.runtime.frames import ORDERS, REPORTS, Frame, Line
-from millrace.orchestration.runtime.ray_room import plain, reserved
+from millrace.orchestration.runtime.ray_room import one_more, plain, reserved
 from millrace.transport.memory import pieces
 
 TOKEN_BYTES = 32
@@ -185,9 +186,11 @@ class RemoteChild(Child):
 
     Attributes:
         weights: descriptor of the memory in which they lie here.
+        leave: gives back the room that it had.
     """
 
     weights: int = -1
+    leave: Callable[[], None] = field(default=lambda: None)
 
     def _put(self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
         """Send a frame; before one to load, the weights, or of them what changed."""
@@ -225,6 +228,7 @@ class RemoteChild(Child):
         work = cast(_Work, self.process)
         work.ray.kill(work.actor)
         self.line.close()
+        self.leave()
 
 
 class Actors:
@@ -234,7 +238,7 @@ class Actors:
         """Reserve room.
 
         Args:
-            num_engines: at any time.
+            num_engines: for which room is kept as long as the run goes on; others may come and go.
             on_gpu: whether each needs a GPU.
 
         Raises:
@@ -243,8 +247,9 @@ class Actors:
         import ray
 
         self._ray, self._gpus = ray, int(on_gpu)
-        share = {"CPU": 1, **({"GPU": 1} if on_gpu else {})}
-        self._group = reserved(ray, num_engines, share, what="engines")
+        self._share = {"CPU": 1, **({"GPU": 1} if on_gpu else {})}
+        self._group = reserved(ray, num_engines, self._share, what="engines")
+        self._num_free = num_engines
 
     def __enter__(self) -> Actors:
         """There is room."""
@@ -257,12 +262,16 @@ class Actors:
         self._ray.util.remove_placement_group(self._group)
 
     def start(self, name: str, settings: Settings, weights: int, *, num_barren: int = 0) -> Child:
-        """Start an engine; it says `ready` when it is."""
-        ray = self._ray
+        """Start an engine; it says `ready` when it is.
+
+        Raises:
+            RayTrainerError: it is one more than there is room for.
+        """
+        ray, (group, leave) = self._ray, self._room()
         # This is the first rank, whom the other ranks find there too.
         host = os.environ["MASTER_ADDR"]
         line = Called(host)
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group)
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
         actor = (
             ray.remote(Engine)
             .options(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=strategy)
@@ -270,4 +279,15 @@ class Actors:
         )
         work = actor.serve.remote(host, line.port, line.token, asdict(settings))
         process = cast("subprocess.Popen[bytes]", _Work(ray, actor, work))
-        return RemoteChild(name, process, line, -1, io.BytesIO(), num_barren, weights=weights)
+        return RemoteChild(name, process, line, -1, io.BytesIO(), num_barren, weights=weights, leave=leave)
+
+    def _room(self) -> tuple[Any, Callable[[], None]]:
+        """The placement group of one engine, and what gives its room back."""
+        if not self._num_free:
+            own = one_more(self._ray, self._share)
+            return own, partial(self._ray.util.remove_placement_group, own)
+        self._num_free -= 1
+        return self._group, self._vacate
+
+    def _vacate(self) -> None:
+        self._num_free += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 # How long Ray may take to find room.
 PLACING_S = 60.0
+ONE_MORE_S = 2.0
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -36,6 +37,24 @@ def reserved(ray: Any, count: int, share: Mapping[str, int], *, what: str = "ran
         told = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in share)
         raise RayTrainerError(
             f"the Ray cluster had no room for {count} {what} within {PLACING_S:.0f} s; it has {told} free"
+        )
+    return group
+
+
+def one_more(ray: Any, share: Mapping[str, int]) -> Any:
+    """Room for one engine more, while others draw and must not wait long.
+
+    Raises:
+        RayTrainerError: the cluster has none free.
+    """
+    group = ray.util.placement_group([dict(share)])
+    if not group.wait(ONE_MORE_S):
+        free = ray.available_resources()
+        ray.util.remove_placement_group(group)
+        told = " and ".join(f"{each} {kind}" for kind, each in share.items())
+        have = " and ".join(f"{free.get(kind, 0):g} {kind}s" for kind in share)
+        raise RayTrainerError(
+            f"one engine more needs {told}, and the Ray cluster has {have} free; add machines, then ask again"
         )
     return group
 

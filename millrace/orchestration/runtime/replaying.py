@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millrace.orchestration.events import EventLog
 from millrace.orchestration.replayed import Part, Replayed
-from millrace.orchestration.runtime.base import Draw, Event, Lost, Record, Runtime
+from millrace.orchestration.runtime.base import Draw, Event, Lost, Record, Runtime, Wanted
 from millrace.orchestration.runtime.processes import ProcessRuntime
 from millrace.orchestration.runtime.script import ReplayError, named
 from millrace.types import Prompt
@@ -72,6 +72,12 @@ class Replaying:
         """Nobody is given up but by the log."""
         raise ReplayError(f"{engine} is given up, and in the run it was not: {reason}")
 
+    def want(self, number: int) -> None:
+        """Engines start and end where the log says that they joined and were lost."""
+
+    def retire(self, engine: str) -> None:
+        """Likewise."""
+
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Score texts again."""
         self._runtime.judge(id, prompts, texts)
@@ -120,6 +126,9 @@ class Replaying:
             if engine in self._runtime.engines():
                 self._runtime.end(engine)
             return Lost(engine, reason)
+        if kind == "wanted":
+            number, _, reason = rest.partition(" ")
+            return Wanted(int(number), reason)
         event = self._early.pop(name, None)
         if kind == "joined" and event is None and self._starts != rest:
             self._starts = rest

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from millrace.orchestration.runtime.base import Drawn, Event, Joined, Judged, Loaded, Lost
+from millrace.orchestration.runtime.base import Drawn, Event, Joined, Judged, Loaded, Lost, Wanted
 
 # Of the ids of draws whose caller waits; a number follows.
 PREFIX = "direct-"
@@ -36,6 +36,8 @@ def named(event: Event) -> str:
             return f"lost {event.engine} {event.reason}"
         case Joined():
             return f"joined {event.engine}"
+        case Wanted():
+            return f"wanted {event.number} {event.reason}".rstrip()
 
 
 def number_of(id: str) -> int:

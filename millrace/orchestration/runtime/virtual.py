@@ -11,7 +11,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from millrace.orchestration.runtime.base import Draw, Event, Joined, Judged, Loaded, Lost, Unrecorded
+from millrace.orchestration.runtime.base import (
+    RETIRED,
+    Draw,
+    Event,
+    Joined,
+    Judged,
+    Loaded,
+    Lost,
+    Unrecorded,
+    Wanted,
+)
 from millrace.orchestration.runtime.virtual_engine import Costs, VirtualEngine, Watch
 from millrace.planner.simulate import Quantile, constant, exponential
 from millrace.types import Outcome, Prompt
@@ -38,6 +48,9 @@ class Faults:
         load_hangs: share of loads that are never proved.
         restart_s: from a loss until another engine joins.
         restarts: as many lost engines are replaced.
+        asks_every_s: mean seconds until somebody asks for another number of engines.
+        asks_most: so many at most.
+        refused: share of the engines asked for that cannot be had.
     """
 
     crash_every_s: float = math.inf
@@ -52,6 +65,9 @@ class Faults:
     load_hangs: float = 0.0
     restart_s: Quantile = field(default=constant(1.0))
     restarts: int = 1_000_000
+    asks_every_s: float = math.inf
+    asks_most: int = 4
+    refused: float = 0.0
 
 
 class VirtualRuntime(Unrecorded):
@@ -83,8 +99,11 @@ class VirtualRuntime(Unrecorded):
         self._ready: list[Event] = []
         self._engines: dict[str, VirtualEngine] = {}
         self._last_loss, self._offered = "there never was one", -1
+        # How many there are to be, and how many are being started.
+        self._wanted, self._num_coming = num_engines, 0
         for _ in range(num_engines):
             self._start_engine()
+        self._ask_later()
 
     def now(self) -> float:
         """Seconds of the virtual clock."""
@@ -136,8 +155,23 @@ class VirtualRuntime(Unrecorded):
         self._last_loss = f"{engine}: {reason}"
         self._num_lost += 1
         self._tell(Lost(engine, reason))
-        if self._num_lost <= self._faults.restarts:
-            self._at(self._now_s + self._faults.restart_s(self._random.random()), self._join)
+        self._replace()
+
+    def want(self, number: int) -> None:
+        """Start engines that are missing; those that are too many do not come."""
+        self._wanted = number
+        while len(self._engines) + self._num_coming < self._wanted:
+            if self._engines and self._random.random() < self._faults.refused:
+                self._wanted = len(self._engines) + self._num_coming
+                self._tell(Wanted(self._wanted, "there is no room"))
+            else:
+                self._come()
+
+    def retire(self, engine: str) -> None:
+        """End an engine."""
+        if self._engines.pop(engine, None) is not None:
+            self._tell(Lost(engine, RETIRED))
+            self._replace()
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Score texts."""
@@ -155,7 +189,7 @@ class VirtualRuntime(Unrecorded):
         Raises:
             EnginesGone: nothing can happen any more.
         """
-        if not self._engines and self._num_lost > self._faults.restarts:
+        if not self._engines and not self._num_coming and self._num_lost > self._faults.restarts:
             raise EnginesGone(f"no engine is left, and none is started again; the last was {self._last_loss}")
         end_s = self._now_s + timeout_s
         while self._agenda and self._agenda[0][0] <= (self._now_s if self._ready else end_s):
@@ -202,8 +236,30 @@ class VirtualRuntime(Unrecorded):
             self._at(self._now_s + life_s, lambda: self._hang(name))
         return name
 
+    def _replace(self) -> None:
+        """Start engines where too few are left."""
+        while (
+            len(self._engines) + self._num_coming < self._wanted and self._num_lost <= self._faults.restarts
+        ):
+            self._come()
+
+    def _come(self) -> None:
+        self._num_coming += 1
+        self._at(self._now_s + self._faults.restart_s(self._random.random()), self._join)
+
     def _join(self) -> None:
-        self._tell(Joined(self._start_engine()))
+        self._num_coming -= 1
+        if len(self._engines) < self._wanted:
+            self._tell(Joined(self._start_engine()))
+
+    def _ask_later(self) -> None:
+        if self._faults.asks_every_s < math.inf:
+            asked_s = self._now_s + exponential(self._faults.asks_every_s)(self._random.random())
+            self._at(asked_s, self._ask)
+
+    def _ask(self) -> None:
+        self._tell(Wanted(self._random.randint(1, self._faults.asks_most)))
+        self._ask_later()
 
     def _hang(self, name: str) -> None:
         if (one := self._engines.get(name)) is None:

@@ -42,7 +42,7 @@ def test_no_schedule_loses_a_group(chaos):
         except Exception as error:
             raise AssertionError(f"schedule {number} broke") from error
         orders[run.schedule.rules.order, run.schedule.rules.stale] += 1
-        seen.update(f"{event['kind']} {event.get('reason', '')[:10]}" for event in run.known.events)
+        seen.update(f"{event['kind']} {event.get('reason', '')[:11]}" for event in run.known.events)
     assert set(ends) == {"done", "EnginesGone"}
     assert ends["done"] > 0.97 * NUM_SCHEDULES
     assert len(orders) == 5
@@ -51,6 +51,9 @@ def test_no_schedule_loses_a_group(chaos):
         "hold ": "engines handed over what they had drawn",
         "keep ": "and went on with that",
         "lost it died": "an engine crashed",
+        "want ": "another number of engines was asked for",
+        "want there is n": "and could not be had",
+        "lost it was ret": "and an engine was retired",
         "lost it hangs": "an engine hung",
         "lost a draw too": "nobody noticed that an engine hung",
         "lost version 1": "a load was never proved",
@@ -139,6 +142,27 @@ def never_give_up(monkeypatch):
     monkeypatch.setattr(Fleet, "overdue", lambda self: setattr(self, "_due_s", float("inf")) or [])
 
 
+def keep_asking_who_leaves(monkeypatch):
+    choose = Fleet.choose
+
+    def whoever_has_least(self, home):
+        serving = [(len(engine.draws), name) for name, engine in self._engines.items() if engine.serves]
+        return min(serving)[1] if serving else choose(self, home)
+
+    monkeypatch.setattr(Fleet, "choose", whoever_has_least)
+
+
+def retire_at_once(monkeypatch):
+    """What it has is never handed over, and never drawn again."""
+
+    def let_go(self, name):
+        if self._engines[name].leaves:
+            self._engines[name].draws.clear()
+            self._runtime.retire(name)
+
+    monkeypatch.setattr(Fleet, "_let_go", let_go)
+
+
 def take_the_wrong_group(monkeypatch):
     finish = Rollouts._finish
 
@@ -163,6 +187,8 @@ def take_the_wrong_group(monkeypatch):
         let_new_engines_draw_with_old_weights,
         forget_what_was_unfinished,
         never_give_up,
+        keep_asking_who_leaves,
+        retire_at_once,
         take_the_wrong_group,
     ],
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from millrace.orchestration.events import check_log
-from millrace.orchestration.fleet import DrawFailed
-from millrace.orchestration.runtime.base import Joined, Loaded, Lost
+from millrace.orchestration.fleet import DrawFailed, Engines
+from millrace.orchestration.runtime.base import RETIRED, Joined, Loaded, Lost, Wanted
 from tests.orchestration.manual import Manual, rollouts_over, serving
 
 
@@ -247,3 +247,89 @@ def test_weights_are_taken_when_they_are_published_also_while_no_engine_is_there
     assert (runtime.offered, runtime.taken("load")) == (5, [("load", "a", 0)])
     rollouts.handle([Joined("b")])
     assert runtime.taken("load") == [("load", "b", 5)]
+
+
+def wants(notes):
+    return [(event["engines"], event["leaving"], event["reason"]) for event in notes.of("want")]
+
+
+def test_an_engine_that_is_added_draws_and_one_that_leaves_hands_over_what_it_has():
+    runtime = Manual("a")
+    rollouts, _, notes = rollouts_over(runtime, num_batches=4, groups_per_step=1, staleness=2)
+    rollouts.handle(serving("a"))
+    first = submitted(runtime)["a"]
+    rollouts.handle([Wanted(2)])
+    assert runtime.taken("want") == [("want", 2)]
+    rollouts.handle([Joined("b"), *serving("b")])
+    train(rollouts, runtime, first[:2])
+    rollouts.published(1)
+    rollouts.handle([*serving("a", version=1), *serving("b", version=1)])
+    (ids,) = submitted(runtime).values()
+    assert rollouts.engines().doing == {"a": "draws 4 answers", "b": "draws 2 answers"}
+    rollouts.handle([Wanted(1)])
+    # Who draws least leaves; the other one gets nothing before it was handed over.
+    assert (runtime.taken("abort"), runtime.taken("retire")) == ([("abort", "b", ids)], [])
+    assert rollouts.engines().doing["b"] == "leaves, hands over 2 answers"
+    rollouts.handle([runtime.drawn(ids[0], version=1, reason="abort")])
+    assert runtime.taken("retire") == []
+    (again,) = submitted(runtime)["a"]
+    assert runtime.draws[again][1].drawn.token_ids == (runtime.draws[ids[0]][1].params.seed, 9)
+    rollouts.handle([runtime.drawn(ids[1], version=1)])
+    assert runtime.taken("retire") == [("retire", "b")]
+    rollouts.handle([Lost("b", RETIRED)])
+    assert rollouts.engines().doing.keys() == {"a"}
+    assert wants(notes) == [(2, [], ""), (1, ["b"], "")]
+    assert [event["kind"] for event in notes.of("part", "lost")] == ["part", "lost"]
+    assert check_log(notes) == [1, 2, 3]
+
+
+def test_who_leaves_stays_where_another_one_is_lost():
+    runtime = Manual("a", "b")
+    rollouts, _, notes = rollouts_over(runtime)
+    rollouts.handle(serving("a", "b"))
+    ids = submitted(runtime)
+    rollouts.handle([Wanted(1)])
+    ((_, leaving, _),) = runtime.taken("abort")
+    other = "a" if leaving == "b" else "b"
+    rollouts.handle([Lost(other, "it died")])
+    assert list(submitted(runtime)) == [leaving]
+    rollouts.handle([runtime.drawn(id, reason="abort") for id in ids[leaving]])
+    assert list(submitted(runtime)) == [leaving]
+    assert runtime.taken("retire") == []
+    assert wants(notes) == [(1, [leaving], ""), (1, [], "")]
+    assert check_log(notes) == [0, 1]
+
+
+def test_who_draws_nothing_leaves_first_and_the_newest_of_those():
+    runtime = Manual("a", "b")
+    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1)
+    rollouts.handle(serving("a", "b"))
+    (drawer,) = submitted(runtime)
+    rollouts.handle([Joined("c"), Joined("d"), *serving("c"), Wanted(2)])
+    assert runtime.taken("retire") == [("retire", "d"), ("retire", "c")]
+    assert runtime.taken("abort") == []
+    rollouts.handle([Wanted(1)])
+    (idle,) = {"a", "b"} - {drawer}
+    assert runtime.taken("retire") == [("retire", idle)]
+    # It had started before anybody heard that it is too many.
+    rollouts.handle([Joined("e")])
+    assert runtime.taken("retire") == [("retire", "e")]
+    assert wants(notes)[-1] == (1, sorted([idle, "c", "d", "e"], key="abcde".index), "")
+    assert check_log(notes) == [0]
+
+
+def test_what_cannot_be_had_is_told():
+    runtime = Manual("a")
+    rollouts, _, notes = rollouts_over(runtime)
+    assert rollouts.engines() == Engines(0, {"a": "loads its first weights"})
+    rollouts.handle([*serving("a"), Wanted(3), Wanted(1, "there is no room")])
+    found = rollouts.engines()
+    assert (found.wanted, found.reason) == (1, "there is no room")
+    assert found.lines("r") == [
+        "run r: 1 engines wanted, 1 there",
+        "  a draws 4 answers",
+        "  no more: there is no room",
+    ]
+    rollouts.handle([Wanted(2)])
+    assert rollouts.engines().lines("r")[2:] == ["  1 starting"]
+    assert wants(notes) == [(3, [], ""), (1, [], "there is no room"), (2, [], "")]

@@ -1,0 +1,101 @@
+"""Engines that are added and retired while a run goes on, and the run repeated bit for bit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.orchestration import wanted, watchdog
+from millrace.orchestration.controller import Controller
+from millrace.orchestration.rollouts import Rollouts
+from millrace.orchestration.runtime.base import RETIRED, Event, Wanted
+from millrace.orchestration.status import read_status
+from millrace.orchestration.wanted import ask, engines_of
+from tests.end_to_end.async_runs import check_run, events_of, run
+from tests.end_to_end.runs import LIMIT_S
+from tests.end_to_end.test_replay import check_repeats
+from tests.end_to_end.tiny import tiny_recipe
+
+# Answers long enough that an engine is drawing when it is to leave.
+AHEAD: dict[str, Any] = {"flow.staleness": 2, "steps": 16, "rollout.max_tokens": 30, "engine.processes": 1}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that began with one engine, got another one after two steps, and retired one after six."""
+    folder = tmp_path_factory.mktemp("engines")
+    tiny_recipe(folder)
+    path, record, said = folder / "runs" / "changed", Controller.record, []
+    handle, kept = Rollouts.handle, []
+    retiring = threading.Thread(target=lambda: ask(path, 1, said.append))
+
+    def asking(self: Controller, stage: str, numbers: dict[str, Any]) -> None:
+        record(self, stage, numbers)
+        if stage != "reinforcement":
+            return
+        if self.progress.step == 2:
+            until(lambda: read_status(path).engines)
+            assert ask(path, 2, said.append).wanted == 2
+            until(lambda: not any("first" in one for one in doing(path, 2)))
+        elif self.progress.step == 6:
+            # While the run goes on, so that there is something to hand over.
+            retiring.start()
+        elif self.progress.step == 14:
+            retiring.join()
+            until(lambda: doing(path, 1))
+
+    def late(self: Rollouts, events: list[Event]) -> None:
+        """Hear that one is to leave while both draw."""
+        kept.extend(event for event in events if event == Wanted(1))
+        both = sum("draws " in told for told in self.engines().doing.values()) == 2
+        now = [kept.pop()] if kept and both else []
+        handle(self, [*(event for event in events if event != Wanted(1)), *now])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollouts, "handle", late)
+        patch.setattr(watchdog, "LOOK_S", 0.1)
+        patch.setattr(Controller, "record", asking)
+        patch.setattr(wanted, "LOOK_S", 0.02)
+        assert run(folder, path.name, **AHEAD).status == "finished"
+    assert said == [f"waiting for run {path} to hear it, at most 60 s"] * 2
+    return path
+
+
+def doing(path: Path, number: int) -> list[str]:
+    """What the engines do, once there are so many."""
+    found = list(engines_of(path).doing.values())
+    return found if len(found) == number else ["first"] * (number > 1)
+
+
+def until(there: Any) -> None:
+    ends_s = time.monotonic() + LIMIT_S
+    while not there():
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+
+
+def test_engines_join_and_leave_and_no_group_is_lost_or_doubled(path: Path) -> None:
+    check_run(path, steps=AHEAD["steps"], bound=2)
+    events = events_of(path)
+    assert [event["engines"] for event in events if event["kind"] == "want"] == [2, 1]
+    assert [event["engine"] for event in events if event["kind"] == "joined"] == ["engine-0", "engine-1"]
+    assert {event["engine"] for event in events if event["kind"] == "arrive"} == {"engine-0", "engine-1"}
+    ((gone, reason),) = [(event["engine"], event["reason"]) for event in events if event["kind"] == "lost"]
+    assert reason == RETIRED
+    (leaving,) = [event["leaving"] for event in events if event["kind"] == "want" and event["leaving"]]
+    assert leaving == [gone]
+    # It handed over what it was drawing, and others went on with it.
+    left = [place for place, event in enumerate(events) if event["kind"] == "want"][1]
+    handed_over = [event for event in events[left:] if event["kind"] == "part" and event["engine"] == gone]
+    assert handed_over
+    assert not [event for event in events[left:] if event["kind"] == "dispatch" and event["engine"] == gone]
+    assert not (path / "wanted.json").exists()
+
+
+@pytest.mark.slow
+def test_the_replay_is_the_run_bit_for_bit(path: Path) -> None:
+    check_repeats(path)

@@ -72,10 +72,8 @@ def engines_of(run: str | Path) -> Engines:
     """
     status, folder = read_status(run), RunFolder.open(run)
     if status.state not in ("running", "starting"):
-        go_on = "start another one" if status.state == "finished" else f"millrace resume {run}"
-        raise RunFolderError(
-            f"run {run} is {status.state}, and only a run that is going on has engines; {go_on}"
-        )
+        go_on = "start another one" if status.state == "finished" else f"go on with: millrace resume {run}"
+        raise RunFolderError(f"run {run} is {status.state}, so it has no engines; {go_on}")
     config = from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
     if not num_processes(config):
         turns = " without engine.take_turns" if config.engine.take_turns else ""
@@ -85,19 +83,18 @@ def engines_of(run: str | Path) -> Engines:
         )
     if status.engines is None:
         raise RunFolderError(
-            f"run {run} does not sample for reinforcement now; ask again when millrace status {run} says so"
+            f"run {run} does not sample for reinforcement yet; ask again when millrace status {run} says so"
         )
     return status.engines
 
 
-def ask(run: str | Path, number: int, say: Callable[[str], None], *, hear_s: float = HEAR_S) -> Engines:
+def ask(run: str | Path, number: int, say: Callable[[str], None]) -> Engines:
     """Ask a run that is going on to have so many engines from now on, and wait until it has heard it.
 
     Args:
         run: its folder.
         number: of engines.
-        say: is told what is waited for.
-        hear_s: how long it may take.
+        say: is told what is waited for, and for how long at most.
 
     Returns:
         the engines as they are then; others may be starting, or leaving.
@@ -110,15 +107,15 @@ def ask(run: str | Path, number: int, say: Callable[[str], None], *, hear_s: flo
     engines_of(run)
     folder, id = RunFolder.open(run), uuid.uuid4().hex
     folder.write_json(folder.wanted, {"id": id, "engines": number})
-    say(f"waiting for run {run} to hear it, at most {hear_s:g} s")
-    ends_s = time.monotonic() + hear_s
+    say(f"waiting for run {run} to hear it, at most {HEAR_S:g} s")
+    ends_s = time.monotonic() + HEAR_S
     while (found := _answer(status := read_status(run), id)) is None:
         if status.engines is None:
             raise RunFolderError(f"run {run} ended before it heard that {number} engines are wanted")
         if time.monotonic() > ends_s:
             folder.wanted.unlink(missing_ok=True)
             raise RunFolderError(
-                f"run {run} did not hear within {hear_s:g} s that {number} engines are wanted, and will not; "
+                f"run {run} did not hear within {HEAR_S:g} s that {number} engines are wanted, and will not; "
                 f"see what it waits for with: millrace status {run}"
             )
         time.sleep(POLL_S)

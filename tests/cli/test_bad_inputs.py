@@ -18,6 +18,7 @@ import pytest
 
 from tests.cli.lab import Lab, Result
 from tests.cli.preferences import language_model, pair_lines
+from tests.cli.test_engines import ENGINES
 from tests.cli.test_stopped_runs import STOPPED
 from tests.house.source import ROOT
 
@@ -311,6 +312,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the disk is full": full_disk,
     "a file may not grow that large": limited_file_size,
     "the folder is read-only": read_only,
+    **ENGINES,
     "the run to replay has no event log": replayed(changed("events.jsonl", lambda lines: [])),
     "a line of its event log is gone": replayed(changed("events.jsonl", without('"number": 3, "births"'))),
     "its event log was written by an older version": replayed(changed("events.jsonl", without('"heard"'))),

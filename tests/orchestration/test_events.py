@@ -177,6 +177,8 @@ CORRUPTIONS = [
     (before("save", {}, event("load", engine="a", version=0)), "it can load 1 to 1, not 0"),
     (before("publish", {}, event("load", engine="a", version=0)), "it can load 1 to 1, not 0"),
     (changed("joined", {}, engine="a"), "engine a was there before"),
+    (before("save", {}, event("want", engines=0, leaving=[], reason="")), "stay where 0 are wanted"),
+    (before("save", {}, event("want", engines=1, leaving=["z"], reason="")), r"\['z'\] leave, and there are"),
     (
         changed("keep", {"number": 4}, turns=[1, 0]),
         r"of group 4, \(sample, turn\) \[\(0, 0\)\] had not arrived",

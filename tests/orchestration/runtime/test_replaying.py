@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.orchestration.runtime import replaying
-from millrace.orchestration.runtime.base import Event, Joined, Judged, Loaded, Lost
+from millrace.orchestration.runtime.base import Event, Joined, Judged, Loaded, Lost, Wanted
 from millrace.orchestration.runtime.replaying import Replaying
 from millrace.orchestration.runtime.script import ReplayError, Script
 
@@ -120,3 +120,19 @@ def test_what_never_happens_is_named(clock):
     )
     with pytest.raises(ReplayError, match="engine-0 is given up, and in the run it was not: it is late"):
         runtime.lose("engine-0", "it is late")
+
+
+def test_what_was_asked_is_heard_when_the_run_heard_it_and_only_the_log_starts_and_ends_engines(clock):
+    engines = Engines("e", "f")
+    runtime = Replaying(
+        engines, Score("take", ["wanted 3", "wanted 2 there is no room"], ["lost f it left"]), limit_s=9
+    )
+    assert runtime.wait(0.1) == []
+    runtime._score.lines.pop(0)
+    assert runtime.wait(0.1) == [Wanted(3), Wanted(2, "there is no room")]
+    runtime.want(3)
+    runtime.retire("f")
+    assert engines.told == []
+    runtime._score.lines.pop(0)
+    assert runtime.wait(0.1) == [Lost("f", "it left")]
+    assert engines.told == [("end", "f")]

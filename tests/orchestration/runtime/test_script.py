@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from millrace.orchestration.runtime.base import Drawn, Joined, Judged, Loaded, Lost
+from millrace.orchestration.runtime.base import Drawn, Joined, Judged, Loaded, Lost, Wanted
 from millrace.orchestration.runtime.script import Gate, ReplayError, Script, named
 from millrace.types import Completion
 
@@ -23,6 +23,8 @@ def test_every_event_has_a_name_of_its_own():
         Loaded("engine-0", 5),
         Lost("engine-0", "it hangs"),
         Joined("engine-0"),
+        Wanted(3),
+        Wanted(2, "there is no room"),
     ]
     assert [named(event) for event in events] == [
         "drawn 3.1.7",
@@ -32,6 +34,8 @@ def test_every_event_has_a_name_of_its_own():
         "loaded engine-0 5",
         "lost engine-0 it hangs",
         "joined engine-0",
+        "wanted 3",
+        "wanted 2 there is no room",
     ]
 
 

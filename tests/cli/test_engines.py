@@ -1,0 +1,109 @@
+"""`millrace engines` says which engines a run has, or why none can be added: its rows of docs/errors.md."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from millrace.orchestration import wanted
+from millrace.orchestration.runtime import child, ray_room
+from millrace.orchestration.runtime.base import Wanted
+from millrace.orchestration.wanted import Asked
+from tests.cli.lab import Lab, Result
+
+RUN = "runs/tiny-1"
+ASIDE = ("steps=1", "engine.processes=1")
+TOLD = {"wanted": 2, "doing": {"engine-0": "draws 4 answers"}, "reason": "", "asked": ""}
+
+
+def going_on(lab: Lab, *words: str, told: dict[str, Any] | None = None, number: str = "3") -> Result:
+    """Ask for engines of a run while another process seems to train it, and to say this in its status."""
+    lab.train(*words)
+    status = {"pid": 7, "at": {"stage": "reinforcement", "step": 0, "steps": 1}, "waits": []}
+    if told is not None:
+        Path(RUN, "status.json").write_text(json.dumps(status | {"engines": told}))
+    with open(Path(RUN, ".lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return lab("engines", RUN, *[number] * bool(number))
+
+
+def killed(lab: Lab) -> Result:
+    lab.train(*ASIDE)
+    Path(RUN, "summary.json").unlink()
+    return lab("engines", RUN, "3")
+
+
+def unheard(lab: Lab) -> Result:
+    seconds = iter(range(0, 1000, 50))
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda seconds: None)
+    lab.patch.setattr(wanted, "time", clock)
+    return going_on(lab, *ASIDE, told=TOLD)
+
+
+def ends_meanwhile(lab: Lab) -> Result:
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: Path(RUN, "status.json").unlink())
+    lab.patch.setattr(wanted, "time", clock)
+    return going_on(lab, *ASIDE, told=TOLD)
+
+
+def no_room(lab: Lab) -> Result:
+    """The run is asked at its first look, and each engine but the first needs room on a full cluster."""
+    real, asked = child.start, [[Wanted(2)]]
+    group = SimpleNamespace(wait=lambda limit_s: False)
+    util = SimpleNamespace(placement_group=lambda shares: group, remove_placement_group=lambda group: None)
+    ray = SimpleNamespace(util=util, available_resources=dict)
+
+    def start(name: str, *given: Any, **options: Any) -> child.Child:
+        if name != "engine-0":
+            ray_room.one_more(ray, {"CPU": 1})
+        return real(name, *given, **options)
+
+    lab.patch.setattr(child, "start", start)
+    lab.patch.setattr(Asked, "look", lambda self: asked.pop() if asked else [])
+    return lab.train("steps=2", "engine.processes=1")
+
+
+ENGINES: dict[str, Callable[[Lab], Result]] = {
+    "fewer than one engine is asked for": lambda lab: going_on(lab, *ASIDE, told=TOLD, number="0"),
+    "the run is over": lambda lab: (lab.train(*ASIDE), lab("engines", RUN, "3"))[1],
+    "the run was killed": killed,
+    "the trainer's process draws": going_on,
+    "trainer and engine take turns": lambda lab: going_on(lab, "engine.take_turns=true"),
+    "the run warms up, or has just begun": lambda lab: going_on(lab, *ASIDE),
+    "the run does not hear it": unheard,
+    "the run ends before it hears it": ends_meanwhile,
+    "there is no room for one engine more": no_room,
+}
+
+
+def test_it_says_what_the_status_of_the_run_says(lab):
+    result = going_on(lab, *ASIDE, told=TOLD, number="")
+    expected = f"run {RUN}: 2 engines wanted, 1 there\n  engine-0 draws 4 answers\n  1 starting\n"
+    assert (result.code, result.err, result.out) == (0, "", expected)
+
+
+def test_what_is_asked_is_said_once_the_run_has_heard_it(lab):
+    def answer(_: float) -> None:
+        request = json.loads(Path(RUN, "wanted.json").read_text())
+        assert request["engines"] == 3
+        told = json.loads(Path(RUN, "status.json").read_text())
+        told["engines"] |= {"wanted": 3, "asked": request["id"]}
+        Path(RUN, "status.json").write_text(json.dumps(told))
+
+    lab.patch.setattr(wanted, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=answer))
+    result = going_on(lab, *ASIDE, told=TOLD)
+    assert result.err == f"waiting for run {RUN} to hear it, at most 60 s\n"
+    assert result.out.splitlines() == [
+        f"run {RUN}: 3 engines wanted, 1 there",
+        "  engine-0 draws 4 answers",
+        "  2 starting",
+    ]
+
+
+def test_what_was_not_heard_is_forgotten(lab):
+    unheard(lab)
+    assert not Path(RUN, "wanted.json").exists()

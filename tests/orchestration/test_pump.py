@@ -10,6 +10,7 @@ import pytest
 from millrace.orchestration.fleet import DrawFailed
 from millrace.orchestration.pump import Pump
 from millrace.orchestration.rollouts import Stalled
+from millrace.orchestration.runtime.base import Wanted
 from tests.orchestration.manual import Manual, rollouts_over, serving
 
 PATIENCE_S = 20.0
@@ -31,7 +32,7 @@ class Quick(Manual):
         self.waiting += 1
         self.threads.add(threading.current_thread().name)
         orders, self.orders = self.orders, []
-        for kind, name, what in orders:
+        for kind, name, what in (order for order in orders if order[0] != "want"):
             if kind == "load":
                 self.versions[name] = what
                 self.events += serving(name, version=what)
@@ -122,6 +123,18 @@ def test_nothing_is_decided_while_it_is_paused():
     assert notes.of("publish") == [{"kind": "publish", "version": 1}]
 
 
+def test_what_is_asked_from_outside_is_heard_with_the_rest():
+    runtime, asked = Quick("a"), [[Wanted(2)]]
+    rollouts, _, notes = rollouts_over(runtime, staleness=1)
+    with Pump(rollouts, runtime, lambda: asked.pop() if asked else []) as pump:
+        pump.next_batch(PATIENCE_S)
+        begun_s = time.monotonic()
+        while (found := pump.engines()).wanted != 2:
+            assert time.monotonic() - begun_s < PATIENCE_S
+    assert list(found.doing) == ["a"]
+    assert sum("wanted 2" in event["events"] for event in notes.of("heard")) == 1
+
+
 def test_a_thread_that_is_stuck_is_named():
     """As in an environment that hangs: the watchdog must not hang with it."""
 
@@ -143,5 +156,7 @@ def test_a_thread_that_is_stuck_is_named():
         begun_s = time.monotonic()
         while pump.blockers() != ["millrace-pump (handles what happened)"]:
             assert time.monotonic() - begun_s < PATIENCE_S
+        # What is known of engines is older then.
+        assert pump.engines().doing.keys() == {"a"}
         release.set()
         assert len(pump.next_batch(PATIENCE_S).groups) == 2

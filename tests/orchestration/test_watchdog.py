@@ -14,6 +14,9 @@ import pytest
 
 from millrace.observability.metrics import Spans
 from millrace.orchestration import watchdog
+from millrace.orchestration.fleet import Engines
+from millrace.orchestration.run_folder import RunFolder
+from millrace.orchestration.status import read_status
 from millrace.orchestration.watchdog import Wait, Watchdog
 
 STANDS = {"stage": "warmup", "step": 3, "steps": 9}
@@ -149,6 +152,19 @@ def test_a_wait_that_takes_too_long_ends_the_run(tmp_path):
     code, said = stuck(tmp_path, wait_s=0.2)
     assert code == 1
     assert said.startswith("error: the run stalled: trainer waits for rank 1 since 0 s, at most 0.2 s")
+
+
+def test_what_else_there_is_to_say_is_in_the_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    dog = watching(tmp_path, Spans())
+    dog.more = lambda: {"engines": {"wanted": 2, "doing": {"a": "leaves"}, "reason": "", "asked": "id"}}
+    RunFolder(tmp_path).recipe.write_text("")
+    with dog, RunFolder(tmp_path) as folder:
+        folder.lock()
+        begun_s = time.monotonic()
+        while (found := read_status(tmp_path).engines) is None:
+            assert time.monotonic() - begun_s < 20
+        assert found == Engines(2, {"a": "leaves"}, asked="id")
 
 
 def test_last_words_that_hang_do_not_keep_the_run_alive(tmp_path):

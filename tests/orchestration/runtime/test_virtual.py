@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.orchestration.runtime.base import Draw, Drawn, Joined, Judged, Loaded, Lost
+from millrace.orchestration.runtime.base import RETIRED, Draw, Drawn, Joined, Judged, Loaded, Lost, Wanted
 from millrace.orchestration.runtime.virtual import EnginesGone, Faults, VirtualRuntime
 from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.planner.simulate import Service, constant
@@ -297,3 +297,35 @@ def test_a_watcher_hears_of_every_stretch_of_work():
     # Weights; the prompt; 5 s of steps; a prompt again; a step of three, 2.5 s; the rest of two.
     spans = [(0, 2), (2, 3), (3, 8), (8, 9), (9, 11.5), (11.5, 11.5 + 2.0 * (10 - 2.5 - 1))]
     close_fp64([stretch[1:3] for stretch in told], spans)
+
+
+def test_engines_come_and_go_as_they_are_wanted():
+    made = VirtualRuntime(1, faults=Faults(restart_s=constant(4.0)))
+    made.want(3)
+    made.want(2)
+    assert made.engines() == ["engine-0"]
+    joined = [event for _ in range(4) for event in made.wait(5.0)]
+    # The third one was on its way and did not come.
+    assert joined == [Joined("engine-1")]
+    made.retire("engine-1")
+    made.want(1)
+    assert made.wait(1.0) == [Lost("engine-1", RETIRED)]
+    # It was wanted still when it was retired, and not any more when the next one would have come.
+    assert made.wait(10.0) == []
+    made.lose("engine-0", "it died")
+    assert made.wait(1.0) == [Lost("engine-0", "it died")]
+    assert made.wait(10.0) == [Joined("engine-2")]
+
+
+def test_of_engines_that_cannot_be_had_one_hears():
+    made = VirtualRuntime(2, faults=Faults(refused=1.0))
+    made.want(4)
+    assert made.wait(1.0) == [Wanted(2, "there is no room")]
+    assert made.engines() == ["engine-0", "engine-1"]
+
+
+def test_somebody_asks_now_and_then():
+    made = VirtualRuntime(1, faults=Faults(asks_every_s=10.0, asks_most=3), seed=2)
+    asked = [event.number for _ in range(300) for event in made.wait(10.0) if isinstance(event, Wanted)]
+    assert set(asked) == {1, 2, 3}
+    assert 50 < len(asked) < 300

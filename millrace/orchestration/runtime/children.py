@@ -101,8 +101,10 @@ class Children:
                 self.end(child)
         self._fill(added=self.opened)
 
-    def retire(self, child: Child) -> None:
-        """End an engine once it has drawn what somebody waits for."""
+    def retire(self, engine: str) -> None:
+        """End an engine, unless it is lost, once it has drawn what somebody waits for."""
+        if (child := self.living.get(engine)) is None:
+            return
         child.leaves = True
         self._let_go(child)
         # Another one may have been lost meanwhile.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from millrace.orchestration.runtime.base import Draw, Event, Judged, Record
@@ -98,9 +97,7 @@ class ProcessRuntime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -204,8 +201,7 @@ class ProcessRuntime:
     def retire(self, engine: str) -> None:
         """End an engine once it has drawn what the callers of `generate` wait for; see `base.Runtime`."""
         with self._changing():
-            if (child := self._engines.living.get(engine)) is not None:
-                self._engines.retire(child)
+            self._engines.retire(engine)
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Score texts in the rewards' thread."""
@@ -368,8 +364,7 @@ class ProcessRuntime:
     def _judged(self, id: str, future: Future[list[Outcome]]) -> None:
         if future.cancelled():
             return
-        error = future.exception()
-        if error is not None:
+        if (error := future.exception()) is not None:
             self._fail(error)
             return
         with self._news:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,8 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from millrace.orchestration.events import check_log
+from millrace.orchestration.runtime.base import RETIRED
+from millrace.orchestration.status import read_status
+from millrace.orchestration.wanted import ask, engines_of
 from tests.end_to_end.async_runs import check_run, events_of
 from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, processes_below, resumed, run
+from tests.end_to_end.test_async import wait_until
 from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe
 from tests.house.source import ROOT
 from tests.rewards.helpers import ends_within
@@ -76,6 +82,38 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
     ]
     assert len(shares) == 16 and 0 < max(shares) < 0.6
     assert ends_within(other, 30)
+
+
+def test_engines_are_added_and_retired_and_for_more_than_there_is_room_the_run_goes_on(folder: Path) -> None:
+    ahead = (*RAY, "flow.staleness=2", "engine.processes=2", "steps=100000", "evaluation.every=100000")
+    launcher = begun(folder, "changed", *ahead, until="rollouts/step-*")
+    path, said = folder / "runs" / "changed", []
+    for number, there in ((1, 1), (2, 2), (1000, 2), (1, 1)):
+        wait_until(lambda: read_status(path).engines)
+        assert ask(path, number, said.append).asked
+        wait_until(lambda there=there, number=number: settled(path, there, refused=number == 1000))
+        # It goes on.
+        begun_at = read_status(path).step
+        wait_until(lambda begun_at=begun_at: read_status(path).step > begun_at)
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=120)
+    assert launcher.returncode == 130
+    events = events_of(path)
+    check_log(events)
+    wants = [(event["engines"], event["reason"][:16]) for event in events if event["kind"] == "want"]
+    refused = [number for number, reason in wants if reason == "one engine more "]
+    assert refused and refused[0] < 1000
+    left = [event["reason"] for event in events if event["kind"] == "lost"]
+    assert len(left) >= 2 and set(left) == {RETIRED}
+    warnings = json.loads((path / "summary.json").read_text())["warnings"]
+    assert [text for text in warnings if "one engine more needs 1 CPU" in text]
+
+
+def settled(path: Path, number: int, *, refused: bool) -> bool:
+    """Whether so many engines are there, or as many as there was room for, and none leaves or starts."""
+    found = engines_of(path)
+    enough = len(found.doing) >= number if refused else len(found.doing) == number
+    return enough and bool(found.reason) == refused and len(found.doing) == found.wanted
 
 
 def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numbers(folder: Path) -> None:

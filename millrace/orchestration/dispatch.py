@@ -59,12 +59,16 @@ class Dispatch:
 
     def send(self) -> None:
         """Hand what waits to engines that serve, unless it is held."""
+        later: list[list[Sample]] = []
         while self._waiting and not self._holds:
-            samples = self._waiting[0]
-            name = self._fleet.choose(samples[0].engine)
+            samples = self._waiting.popleft()
+            birth = self._birth(samples)
+            name = self._fleet.choose(samples[0].engine, birth)
             if name is None:
-                return
-            self._waiting.popleft()
+                later.append(samples)
+                if birth < 0:
+                    break  # nobody serves
+                continue
             draws, now_s = [], self._runtime.now()
             for sample in samples:
                 sample.engine, sample.asked_s = name, now_s
@@ -76,6 +80,12 @@ class Dispatch:
             one, places = samples[0], [sample.place for sample in samples]
             self._note("dispatch", number=one.number, samples=places, turn=len(one.turns), engine=name)
             self._fleet.submit(name, draws)
+        self._waiting.extendleft(reversed(later))
+
+    def _birth(self, samples: Iterable[Sample]) -> int:
+        """Of the newest token that was handed over of their turns; -1 where nothing was."""
+        newest = (int(sample.drawn.versions[-1]) for sample in samples if sample.drawn is not None)
+        return max(map(self._fleet.birth, newest), default=-1)
 
     def drawn(self, event: Drawn) -> Sample | None:
         """The sample whose turn this ends, if it ends one.

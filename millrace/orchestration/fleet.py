@@ -60,6 +60,10 @@ class _Engine:
     early: list[Drawn] = field(default_factory=list)
     leaves: bool = False
 
+    def may_draw(self, birth: int) -> bool:
+        """Whether it is given draws of which there are tokens of this birth; -1 for none."""
+        return self.serves and not self.leaves and self.birth >= birth
+
     @property
     def doing(self) -> str:
         """What it does, for people."""
@@ -133,17 +137,18 @@ class Fleet:
                 # The step was left out, and the engine holds these weights already.
                 self._prove(name, version, at=None)
 
-    def choose(self, home: str) -> str | None:
-        """Who is to draw: the engine of the turn before, else the one with least to do; None: nobody may."""
+    def choose(self, home: str, birth: int = -1) -> str | None:
+        """Who is to draw: the engine of the turn before, else the one with least to do; None: nobody may.
+
+        Args:
+            home: the engine of the turn before.
+            birth: of the newest token that is drawn already; nobody with older weights goes on from it.
+        """
         engine = self._engines.get(home)
-        if engine is not None and engine.serves and not engine.leaves:
+        if engine is not None and engine.may_draw(birth):
             return home
-        serving = [
-            (len(engine.draws), name)
-            for name, engine in self._engines.items()
-            if engine.serves and not engine.leaves
-        ]
-        return min(serving)[1] if serving else None
+        may = [(len(engine.draws), name) for name, engine in self._engines.items() if engine.may_draw(birth)]
+        return min(may)[1] if may else None
 
     def submit(self, name: str, draws: Sequence[Draw]) -> None:
         """Have an engine draw."""

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.orchestration.dispatch import Dispatch
 from millrace.orchestration.events import check_log
-from millrace.orchestration.fleet import Fleet
+from millrace.orchestration.fleet import Fleet, _Engine
 from millrace.orchestration.rollouts import Rollouts
 from tests.house.source import ROOT
 
@@ -143,13 +143,7 @@ def never_give_up(monkeypatch):
 
 
 def keep_asking_who_leaves(monkeypatch):
-    choose = Fleet.choose
-
-    def whoever_has_least(self, home):
-        serving = [(len(engine.draws), name) for name, engine in self._engines.items() if engine.serves]
-        return min(serving)[1] if serving else choose(self, home)
-
-    monkeypatch.setattr(Fleet, "choose", whoever_has_least)
+    monkeypatch.setattr(_Engine, "may_draw", lambda self, birth: self.serves and self.birth >= birth)
 
 
 def retire_at_once(monkeypatch):

@@ -333,3 +333,23 @@ def test_what_cannot_be_had_is_told():
     rollouts.handle([Wanted(2)])
     assert rollouts.engines().lines("r")[2:] == ["  1 starting"]
     assert wants(notes) == [(3, [], ""), (1, [], "there is no room"), (2, [], "")]
+
+
+def test_nobody_with_older_weights_goes_on_from_what_was_handed_over():
+    runtime = Manual("a", "b")
+    rollouts, _, notes = rollouts_over(runtime, num_batches=4, groups_per_step=1, staleness=1)
+    rollouts.handle(serving("a", "b"))
+    ids = submitted(runtime)
+    train(rollouts, runtime, ids["a"])
+    rollouts.published(1)
+    # While b draws, it gets the new weights before a does.
+    rollouts.handle(serving("b", version=1))
+    rollouts.hold()
+    handed_over = [runtime.drawn(id, version=(0, 1), reason="abort") for id in ids["b"]]
+    rollouts.handle([*handed_over, Lost("b", "it died")])
+    rollouts.release()
+    assert submitted(runtime) == {}
+    rollouts.handle(serving("a", version=1))
+    # Those two, and the group that the publish made room for.
+    assert [len(each) for each in submitted(runtime).values()] == [4]
+    assert check_log(notes) == [1, 2]

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -283,7 +284,7 @@ def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
         log=log,
         ranks=Ranks(),
         spans=Spans(),
-        watchdog=None,
+        watchdog=SimpleNamespace(),
     )
     with source:
         source.begin(None, 0)

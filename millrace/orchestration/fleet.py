@@ -67,14 +67,14 @@ class _Engine:
     @property
     def doing(self) -> str:
         """What it does, for people."""
-        draws = f"{len(self.draws)} answers"
+        draws = f"{len(self.draws)} answers" if self.draws else ""
         if self.leaves:
-            return f"leaves, hands over {draws}" if self.draws else "leaves"
+            return f"leaves, hands over {draws}" if draws else "leaves"
         if not self.serves:
             return "loads its first weights"
         if self.loads_since_s < math.inf:
-            return f"loads weights, draws {draws}"
-        return f"draws {draws}" if self.draws else "has nothing to draw"
+            return f"loads weights, draws {draws}" if draws else "loads weights"
+        return f"draws {draws}" if draws else "has nothing to draw"
 
 
 class Fleet:

@@ -51,9 +51,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def late(self: Rollouts, events: list[Event]) -> None:
         """Hear that one is to leave while both draw."""
         kept.extend(event for event in events if event == Wanted(1))
-        both = sum("draws " in told for told in self.engines().doing.values()) == 2
+        both = sum(told.startswith("draws ") for told in self.engines().doing.values()) == 2
         now = [kept.pop()] if kept and both else []
-        handle(self, [*(event for event in events if event != Wanted(1)), *now])
+        handle(self, [*now, *(event for event in events if event != Wanted(1))])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rollouts, "handle", late)
@@ -69,6 +69,11 @@ def doing(path: Path, number: int) -> list[str]:
     """What the engines do, once there are so many."""
     found = list(engines_of(path).doing.values())
     return found if len(found) == number else ["first"] * (number > 1)
+
+
+def arrived(events: list[dict[str, Any]]) -> set[tuple[int, int, int]]:
+    """Number, sample and turn of all that came."""
+    return {(one["number"], one["sample"], one["turn"]) for one in events if one["kind"] == "arrive"}
 
 
 def until(there: Any) -> None:
@@ -88,11 +93,16 @@ def test_engines_join_and_leave_and_no_group_is_lost_or_doubled(path: Path) -> N
     assert reason == RETIRED
     (leaving,) = [event["leaving"] for event in events if event["kind"] == "want" and event["leaving"]]
     assert leaving == [gone]
-    # It was drawing then; how much of that was a part and how much whole is up to the clock.
     left = [place for place, event in enumerate(events) if event["kind"] == "want"][1]
-    kinds = ("part", "arrive")
-    assert [event for event in events[left:] if event["kind"] in kinds and event["engine"] == gone]
     assert not [event for event in events[left:] if event["kind"] == "dispatch" and event["engine"] == gone]
+    # It was drawing then, and all of that has come; from whom is up to the clock.
+    drawing = {
+        (event["number"], sample, event["turn"])
+        for event in events[:left]
+        if event["kind"] == "dispatch" and event["engine"] == gone
+        for sample in event["samples"]
+    } - arrived(events[:left])
+    assert drawing and drawing <= arrived(events[left:])
     assert not (path / "wanted.json").exists()
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
+
 from millrace.orchestration import wanted
 from millrace.orchestration.runtime import child, ray_room
 from millrace.orchestration.runtime.base import Wanted
@@ -16,13 +18,20 @@ from millrace.orchestration.wanted import Asked
 from tests.cli.lab import Lab, Result
 
 RUN = "runs/tiny-1"
-ASIDE = ("steps=1", "engine.processes=1")
 TOLD = {"wanted": 2, "doing": {"engine-0": "draws 4 answers"}, "reason": "", "asked": ""}
 
 
-def going_on(lab: Lab, *words: str, told: dict[str, Any] | None = None, number: str = "3") -> Result:
+def aside(lab: Lab) -> None:
+    """A run whose engines have processes of their own, as far as its folder tells."""
+    lab.train("steps=1")
+    recipe = Path(RUN, "recipe.yaml")
+    told = yaml.safe_load(recipe.read_text())
+    told["engine"]["processes"] = 1
+    recipe.write_text(yaml.safe_dump(told))
+
+
+def going_on(lab: Lab, told: dict[str, Any] | None = None, number: str = "3") -> Result:
     """Ask for engines of a run while another process seems to train it, and to say this in its status."""
-    lab.train(*words)
     status = {"pid": 7, "at": {"stage": "reinforcement", "step": 0, "steps": 1}, "waits": []}
     if told is not None:
         Path(RUN, "status.json").write_text(json.dumps(status | {"engines": told}))
@@ -32,7 +41,7 @@ def going_on(lab: Lab, *words: str, told: dict[str, Any] | None = None, number: 
 
 
 def killed(lab: Lab) -> Result:
-    lab.train(*ASIDE)
+    aside(lab)
     Path(RUN, "summary.json").unlink()
     return lab("engines", RUN, "3")
 
@@ -41,13 +50,15 @@ def unheard(lab: Lab) -> Result:
     seconds = iter(range(0, 1000, 50))
     clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda seconds: None)
     lab.patch.setattr(wanted, "time", clock)
-    return going_on(lab, *ASIDE, told=TOLD)
+    aside(lab)
+    return going_on(lab, TOLD)
 
 
 def ends_meanwhile(lab: Lab) -> Result:
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: Path(RUN, "status.json").unlink())
     lab.patch.setattr(wanted, "time", clock)
-    return going_on(lab, *ASIDE, told=TOLD)
+    aside(lab)
+    return going_on(lab, TOLD)
 
 
 def no_room(lab: Lab) -> Result:
@@ -68,12 +79,12 @@ def no_room(lab: Lab) -> Result:
 
 
 ENGINES: dict[str, Callable[[Lab], Result]] = {
-    "fewer than one engine is asked for": lambda lab: going_on(lab, *ASIDE, told=TOLD, number="0"),
-    "the run is over": lambda lab: (lab.train(*ASIDE), lab("engines", RUN, "3"))[1],
+    "fewer than one engine is asked for": lambda lab: (aside(lab), going_on(lab, TOLD, "0"))[1],
+    "the run is over": lambda lab: (aside(lab), lab("engines", RUN, "3"))[1],
     "the run was killed": killed,
-    "the trainer's process draws": going_on,
-    "trainer and engine take turns": lambda lab: going_on(lab, "engine.take_turns=true"),
-    "the run warms up, or has just begun": lambda lab: going_on(lab, *ASIDE),
+    "the trainer's process draws": lambda lab: (lab.train("steps=1"), going_on(lab))[1],
+    "trainer and engine take turns": lambda lab: (lab.train("engine.take_turns=true"), going_on(lab))[1],
+    "the run warms up, or has just begun": lambda lab: (aside(lab), going_on(lab))[1],
     "the run does not hear it": unheard,
     "the run ends before it hears it": ends_meanwhile,
     "there is no room for one engine more": no_room,
@@ -81,7 +92,8 @@ ENGINES: dict[str, Callable[[Lab], Result]] = {
 
 
 def test_it_says_what_the_status_of_the_run_says(lab):
-    result = going_on(lab, *ASIDE, told=TOLD, number="")
+    aside(lab)
+    result = going_on(lab, TOLD, "")
     expected = f"run {RUN}: 2 engines wanted, 1 there\n  engine-0 draws 4 answers\n  1 starting\n"
     assert (result.code, result.err, result.out) == (0, "", expected)
 
@@ -95,7 +107,8 @@ def test_what_is_asked_is_said_once_the_run_has_heard_it(lab):
         Path(RUN, "status.json").write_text(json.dumps(told))
 
     lab.patch.setattr(wanted, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=answer))
-    result = going_on(lab, *ASIDE, told=TOLD)
+    aside(lab)
+    result = going_on(lab, TOLD)
     assert result.err == f"waiting for run {RUN} to hear it, at most 60 s\n"
     assert result.out.splitlines() == [
         f"run {RUN}: 3 engines wanted, 1 there",

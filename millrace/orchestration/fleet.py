@@ -32,7 +32,8 @@ class Engines:
     def lines(self, run: str) -> list[str]:
         """One for the run, and one for each engine."""
         there = len(self.doing)
-        lines = [f"run {run}: {self.wanted} engines wanted, {there} there"]
+        engines = "engine" if self.wanted == 1 else "engines"
+        lines = [f"run {run}: {self.wanted} {engines} wanted, {there} there"]
         lines += [f"  {name} {doing}" for name, doing in self.doing.items()]
         if there < self.wanted:
             lines.append(f"  {self.wanted - there} starting")

@@ -6,20 +6,45 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+FACTS = {
+    "begin": ("rules", "num_batches"),
+    "threads": ("ranks",),
+    "start": ("number", "prompt", "published"),
+    "dispatch": ("number", "samples", "turn", "engine"),
+    "part": ("number", "sample", "turn", "engine"),
+    "arrive": ("number", "sample", "turn", "engine", "oldest", "newest"),
+    "judge": ("call", "numbers"),
+    "finish": ("number", "births", "equal"),
+    "drop": ("number", "reason"),
+    "take": ("batch", "numbers", "staleness", "left_out", "withheld"),
+    "publish": ("version",),
+    "load": ("engine", "version"),
+    "lost": ("engine", "reason"),
+    "joined": ("engine",),
+    "want": ("engines", "leaving", "reason"),
+    "ignore": ("reason",),
+    "resume": ("numbers", "taken", "num_batches"),
+    "hold": (),
+    "keep": ("number", "turns", "tokens"),
+    "save": ("name",),
+    "heard": ("events",),
+    "send": ("version",),
+    "took": ("engine", "orders"),
+    "asked": ("engine", "draws"),
+}
+# They say nothing that another event could contradict.
+UNPROVED = ("threads", "ignore", "hold", "save", "heard", "asked")
+
 
 class LogError(ValueError):
     """A log that no sound run can have written."""
 
 
-def read(
-    events: Iterable[Mapping[str, Any]], facts: Mapping[str, Sequence[str]], unproved: Sequence[str]
-) -> _Reader:
+def read(events: Iterable[Mapping[str, Any]]) -> _Reader:
     """What is known at the end.
 
     Args:
         events: of a log, in order.
-        facts: that each kind has.
-        unproved: kinds that say nothing another event could contradict.
 
     Raises:
         LogError: the first event that contradicts those before it, and why.
@@ -28,10 +53,10 @@ def read(
     for line, event in enumerate(events, start=1):
         kind = event.get("kind", "without a kind")
         try:
-            missing = [name for name in facts.get(kind, ("a kind that is known",)) if name not in event]
+            missing = [name for name in FACTS.get(kind, ("a kind that is known",)) if name not in event]
             _demand(not missing, f"it lacks {missing}")
             _demand((line == 1) == (kind == "begin"), "a log has one event begin, the first")
-            if kind not in unproved:
+            if kind not in UNPROVED:
                 getattr(reader, kind)(event)
         except LogError as error:
             raise LogError(f"line {line} of the event log, {kind}: {error}") from None
@@ -76,20 +101,20 @@ class _Reader:
         self.line[number], self.prompts[number] = self.published, event["prompt"]
 
     def dispatch(self, event: Mapping[str, Any]) -> None:
+        _demand(event["engine"] not in self.leaving, f"engine {event['engine']} was to leave")
+        self._drawn_by(event, event["samples"])
+
+    def part(self, event: Mapping[str, Any]) -> None:
+        self._drawn_by(event, [event["sample"]])
+
+    def _drawn_by(self, event: Mapping[str, Any], samples: Sequence[int]) -> None:
+        """An engine that has weights draws a turn of samples, or has drawn a part, that has not arrived."""
         number, engine = event["number"], event["engine"]
         self._unfinished(number)
         _demand(engine in self.held, f"engine {engine} has not loaded any weights")
-        _demand(engine not in self.leaving, f"engine {engine} was to leave")
         seen = self.arrived.get(number, {})
-        over = [sample for sample in event["samples"] if (sample, event["turn"]) in seen]
+        over = [sample for sample in samples if (sample, event["turn"]) in seen]
         _demand(not over, f"turn {event['turn']} of samples {over} of group {number} arrived before")
-
-    def part(self, event: Mapping[str, Any]) -> None:
-        number, engine, place = event["number"], event["engine"], (event["sample"], event["turn"])
-        self._unfinished(number)
-        _demand(engine in self.held, f"engine {engine} has not loaded any weights")
-        over = place in self.arrived.get(number, {})
-        _demand(not over, f"turn {place[1]} of sample {place[0]} of group {number} arrived before")
 
     def judge(self, event: Mapping[str, Any]) -> None:
         for number in event["numbers"]:

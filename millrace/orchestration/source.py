@@ -279,9 +279,11 @@ class Source:
 
     def warnings(self) -> list[str]:
         """What to say of a selection among the samples, and of engines that could not be had."""
-        refused = self._verbs.engines().reason
-        told, self._refused = [refused] * (refused != self._refused), refused
-        return [text for text in (self._bias.warning(), *map(_no_more, filter(None, told))) if text]
+        found, refused = [self._bias.warning()], self._verbs.engines().reason
+        if refused and refused != self._refused:
+            found.append(f"fewer engines were started than were asked for: {refused}")
+        self._refused = refused
+        return [text for text in found if text]
 
     def _status(self, pump: Pump) -> dict[str, Any]:
         """What `status.json` says of engines."""
@@ -317,10 +319,6 @@ class Source:
             lengths, rewards = [length for length, _ in facts], [reward for _, reward in facts]
             self._bias.add(lengths, rewards, [False] * len(facts))
         return found | self._bias.record() if self._selects or self._bias.drops else found
-
-
-def _no_more(reason: str) -> str:
-    return f"fewer engines were started than were asked for: {reason}"
 
 
 def _facts(trajectory: Trajectory) -> tuple[float, float]:

@@ -87,8 +87,12 @@ class SharedWeights:
                     self._memory[changed.end - len(packed) : changed.end] = packed
             digests[name] = digest(there, self._memory[begin:end])
         asked = None if canary is None else canary().note()
-        told = None if changed is None else changed.note()
-        self.metrics = {} if changed is None or told is None else changed.metrics(end)
+        told, self.metrics = None, {}
+        # Where other weights came than the last ones, nobody can have held these before.
+        if changed is not None and places == changed.last["tensors"]:
+            told = {"base": changed.last["version"], "packed": changed.packed}
+            share = changed.num_bytes / max(end, 1)
+            self.metrics = {"sync/payload_bytes": changed.num_bytes, "sync/payload_share": share}
         proof = {"fingerprint": digests, "canary": asked}
         self._last = {"version": version, "bytes": end, "tensors": places, "changes": told, **proof}
         return self._last
@@ -105,46 +109,35 @@ class SharedWeights:
 
 
 class _Changes:
-    """What changed since the version that lies in the memory, weight by weight."""
+    """What changed since the version that lies in the memory, weight by weight.
+
+    Attributes:
+        last: the note of that version.
+        packed: where lies what leads to the new weights, for those of which it is less than the whole.
+        num_bytes: that must travel, of weights and changes.
+        end: of all that was written.
+    """
 
     def __init__(self, last: Note) -> None:
-        """Nothing is known yet.
-
-        Args:
-            last: of that version.
-        """
-        self._last = last
-        self._packed: dict[str, list[int]] = {}
-        self._num_bytes, self._num_weights, self._fits = 0, 0, True
+        """Nothing is known yet."""
+        self.last = last
+        self.packed: dict[str, list[int]] = {}
         # Behind the weights, for as long as they lie where the last ones do.
-        self.end = int(last["bytes"])
+        self.num_bytes, self.end = 0, int(last["bytes"])
 
     def find(self, name: str, place: tuple[str, list[int], int], held: Tensor, new: Tensor) -> Tensor | None:
         """What is to be written up to the new `end`, uint8 [num_bytes]; None where a weight travels whole."""
-        self._fits = self._fits and self._last["tensors"].get(name) == place
-        self._num_weights += 1
-        self._num_bytes += len(held)
-        if not self._fits:
+        self.num_bytes += len(held)
+        if self.last["tensors"].get(name) != place:
             return None
         packed = changes(held.view(new.dtype).reshape(new.shape), new)
         if packed is None:
             return None
         begin = -(-self.end // ALIGNMENT) * ALIGNMENT
         self.end = begin + len(packed)
-        self._packed[name] = [begin, self.end]
-        self._num_bytes += len(packed) - len(held)
+        self.packed[name] = [begin, self.end]
+        self.num_bytes += len(packed) - len(held)
         return packed
-
-    def note(self) -> Note | None:
-        """See `SharedWeights.write`; None where other weights came than those of the last version."""
-        if not self._fits or self._num_weights < len(self._last["tensors"]):
-            return None
-        return {"base": self._last["version"], "packed": self._packed}
-
-    def metrics(self, num_bytes: int) -> dict[str, float]:
-        """See `SharedWeights`."""
-        share = self._num_bytes / max(num_bytes, 1)
-        return {"sync/payload_bytes": self._num_bytes, "sync/payload_share": share}
 
 
 class MappedWeights:

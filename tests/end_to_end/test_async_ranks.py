@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_it_resumes(folder: Path, victim:
     ranks = ranks_below(launcher.pid)
     (engine,) = engines_below(ranks[0])
     os.kill(ranks[victim], signal.SIGKILL)
-    _, told = launcher.communicate(timeout=LIMIT_S)
+    _, told = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
     assert told.startswith(f"error: rank {victim} of 2 ended with signal SIGKILL\n"), told
     assert ends_within(engine, 30)

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.close import close_fp64
-from tests.end_to_end.rank_runs import LIMIT_S, MILLRACE, begun, command, numbers, ranks_below, resumed, run
+from tests.end_to_end.rank_runs import MILLRACE, begun, command, numbers, ranks_below, resumed, run
 from tests.end_to_end.tiny import tiny_recipe
 
 
@@ -95,8 +95,8 @@ def test_a_run_whose_rank_is_killed_ends_soon_and_resumes_to_the_same_numbers(fo
     launcher = begun(folder, "killed", "mesh.dp_shard=2")
     os.kill(ranks_below(launcher.pid)[1], signal.SIGKILL)
     killed_s = time.monotonic()
-    _, told = launcher.communicate(timeout=LIMIT_S)
-    assert time.monotonic() - killed_s < 60
+    _, told = launcher.communicate(timeout=60)
+    assert time.monotonic() - killed_s < 20
     assert launcher.returncode == 1
     assert "rank 1 of 2 ended with signal SIGKILL" in told
     assert resumed(folder, "killed") == numbers(folder / "runs" / "spread")

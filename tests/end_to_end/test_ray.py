@@ -18,7 +18,7 @@ from millrace.orchestration.runtime.base import RETIRED
 from millrace.orchestration.status import read_status
 from millrace.orchestration.wanted import ask, engines_of
 from tests.end_to_end.async_runs import check_run, events_of
-from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, processes_below, resumed, run
+from tests.end_to_end.rank_runs import begun, command, numbers, processes_below, resumed, run
 from tests.end_to_end.test_async import wait_until
 from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe
 from tests.house.source import ROOT
@@ -68,7 +68,7 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
     launcher = begun(folder, "engines", *ahead, *changed, until="rollouts/step-*")
     victim, other = actors_below(launcher.pid, "Engine")
     os.kill(victim, signal.SIGKILL)
-    _, told = launcher.communicate(timeout=LIMIT_S)
+    _, told = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, told
     path = folder / "runs" / "engines"
     check_run(path, steps=16, bound=2, warmup=TREE["warmup"]["steps"])
@@ -121,8 +121,8 @@ def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numb
     victim = actors_below(launcher.pid)[-1]
     os.kill(victim, signal.SIGKILL)
     killed_s = time.monotonic()
-    _, told = launcher.communicate(timeout=LIMIT_S)
-    assert time.monotonic() - killed_s < 60
+    _, told = launcher.communicate(timeout=60)
+    assert time.monotonic() - killed_s < 20
     assert launcher.returncode == 1
     assert re.search(rf"error: rank [01] of 2 has died \(process {victim}\)\nerror: The actor is dead", told)
     assert resumed(folder, "killed") == numbers(folder / "runs" / "processes")
@@ -132,7 +132,7 @@ def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numb
 def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number: signal.Signals) -> None:
     launcher = begun(folder, number.name, *RAY)
     launcher.send_signal(number)
-    said, told = launcher.communicate(timeout=LIMIT_S)
+    said, told = launcher.communicate(timeout=60)
     assert (launcher.returncode, told) == (130, "")
     assert said.splitlines()[-1] == f"continue: millrace resume {folder / 'runs' / number.name}"
     assert resumed(folder, number.name) == numbers(folder / "runs" / "processes")
@@ -140,7 +140,7 @@ def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number:
 
 def test_a_run_outlives_deaths_at_random_moments(folder: Path) -> None:
     words = ["--recipe", str(folder / "tiny.yaml"), "--kills", "2", "--apart", "0.3", "--accuracy", "0"]
-    script = [sys.executable, str(ROOT / "scripts" / "kills.py"), *words, "steps=100", "evaluation.every=100"]
+    script = [sys.executable, str(ROOT / "scripts" / "kills.py"), *words, "steps=200", "evaluation.every=100"]
     done = run(script)
     assert done.returncode == 0, done.stdout
     assert re.search(r"\n2 deaths in \d+ s, no group lost or doubled; accuracy ", done.stdout), done.stdout

@@ -326,7 +326,7 @@ def test_what_cannot_be_had_is_told():
     found = rollouts.engines()
     assert (found.wanted, found.reason) == (1, "there is no room")
     assert found.lines("r") == [
-        "run r: 1 engines wanted, 1 there",
+        "run r: 1 engine wanted, 1 there",
         "  a draws 4 answers",
         "  no more: there is no room",
     ]

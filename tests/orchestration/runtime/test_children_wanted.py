@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_who_leaves_draws_first_what_somebody_waits_for() -> None:
         waits = threading.Thread(target=lambda: found.extend(runtime.generate([(1, 2)], params)))
         waits.start()
         while not runtime._engines.living["engine-0"].drawing:
-            pass
+            time.sleep(0.01)
         runtime.want(1)
         runtime.retire("engine-0")
         assert runtime.wait(0.2) == []
@@ -118,7 +119,8 @@ def test_who_leaves_draws_first_what_somebody_waits_for() -> None:
     ],
 )
 def test_a_run_goes_on_without_engines_that_cannot_be_added(then: str | Exception, reason: str) -> None:
-    with running(start=Starts(then)) as runtime:
+    starts = Starts(then)
+    with running(start=starts) as runtime:
         runtime.want(2)
         (wanted,) = until(runtime, Wanted)
         assert isinstance(wanted, Wanted)
@@ -126,7 +128,7 @@ def test_a_run_goes_on_without_engines_that_cannot_be_added(then: str | Exceptio
         load(runtime, "engine-0", 0)
         assert until(runtime, Loaded) == [Loaded("engine-0", 0, 7)]
         # The one that was there from the beginning is replaced as ever.
-        runtime._engines._start.good = 1  # type: ignore[attr-defined]
+        starts.good = 1
         runtime.lose("engine-0", "no reason")
         assert until(runtime, Joined)[-1] == Joined("engine-2")
 

@@ -16,7 +16,7 @@ train: setup ## train the quickstart recipe (more words: make train ARGS="steps=
 	@.venv/bin/millrace train quickstart $(ARGS)
 
 test: setup ## run the tests: CPU only, no network, some ten minutes on two cores
-	@$(PYTEST) -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 slow: setup ## run the tests marked slow, half an hour on two cores
 	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow

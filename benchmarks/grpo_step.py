@@ -71,6 +71,7 @@ def our_steps(threads: int) -> list[tuple[float, dict[str, float]]]:
 
     config, built = our_parts(threads)
     trainer = built.reinforcer(0, None, None)
+    built.newest.trainer = trainer
     learner = Learner(trainer, built.method)
     stream = PromptStream(built.train_prompts, seed=0, shuffle=True)
     parts, spans = Parts(), Spans()

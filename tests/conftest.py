@@ -83,3 +83,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; torch.cuda finds none here")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Kernels first: what they compile, other tests side by side would each compile for themselves."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/kernels/"))

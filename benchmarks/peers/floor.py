@@ -12,8 +12,9 @@ from typing import Any
 
 from peers.workloads import Workload
 
-# Rates are measured for so many rows; more make a CPU no faster.
-ROWS_M = {"cpu": (1, 8, 32, 128, 512), "cuda": (1, 8, 32, 128, 512, 2048, 8192)}
+# Rates are measured for so many rows, and the highest counts: with few, products wait for memory, which the
+# bytes tell already.
+ROWS_M = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,12 @@ class Machine:
     """Measured rates.
 
     Attributes:
-        flops_M: operations per second of the products of all layers, by the number of rows, ascending.
+        flops_per_s: operations of the products of all layers.
         bytes_per_s: memory read.
     """
 
-    flops_M: dict[int, float]
+    flops_per_s: float
     bytes_per_s: float
-
-    def flops(self, rows: int) -> float:
-        """The rate for `rows` rows, rather too high than too low."""
-        enough = min((size for size in self.flops_M if size >= rows), default=max(self.flops_M))
-        return max(rate for size, rate in self.flops_M.items() if size <= enough)
 
 
 def floor_s(one: Workload, shape: dict[str, Any], itemsize: int, machine: Machine) -> float:
@@ -81,7 +77,7 @@ def floor_s(one: Workload, shape: dict[str, Any], itemsize: int, machine: Machin
     for step in steps(one):
         operations = 2 * (step.tokens * products + step.draws * head) + 4 * layers * queries * step.context
         moved = (products + head) * itemsize + step.cache_reads * cached
-        total += max(operations / machine.flops(step.tokens), moved / machine.bytes_per_s)
+        total += max(operations / machine.flops_per_s, moved / machine.bytes_per_s)
     return total
 
 
@@ -100,7 +96,7 @@ def measure(shape: dict[str, Any], dtype: str, device: str, *, repeats: int) -> 
     if device == "cpu":
         # oneDNN, which is faster than MKL for float32 on AMD's processors.
         calls.append(lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""))
-    flops_M = {}
+    flops_per_s = 0.0
     with torch.no_grad():
         for rows in ROWS_M[device]:
             inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=kind, device=device) for w in weights}
@@ -110,7 +106,7 @@ def measure(shape: dict[str, Any], dtype: str, device: str, *, repeats: int) -> 
                 )
                 for call in calls
             )
-            flops_M[rows] = 2 * rows * sum(weight.numel() for weight in weights) / best
+            flops_per_s = max(flops_per_s, 2 * rows * sum(weight.numel() for weight in weights) / best)
         large = torch.zeros(1 << (31 if device == "cuda" else 27), device=device)
         target = torch.empty_like(large)
         moved = large.numel() * large.element_size()
@@ -118,7 +114,7 @@ def measure(shape: dict[str, Any], dtype: str, device: str, *, repeats: int) -> 
             moved / _seconds(lambda: large.sum(), device, repeats),
             2 * moved / _seconds(lambda: target.copy_(large), device, repeats),
         )
-    return Machine(flops_M, rate)
+    return Machine(flops_per_s, rate)
 
 
 def _seconds(call: Callable[[], Any], device: str, repeats: int) -> float:

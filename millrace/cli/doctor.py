@@ -117,7 +117,7 @@ def versions(problems: list[str]) -> Iterator[tuple[str, str]]:
             problems.append(
                 f"{requirement.name} is {version}, but millrace needs {requirement.specifier}; run: {wanted}"
             )
-        yield requirement.name, f"{version:14} needs {requirement.specifier}"
+        yield requirement.name, f"{version:14} needs {requirement.specifier or 'any'}"
 
 
 def machine(problems: list[str]) -> Iterator[tuple[str, str]]:
@@ -197,4 +197,4 @@ def _heading(text: str) -> None:
 
 
 def _fact(name: str, value: str) -> None:
-    typer.echo(f"  {name:14} {value}")
+    typer.echo(f"  {name:17} {value}")

@@ -1,10 +1,11 @@
-"""Tokens that segments of a packed row have in common at their beginning, to be computed once.
+"""Which tokens of a packed row are computed: those that something is read from depends on, and each once.
 
-What a decoder makes of a token depends on it and on the tokens before it in its segment. So where segments
+What a decoder makes of a token depends on it and on the tokens before it in its segment. So what stands
+behind the last token that is read, as the last of an answer does, need not be computed; and where segments
 begin alike, as samples of one prompt do, one of them computes these tokens and the others look there.
 
-T = tokens of the row, S = those that are computed, B = segments, L = layers with a router, K = experts of a
-token.
+T = tokens of the row, S = those that are computed, N = those that are read, B = segments, L = layers with a
+router, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -18,6 +19,44 @@ from torch import Tensor
 
 # A beginning that is a smaller part of its segment saves no more than sharing it costs.
 LEAST_SHARE = 0.15
+# To leave out a smaller part of a row saves no more than it costs.
+LEAST_LEFT_OUT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """The tokens of a packed row that lead to those that are read; on the CPU.
+
+    Attributes:
+        kept_S: which they are, ascending.
+        length_B: how many of each segment; one of a segment of which nothing is read.
+        at_N: where those that are read are found among them.
+    """
+
+    kept_S: Tensor
+    length_B: Tensor
+    at_N: Tensor
+
+
+def leading_to(at_N: Tensor, length_B: Tensor) -> Leading | None:
+    """What leads to some tokens of a row; None where that is nearly all of it, or nothing is read.
+
+    Args:
+        at_N: the tokens, int64, in any order, on the CPU.
+        length_B: tokens of each segment of the row, likewise.
+    """
+    end_B = length_B.cumsum(0)
+    start_B = end_B - length_B
+    segment_N = torch.searchsorted(end_B, at_N, right=True)
+    needed_B = torch.ones_like(length_B)
+    needed_B.scatter_reduce_(0, segment_N, at_N - start_B[segment_N] + 1, "amax")
+    left_out_B = length_B - needed_B
+    if not len(at_N) or left_out_B.sum() < LEAST_LEFT_OUT * length_B.sum():
+        return None
+    position_T = torch.arange(int(end_B[-1])) - start_B.repeat_interleave(length_B)
+    kept_S = (position_T < needed_B.repeat_interleave(length_B)).nonzero()[:, 0]
+    shift_B = left_out_B.cumsum(0) - left_out_B
+    return Leading(kept_S, needed_B, at_N - shift_B[segment_N])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,126 +1,252 @@
-"""What an engine's layer does between its products, in one call: with few rows calls cost most.
+"""Decoder layers of an engine in one call on the CPU: with few rows calls cost more than what they compute.
 
-T = tokens, H = query heads, J = key heads, K = head width, N = (H + 2 J) K, B = rows, C = blocks of the
-longest row, P = blocks of the pool, S = slots of a block.
+    x + attention(norm x), then x + down(silu(gate(norm x)) * up(norm x))
+
+T = tokens, D = model width, H = query heads, J = key heads, K = head width, N = (H + 2 J) K, F = width of
+the feed-forward, W = tokens that are wanted, L = layers, B = rows, C = blocks of the longest row, P = blocks
+of the pool, S = slots of a block.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.kernels.compiled import NUMBERS, compiled, memory, number_of, put, readable
+from millrace.kernels.compiled import NUMBERS, compiled, memory, put, put_all, readable, room
+from millrace.kernels.norm import gain_of, norm_rows
 from millrace.kernels.paged_attention import PagedRows
 from millrace.kernels.paged_attention_cpu import PART_WORK, attend, outside, stored_keys, work
+from millrace.kernels.product_cpu import ADD, GATE, WRITE, Packed, kinds, place_of, share_product, weight_at
 from millrace.kernels.team import bounds, cut, num_threads, share_out
 
-# Tokens that pay for the thread they are turned on.
+# Tokens that pay for the thread they are turned, and numbers for that they are normed on.
 PART_TOKENS = 8
-NO_SLOT = 1
+PART_NORMED = 1 << 14
+NO_SLOT, NO_TOKEN = 1, 2
+# Where things stand in what `_places` gives: after four products of so many numbers each, norms, then sizes.
+PLACE = 6
+GAINS = 4 * PLACE
+SIZES = GAINS + 4
 
 
-def attend_new(
-    heads_TN: Tensor,
-    angles: tuple[Tensor, Tensor],
-    pools: tuple[Tensor, Tensor],
-    rows: PagedRows,
-    *,
-    norms: tuple[Tensor, Tensor, float] | None,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Queries and keys by their root mean square, then turned; keys and values stored; then paged attention.
+@dataclass(frozen=True)
+class LayerWeights:
+    """All that a layer multiplies with, of one dtype, float32 or bfloat16; and how it attends.
 
-    Everything has one dtype, float32 or bfloat16. Queries are not rounded on the way.
-
-    Args:
-        heads_TN: queries [H K], keys [J K] and values [J K] of each token, one behind the other.
-        angles: cosines and sines [T, K] of the positions, as transformers makes them (both halves of K
-            alike).
-        pools: keys and values as `new_pool` makes them.
-        rows: whose tokens they are.
-        norms: factors [K] of queries and of keys after the norm, and eps; None for models without.
+    Attributes:
+        norms: factors [D] of the norms before attention and before the feed-forward; of Llama's form.
+        head_norms: factors [K] of the norms of queries and of keys, likewise; None for models without.
+        eps: of these norms, that of heads last.
+        products: packed weights of queries, keys and values [N, D] one below the other, of the attention's
+            result [D, H K], of gate and up [F, D] as a gated pair, and of down [D, F].
+        biases: of each of these, if any.
         scale: as in `dispatch.paged_attention`.
         window: likewise.
         softcap: likewise.
-
-    Returns:
-        [T, H K].
-
-    Raises:
-        ValueError: dtypes differ, the pool does not lie as `new_pool` makes it or has no such slot, or a row
-            points outside the pool or the queries; nothing is stored then.
     """
-    num_blocks, num_keys, size, width = pools[0].shape
-    num_heads = heads_TN.shape[1] // width - 2 * num_keys
-    # Without norms the factors have no length, and their address is not read.
-    gains, eps = (angles, 0.0) if norms is None else (norms[:2], norms[2])
-    numbers = [x.contiguous() for x in (heads_TN, *angles, *gains)] + [stored_keys(*pools), pools[1]]
-    if heads_TN.dtype not in NUMBERS or not readable(*numbers):
-        raise ValueError(f"the dtypes are {[x.dtype for x in numbers]}; all must be float32, or all bfloat16")
-    tables = [rows.slot_T, rows.block_BC, rows.start_B, rows.first_B, rows.count_B]
-    tables = [x.contiguous() for x in tables]
-    out_TN = torch.empty(len(heads_TN), num_heads * width, dtype=heads_TN.dtype)
-    wrong = _attend_new(
-        tuple([x.data_ptr() for x in (*numbers, *tables, out_TN)]),
-        (len(heads_TN), num_heads, num_keys, width, 0 if norms is None else width),
-        (num_blocks, size, *rows.block_BC.shape),
-        NUMBERS[heads_TN.dtype],
-        (np.float32(eps), sys.maxsize if window is None else window, np.float32(scale), float(softcap or 0)),
-        (num_threads(), PART_TOKENS, PART_WORK),
-    )
-    if wrong == NO_SLOT:
-        highest = int(rows.slot_T.max())
-        raise ValueError(f"slot_T holds {highest}; the pool has {num_blocks} blocks of {size} slots")
-    if wrong < 0:
-        raise outside(rows, -1 - wrong, len(heads_TN), (num_blocks, size))
-    return out_TN
+
+    norms: tuple[Tensor, Tensor]
+    head_norms: tuple[Tensor, Tensor] | None
+    eps: tuple[float, float, float]
+    products: tuple[Packed, Packed, Packed, Packed]
+    biases: tuple[Tensor | None, ...]
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Layers:
+    """Layers one after another, and the norm behind the last, if any."""
+
+    def __init__(
+        self, weights: Sequence[LayerWeights], norm_D: Tensor | None = None, *, eps: float = 0.0
+    ) -> None:
+        """Keep the weights, and where they lie."""
+        self._weights, self._norm_D = weights, norm_D
+        self._dtype = weights[0].norms[0].dtype
+        self._place_LN = np.array([_places(one) for one in weights])
+        self._number_LN = np.array([[*one.eps, one.scale, one.softcap or 0] for one in weights], np.float32)
+        self._last = (0 if norm_D is None else norm_D.data_ptr()), np.float32(eps)
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        angles: tuple[Tensor, Tensor],
+        pools: Sequence[tuple[Tensor, Tensor]],
+        rows: PagedRows,
+        last_B: Tensor | None = None,
+    ) -> Tensor:
+        """What the layers make of some tokens; their keys and values are in the pools then.
+
+        Everything has the dtype of the weights. Between two products numbers are kept in float32, but for
+        what a product reads and the sums of the residual stream.
+
+        Args:
+            x_TD: hidden states.
+            angles: cosines and sines [T, K] of the positions, as transformers makes them (both halves of K
+                alike).
+            pools: keys and values of each layer, as `new_pool` makes them, all of one size.
+            rows: whose tokens they are.
+            last_B: the last token of each row, where only they are wanted behind the last layer.
+
+        Returns:
+            [T, D], or of the last tokens, [B, D].
+
+        Raises:
+            ValueError: dtypes differ, the pool does not lie as `new_pool` makes it or has no such slot, a row
+                points outside the pool or the queries, or `last_B` outside of them; nothing is stored then.
+        """
+        halves = [half for key, value in pools for half in (stored_keys(key, value), value)]
+        given = [x_TD, *(angle_TK.contiguous() for angle_TK in angles), *halves]
+        if self._dtype not in NUMBERS or not readable(self._weights[0].norms[0], *given):
+            raise ValueError(
+                f"the dtypes are {[x.dtype for x in given[:5]]}; all must be float32, or all bfloat16"
+            )
+        x_TD = x_TD.clone(memory_format=torch.contiguous_format)
+        y_WD = x_TD if last_B is None else x_TD.new_empty(len(last_B), x_TD.shape[1])
+        tables = [rows.slot_T, rows.block_BC, rows.start_B, rows.first_B, rows.count_B]
+        tables = [x.contiguous() for x in (*tables, rows.count_B if last_B is None else last_B)]
+        num_blocks, num_keys, size, width = pools[0][0].shape
+        wrong = _layers(
+            tuple([x.data_ptr() for x in (x_TD, y_WD, *given[1:3], *tables)]),
+            (self._place_LN, self._number_LN, np.array([half.data_ptr() for half in halves])),
+            (len(x_TD), 0 if last_B is None else len(last_B), x_TD.shape[1], *rows.block_BC.shape),
+            (num_blocks, num_keys, size, width),
+            (*kinds(self._dtype), self._dtype == torch.bfloat16),
+            (*self._last, num_threads()),
+        )
+        if wrong == NO_SLOT:
+            highest = int(rows.slot_T.max())
+            raise ValueError(f"slot_T holds {highest}; the pool has {num_blocks} blocks of {size} slots")
+        if wrong == NO_TOKEN:
+            raise ValueError(f"last_B is {tables[-1].tolist()}; there are {len(x_TD)} tokens")
+        if wrong < 0:
+            raise outside(rows, -1 - wrong, len(x_TD), (num_blocks, size))
+        return y_WD
+
+
+def _places(weights: LayerWeights) -> list[int]:
+    """Where a layer's products and norms lie; N, H K, F, the length of a head's norm; and its window."""
+    # Without norms of heads the factors have no length, and their address is not read.
+    heads = weights.head_norms or weights.norms
+    products = [place_of(*pair) for pair in zip(weights.products, weights.biases, strict=True)]
+    given, attended, _, mixed = weights.products
+    return [
+        *(number for place in products for number in place),
+        *(x.data_ptr() for x in (*weights.norms, *heads)),
+        *(given.num_outputs, attended.num_inputs, mixed.num_inputs),
+        *(0 if weights.head_norms is None else len(heads[0]), weights.window or sys.maxsize),
+    ]
 
 
 @compiled()
-def _attend_new(addresses: Any, heads: Any, lies: Any, number: Any, options: Any, limits: Any) -> int:
-    """Give back 0; `NO_SLOT` where a slot is not there, -1 - b where row b lies outside."""
-    num_tokens, num_heads, num_keys, width, num_gains = heads
-    num_blocks, size, num_rows, num_columns = lies
-    eps, reach, scale, softcap = options
-    threads, part_tokens, part_work = limits
-    heads_TN = memory(addresses[0], (num_tokens, (num_heads + 2 * num_keys) * width), number)
-    cos_TK = memory(addresses[1], (num_tokens, width), number)
-    sin_TK = memory(addresses[2], (num_tokens, width), number)
-    query_gain_K = memory(addresses[3], (num_gains,), number)
-    key_gain_K = memory(addresses[4], (num_gains,), number)
-    key_PJKS = memory(addresses[5], (num_blocks, num_keys, width, size), number)
-    value_PJSK = memory(addresses[6], (num_blocks, num_keys, size, width), number)
-    slot_T = memory(addresses[7], (num_tokens,), np.int64(0))
-    block_BC = memory(addresses[8], (num_rows, num_columns), np.int32(0))
-    start_B = memory(addresses[9], (num_rows,), np.int64(0))
-    first_B = memory(addresses[10], (num_rows,), np.int64(0))
-    count_B = memory(addresses[11], (num_rows,), np.int64(0))
-    out_N = memory(addresses[12], (num_tokens * num_heads * width,), number)
+def _layers(addresses: Any, tables: Any, sizes: Any, lies: Any, numbers: Any, rest: Any) -> int:
+    """Give back 0; `NO_SLOT` or `NO_TOKEN` where one is not there, -1 - b where row b lies outside."""
+    (num_tokens, num_wanted, size, num_rows, num_columns), kept = sizes, numbers[0]
+    (num_blocks, num_keys, slots, width), (norm, eps, threads) = lies, rest
+    place_LN, number_LN, pool_N = tables
+    x_TD = memory(addresses[0], (num_tokens, size), kept)
+    y_WD = memory(addresses[1], (num_wanted or num_tokens, size), kept)
+    angles = memory(addresses[2], (num_tokens, width), kept), memory(addresses[3], (num_tokens, width), kept)
+    slot_T = memory(addresses[4], (num_tokens,), np.int64(0))
+    block_BC = memory(addresses[5], (num_rows, num_columns), np.int32(0))
+    start_B = memory(addresses[6], (num_rows,), np.int64(0))
+    first_B = memory(addresses[7], (num_rows,), np.int64(0))
+    count_B = memory(addresses[8], (num_rows,), np.int64(0))
+    last_W = memory(addresses[9], (num_wanted,), np.int64(0))
     for t in range(num_tokens):
-        if slot_T[t] >= num_blocks * size:
+        if slot_T[t] >= num_blocks * slots:
             return NO_SLOT
-    pools, rows = (key_PJKS, value_PJSK), (block_BC, start_B, first_B, count_B)
+    for w in range(num_wanted):
+        if not 0 <= last_W[w] < num_tokens:
+            return NO_TOKEN
+    rows, every = (block_BC, start_B, first_B, count_B), last_W[:0]
+    end_B, one_B = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+    for b in range(num_rows):
+        end_B[b], one_B[b] = start_B[b] + count_B[b] - 1, 1
+    for n in range(len(place_LN)):
+        key_PJKS = memory(pool_N[2 * n], (num_blocks, num_keys, width, slots), kept)
+        value_PJSK = memory(pool_N[2 * n + 1], (num_blocks, num_keys, slots, width), kept)
+        weights, given = (place_LN[n], number_LN[n]), ((key_PJKS, value_PJSK), slot_T, angles)
+        if num_wanted and n == len(place_LN) - 1:
+            ends = block_BC, end_B, last_W, one_B
+            wrong = _layer(x_TD, y_WD, weights, (given, ends, last_W), numbers, threads)
+        else:
+            wrong = _layer(x_TD, x_TD, weights, (given, rows, every), numbers, threads)
+        if wrong:
+            return wrong
+    if norm:
+        _share_norm(y_WD, memory(norm, (size,), kept), (eps, numbers[3]), y_WD, threads)
+    return 0
+
+
+@compiled()
+def _layer(x_TD: Any, y_WD: Any, weights: Any, given: Any, numbers: Any, threads: int) -> int:
+    """One layer; y is x itself where every token is wanted."""
+    (place_N, number_N), (new, rows, last_W), (kept, read, zero, rounds) = weights, given, numbers
+    num_outputs, num_attended, inner = place_N[SIZES], place_N[SIZES + 1], place_N[SIZES + 2]
+    size = x_TD.shape[1]
+    normed_TD = room(x_TD.shape, read)
+    _share_norm(x_TD, memory(place_N[GAINS], (size,), kept), (number_N[0], rounds), normed_TD, threads)
+    heads_TN = room((len(x_TD), num_outputs), zero)
+    share_product(normed_TD, weight_at(place_N[:PLACE], kept), heads_TN, WRITE, zero, threads)
+    width = new[0][0].shape[2]
+    found_THK = room((len(x_TD), num_attended // width, width), zero)
+    wrong = _attend_new(heads_TN, found_THK, new, rows, (place_N, number_N, kept), threads)
+    if wrong:
+        return wrong
+    attended_WN = room((len(y_WD), num_attended), read)
+    for w in range(len(y_WD)):
+        t = last_W[w] if len(last_W) else w
+        put_all(y_WD[w], x_TD[t])
+        put_all(attended_WN[w], found_THK[t].reshape(-1))
+    share_product(attended_WN, weight_at(place_N[PLACE : 2 * PLACE], kept), y_WD, ADD, zero, threads)
+    normed_WD = normed_TD[: len(y_WD)]
+    _share_norm(y_WD, memory(place_N[GAINS + 1], (size,), kept), (number_N[1], rounds), normed_WD, threads)
+    mixed_WF = room((len(y_WD), inner), read)
+    share_product(normed_WD, weight_at(place_N[2 * PLACE : 3 * PLACE], kept), mixed_WF, GATE, zero, threads)
+    share_product(mixed_WF, weight_at(place_N[3 * PLACE : 4 * PLACE], kept), y_WD, ADD, zero, threads)
+    return 0
+
+
+@compiled()
+def _share_norm(x_ND: Any, weight_D: Any, options: Any, y_ND: Any, threads: int) -> None:
+    gain_D = gain_of(weight_D, np.float32(0))
+    parts, members = cut(x_ND.size // PART_NORMED, threads)
+    share_out(_norm_part, (x_ND, gain_D, options, y_ND, parts), parts, members)
+
+
+@compiled()
+def _norm_part(x_ND: Any, gain_D: Any, options: Any, y_ND: Any, num_parts: int, part: int) -> None:
+    start, stop = bounds(len(x_ND), num_parts, part)
+    scale_N = np.empty(stop - start, np.float32)
+    norm_rows(x_ND[start:stop], gain_D, options, scale_N, y_ND[start:stop])
+
+
+@compiled()
+def _attend_new(heads_TN: Any, found_THK: Any, new: Any, rows: Any, weights: Any, threads: int) -> int:
+    """Norm and turn queries and keys, store keys and values, attend; gives back what `_layers` does."""
+    (pools, slot_T, angles), (place_N, number_N, kept) = new, weights
+    num_gains, reach = place_N[SIZES + 3], place_N[SIZES + 4]
+    gains = memory(place_N[GAINS + 2], (num_gains,), kept), memory(place_N[GAINS + 3], (num_gains,), kept)
+    num_tokens, num_heads, width = found_THK.shape
     total = work(rows, pools, num_tokens, reach)
     if total < 0:
         return total
-    query_THK = np.empty((num_tokens, num_heads, width), np.float32)
-    parts, members = cut(num_tokens // part_tokens, threads)
-    given = heads_TN, (cos_TK, sin_TK), (query_gain_K, key_gain_K), eps
-    share_out(_turn, (given, query_THK, pools, slot_T, parts), parts, members)
-    found_THK = np.empty(query_THK.shape, np.float32)
-    parts, members = cut(total * (num_heads // num_keys) * width // part_work, threads)
+    query_THK = np.empty(found_THK.shape, np.float32)
+    parts, members = cut(num_tokens // PART_TOKENS, threads)
     share_out(
-        attend, (query_THK, found_THK, (pools, rows), (reach, scale, softcap), (total, parts)), parts, members
+        _turn, ((heads_TN, angles, gains, number_N[2]), query_THK, pools, slot_T, parts), parts, members
     )
-    found_N = found_THK.reshape(-1)
-    for n in range(len(out_N)):
-        put(out_N, n, found_N[n])
+    parts, members = cut(total * (num_heads // pools[1].shape[1]) * width // PART_WORK, threads)
+    options = reach, number_N[3], np.float64(number_N[4])
+    share_out(attend, (query_THK, found_THK, (pools, rows), options, (total, parts)), parts, members)
     return 0
 
 
@@ -143,35 +269,27 @@ def _turned(x_K: Any, angles: Any, gain_K: Any, eps: Any, y_K: Any) -> None:
 
 
 @compiled()
-def _widened(x_K: Any, y_K: Any) -> None:
-    for k in range(len(x_K)):
-        y_K[k] = number_of(x_K[k])
-
-
-@compiled()
-def _turn(given: Any, query_THK: Any, pools: Any, slot_T: Any, num_parts: int, part: int) -> None:
-    heads_TN, (cos_TK, sin_TK), gains, eps = given
+def _turn(new: Any, query_THK: Any, pools: Any, slot_T: Any, num_parts: int, part: int) -> None:
+    heads_TN, (cos_TK, sin_TK), gains, eps = new
     key_PJKS, value_PJSK = pools
     _, num_keys, size, width = value_PJSK.shape
     num_tokens, num_heads, _ = query_THK.shape
     angles = np.empty(width, np.float32), np.empty(width, np.float32)
     query_gain_K, key_gain_K = np.empty(len(gains[0]), np.float32), np.empty(len(gains[1]), np.float32)
-    _widened(gains[0], query_gain_K)
-    _widened(gains[1], key_gain_K)
-    x_K, key_K = np.empty(width, np.float32), np.empty(width, np.float32)
+    put_all(query_gain_K, gains[0])
+    put_all(key_gain_K, gains[1])
+    key_K = np.empty(width, np.float32)
     start, stop = bounds(num_tokens, num_parts, part)
     for t in range(start, stop):
-        _widened(cos_TK[t], angles[0])
-        _widened(sin_TK[t], angles[1])
+        put_all(angles[0], cos_TK[t])
+        put_all(angles[1], sin_TK[t])
         head_NK = heads_TN[t].reshape(-1, width)
         for h in range(num_heads):
-            _widened(head_NK[h], x_K)
-            _turned(x_K, angles, query_gain_K, eps, query_THK[t, h])
+            _turned(head_NK[h], angles, query_gain_K, eps, query_THK[t, h])
         block, slot = divmod(slot_T[t], size)
         if block >= 0:
             for j in range(num_keys):
-                _widened(head_NK[num_heads + j], x_K)
-                _turned(x_K, angles, key_gain_K, eps, key_K)
+                _turned(head_NK[num_heads + j], angles, key_gain_K, eps, key_K)
                 for k in range(width):
                     put(key_PJKS[block, j, k], slot, key_K[k])
-                value_PJSK[block, j, slot] = head_NK[num_heads + num_keys + j]
+                put_all(value_PJSK[block, j, slot], head_NK[num_heads + num_keys + j])

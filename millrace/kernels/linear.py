@@ -1,30 +1,30 @@
-"""y = x W^T + b on the CPU, by oneDNN where that is quicker, and in tiles that make a row's bits its own.
+"""y = x W^T + b on the CPU, by the quickest way, and in tiles that make a row's bits its own.
 
 M = rows, D = input width, N = output width.
 
 | | float32 | bfloat16 | float64, other devices |
 |---|---|---|---|
 | plain weight | oneDNN from `PRODUCT` or `WEIGHT` on | `F.linear` (oneDNN inside) | `F.linear` |
-| packed weight | oneDNN from `PRODUCT` or `WEIGHT` on | oneDNN | `F.linear` |
+| packed weight | `product_cpu` | `product_cpu` | `product_cpu` in float64 |
 | with gradient | oneDNN from `RECORDED_PRODUCT` on | `F.linear` | `F.linear` |
 
-Outside of `invariant_linear` the last bits of a row depend on M: on which library ran, and in each library on
-whether there are few rows.
+But for packed weights and `invariant_linear` the last bits of a row depend on M: on which library ran, and in
+each library on whether there are few rows.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from millrace.kernels import product_cpu
 from millrace.kernels.compiled import readable
+from millrace.kernels.product_cpu import Packed
 
-# What is done to each number of a product while it is at hand.
-Then = Literal["none", "silu", "mul", "add"]
 # Below both, oneDNN's fixed cost of about 12 microseconds outweighs what its product saves.
 PRODUCT = 6 << 20  # M D N
 WEIGHT = 1 << 18  # D N
@@ -35,7 +35,7 @@ ALIGNED_BYTES = 64
 
 
 def linear(
-    x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, packed: Tensor | None = None
+    x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, packed: Packed | None = None
 ) -> Tensor:
     """As `F.linear`: x W^T + b, [..., N], differentiable once in all three.
 
@@ -46,41 +46,21 @@ def linear(
         packed: what `pack` made of this very weight; used where no gradient is recorded.
     """
     recorded = _recorded(x, weight_ND, bias_N)
-    if not _quicker(x, weight_ND, None if recorded else packed, recorded) or not _fits(x, weight_ND, bias_N):
+    if packed is not None and not recorded and not torch.is_autocast_enabled("cpu"):
+        return product_cpu.product(x, packed, bias_N)
+    if not _quicker(x, weight_ND, recorded) or not _fits(x, weight_ND, bias_N):
         return F.linear(x, weight_ND, bias_N)
     if recorded:
         return _Linear.apply(x, weight_ND, bias_N, None)
-    return _onednn(x, weight_ND if packed is None else packed, bias_N)
+    return _onednn(x, weight_ND, bias_N)
 
 
-def pack(weight_ND: Tensor, *, num_rows: int) -> Tensor | None:
-    """A copy of a weight in the order oneDNN reads it, best for so many rows; None where it has no use."""
-    if weight_ND.dtype not in (torch.float32, torch.bfloat16) or not _onednn_has(weight_ND):
+def pack(weight_ND: Tensor) -> Packed | None:
+    """A copy of a weight in the order our products read it; None where it has no use."""
+    odd = weight_ND.dtype == torch.bfloat16 and weight_ND.shape[1] % 2
+    if odd or not readable(weight_ND) or not product_cpu.usable(weight_ND.dtype):
         return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight_ND.detach(), num_rows)
-
-
-def packed_linear(
-    x: Tensor,
-    packed: Tensor,
-    bias_N: Tensor | None = None,
-    *,
-    then: Then = "none",
-    other: Tensor | None = None,
-) -> Tensor:
-    """Compute x W^T + b with what `pack` made of a weight, [..., N], without gradient.
-
-    Args:
-        x: [..., D].
-        packed: the weight.
-        bias_N: the bias, if any.
-        then: what is done to each number while it is at hand.
-        other: what it is multiplied with, or added to, [..., N].
-    """
-    if other is not None:
-        both: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, bias_N, then)
-        return both
-    return _onednn(x, packed, bias_N, "swish" if then == "silu" else "none")
+    return product_cpu.pack(weight_ND)
 
 
 def invariant_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, tile: int = 32) -> Tensor:
@@ -150,10 +130,10 @@ def _recorded(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _quicker(x: Tensor, weight_ND: Tensor, packed: Tensor | None, recorded: bool) -> bool:
+def _quicker(x: Tensor, weight_ND: Tensor, recorded: bool) -> bool:
     """Whether oneDNN gives this product sooner than `F.linear`."""
     if x.dtype is not torch.float32:
-        return packed is not None and x.dtype is torch.bfloat16
+        return False
     product = x.numel() * len(weight_ND)
     return product >= RECORDED_PRODUCT if recorded else product >= PRODUCT or weight_ND.numel() >= WEIGHT
 
@@ -170,6 +150,6 @@ def _onednn_has(*tensors: Tensor) -> bool:
     return readable(*tensors) and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
-def _onednn(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, then: str = "none") -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_ND, bias_N, then, [], "")
+def _onednn(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_ND, bias_N, "none", [], "")
     return product

@@ -120,17 +120,30 @@ def _normed(addresses: Any, shape: Any, number: Any, eps: Any, plus_one: bool, r
     x_ND, weight_D = memory(addresses[0], shape, number), memory(addresses[1], (width,), number)
     y_ND = memory(addresses[2], shape, number)
     scale_N = memory(addresses[3], (num_rows,), np.float32(0))
-    gain_D, wide_D = np.empty(width, np.float32), np.empty(width, np.float32)
-    for d in range(width):
-        gain_D[d] = number_of(weight_D[d])
-        if plus_one:
-            gain_D[d] += np.float32(1)
-    for n in range(num_rows):
-        for d in range(width):
-            wide_D[d] = number_of(x_ND[n, d])
-        scale_N[n] = _scale(wide_D, np.float32(eps))
-        y_D = y_ND[n]
-        for d in range(width):
+    gain_D = gain_of(weight_D, np.float32(1 if plus_one else 0))
+    norm_rows(x_ND, gain_D, (np.float32(eps), round_first), scale_N, y_ND)
+
+
+@compiled()
+def gain_of(weight_D: Any, plus: Any) -> Any:
+    """The array g, float32."""
+    gain_D = np.empty(len(weight_D), np.float32)
+    for d in range(len(weight_D)):
+        gain_D[d] = number_of(weight_D[d]) + plus
+    return gain_D
+
+
+@compiled()
+def norm_rows(x_ND: Any, gain_D: Any, options: Any, scale_N: Any, y_ND: Any) -> None:
+    """The rows of y, and k of each; `options` are eps, and whether x * k is rounded to bfloat16."""
+    eps, round_first = options
+    wide_D = np.empty(len(gain_D), np.float32)
+    for n in range(len(x_ND)):
+        x_D, y_D = x_ND[n], y_ND[n]
+        for d in range(len(gain_D)):
+            wide_D[d] = number_of(x_D[d])
+        scale_N[n] = _scale(wide_D, eps)
+        for d in range(len(gain_D)):
             y = wide_D[d] * scale_N[n]
             if round_first:
                 y = wide(narrow(y))
@@ -150,4 +163,5 @@ def _slopes(
         for d in range(len(gain_D)):
             x_slope_ND[n, d] = scale * (gain_D[d] * slope_ND[n, d] - x_ND[n, d] * share)
             total_D[d] += slope_ND[n, d] * x_ND[n, d] * scale
-    weight_slope_D[:] = total_D
+    for d in range(len(gain_D)):
+        weight_slope_D[d] = total_D[d]

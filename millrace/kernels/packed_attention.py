@@ -84,16 +84,16 @@ class Bucket:
     """Segments of similar length laid out as two rectangles, of keys and of the queries among them.
 
     Attributes:
-        start_B: first token of each segment: in the row, or in the rectangle of keys if tokens are shared.
         length_B: tokens of each segment.
+        first_B: position of each segment's first own token, from which on its queries are asked.
         key: places [B L] of each segment's tokens.
         query: places [B Q] of those whose queries are asked in this segment; None if no token is shared, so
             that they are those of the keys.
         shape: (B, Q, L).
     """
 
-    start_B: Tensor
     length_B: Tensor
+    first_B: Tensor
     key: Places
     query: Places | None
     shape: tuple[int, int, int]
@@ -102,7 +102,7 @@ class Bucket:
         """The same bucket, its tables on another device."""
         query = None if self.query is None else self.query.to(device)
         return Bucket(
-            self.start_B.to(device), self.length_B.to(device), self.key.to(device), query, self.shape
+            self.length_B.to(device), self.first_B.to(device), self.key.to(device), query, self.shape
         )
 
 
@@ -142,11 +142,12 @@ class Segments:
         rest = [b for b in range(len(length)) if 0 < first[b] < length[b]]
         rest.sort(key=lambda b: (-first[b], -length[b]))
         span_A3 = torch.stack([length_A.cumsum(0) - length_A, length_A, first_A], 1)
-        buckets = []
-        for order in (whole, rest):
-            for span in _similar([(first[b], length[b]) for b in order]):
-                buckets.append(_bucket(slot_W, span_A3[sorted(order[span])], num_tokens))
-        return cls(tuple(buckets), num_tokens)
+        # All short ones are one bucket, since our kernel for them asks for no more than is wanted.
+        groups = [whole + rest]
+        if max(length) > SHORT_LENGTH:
+            spans = [(order, _similar([(first[b], length[b]) for b in order])) for order in (whole, rest)]
+            groups = [order[span] for order, some in spans for span in some]
+        return cls(tuple(_bucket(slot_W, span_A3[sorted(group)], num_tokens) for group in groups), num_tokens)
 
     def to(self, device: torch.device) -> Segments:
         """The same segments, their tables on another device."""
@@ -181,12 +182,11 @@ def _bucket(slot_W: Tensor, span_B3: Tensor, num_tokens: int) -> Bucket:
     slot_BL = slot_W[index_BL].where(offset_L < length_B[:, None], num_tokens)
     key = Places.of(slot_BL.flatten(), num_tokens)
     if not first_B.any():
-        return Bucket(slot_BL[:, 0], length_B, key, None, (size, longest, longest))
-    # Our kernel for short segments takes rectangles of the same places.
-    asked = longest if longest <= SHORT_LENGTH else longest - int(first_B.min())
+        return Bucket(length_B, first_B, key, None, (size, longest, longest))
+    asked = longest - int(first_B.min())
     slot_BQ = slot_BL.where(offset_L >= first_B[:, None], num_tokens)[:, longest - asked :]
     query = Places.of(slot_BQ.flatten(), num_tokens)
-    return Bucket(torch.arange(size) * longest, length_B, key, query, (size, asked, longest))
+    return Bucket(length_B, first_B, key, query, (size, asked, longest))
 
 
 class _Gather(torch.autograd.Function):
@@ -248,16 +248,12 @@ def packed_attention(
     ours = softcap is None and query_THK.dtype in DTYPES and readable(*inputs)
     for bucket in segments.buckets:
         size, queries, keys = bucket.shape
-        short = ours and keys <= SHORT_LENGTH
-        where = bucket.start_B, bucket.length_B
-        if short and bucket.query is None:
+        if ours and keys <= SHORT_LENGTH:
+            where = bucket.key.slot_N.view(size, keys), bucket.length_B, bucket.first_B
             parts.append(short_attention(*inputs, where, scale=scale, window=window))
             continue
         asked = bucket.key if bucket.query is None else bucket.query
         laid = asked.spread(query_THK), bucket.key.spread(key_TJK), bucket.key.spread(value_TJK)
-        if short:
-            parts.append(asked.gather(short_attention(*laid, where, scale=scale, window=window)))
-            continue
         counts = queries, keys, keys
         rectangles = (x.unflatten(0, (size, n)).transpose(1, 2) for x, n in zip(laid, counts, strict=True))
         out_BHQK = _causal(*rectangles, scale=scale, window=window, softcap=softcap)

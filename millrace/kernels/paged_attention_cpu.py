@@ -17,20 +17,19 @@ the next item.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from math import factorial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.kernels.compiled import array, compiled
+from millrace.kernels.compiled import array, compiled, exponential, fetch, steps
 from millrace.kernels.paged_attention import PagedRows
 from millrace.kernels.team import bounds, cuts, share_out
 
@@ -43,18 +42,6 @@ TILE_LANES = (32, 16, 4, 1)
 ITEM_WORK = 16
 # A part of the work that pays for the thread it runs on: positions times query heads times head width.
 PART_WORK = 1 << 16
-
-LOG2_E = 1.4426950408889634
-# log 2 in two numbers, of which the first times a small integer is exact.
-LOG_2_HIGH, LOG_2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
-# A number plus this is rounded to an integer, which then stands in the lowest bits.
-ROUND = 1.5 * 2**52
-EXPONENT_BIAS, EXPONENT_SHIFT = np.uint64(1023), np.uint64(52)
-# Below this an exponential is taken for 0.
-LOWEST = -700.0
-# A line of the cache, and the second level, as prefetch instructions count: the first would soon be full.
-LINE_BYTES, SECOND_LEVEL = 64, 2
-TAYLOR = tuple(1 / factorial(k) for k in range(12, -1, -1))
 
 # A vector may begin at any address.
 ALIGNED = 1
@@ -177,23 +164,12 @@ def _add_product_in_tiles(
             for kind, value in pairs
         )
         (num_heads, _), (_, width) = (cgutils.unpack_tuple(builder, array.shape, 2) for array in arrays[:2])
-        for heads, head in _steps(builder, num_heads, TILE_HEADS):
-            for lanes, column in _steps(builder, width, TILE_LANES):
+        for heads, head in steps(builder, num_heads, TILE_HEADS):
+            for lanes, column in steps(builder, width, TILE_LANES):
                 _add_tile(builder, arrays, (head, column), (heads, lanes))
         return target.get_dummy_value()
 
     return types.void(x, matrix, y, soon), generate
-
-
-def _steps(builder: Any, length: Any, sizes: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
-    """Machine code for loops over a length in steps of the first size, and of the others what that leaves."""
-    done = ir.Constant(length.type, 0)
-    for size in sizes:
-        step = ir.Constant(length.type, size)
-        end = builder.mul(builder.udiv(length, step), step)
-        with cgutils.for_range_slice(builder, done, end, step) as (index, _):
-            yield size, index
-        done = end
 
 
 def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[int, int]) -> None:
@@ -221,7 +197,7 @@ def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[in
         place = builder.add(builder.mul(loop.index, width), column)
         start = builder.gep(matrix.data, [place])
         if soon is not None:
-            _fetch(builder, builder.gep(soon.data, [place]), lanes)
+            fetch(builder, builder.gep(soon.data, [place]), lanes)
         right = builder.load(vector_at(start, stored), align=ALIGNED)
         if stored == ir.IntType(16):
             right = builder.shl(builder.zext(right, bits), ir.Constant(bits, [16] * lanes))
@@ -236,33 +212,6 @@ def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[in
             builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
     for place, total in zip(places, totals, strict=True):
         builder.store(builder.load(total), place, align=ALIGNED)
-
-
-def _fetch(builder: Any, start: Any, count: int) -> None:
-    """Machine code that asks for the lines in which so many numbers begin."""
-    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    bits = int(start.type.pointee.intrinsic_name[1:])  # of i16, f32 or f64
-    for first in range(0, count, LINE_BYTES * 8 // bits):
-        there = builder.bitcast(builder.gep(start, [word(first)]), byte)
-        builder.call(prefetch, [there, word(0), word(SECOND_LEVEL), word(1)])
-
-
-@compiled("contract")
-def exponential(x: float) -> float:
-    """e^x of a float64 up to 700 to within rounding, in operations that run on vectors; NaN stays NaN."""
-    # x = n log 2 + r with |r| < 0.35: e^x is 2^n times a polynomial in r.
-    inside = LOWEST if x < LOWEST else x
-    rounded = inside * LOG2_E + ROUND
-    n = rounded - ROUND
-    r = inside - n * LOG_2_HIGH - n * LOG_2_LOW
-    y = 0.0
-    for k in range(len(TAYLOR)):
-        y = y * r + TAYLOR[k]
-    exponent = np.float64(rounded).view(np.uint64) + EXPONENT_BIAS
-    power = np.uint64(exponent << EXPONENT_SHIFT).view(np.float64)
-    return 0.0 if x < LOWEST else y * power
 
 
 @compiled("contract")
@@ -350,8 +299,8 @@ def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
             return slot_T[t]
         if block >= 0:
             for j in range(num_heads):
-                value_PJSK[block, j, slot] = value_TJK[t, j]
                 for k in range(width):
+                    value_PJSK[block, j, slot, k] = value_TJK[t, j, k]
                     key_PJKS[block, j, k, slot] = key_TJK[t, j, k]
     return -1
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import lower_builtin, type_callable
 
 from millrace.kernels.compiled import compiled
 
@@ -93,52 +93,46 @@ def share_out(function: Callable[..., None], arguments: Arguments, num_parts: in
         function(*arguments, part)
 
 
-@overload(share_out, strict=False)
-def _share_out_compiled(
-    function: Any, arguments: Any, num_parts: Any, num_members: Any
-) -> Callable[..., None]:
-    return lambda function, arguments, num_parts, num_members: _share_out(
-        function, arguments, num_parts, num_members
-    )
+# Not an overload, which would be compiled once more around the same machine code.
+@type_callable(share_out)
+def _typed(typing: Any) -> Callable[..., Any]:
+    def compiles(function: Any, arguments: Any, num_parts: Any, num_members: Any) -> Any:
+        function.get_call_type(typing, (*arguments.types, types.intp), {})
+        return types.void
+
+    return compiles
 
 
-@intrinsic
-def _share_out(
-    typing: Any, function: Any, arguments: Any, num_parts: Any, num_members: Any
-) -> tuple[Any, Callable[..., Any]]:
-    """As `share_out`, by the members of torch's team."""
-    inner = (*arguments.types, types.intp)
-    function.get_call_type(typing, inner, {})
-    compiled = function.dispatcher.overloads[inner]
-
-    def generate(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        target.active_code_library.add_linking_library(compiled.library)
-        number, pointer = target.get_value_type(types.intp), ir.IntType(8).as_pointer()
-        given = [builder.extract_value(values[1], i) for i in range(len(arguments.types))]
-        # What the threads see: the next part, the number of parts, the arguments.
-        shared_type = ir.LiteralStructType([number, number, *(value.type for value in given)])
-        shared = cgutils.alloca_once(builder, shared_type)
-        for i, value in enumerate((ir.Constant(number, 0), values[2], *given)):
-            builder.store(value, cgutils.gep_inbounds(builder, shared, 0, i))
-        name = f"{compiled.fndesc.mangled_name}.share"
-        member = builder.module.globals.get(name)
-        if member is None:
-            member = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [pointer]), name)
-            member.linkage = "internal"
-            _member(target, member, shared_type.as_pointer(), compiled)
-        data = builder.bitcast(shared, pointer)
-        with builder.if_else(builder.icmp_signed("<", values[3], ir.Constant(number, 2))) as (one, many):
-            with one:
-                builder.call(member, [data])
-            with many:
-                count = ir.IntType(32)
-                kind = ir.FunctionType(ir.VoidType(), [member.type, pointer, count, count])
-                parallel = cgutils.get_or_insert_function(builder.module, kind, SYMBOL)
-                members = builder.trunc(values[3], count)
-                builder.call(parallel, [member, data, members, ir.Constant(count, 0)])
-        return target.get_dummy_value()
-
-    return types.void(function, arguments, num_parts, num_members), generate
+@lower_builtin(share_out, types.Dispatcher, types.BaseTuple, types.Integer, types.Integer)
+def _shared_out(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+    """Machine code of `share_out` by the members of torch's team."""
+    function, arguments = signature.args[:2]
+    compiled = function.dispatcher.overloads[(*arguments.types, types.intp)]
+    target.active_code_library.add_linking_library(compiled.library)
+    number, pointer = target.get_value_type(types.intp), ir.IntType(8).as_pointer()
+    given = [builder.extract_value(values[1], i) for i in range(len(arguments.types))]
+    # What the threads see: the next part, the number of parts, the arguments.
+    shared_type = ir.LiteralStructType([number, number, *(value.type for value in given)])
+    shared = cgutils.alloca_once(builder, shared_type)
+    for i, value in enumerate((ir.Constant(number, 0), values[2], *given)):
+        builder.store(value, cgutils.gep_inbounds(builder, shared, 0, i))
+    name = f"{compiled.fndesc.mangled_name}.share"
+    member = builder.module.globals.get(name)
+    if member is None:
+        member = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [pointer]), name)
+        member.linkage = "internal"
+        _member(target, member, shared_type.as_pointer(), compiled)
+    data = builder.bitcast(shared, pointer)
+    with builder.if_else(builder.icmp_signed("<", values[3], ir.Constant(number, 2))) as (one, many):
+        with one:
+            builder.call(member, [data])
+        with many:
+            count = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [member.type, pointer, count, count])
+            parallel = cgutils.get_or_insert_function(builder.module, kind, SYMBOL)
+            members = builder.trunc(values[3], count)
+            builder.call(parallel, [member, data, members, ir.Constant(count, 0)])
+    return target.get_dummy_value()
 
 
 def _member(target: Any, member: Any, shared_type: Any, compiled: Any) -> None:

@@ -1,11 +1,10 @@
-"""A decoder layer of an engine's model in few calls, on a CPU.
+"""Decoder layers of an engine's model in one call, on a CPU.
 
 With a row for each of some dozen requests a layer's products take tens of microseconds, and any other call,
-however small, about as long. So where no gradient is recorded and the cache is paged, queries, keys and
-values are one product, activations, factors and sums are done by the products that precede them, and one call
-norms, turns, stores and attends. Of a prompt the last layer computes all keys and values, and the rest for
-its last token alone. Names and parameters stay. A layer takes part only where a trial on random numbers shows
-that this is what it computes; any other stays as it is.
+however small, about as long. So where no gradient is recorded and the cache is paged, one call computes a
+layer, or all of them (`kernels.decode`), with a packed copy of its weights. Of a prompt the last layer
+computes all keys and values, and the rest for its last token alone. Names and parameters stay. A layer takes
+part only where a trial on random numbers shows that this is what it computes; any other stays as it is.
 
 T = tokens, B = rows, D = model width, H = query heads, K = head width.
 """
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from millrace.kernels import linear as products
-from millrace.kernels.decode import attend_new
+from millrace.kernels.decode import Layers, LayerWeights
 from millrace.kernels.paged_attention import new_pool
+from millrace.kernels.product_cpu import pack as pack_weights
 from millrace.models.attention import CacheShape, Paged, Recorder, contiguous_rows
 from millrace.models.fused import Linear, RMSNorm, forget_packed, pack
 
@@ -51,11 +50,13 @@ def prepare(model: PreTrainedModel) -> None:
             options = _computes_alike(module, shape)
             if options is not None:
                 module.millrace_ordinary, module.millrace_parts = module.forward, _Parts(module, options)
+                module.millrace_chain = _Chain([module.millrace_parts])
                 module.millrace_width = shape.width
                 module.forward = MethodType(_layer, module)
+                module.forget_packed = module.millrace_chain.forget
     stack = Stack.of(model)
     if stack is not None:
-        model.millrace_stack = stack
+        model.millrace_stack, model.forget_packed = stack, stack.forget
     forget_packed(model)  # of the trials, which packed queries, keys and values each alone
 
 
@@ -64,12 +65,82 @@ class _Parts:
 
     def __init__(self, module: Any, options: dict[str, Any]) -> None:
         attention, feed_forward = module.self_attn, module.mlp
-        self.number, self.options = attention.layer_idx, options
-        self.norms = [getattr(module, name) for name in NORMS]
-        self.head_norms = _head_norms(attention)
-        self.query, self.key, self.value = [getattr(attention, name) for name in PROJECTIONS]
-        self.out, self.gate, self.up = attention.o_proj, feed_forward.gate_proj, feed_forward.up_proj
-        self.down = feed_forward.down_proj
+        self.number, self._options = attention.layer_idx, options
+        self._norms = [getattr(module, name) for name in NORMS]
+        self._head_norms = _head_norms(attention)
+        heads = [getattr(attention, name) for name in PROJECTIONS]
+        pair = [feed_forward.gate_proj, feed_forward.up_proj]
+        self._linears = [heads, [attention.o_proj], pair, [feed_forward.down_proj]]
+        modules = [*self._norms, *self._head_norms, *(linear for some in self._linears for linear in some)]
+        self._parameters = [module._parameters for module in modules]
+        self._known: tuple[Any, LayerWeights | None] = (None, None)
+
+    def weights(self) -> LayerWeights:
+        """All weights as they are now, packed anew after one was written or moved."""
+        # Asked for each layer of each step; attributes of a module would take a look at three dictionaries.
+        found = [x for some in self._parameters for x in some.values() if x is not None]
+        key = [(x.data_ptr(), x._version) for x in found]
+        known, weights = self._known
+        if weights is None or known != key:
+            weights = self._packed()
+            self._known = key, weights
+        return weights
+
+    def _packed(self) -> LayerWeights:
+        norms, heads = [[norm.weight.detach() for norm in some] for some in (self._norms, self._head_norms)]
+        eps = [norm.eps for norm in (*self._norms, *(self._head_norms or self._norms))]
+        products = [
+            pack_weights(*(linear.weight for linear in some), gated=some is self._linears[2])
+            for some in self._linears
+        ]
+        biases = [
+            torch.cat([linear.bias for linear in some]) if some[0].bias is not None else None
+            for some in self._linears
+        ]
+        return LayerWeights(
+            (norms[0], norms[1]),
+            (heads[0], heads[1]) if heads else None,
+            (eps[0], eps[1], eps[2]),
+            (products[0], products[1], products[2], products[3]),
+            tuple(biases),
+            **self._options,
+        )
+
+    def forget(self) -> None:
+        """Give the memory of the packed weights back."""
+        self._known = (None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy packs its own weights.
+        return {**self.__dict__, "_known": (None, None)}
+
+
+class _Chain:
+    """Layers one after another, and the norm behind the last, if any, as their weights are now."""
+
+    def __init__(self, parts: list[_Parts], norm: RMSNorm | None = None) -> None:
+        self._parts, self._norm = parts, norm
+        self._known: tuple[Any, Layers | None] = (None, None)
+
+    def layers(self) -> Layers:
+        """The layers with all weights as they are now."""
+        weights, norm = [parts.weights() for parts in self._parts], self._norm
+        norm_D, eps = (None, 0.0) if norm is None else (norm.weight.detach(), norm.eps)
+        key = [*map(id, weights), None if norm_D is None else norm_D.data_ptr()]
+        known, layers = self._known
+        if layers is None or known != key:
+            layers = Layers(weights, norm_D, eps=eps)
+            self._known = key, layers
+        return layers
+
+    def forget(self) -> None:
+        """Give the memory of the packed weights back."""
+        self._known = (None, None)
+        for parts in self._parts:
+            parts.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": (None, None)}
 
 
 class Stack:
@@ -77,15 +148,16 @@ class Stack:
 
     def __init__(self, base: Any) -> None:
         """The stack of a base model whose layers are all prepared."""
-        self._embed, self._turn, self._norm = base.embed_tokens, base.rotary_emb, base.norm
-        self._parts: list[_Parts] = [module.millrace_parts for module in base.layers]
+        self._embed, self._turn = base.embed_tokens, base.rotary_emb
+        self._chain = _Chain([module.millrace_parts for module in base.layers], base.norm)
+        self._angles: list[Tensor] = []
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Stack | None:
         """The stack of a model; None where a trial shows that the model computes something else."""
         base: Any = model.base_model
         names = ("embed_tokens", "rotary_emb", "norm", "layers")
-        if not all(hasattr(base, name) for name in names) or type(base.norm) is not RMSNorm:
+        if not all(hasattr(base, name) for name in names) or getattr(base.norm, "form", None) != "llama":
             return None
         if not all(hasattr(module, "millrace_parts") for module in base.layers):
             return None
@@ -103,13 +175,17 @@ class Stack:
         return stack if _close(*found) else None
 
     def __call__(self, token_T: Tensor, position_T: Tensor, context: Paged) -> Tensor:
-        """Final hidden states, [T, D], or of the rows' last tokens; see `_computed`."""
-        x_TD = self._embed(token_T)
-        cos_1TK, sin_1TK = self._turn(x_TD[None], position_T[None])
-        for parts in self._parts:
-            x_TD = _computed(parts, x_TD, (cos_1TK[0], sin_1TK[0]), context)
-        normed: Tensor = self._norm.forward(x_TD)
-        return normed
+        """Final hidden states, [T, D], or of the rows' last tokens where the context says so."""
+        x_TD, length = self._embed(token_T), context.rows.max_length
+        if not self._angles or len(self._angles[0]) < length:
+            position_1L = torch.arange(1 << length.bit_length())[None]
+            self._angles = [angle_1LK[0].contiguous() for angle_1LK in self._turn(x_TD[None], position_1L)]
+        cos_TK, sin_TK = [angle_LK.index_select(0, position_T) for angle_LK in self._angles]
+        return self._chain.layers()(x_TD, (cos_TK, sin_TK), context.pools, context.rows, context.last_B)
+
+    def forget(self) -> None:
+        """Give the memory of the packed weights back."""
+        self._chain.forget()
 
 
 def _ordinary(base: Any, token_T: Tensor, position_T: Tensor, context: Paged) -> Tensor:
@@ -129,45 +205,11 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Te
     if args or angles is None or some or not isinstance(context, Paged) or torch.is_grad_enabled():
         ordinary: Tensor = module.millrace_ordinary(hidden_states, *args, **options)
         return ordinary
-    angle_pair = angles[0][0], angles[1][0]
-    return _computed(module.millrace_parts, hidden_states[0], angle_pair, context)[None]
-
-
-def _computed(parts: _Parts, x_TD: Tensor, angles: tuple[Tensor, Tensor], context: Paged) -> Tensor:
-    """The sum x + attention(norm x), then x + down(silu(gate(norm x)) * up(norm x)), [T, D].
-
-    The last layer gives only the rows' last tokens, [B, D], where the context says that they are all.
-    """
-    rows, pools = context.rows, context.pools
-    last_B = context.last_B if parts.number == len(pools) - 1 else None
-    heads_TN = _heads(parts, parts.norms[0].forward(x_TD))
-    norms = parts.head_norms
-    factors = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
-    if last_B is not None:
-        rows = rows.last(last_B)
-    out_TN = attend_new(heads_TN, angles, pools[parts.number], rows, norms=factors, **parts.options)
-    if last_B is not None:
-        x_TD, out_TN = x_TD[last_B], out_TN[last_B]
-    x_TD = _product(parts.out, out_TN, "add", x_TD)
-    normed_TD = parts.norms[1].forward(x_TD)
-    gate_TF = _product(parts.gate, normed_TD, "silu")
-    mixed_TF = _product(parts.up, normed_TD, "mul", gate_TF)
-    return _product(parts.down, mixed_TF, "add", x_TD)
-
-
-def _product(linear: Linear, x_TD: Tensor, then: products.Then, other: Tensor | None = None) -> Tensor:
-    packed = linear.packed_weight()
-    assert packed is not None
-    return products.packed_linear(x_TD, packed, linear._parameters["bias"], then=then, other=other)
-
-
-def _heads(parts: _Parts, x_TD: Tensor) -> Tensor:
-    """Queries, keys and values of each token, one behind the other, by one product."""
-    packed, bias_N = parts.query.packed_weight(parts.key, parts.value), None
-    assert packed is not None
-    if parts.query.bias is not None:
-        bias_N = torch.cat([linear.bias for linear in (parts.query, parts.key, parts.value)])
-    return products.packed_linear(x_TD, packed, bias_N)
+    number: int = module.millrace_parts.number
+    # The last layer gives only the rows' last tokens where the context says that they are all.
+    last_B = context.last_B if number == len(context.pools) - 1 else None
+    layers, pools = module.millrace_chain.layers(), context.pools[number : number + 1]
+    return layers(hidden_states[0], (angles[0][0], angles[1][0]), pools, context.rows, last_B)[None]
 
 
 def _head_norms(attention: nn.Module) -> tuple[RMSNorm, ...]:
@@ -176,24 +218,26 @@ def _head_norms(attention: nn.Module) -> tuple[RMSNorm, ...]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module has the parts that `_computed` knows."""
+    """Whether a module has the parts that `Layers` knows."""
     attention, feed_forward = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     if attention is None or feed_forward is None or not all(hasattr(module, name) for name in NORMS):
         return False
-    linears = [getattr(attention, name, None) for name in (*PROJECTIONS, "o_proj")]
+    linears: list[Any] = [getattr(attention, name, None) for name in (*PROJECTIONS, "o_proj")]
     linears += [getattr(feed_forward, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     norms = _head_norms(attention)
+    every = [*norms, *(getattr(module, name) for name in NORMS)]
     return (
         all(type(linear) is Linear for linear in linears)
-        and len({getattr(linear, "bias", None) is None for linear in linears[:3]}) == 1
+        and len({linear.bias is None for linear in linears[:3]}) == 1
+        and len({linear.bias is None for linear in linears[4:6]}) == 1
         and isinstance(getattr(feed_forward, "act_fn", None), (nn.SiLU, SiLUActivation))
         and len(norms) in (0, 2)
-        and all(getattr(norm, "form", None) == "llama" for norm in norms)
+        and all(getattr(norm, "form", None) == "llama" for norm in every)
     )
 
 
 def _computes_alike(module: Any, shape: CacheShape) -> dict[str, Any] | None:
-    """How a layer attends, if the rest of it is what `_computed` computes; None otherwise."""
+    """How a layer attends, if the rest of it is what `Layers` compute; None otherwise."""
     weight_ND = module.self_attn.q_proj.weight
     generator = torch.Generator().manual_seed(0)
     # Small, so that what the layer adds is not lost beside it.
@@ -212,7 +256,8 @@ def _computes_alike(module: Any, shape: CacheShape) -> dict[str, Any] | None:
     try:
         theirs(recorder)
         expected_TD = theirs(contexts[0])
-        ours_TD = _computed(_Parts(module, recorder.options), x_TD, angles, contexts[1])
+        layers, pools = _Chain([_Parts(module, recorder.options)]).layers(), contexts[1].pools[-1:]
+        ours_TD = layers(x_TD, angles, pools, rows)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # another signature, other shapes
         return None
     pairs = [(ours_TD - x_TD, expected_TD - x_TD)]

@@ -21,10 +21,9 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from millrace.kernels import linear as products
 from millrace.kernels.norm import FORMS, Form, rms_norm, rms_norm_plain
+from millrace.kernels.product_cpu import Packed
 from millrace.kernels.rotary import rotate
 
-# Rows of a decode step for which packed weights are laid out; with others they are hardly slower.
-PACKED_ROWS = 32
 ROTARY = "apply_rotary_pos_emb"
 
 
@@ -38,7 +37,7 @@ class Linear(nn.Linear):
 
     tile: int | None
     packs: bool
-    _packed: tuple[Any, Tensor | None]
+    _packed: tuple[Any, Packed | None]
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> None:
@@ -52,23 +51,13 @@ class Linear(nn.Linear):
             return products.invariant_linear(input, self.weight, self.bias, tile=self.tile)
         return products.linear(input, self.weight, self.bias, packed=self.packed_weight())
 
-    def packed_weight(self, *below: Linear) -> Tensor | None:
-        """The packed copy of the weight as it is now; None where none is kept, or a gradient is recorded.
-
-        Args:
-            below: layers of the same input whose weights come below this one's in the same copy.
-        """
+    def packed_weight(self) -> Packed | None:
+        """The packed copy of the weight as it is now; None where none is kept, or a gradient is recorded."""
         if not self.packs or torch.is_grad_enabled():
             return None
-        # Asked for each product of each layer; `self.weight` would take a look at three dictionaries.
-        weight = self._parameters["weight"]
-        assert weight is not None
-        key = [weight.data_ptr(), weight._version]
-        for linear in below:
-            key += linear.weight.data_ptr(), linear.weight._version
+        key = (self.weight.data_ptr(), self.weight._version)
         if self._packed[0] != key:
-            whole_ND = torch.cat([weight, *(linear.weight for linear in below)]) if below else weight
-            self._packed = key, products.pack(whole_ND, num_rows=PACKED_ROWS)
+            self._packed = key, products.pack(self.weight)
         return self._packed[1]
 
     def forget_packed(self) -> None:
@@ -162,8 +151,10 @@ def pack(model: PreTrainedModel) -> None:
 
 def forget_packed(model: PreTrainedModel) -> None:
     """Give the memory of the packed copies back; each is made again when it is next needed."""
-    for module in _linears(model):
-        module.forget_packed()
+    for module in model.modules():
+        forget: Any = getattr(module, "forget_packed", None)
+        if forget is not None:
+            forget()
 
 
 def set_deterministic(model: PreTrainedModel, *, tile: int = 32) -> None:

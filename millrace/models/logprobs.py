@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
-from millrace.data.beginnings import common_beginnings
+from millrace.data.beginnings import common_beginnings, leading_to
 from millrace.kernels.packed_attention import Places, Segments
 from millrace.kernels.token_logprob import Head, token_logprob
 from millrace.models.attention import INVARIANT_BLOCK, Context, Packed, contiguous_rows
+from millrace.models.expert import experts_of
 from millrace.models.fused import Linear
 from millrace.models.replay import Routed
 
@@ -103,8 +104,9 @@ def packed_context(model: PreTrainedModel, length_B: Tensor) -> Packed:
 def states(model: PreTrainedModel, batch: Batch, at_N: Tensor, *, routed: Routed | None = None) -> Tensor:
     """Final hidden states of some tokens of a packed row, [N, D].
 
-    What its segments have in common is computed once, but not by a deterministic model, whose bits are the
-    engine's.
+    What stands behind them is not computed, but by a mixture of experts, whose routers are watched over the
+    whole row. What segments have in common is computed once, but not by a deterministic model, whose bits are
+    the engine's.
 
     Args:
         model: from `models.load`, or a part of one.
@@ -112,19 +114,24 @@ def states(model: PreTrainedModel, batch: Batch, at_N: Tensor, *, routed: Routed
         at_N: the tokens, in any order.
         routed: what the model's routers do meanwhile; None leaves them alone.
     """
+    device, token_T, position_T, length_B = at_N.device, batch.token_T, batch.position_T, batch.length_B.cpu()
+    leading = None if experts_of(model) else leading_to(at_N.cpu(), length_B)
+    if leading is not None:
+        kept_S, length_B, at_N = leading.kept_S.to(device), leading.length_B, leading.at_N.to(device)
+        token_T, position_T = token_T[kept_S], position_T[kept_S]
     apart = None if routed is None else routed.apart_TLK
-    shared = None if deterministic(model) else common_beginnings(batch.token_T, batch.length_B, apart)
+    shared = None if deterministic(model) else common_beginnings(token_T, length_B, apart)
     routers = nullcontext() if routed is None else routed.forward(shared)
     if shared is None:
-        context = packed_context(model, batch.length_B)
+        context = packed_context(model, length_B.to(device))
         with routers:
-            return hidden_states(model, batch.token_T, batch.position_T, context)[at_N]
-    device, num_kept = at_N.device, len(shared.kept_S)
-    segments = Segments.sharing(shared.place_T, batch.length_B.cpu(), shared.first_B, num_kept)
+            return hidden_states(model, token_T, position_T, context)[at_N]
+    num_kept = len(shared.kept_S)
+    segments = Segments.sharing(shared.place_T, length_B, shared.first_B, num_kept)
     context = Packed(segments.to(device))
     kept_S = shared.kept_S.to(device)
     with routers:
-        hidden_SD = hidden_states(model, batch.token_T[kept_S], batch.position_T[kept_S], context)
+        hidden_SD = hidden_states(model, token_T[kept_S], position_T[kept_S], context)
     return Places.of(shared.place_T[at_N.cpu()], num_kept).to(device).spread(hidden_SD)
 
 

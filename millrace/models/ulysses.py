@@ -38,7 +38,7 @@ class Ulysses(Dealt):
         self._peers = Peers(group)
         self._counts = [len(place_T) for place_T in dealt]
         place_W = torch.cat(list(dealt))
-        device = packed.segments.buckets[0].start_B.device
+        device = packed.segments.buckets[0].length_B.device
         self._place_W, self._arrival_W = place_W.to(device), place_W.argsort().to(device)
 
     def attend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpo_step
 import pytest
+import torch
 from peers import grpo_task
 
 from tests.close import close_fp64
@@ -18,6 +19,22 @@ def test_inner_parts_are_not_counted_in_outer_ones(monkeypatch):
         assert inner(4) == 5
     assert parts.take() == {"inner": 2.0, "outer": 8.0}
     assert parts.take() == {}
+
+
+def test_our_side_takes_whole_steps(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(grpo_step, "WARM", 1)
+    monkeypatch.setattr(grpo_step, "STEPS", 1)
+    threads = torch.get_num_threads()
+    try:
+        steps = grpo_step.our_steps(1)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(steps) == 2
+    for seconds, parts in steps:
+        assert {"sample", "score", "forward, backward", "update", "hand over weights"} <= parts.keys()
+        assert 0 < parts["forward, backward"] < seconds
 
 
 def test_both_sides_are_paid_alike():

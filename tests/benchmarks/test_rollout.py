@@ -143,11 +143,11 @@ def test_the_floor_is_the_slower_of_arithmetic_and_memory_step_by_step():
     one = Workload("mine", "rollout", [[1] * 6], [2], 0.0)
     operations = [2 * (6 * weights + 40) + 4 * 3 * 10 * 21, 2 * (weights + 40) + 4 * 3 * 10 * 7]
     moved = [(weights + 40) * 2 + cached * 2 * 3 * 5 * 2 for cached in (6, 7)]
-    slow_memory = floor.Machine({1: 1e30}, 50.0)
-    slow_products = floor.Machine({1: 200.0}, 1e30)
+    slow_memory = floor.Machine(1e30, 50.0)
+    slow_products = floor.Machine(200.0, 1e30)
     close_fp64(floor.floor_s(one, shape, 2, slow_memory), sum(moved) / 50)
     close_fp64(floor.floor_s(one, shape, 2, slow_products), sum(operations) / 200)
-    between = floor.Machine({1: 1000.0}, 500.0)
+    between = floor.Machine(1000.0, 500.0)
     assert operations[0] / 1000 > moved[0] / 500
     assert operations[1] / 1000 < moved[1] / 500
     close_fp64(floor.floor_s(one, shape, 2, between), operations[0] / 1000 + moved[1] / 500)
@@ -163,9 +163,22 @@ def test_layer_products_are_the_weights_of_the_model():
     assert products * shape["num_hidden_layers"] == matrices
 
 
-def test_a_rate_is_never_below_what_was_measured_for_fewer_rows():
-    machine = floor.Machine({1: 1.0, 8: 8.0, 32: 5.0, 128: 128.0, 512: 90.0}, 1.0)
-    assert [machine.flops(rows) for rows in (1, 2, 8, 9, 33, 500, 10_000)] == [1, 8, 8, 8, 128, 128, 128]
+def test_the_rate_of_products_is_the_highest_of_any_number_of_rows_and_way(monkeypatch):
+    # Two ways for each of three numbers of rows, then a sum and a copy of 512 MiB.
+    found = iter([4.0, 2.0, 1.0, 8.0, 16.0, 32.0, 0.5, 2.0])
+    monkeypatch.setattr(floor, "_seconds", lambda call, device, repeats: next(found))
+    shape = {
+        "num_hidden_layers": 1,
+        "hidden_size": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+        "intermediate_size": 3,
+    }
+    machine = floor.measure(shape, "float32", "cpu", repeats=1)
+    weights = 6 * 2 + 2 * 2 + 6 * 2 + 2 * 3
+    close_fp64(machine.flops_per_s, 2 * weights * max(128 / 2.0, 512 / 1.0, 2048 / 16.0))
+    close_fp64(machine.bytes_per_s, 2**29 / 0.5)
 
 
 def test_environments_stay_out_of_the_project():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millrace.data.batch import Batch
-from millrace.data.beginnings import common_beginnings
+from millrace.data.beginnings import common_beginnings, leading_to
 from tests.data.pieces import random_tree
 
 
@@ -82,3 +82,27 @@ def test_with_no_beginning_too_small_nothing_is_computed_twice(
     batch = random_tree(seed, vocab_size=3, num_segments=15, longest=30)
     found = common_beginnings(batch.token_T, batch.length_B)
     assert found is not None and len(found.kept_S) == len(set(pasts(batch)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_that_leads_to_what_is_read_is_kept_and_nothing_behind_it(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    length_B = torch.randint(1, 9, (6,), generator=generator)
+    segment_T = torch.arange(6).repeat_interleave(length_B)
+    at_N = torch.randint(int(length_B.sum()), (4,), generator=generator)
+    found = leading_to(at_N, length_B)
+    assert found is not None
+    assert torch.equal(found.kept_S[found.at_N], at_N)
+    assert torch.equal(torch.bincount(segment_T[found.kept_S], minlength=6), found.length_B)
+    for t in range(int(length_B.sum())):
+        behind = [n for n in at_N.tolist() if n >= t and segment_T[n] == segment_T[t]]
+        first = t == 0 or segment_T[t] != segment_T[t - 1]
+        assert (t in found.kept_S.tolist()) == bool(behind or first)
+
+
+def test_a_row_stays_whole_where_little_is_left_out_or_nothing_is_read() -> None:
+    length_B = torch.tensor([60, 40])
+    assert leading_to(torch.tensor([58, 99]), length_B) is None
+    some = leading_to(torch.tensor([58, 98]), length_B)
+    assert some is not None and some.length_B.tolist() == [59, 39] and some.at_N.tolist() == [58, 97]
+    assert leading_to(torch.tensor([], dtype=torch.int64), length_B) is None

@@ -19,7 +19,7 @@ RANKS = "mesh.dp_shard=2"
 STEPS = 12
 AHEAD = (RANKS, "flow.staleness=2", f"steps={STEPS}", "evaluation.every=4")
 WARMUP = TREE["warmup"]["steps"]
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_where_the_engine_is_makes_no_difference_to_ranks_that_wait_for_it(folder: Path) -> None:
     for name, processes in (("here", 0), ("there", 1)):
         done = run(command(folder, name, RANKS, f"engine.processes={processes}"))
@@ -71,7 +70,6 @@ def test_each_rank_tells_what_it_did_by_one_clock(folder: Path) -> None:
     assert all(-0.1e6 < other - first < 1e6 for first, other in zip(*ends, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_the_run_and_it_resumes(folder: Path, victim: int) -> None:
     name = f"killed-{victim}"

@@ -13,7 +13,7 @@ from tests.end_to_end.tiny import tiny_recipe
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_moment_ends_with_the_same_bits(num_kills, tmp_path):
     tiny_recipe(tmp_path)
     recipe, runs = tmp_path / "tiny.yaml", tmp_path / "runs"

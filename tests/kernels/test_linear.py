@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millrace.kernels import linear as module
-from millrace.kernels.linear import invariant_linear, linear, pack, packed_linear
+from millrace.kernels import product_cpu
+from millrace.kernels.linear import invariant_linear, linear, pack
 from tests.close import close_bf16, close_fp32, close_fp64
 
 ONEDNN = torch.backends.mkldnn.is_available()
@@ -107,49 +108,32 @@ def test_with_a_gradient_only_large_products_go_to_onednn(num_rows: int, expecte
     close_fp32(ours.detach(), F.linear(x, weight).detach(), atol=1e-5)
 
 
-@needs_onednn
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_packed_weight_gives_the_same_product(dtype: torch.dtype) -> None:
     x, weight, bias = inputs(0, 9, 40, 24, dtype=dtype)
-    packed = pack(weight, num_rows=32)
-    assert packed is not None
-    close = close_fp32 if dtype == torch.float32 else close_bf16
+    packed = product_cpu.pack(weight)
+    close = {torch.float32: close_fp32, torch.bfloat16: close_bf16, torch.float64: close_fp64}[dtype]
     close(linear(x, weight, bias, packed=packed), F.linear(x, weight, bias))
     # It is the packed weight that is read.
     close(linear(x, torch.zeros_like(weight), packed=packed), F.linear(x, weight))
     # Where a gradient is recorded, it is the weight itself.
     trained = torch.zeros_like(weight).requires_grad_()
     assert float(linear(x, trained, packed=packed).detach().abs().max()) == 0.0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x.float(), weight.float() * 0, packed=packed).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("biased", [False, True])
-def test_what_follows_a_product_is_done_with_it(dtype: torch.dtype, biased: bool) -> None:
-    x, weight_ND, other = (
-        torch.randn(size, generator=torch.Generator().manual_seed(n)).to(dtype)
-        for n, size in enumerate([(5, 7), (6, 7), (5, 6)])
-    )
-    bias_N = torch.linspace(-1, 1, 6).to(dtype) if biased else None
-    packed = pack(weight_ND, num_rows=5)
-    assert packed is not None
-    product = x.float() @ weight_ND.float().T + (0 if bias_N is None else bias_N.float())
-    close = close_fp32 if dtype == torch.float32 else close_bf16
-    expected = {
-        "silu": product * product.sigmoid(),
-        "mul": product * other.float(),
-        "add": product + other.float(),
-    }
-    close(packed_linear(x, packed, bias_N), product.to(dtype))
-    close(packed_linear(x, packed, bias_N, then="silu"), expected["silu"].to(dtype))
-    close(packed_linear(x, packed, bias_N, then="mul", other=other), expected["mul"].to(dtype))
-    close(packed_linear(x, packed, bias_N, then="add", other=other), expected["add"].to(dtype))
-
-
-def test_float64_has_no_packed_form() -> None:
-    _, weight, _ = inputs(0, 1, 8, 8, dtype=torch.float64)
-    assert pack(weight, num_rows=32) is None
-    assert pack(weight.to(torch.float32).to("meta"), num_rows=32) is None
+def test_weights_are_packed_where_that_is_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, weight, _ = inputs(0, 1, 7, 8)
+    monkeypatch.setattr(product_cpu, "FEATURES", {"fma", "avx2"})
+    packed = pack(weight)
+    assert packed is not None and (packed.num_inputs, packed.num_outputs) == (7, 8)
+    # An odd number of inputs cannot be read in pairs.
+    assert pack(weight.bfloat16()) is None
+    assert pack(weight.to("meta")) is None
+    assert pack(weight.half()) is None
+    monkeypatch.setattr(product_cpu, "FEATURES", {"neon"})
+    assert pack(weight) is None
 
 
 @pytest.mark.usefixtures("small")

@@ -24,8 +24,11 @@ def random_row(seed: int, length_B: Tensor, dtype: torch.dtype = torch.float64) 
     return query_THK, key_TJK, value_TJK
 
 
-def segments(length_B: Tensor) -> tuple[Tensor, Tensor]:
-    return length_B.cumsum(0) - length_B, length_B
+def segments(length_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Segments laid end to end; what stands behind the end of one must not be read."""
+    offset_L, start_B = torch.arange(int(length_B.max())), length_B.cumsum(0) - length_B
+    slot_BL = (start_B[:, None] + offset_L).where(offset_L < length_B[:, None], 1 << 40)
+    return slot_BL, length_B, torch.zeros_like(length_B)
 
 
 def gradients(out_THK: Tensor, inputs: Row) -> tuple[Tensor, ...]:
@@ -61,12 +64,58 @@ def test_narrow_numbers_equal_the_loop_in_float64(dtype, close) -> None:
         close(ours, theirs)
 
 
+def shared_row(seed: int, num_families: int) -> tuple[Row, Row, Tensor]:
+    """Segments that share their beginnings in families; their inputs, their tables, and slots end to end."""
+    generator = torch.Generator().manual_seed(seed)
+    slots: list[Tensor] = []
+    first, num_tokens = [], 0
+    for _ in range(num_families):
+        shared = int(torch.randint(1, 15, (), generator=generator))
+        for member in range(3):
+            own = int(torch.randint(1, 18, (), generator=generator))
+            fresh = torch.arange(own + (0 if member else shared)) + num_tokens
+            slots.append(torch.cat([slots[-member][:shared], fresh]) if member else fresh)
+            first.append(shared if member else 0)
+            num_tokens += len(fresh)
+    slot_BL = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True, padding_value=1 << 40)
+    length_B = torch.tensor([len(slot_M) for slot_M in slots])
+    tables = slot_BL, length_B, torch.tensor(first)
+    return random_row(seed, torch.tensor([num_tokens])), tables, torch.cat(slots)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("seed", range(8))
+def test_shared_tokens_are_read_by_all_and_asked_once(seed: int, window: int | None) -> None:
+    inputs, tables, slot_W = shared_row(seed, 3)
+    actual = short_attention(*inputs, tables, scale=0.7, window=window)
+    copies = packed_attention_loop(*(x[slot_W] for x in inputs), tables[1], scale=0.7, window=window)
+    place_T = torch.zeros(len(actual), dtype=torch.long).scatter(0, slot_W, torch.arange(len(slot_W)))
+    expected = copies[place_T]
+    close_fp64(actual, expected)
+    for ours, theirs in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        close_fp64(ours, theirs)
+
+
+def test_slopes_of_shared_tokens_have_the_same_bits_on_any_number_of_threads() -> None:
+    wide, tables, _ = shared_row(4, 60)
+    inputs = tuple(x.detach().float().requires_grad_() for x in wide)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(gradients(short_attention(*inputs, tables, scale=0.5), inputs))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
 def test_tokens_of_other_segments_get_nothing() -> None:
     length_B = torch.tensor([3, 9, 5])
     inputs = random_row(1, length_B)
-    start_B = length_B.cumsum(0) - length_B
+    slot_BL, _, first_B = segments(length_B)
     chosen = torch.tensor([0, 2])
-    actual = short_attention(*inputs, (start_B[chosen], length_B[chosen]), scale=0.5)
+    actual = short_attention(*inputs, (slot_BL[chosen], length_B[chosen], first_B[chosen]), scale=0.5)
     expected = packed_attention_loop(*inputs, length_B, scale=0.5).detach()
     expected[3:12] = 0
     close_fp64(actual, expected)

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from millrace.inference.reference import ReferenceEngine
-from millrace.kernels import linear
-from millrace.kernels.linear import packed_linear
+from millrace.kernels.decode import Layers
+from millrace.kernels.product_cpu import product
 from millrace.models.decoding import prepare
 from millrace.models.fused import Linear, fuse, set_deterministic
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
@@ -72,28 +74,51 @@ def test_many_rows_take_the_other_way_to_the_same_numbers() -> None:
     assert same(paged(model, **sizes).generate(prompts, params), theirs)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("asked", [False, True])
 def test_only_the_last_token_of_a_prompt_goes_through_all_of_the_last_layer(
-    asked: bool, monkeypatch: pytest.MonkeyPatch
+    asked: bool, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("qwen3").requires_grad_(False)
     prompts, params = [[3, 4, 5, 6], [7, 8]], [SamplingParams(max_tokens=1, prompt_logprobs=asked)] * 2
     theirs = ReferenceEngine(copy.deepcopy(model), decode).generate(prompts, params)
     prepare(model)
-    engine, rows = paged(model), list[int]()
+    if not stacked:  # as where something else stands between the layers
+        del model.millrace_stack
+    engine, rows, own = paged(model), list[tuple[int, int]](), Layers.__call__
 
-    def product(x_TD: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
-        rows.append(len(x_TD))
-        return packed_linear(x_TD, *given, **options)
+    def layers(self: Layers, x_TD: torch.Tensor, *given: Any) -> torch.Tensor:
+        y_WD = own(self, x_TD, *given)
+        rows.append((len(x_TD), len(y_WD)))
+        return y_WD
 
-    monkeypatch.setattr(linear, "packed_linear", product)
+    monkeypatch.setattr(Layers, "__call__", layers)
     ours = engine.generate(prompts, params)
-    # Two layers of five products; who asks for the prompt's log-probabilities needs all tokens.
-    assert rows == ([6] * 10 if asked else [6] * 6 + [2] * 4)
+    # Who asks for the prompt's log-probabilities needs all tokens.
+    wanted = 6 if asked else 2
+    assert rows == ([(6, wanted)] if stacked else [(6, 6), (6, wanted)])
     assert same(ours, theirs)
     for one, other in zip(ours, theirs, strict=True):
         close_fp32(one.logprobs, other.logprobs, atol=3e-5)
         assert asked == (one.prompt_logprobs is not None)
+
+
+def test_angles_are_known_for_longer_rows_when_they_come() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    reference = ReferenceEngine(copy.deepcopy(model), decode)
+    prepare(model)
+    engine, known = paged(model), []
+    numbers = torch.Generator().manual_seed(0)
+    for length in (2, 7, 8, 100, 5):
+        prompts = [torch.randint(1, VOCABULARY, (size,), generator=numbers).tolist() for size in (length, 1)]
+        params = [SamplingParams(max_tokens=4, temperature=0.0)] * 2
+        ours, theirs = engine.generate(prompts, params), reference.generate(prompts, params)
+        assert same(ours, theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            close_fp32(one.logprobs, other.logprobs, atol=3e-5)
+        known.append(len(model.millrace_stack._angles[0]))
+    # Up to the next power of two above the longest row: the last token drawn is not computed.
+    assert known == [8, 16, 16, 128, 128]
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
@@ -133,22 +158,62 @@ def test_new_weights_are_packed_anew() -> None:
     assert same(engine.generate(prompts, params), expected)
 
 
-def test_queries_keys_and_values_are_packed_as_one_and_anew_when_one_is_written() -> None:
-    query, key = (torch.nn.Linear(64, size) for size in (32, 16))
-    for one in (query, key):
-        Linear.adopt(one)
-    query.packs = True
-    x_TD = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        packed = query.packed_weight(key)
-        assert packed is not None and query.packed_weight(key) is packed
-        both_TN = torch.cat([query.weight, key.weight])
-        close_fp32(packed_linear(x_TD, packed), x_TD @ both_TN.T, atol=1e-6)
-        key.weight.mul_(2)
-        both_TN[32:] *= 2
-        packed = query.packed_weight(key)
-        assert packed is not None
-        close_fp32(packed_linear(x_TD, packed), x_TD @ both_TN.T, atol=1e-6)
+def written(module: Any, name: str) -> None:
+    getattr(module, name).mul_(2)
+
+
+def moved(module: Any, name: str) -> None:
+    parameter = getattr(module, name)
+    parameter.data = parameter.data * 3
+
+
+@pytest.mark.parametrize("change", [written, moved])
+@pytest.mark.parametrize("part", ["q_proj.weight", "k_proj.weight", "v_proj.bias", "o_proj.weight"])
+def test_queries_keys_and_values_are_packed_as_one_and_anew_after_one_changed(
+    part: str, change: Callable[[Any, str], None]
+) -> None:
+    model = tiny_model("qwen2").requires_grad_(False)
+    prepare(model)
+    layer = model.model.layers[1]
+    attention, parts = layer.self_attn, layer.millrace_parts
+    x_TD = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+
+    def check(weights: Any) -> None:
+        expected_TN = torch.cat([F.linear(x_TD, linear.weight, linear.bias) for linear in linears], 1)
+        close_fp32(product(x_TD, weights.products[0], weights.biases[0]), expected_TN, atol=1e-5)
+        close_fp32(product(x_TD, weights.products[1]), F.linear(x_TD, attention.o_proj.weight), atol=1e-5)
+
+    weights, layers = parts.weights(), layer.millrace_chain.layers()
+    check(weights)
+    assert parts.weights() is weights and layer.millrace_chain.layers() is layers
+    name, _, tensor = part.partition(".")
+    change(getattr(attention, name), tensor)
+    assert layer.millrace_chain.layers() is not layers
+    check(parts.weights())
+
+
+@pytest.mark.parametrize("change", [written, moved])
+@pytest.mark.parametrize(
+    "part", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_norm", "model.norm"]
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_changed_weight_is_drawn_with_at_once(
+    part: str, stacked: bool, change: Callable[[Any, str], None]
+) -> None:
+    model = tiny_model("qwen3").requires_grad_(False)
+    prepare(model)
+    if not stacked:
+        del model.millrace_stack
+    prompts, params = random_requests(9, 12)
+    before = paged(model).generate(prompts, params)
+    change(model.get_submodule(part), "weight")
+    ours = paged(model).generate(prompts, params)
+    fresh = tiny_model("qwen3").requires_grad_(False)
+    fresh.load_state_dict(model.state_dict())
+    theirs = ReferenceEngine(fresh, decode).generate(prompts, params)
+    assert same(ours, theirs)
+    assert not same(ours, before)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -172,18 +237,25 @@ def test_names_weights_and_files_stay_as_they_are(tmp_path: Any) -> None:
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_packed_weights_sleep_with_the_others() -> None:
+@pytest.mark.parametrize("stacked", [False, True])
+def test_packed_weights_sleep_with_the_others(stacked: bool) -> None:
     model = tiny_model("llama", seed=1).requires_grad_(False)
     sent = [(name, parameter.clone()) for name, parameter in model.named_parameters()]
     prepare(model)
+    if not stacked:
+        del model.millrace_stack
     engine = paged(model)
     prompts, params = random_requests(3, 6)
     before = engine.generate(prompts, params)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    # Keys and values of both layers are in the copies of the queries.
-    assert [linear._packed[1] is not None for linear in linears].count(True) == 15 - 4
+    # Those of the layers are packed together: queries, keys and values, output, gate and up, down.
+    held = [weakref.ref(packed.panel_PSC) for _, packed in (linear._packed for linear in linears) if packed]
+    assert len(held) == 1  # of the head
+    for layer in model.model.layers:
+        held += [weakref.ref(packed.panel_PSC) for packed in layer.millrace_parts.weights().products]
+    assert len(held) == 9 and all(panel() is not None for panel in held)
     engine.sleep(["weights"])
-    assert all(linear._packed == (None, None) for linear in linears)
+    assert [panel() for panel in held] == [None] * 9
     engine.wake(["weights"])
     engine.load_weights(sent, 1)
     assert same(engine.generate(prompts, params), before)
@@ -237,11 +309,9 @@ def scaled(module: Any, factor: float) -> Callable[..., Any]:
 def test_a_layer_that_computes_something_else_stays_as_it_is(part: str) -> None:
     model = tiny_model("qwen3").requires_grad_(False)
     odd = model.model.layers[1].get_submodule(part)
-    # As Granite scales what a layer adds. A norm is called by both ways, so a scaled one stays known.
-    odd.forward = scaled(odd, 1.5)
+    odd.forward = scaled(odd, 1.5)  # as Granite scales what a layer adds
     prepare(model)
-    kept = 2 if part.endswith("layernorm") else 1
-    assert len(replaced(model)) == kept
+    assert len(replaced(model)) == 1 and not hasattr(model, "millrace_stack")
 
 
 def test_the_layers_own_forward_is_taken_where_it_must_be() -> None:

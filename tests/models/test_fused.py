@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +176,13 @@ def test_a_copy_is_fused_and_its_own() -> None:
 
 
 def test_a_packed_weight_follows_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "WEIGHT", 1)
-    packings = []
-    own_pack = products.pack
-    monkeypatch.setattr(
-        products,
-        "pack",
-        lambda weight, num_rows: packings.append(num_rows) or own_pack(weight, num_rows=num_rows),
-    )
+    packings, own_pack = list[tuple[int, ...]](), products.pack
+
+    def counted(weight_ND: Tensor) -> Any:
+        packings.append(tuple(weight_ND.shape))
+        return own_pack(weight_ND)
+
+    monkeypatch.setattr(products, "pack", counted)
     linear = nn.Linear(24, 16)
     fuse(nn.ModuleDict({"linear": linear}))  # type: ignore[arg-type]
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
@@ -192,17 +192,20 @@ def test_a_packed_weight_follows_its_weight(monkeypatch: pytest.MonkeyPatch) -> 
         pack(linear)  # type: ignore[arg-type]
         for _ in range(2):
             close_fp32(linear(x), x @ linear.weight.T + linear.bias)
-        assert packings == [32]
+        assert packings == [(16, 24)]
         linear.weight.mul_(3.0)
         close_fp32(linear(x), x @ linear.weight.T + linear.bias)
         linear.weight.data = linear.weight.data * 2.0
         close_fp32(linear(x), x @ linear.weight.T + linear.bias)
-        assert packings == [32, 32, 32]
+        assert len(packings) == 3
+        panel = weakref.ref(linear._packed[1].panel_PSC)
+        assert panel() is not None
         forget_packed(linear)  # type: ignore[arg-type]
+        assert panel() is None
         linear.weight.data.fill_(0.5)  # not counted by autograd, at the same address
         close_fp32(linear(x), x @ linear.weight.T + linear.bias)
     linear(x)
-    assert packings == [32] * 4
+    assert len(packings) == 4
 
 
 def apart(

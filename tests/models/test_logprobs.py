@@ -143,6 +143,33 @@ def test_shared_tokens_are_computed_once_but_never_by_a_deterministic_model() ->
     assert torch.equal(seen[1], batch.token_T)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_stands_behind_the_last_token_that_is_read_is_not_computed(deterministic: bool) -> None:
+    model, seen = tiny_model("qwen3"), list[int]()
+    if deterministic:
+        set_deterministic(model)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, given, output: seen.append(output.shape[1])
+    )
+    batch = random_batch(0)
+    # Segments that have nothing in common.
+    batch = replace(batch, token_T=batch.segment_T % VOCABULARY)
+    size, end_B = batch.num_tokens, batch.length_B.cumsum(0)
+    # Of each segment its last token but one, as when log-probabilities are read; all; one; none.
+    for at_N, computed in (
+        (end_B - 2, size - len(end_B)),
+        (torch.arange(size), size),
+        (torch.tensor([1]), 1 + len(end_B)),
+        (torch.tensor([], dtype=torch.int64), size),
+    ):
+        ours = states(model, batch, at_N)
+        assert seen.pop() == computed
+        expected = row_states(model, batch, at_N)
+        seen.clear()
+        close_fp32(ours, expected, rtol=1e-4, atol=1e-5)
+        assert not deterministic or torch.equal(ours, expected)
+
+
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_segment_has_the_same_logprobs_alone(architecture: str) -> None:
     model, batch = tiny_model(architecture), truncated(random_batch(3), VOCABULARY, 3)

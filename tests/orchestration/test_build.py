@@ -44,8 +44,8 @@ def test_a_sampler_that_computes_something_else_than_it_holds_gets_no_version(tm
     parts = build(tiny_recipe(tmp_path), None)
     trainer = parts.newest.trainer = parts.reinforcer(0, None, None)
     parts.transport.send(trainer.named_tensors(), 1)
-    last = parts.engine._model.get_submodule("model.norm")
-    last.register_forward_hook(lambda module, given, output: 2 * output)
+    first = parts.engine._model.get_submodule("model.embed_tokens")
+    first.register_forward_hook(lambda module, given, output: 0.5 * output)
     with pytest.raises(WeightSyncError, match="^the sampler holds version 2 and computes something else"):
         parts.transport.send(trainer.named_tensors(), 2)
 

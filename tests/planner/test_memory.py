@@ -15,6 +15,7 @@ from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.kernels import packed_attention, token_logprob
 from millrace.kernels.norm import rms_norm_plain
+from millrace.models.expert import experts_of
 from millrace.models.fsdp import PRODUCTS
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.models.logprobs import chosen_hidden, output_head
@@ -91,13 +92,14 @@ def measured(model: Model, batch: Batch) -> tuple[int, int]:
 
 
 def planned_for(model: Model, batch: Batch, **changes: Any) -> planned.Memory:
-    length, number_bytes = int(batch.length_B[0]), model.dtype.itemsize
+    # Behind the last token that is read, only a mixture computes what stands there.
+    length, number_bytes = int(batch.length_B[0]) - (not experts_of(model)), model.dtype.itemsize
     work = Workload(
         prompt_tokens=1,
         completion_tokens=length - 1,
         num_sequences=batch.num_segments,
         samples_per_prompt=1,
-        micro_batch_tokens=batch.num_tokens,
+        micro_batch_tokens=batch.num_segments * length,
         weight_bytes=number_bytes,
         compute_bytes=number_bytes,
         moment_bytes=number_bytes,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -190,9 +191,16 @@ def test_where_the_disk_is_full_everything_stays(tmp_path: Path) -> None:
     assert torch.equal(linear.weight, expected)
 
 
-def test_memory_that_the_system_keeps_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("offset", "whole_pages"), [(0, 4), (64, 3)])
+def test_memory_that_the_system_keeps_is_an_error(
+    offset: int, whole_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Advice that no system knows.
     monkeypatch.setattr("millrace.training.offload.mmap.MADV_DONTNEED", 12345)
-    away = Offload([owner(nn.Linear(64, 64))], FileShelf(tmp_path), device="cpu")
-    with pytest.raises(OffloadError, match="^12288 bytes of memory cannot be given back: Invalid argument; "):
+    linear, pages = nn.Linear(mmap.PAGESIZE, 1, bias=False), mmap.mmap(-1, 5 * mmap.PAGESIZE)
+    own = torch.frombuffer(pages, dtype=torch.float32, count=mmap.PAGESIZE, offset=offset)
+    linear.weight.data = own[None]
+    away = Offload([owner(linear)], FileShelf(tmp_path), device="cpu")
+    message = f"^{whole_pages * mmap.PAGESIZE} bytes of memory cannot be given back: Invalid argument; "
+    with pytest.raises(OffloadError, match=message):
         away.sleep()

@@ -2,9 +2,11 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 ARGS ?=
+# A worker per core. Files stay together, since their tests share what their fixtures made.
+WORKERS := -n logical --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow soak chaos kills lint type bench mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -15,11 +17,18 @@ setup: ## make .venv with everything millrace needs; instant when nothing change
 train: setup ## train the quickstart recipe (more words: make train ARGS="steps=50")
 	@.venv/bin/millrace train quickstart $(ARGS)
 
-test: setup ## run the tests: CPU only, no network, some ten minutes on two cores
-	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+test: setup ## run the tests that need no other process, port or clock: some minutes on two cores
+	@.venv/bin/millrace warm
+	@$(PYTEST) $(WORKERS) -m "not world and not slow" $(ARGS)
+
+world: setup ## run the tests of processes and ports; one that fails is repeated alone
+	@$(PYTHON) scripts/retry.py $(WORKERS) -m "world and not slow" $(ARGS)
 
 slow: setup ## run the tests marked slow, half an hour on two cores
-	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow" $(ARGS) || [ $$? -eq 5 ]  # 5: none is marked slow
+	@$(PYTHON) scripts/retry.py $(WORKERS) -m "slow" $(ARGS)
+
+stutter: setup ## run the tests of processes while they are stopped for 0.1 to 0.5 s at random
+	@$(PYTHON) scripts/stutter.py -- $(PYTEST) $(WORKERS) -m "world and not slow" $(ARGS)
 
 soak: setup ## ten minutes of random requests and faults against the server; nothing may be left over
 	@$(PYTHON) scripts/soak.py --seconds 600 $(ARGS)
@@ -36,6 +45,9 @@ lint: setup ## check style and formatting
 
 type: setup ## check types
 	@$(PYTHON) -m mypy
+
+warm: setup ## compile all kernels, which a first run would do otherwise
+	@.venv/bin/millrace warm $(ARGS)
 
 bench: setup ## run every script in benchmarks/, each prints its measurement
 	@set -e; for script in benchmarks/*.py; do \

@@ -1,7 +1,7 @@
-"""Processes of a Ray run killed at random moments: it must end at its accuracy, with nothing lost or doubled.
+"""Processes of a Ray run killed after random batches: it must end well, with nothing lost or doubled.
 
     python scripts/kills.py             # 30 kills in the quickstart, some twenty minutes on two cores
-    python scripts/kills.py --kills 4
+    python scripts/kills.py --kills 4 --apart 1 --accuracy 0 steps=20 checkpoint.every=2   # about two minutes
 
 The run is `millrace train RECIPE` with two trainer ranks and an engine as Ray actors, sampling two batches
 ahead. Victims are the engine, the second trainer rank, the first one (which has the controller), and the
@@ -60,7 +60,7 @@ class Kills:
     Attributes:
         run: its folder.
         rng: says when.
-        apart_s: mean seconds from a batch to the next death.
+        apart: at most so many batches from one to the next death.
         victims: who is still to die, the next one last.
         deaths: who died.
         below: processes of runs that have ended, with their command lines.
@@ -68,7 +68,7 @@ class Kills:
 
     run: Path
     rng: random.Random
-    apart_s: float
+    apart: int
     victims: list[str]
     deaths: list[Death] = field(default_factory=list)
     below: dict[int, bytes] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Kills:
                 # Who lost the command may still be writing.
                 _until(lambda: self._first() != before or process.poll() is not None, BATCH_S)
                 self._await_batch(process, max(since_s, self._began_s()))
-                while self.victims and _rest(process, self.rng.expovariate(1 / self.apart_s)):
+                while self.victims and self._await_batches(process, self.rng.randint(1, self.apart)):
                     if not self._kill(process):
                         return False
                 process.wait()
@@ -158,6 +158,22 @@ class Kills:
     def _batches(self) -> list[Path]:
         return [*self.run.glob("rollouts/step-*.parquet")]
 
+    def _await_batches(self, process: subprocess.Popen[bytes], count: int) -> bool:
+        """Let a run make so many new batches and a part of the next; whether it goes on.
+
+        Raises:
+            Failed: a batch takes too long.
+        """
+        since_s = time.time()
+
+        def ready() -> bool:
+            new = sum(path.stat().st_mtime > since_s for path in self._batches())
+            return new >= count or process.poll() is not None
+
+        if not _until(ready, count * BATCH_S):
+            raise Failed(f"{count} batches did not come within {count * BATCH_S:.0f} s")
+        return not _until(lambda: process.poll() is not None, self.rng.random())
+
     def _await_batch(self, process: subprocess.Popen[bytes], since_s: float) -> None:
         """Wait for a new batch, and note how long that took since the last death."""
 
@@ -182,11 +198,6 @@ def _until(ready: Callable[[], bool], limit_s: float) -> bool:
     while not (found := ready()) and time.monotonic() < ends_s:
         time.sleep(0.05)
     return found
-
-
-def _rest(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Let a run go on for so long; whether it still does."""
-    return not _until(lambda: process.poll() is not None, seconds)
 
 
 def _line(process: int) -> bytes:
@@ -235,9 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument(
-        "--apart", type=float, default=5.0, help="mean seconds from a batch to the next death"
-    )
+    parser.add_argument("--apart", type=int, default=4, help="at most so many batches between two deaths")
     parser.add_argument("--accuracy", type=float, default=0.85, help="at the end, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="folder of the run; a temporary one by default")

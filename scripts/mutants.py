@@ -7,7 +7,12 @@ with the reason in tests/mutants_allowed.txt, in the form that survivors are pri
 
     millrace/kernels/scan.py scan_chunk | size = 64 -> size = 65 | the chunk size only sets the speed
 
-Python and pytest start once; each mutant then runs in a forked child.
+Python and pytest start once; each mutant then runs in a forked child. One whose tests take several times
+as long as unchanged is ended and not judged.
+
+    python scripts/mutants.py losses                      # every mutant of the files whose path holds this
+    python scripts/mutants.py --changed --most 40         # at most 40, of the functions in the diff
+    python scripts/mutants.py --changed --most 40 --drawn 10 --seed 7 --budget-s 120
 """
 
 from __future__ import annotations
@@ -17,17 +22,20 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import math
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +49,9 @@ TARGETS = (
     "millrace/orchestration/line.py",
 )
 ALLOWED = "tests/mutants_allowed.txt"
+# Without a branch of its own, a change is what was committed within so many seconds before the last commit.
+CHANGE_S = 4 * 3600
+HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 NOT_RUN = (3, 4, 5)  # pytest's words for an internal error, a wrong command line, and no tests
 PRELOADED = ("numpy", "torch", "torch.testing", "hypothesis", "pytest")
 
@@ -79,11 +90,11 @@ def mutants(root: Path, file: str) -> list[Mutant]:
     tree = ast.parse((root / file).read_text(encoding="utf-8"))
     before = ast.unparse(tree)
     found = []
-    for line, function, node, field, value in _edits(tree, "module"):
-        kept = getattr(node, field)
-        setattr(node, field, value)
+    for line, function, node, name, value in _edits(tree, "module"):
+        kept = getattr(node, name)
+        setattr(node, name, value)
         after = ast.unparse(tree)
-        setattr(node, field, kept)
+        setattr(node, name, kept)
         pairs = zip(before.splitlines(), after.splitlines(), strict=True)
         old, new = next((old.strip(), new.strip()) for old, new in pairs if old != new)
         found.append(Mutant(file, line, function, old, new, after))
@@ -99,8 +110,8 @@ def _edits(node: ast.AST, function: str) -> Iterator[tuple[int, str, ast.AST, st
         return
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         function = node.name if function == "module" else f"{function}.{node.name}"
-    for owner, field, value in _own_edits(node):
-        yield getattr(node, "lineno", 0), function, owner, field, value
+    for owner, attribute, value in _own_edits(node):
+        yield getattr(node, "lineno", 0), function, owner, attribute, value
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
@@ -150,6 +161,52 @@ def tests_of(root: Path, file: str) -> list[str]:
         if re.search(rf"\b{package}\b.*\b{module}\b", path.read_text(encoding="utf-8"))
     ]
     return [path.relative_to(root).as_posix() for path in own if path.exists()]
+
+
+def change_base(root: Path) -> str | None:
+    """The commit that a change began from: where its branch left main, or the last one that is older.
+
+    None where git knows no commit.
+    """
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    head, left = git("rev-parse", "--verify", "HEAD"), git("merge-base", "HEAD", "origin/main")
+    if left and left != head:
+        return left
+    committed_s = git("log", "-1", "--format=%ct")
+    older = head and git("rev-list", "-1", f"--before={int(committed_s) - CHANGE_S}", "HEAD")
+    return older or head or None
+
+
+def changed_functions(root: Path, file: str, base: str) -> set[str]:
+    """The functions of a file, as mutants name them, that differ from a commit.
+
+    A changed line outside of functions counts for "module".
+    """
+    done = subprocess.run(
+        ["git", "diff", "-U0", base, "--", file], cwd=root, capture_output=True, text=True, check=True
+    )
+    lines: set[int] = set()
+    for line in done.stdout.splitlines():
+        if found := HUNK.match(line):
+            start, count = int(found[1]), int(found[2] or 1)
+            lines.update(range(start, start + max(count, 1)))
+    spans = list(_spans(ast.parse((root / file).read_text(encoding="utf-8")), ""))
+    around = [[span for span in spans if span[0] <= line <= span[1]] for line in lines]
+    return {max(found)[2] if found else "module" for found in around}
+
+
+def _spans(node: ast.AST, outer: str) -> Iterator[tuple[int, int, str]]:
+    """First line, last line and full name of every function and class; the innermost one starts last."""
+    for child in ast.iter_child_nodes(node):
+        name = outer
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{outer}.{child.name}" if outer else child.name
+            yield child.lineno, child.end_lineno or child.lineno, name
+        yield from _spans(child, name)
 
 
 def targets(root: Path, pattern: str) -> list[str]:
@@ -259,7 +316,8 @@ def _run_tests(bench: Path, tests: list[str]) -> None:
         sys.path.insert(0, str(bench))
         import pytest
 
-        options = ["-xq", "-pno:cacheprovider", f"--rootdir={bench}", "-m", "not slow and not gpu"]
+        options = ["-xq", "-pno:cacheprovider", f"--rootdir={bench}"]
+        options += ["-m", "not slow and not world and not gpu"]
         # hypothesis is already imported, so nobody can rewrite its assertions; nobody needs to.
         options += ["--assert=plain", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         status = int(pytest.main([*options, *tests]))
@@ -276,79 +334,128 @@ def _run_tests(bench: Path, tests: list[str]) -> None:
         os._exit(status)
 
 
-def _baselines(root: Path, shop: Workshop, files: list[str]) -> dict[str, tuple[list[str], float]]:
-    """For each file its tests and how long they take unchanged, in seconds.
+def _baseline(root: Path, shop: Workshop, file: str) -> tuple[list[str], float]:
+    """The tests of a file and how long they take unchanged, in seconds.
 
     Raises:
-        SystemExit: the tests fail without any change.
+        SystemExit: they fail without any change.
     """
-    found = {}
-    for file in files:
-        tests = tests_of(root, file)
-        statuses: list[int | None] = []
-        start = time.monotonic()
-        shop.start(file, (root / file).read_text(encoding="utf-8"), tests, 300, statuses.append)
-        shop.finish()
-        if statuses != [0]:
-            output = "\n".join(
-                bench.joinpath("output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
-                for bench in shop.benches
-                if bench.joinpath("output.txt").exists()
-            )
-            raise SystemExit(f"{output}\n{' '.join(tests)} fail before anything is changed; mend them first")
-        found[file] = (tests, time.monotonic() - start)
-    return found
+    tests, statuses, start_s = tests_of(root, file), list[int | None](), time.monotonic()
+    shop.finish()
+    shop.start(file, (root / file).read_text(encoding="utf-8"), tests, 300, statuses.append)
+    shop.finish()
+    if statuses != [0]:
+        output = "\n".join(
+            bench.joinpath("output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
+            for bench in shop.benches
+            if bench.joinpath("output.txt").exists()
+        )
+        raise SystemExit(f"{output}\n{' '.join(tests)} fail before anything is changed; mend them first")
+    return tests, time.monotonic() - start_s
 
 
 def drawn(mutants: list[Mutant], most: int, seed: int) -> list[Mutant]:
     """So many of them, in order; one that comes or goes changes the draw by one."""
-
-    def lot(mutant: Mutant) -> bytes:
-        return hashlib.blake2b(f"{seed} {mutant.key}".encode()).digest()
-
-    chosen = {mutant.key for mutant in sorted(mutants, key=lot)[:most]}
+    chosen = {mutant.key for mutant in sorted(mutants, key=lambda mutant: _lot(seed, mutant.key))[:most]}
     return [mutant for mutant in mutants if mutant.key in chosen]
 
 
-def hunt(root: Path, chosen: list[Mutant], num_workers: int) -> list[Mutant]:
-    """Run every mutant and give back those that survived.
+def _lot(seed: int, name: str) -> bytes:
+    return hashlib.blake2b(f"{seed} {name}".encode()).digest()
+
+
+@dataclass(slots=True)
+class Hunt:
+    """What became of the mutants: which survived, and how many were caught, ended too late, or not tried."""
+
+    survivors: list[Mutant] = field(default_factory=list)
+    num_caught: int = 0
+    num_late: int = 0
+    num_untried: int = 0
+
+    def note(self, mutant: Mutant, status: int | None) -> None:
+        """Count a mutant by pytest's status; None: the tests were ended.
+
+        Raises:
+            SystemExit: pytest could not run.
+        """
+        if status in NOT_RUN:
+            raise SystemExit(f"pytest could not run (status {status}) with {mutant.key}; try --workers 1")
+        if status is None:
+            print(f"not judged, its tests took too long: {mutant.key}", flush=True)
+            self.num_late += 1
+        elif status == 0:
+            print(f"survived at line {mutant.line}: {mutant.key}", flush=True)
+            self.survivors.append(mutant)
+        else:
+            self.num_caught += 1
+
+
+def hunt(
+    root: Path, chosen: list[Mutant], num_workers: int, seed: int = 0, budget_s: float | None = None
+) -> Hunt:
+    """Run every mutant.
+
+    Args:
+        root: of the checkout.
+        chosen: the mutants, of any files.
+        num_workers: how many run at once.
+        seed: chooses the order of the files.
+        budget_s: seconds after which no other mutant is started.
 
     Raises:
         SystemExit: a file has no tests, or they fail without any change.
     """
-    files = sorted({mutant.file for mutant in chosen})
+    files = sorted({mutant.file for mutant in chosen}, key=lambda file: _lot(seed, file))
     for file in files:
         if not tests_of(root, file):
             package, module = Path(file).parts[-2], Path(file).stem
             raise SystemExit(f"{file} has no tests; write tests/{package}/test_{module}.py")
     for name in PRELOADED:
         importlib.import_module(name)  # once here, not in each child
-    survivors: list[Mutant] = []
+    found, ends_s = Hunt(), math.inf if budget_s is None else time.monotonic() + budget_s
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         shop = Workshop(root, Path(folder), num_workers)
         try:
-            baselines = _baselines(root, shop, files)
             for file in files:
-                tests, unchanged_s = baselines[file]
                 own = [mutant for mutant in chosen if mutant.file == file]
+                if time.monotonic() > ends_s:
+                    found.num_untried += len(own)
+                    continue
+                tests, unchanged_s = _baseline(root, shop, file)
                 print(f"{file}: {len(own)} mutants, {unchanged_s:.1f} s each: {' '.join(tests)}", flush=True)
                 for mutant in own:
-                    shop.start(file, mutant.source, tests, 10 + 5 * unchanged_s, _noting(mutant, survivors))
+                    if time.monotonic() > ends_s:
+                        found.num_untried += 1
+                        continue
+                    then = partial(found.note, mutant)
+                    shop.start(file, mutant.source, tests, 30 + 5 * unchanged_s, then)
             shop.finish()
         finally:
             shop.stop()
-    return survivors
+    return found
 
 
-def _noting(mutant: Mutant, survivors: list[Mutant]) -> Callable[[int | None], None]:
-    def note(status: int | None) -> None:
-        if status in NOT_RUN:
-            raise SystemExit(f"pytest could not run (status {status}) with {mutant.key}; try --workers 1")
-        if status == 0:
-            print(f"survived at line {mutant.line}: {mutant.key}", flush=True)
-            survivors.append(mutant)
+def choose(root: Path, every: list[Mutant], words: argparse.Namespace) -> list[Mutant]:
+    """The mutants that the command line asks for.
 
-    return note
+    Raises:
+        SystemExit: the change cannot be told, since git knows no commit.
+    """
+    pool = every
+    if words.changed is not None:
+        base = words.changed or change_base(root)
+        if base is None:
+            raise SystemExit("git knows no commit here; leave --changed out, or name one: --changed REVISION")
+        touched = {file: changed_functions(root, file, base) for file in {mutant.file for mutant in every}}
+        pool = [mutant for mutant in every if mutant.function in touched[mutant.file]]
+        print(
+            f"{len(pool)} of {len(every)} mutants are in functions that differ from {base[:12]}", flush=True
+        )
+    keys = {mutant.key for mutant in drawn(pool, words.most, words.seed)}
+    others = [mutant for mutant in every if mutant.key not in keys]
+    keys |= {mutant.key for mutant in drawn(others, words.drawn, words.seed)}
+    return [mutant for mutant in every if mutant.key in keys]
 
 
 def main() -> int:
@@ -357,8 +464,18 @@ def main() -> int:
     parser.add_argument(
         "pattern", nargs="?", default="", help="only files whose path holds this, such as losses"
     )
-    parser.add_argument("--most", type=int, help="at most so many mutants, drawn by --seed; all without it")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw of --most")
+    parser.add_argument(
+        "--changed",
+        nargs="?",
+        const="",
+        metavar="REVISION",
+        help="only functions that differ from it; by default, from where the branch left origin/main, or "
+        "from the last commit that is four hours older than the newest",
+    )
+    parser.add_argument("--most", type=int, default=sys.maxsize, help="at most so many, chosen by --seed")
+    parser.add_argument("--drawn", type=int, default=0, help="so many others beside them, chosen by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget-s", type=float, help="seconds after which no other mutant is started")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes at once")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="the checkout")
     words = parser.parse_args()
@@ -370,22 +487,22 @@ def main() -> int:
         raise SystemExit(f"no file to break matches {words.pattern!r}; there are {', '.join(TARGETS)}")
     every = [mutant for file in files for mutant in mutants(root, file)]
     may_survive = allowed(root / ALLOWED)
-    chosen = [mutant for mutant in every if mutant.key not in may_survive]
-    num_allowed = len(every) - len(chosen)
-    if words.most is not None and words.most < len(chosen):
-        chosen = drawn(chosen, words.most, words.seed)
+    judged = [mutant for mutant in every if mutant.key not in may_survive]
+    chosen = choose(root, judged, words)
     start = time.monotonic()
-    survivors = hunt(root, chosen, words.workers)
+    found = hunt(root, chosen, words.workers, words.seed, words.budget_s)
     stale = [] if words.pattern else sorted(may_survive - {mutant.key for mutant in every})
     for key in stale:
         print(f"{ALLOWED} lists what no longer exists; remove: {key}")
+    others = f", {found.num_late} not judged" * bool(found.num_late)
+    others += f", {found.num_untried} not tried for want of time" * bool(found.num_untried)
     print(
-        f"{len(chosen)} mutants: {len(chosen) - len(survivors)} caught, {len(survivors)} survived "
-        f"({num_allowed} more are allowed to), {time.monotonic() - start:.0f} s"
+        f"{len(chosen)} mutants: {found.num_caught} caught, {len(found.survivors)} survived{others} "
+        f"({len(every) - len(judged)} more are allowed to), {time.monotonic() - start:.0f} s"
     )
-    if survivors:
+    if found.survivors:
         print(f"write a test that fails for each, or list it in {ALLOWED} with the reason it changes nothing")
-    return 1 if survivors or stale else 0
+    return 1 if found.survivors or stale else 0
 
 
 if __name__ == "__main__":

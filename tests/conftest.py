@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.selection import Guard, in_eighth
+
 # Whether or not there are other workers: rounding depends on it, and ranks that tests start have one.
 NUM_THREADS = 1
 
@@ -75,6 +77,50 @@ def _few_threads() -> None:
         torch.set_num_threads(NUM_THREADS)
 
 
+GUARD = Guard()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def guarded() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        GUARD.install(patch)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Watch a test without the mark `world` from its fixtures to its end."""
+    GUARD.watch(item)
+    try:
+        return (yield)
+    finally:
+        GUARD.watch(None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that was refused a process, a port or sleep, also where its code caught the exception."""
+    result = yield
+    GUARD.check()
+    return result
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--eighth`, which the gate uses for what would take too long whole."""
+    parser.addoption(
+        "--eighth", metavar="SALT", help="only an eighth of the tests, chosen by hash of the salt"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the eighth that is asked for."""
+    salt = config.getoption("eighth")
+    if salt is not None:
+        left = [item for item in items if not in_eighth(salt, item.nodeid)]
+        items[:] = [item for item in items if in_eighth(salt, item.nodeid)]
+        config.hook.pytest_deselected(items=left)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `gpu` where there is no CUDA, and say so."""
     if item.get_closest_marker("gpu") is None:
@@ -83,8 +129,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; torch.cuda finds none here")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Kernels first: what they compile, other tests side by side would each compile for themselves."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/kernels/"))

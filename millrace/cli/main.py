@@ -27,6 +27,7 @@ from millrace.cli.simulate import simulate
 from millrace.cli.status import status
 from millrace.cli.trace import trace
 from millrace.cli.train import train
+from millrace.cli.warm import warm
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
@@ -37,6 +38,7 @@ KNOWN = {
     "millrace.orchestration.parts.SetupError": MISUSED,
     "millrace.planner.errors.PlanError": MISUSED,
     "millrace.data.rows.DataError": FAILED,
+    "millrace.kernels.warm.KernelsNotKeptError": FAILED,
     "millrace.models.load.ModelError": FAILED,
     "millrace.rewards.errors.RewardError": FAILED,
     "millrace.orchestration.run_folder.RunFolderError": FAILED,
@@ -124,6 +126,7 @@ for _command in (
     plan,
     simulate,
     doctor,
+    warm,
 ):
     app.command()(guarded(_command))
 

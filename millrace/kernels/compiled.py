@@ -63,6 +63,11 @@ def compiled(*fastmath: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Whether a function that `compiled` made is kept on disk: numba found a folder that it may write to."""
+    return hasattr(function, "_cache") and hasattr(function._cache, "_cache_file")
+
+
 @cache
 def _sources() -> bytes:
     """A digest of this folder's files, whose functions may be part of any other's code."""

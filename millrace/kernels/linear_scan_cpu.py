@@ -66,7 +66,8 @@ def gae(
     inputs = reward_T, value_T
     rows = tuple(row_T.numpy() for row_T in (*map(_wide, inputs), *wide))
     segments = end_B - length_B, end_B, decay_B.contiguous(), _wide(bootstrap_B)
-    common = rows, tuple(one_B.numpy() for one_B in segments), gamma
+    # An integer would be compiled for once more.
+    common = rows, tuple(one_B.numpy() for one_B in segments), float(gamma)
     _gae_all(common, *cuts(len(value_T) // PART_TOKENS))
     for wide_T, out_T in zip(wide, out, strict=True):
         _narrow(wide_T, out_T)

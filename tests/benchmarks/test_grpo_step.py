@@ -21,6 +21,7 @@ def test_inner_parts_are_not_counted_in_outer_ones(monkeypatch):
     assert parts.take() == {}
 
 
+@pytest.mark.world
 def test_our_side_takes_whole_steps(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -66,6 +67,7 @@ def test_without_a_compiler_mkl_stays_as_it_is_and_the_output_says_so(monkeypatc
     assert "no C compiler was found" in capsys.readouterr().out
 
 
+@pytest.mark.world
 def test_a_side_that_fails_shows_its_last_messages(tmp_path):
     script = tmp_path / "side.py"
     script.write_text("raise RuntimeError('no such optimizer')")

@@ -230,6 +230,7 @@ def start(tmp_path, missing):
     return workers.Worker(command, [missing, "float32", "1", "cpu"], 1, tmp_path / "log")
 
 
+@pytest.mark.world
 def test_a_peer_answers_jobs_in_a_process_of_its_own(tmp_path):
     worker = start(tmp_path, "0")
     workload("greedy", quick=True).save(tmp_path / "jobs.json")
@@ -243,6 +244,7 @@ def test_a_peer_answers_jobs_in_a_process_of_its_own(tmp_path):
     worker.close()
 
 
+@pytest.mark.world
 def test_a_peer_that_draws_too_few_tokens_ends_the_benchmark(tmp_path):
     worker = start(tmp_path, "1")
     workload("greedy", quick=True).save(tmp_path / "jobs.json")

@@ -96,6 +96,7 @@ def test_whatever_is_quickest_gives_the_product(dtype, monkeypatch):
         close_bf16(found, x_MD.double() @ weight_ND.double().T)
 
 
+@pytest.mark.world
 def test_the_quickest_call_is_taken():
     assert products.quickest([lambda: time.sleep(0.02), print]) is print
 

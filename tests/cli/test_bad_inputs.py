@@ -353,6 +353,7 @@ def test_the_page_and_the_cases_name_the_same_mistakes():
     assert list(PAGE) == list(CASES)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("wrong", CASES)
 def test_what_the_page_says_is_printed(wrong, lab):
     seen, code = PAGE[wrong]

@@ -14,6 +14,7 @@ from millrace.orchestration import build
 Usage = namedtuple("Usage", "total used free")
 
 
+@pytest.mark.world
 def test_a_healthy_machine_passes(lab):
     result = lab("doctor")
     problems = result.out.partition("\nproblems\n")[2]
@@ -167,6 +168,7 @@ def test_a_loss_that_depends_on_the_layout_is_marked_and_leaves_with_1(lab):
     assert result.code == 1
 
 
+@pytest.mark.world
 def test_rewards_that_fail_end_the_check_with_a_sentence(lab):
     given = ("rewards=[{kind: function, function: 'judges:raises'}]",)
     result = lab("doctor", "--numerics", "tiny.yaml", *given)

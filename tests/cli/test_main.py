@@ -44,6 +44,7 @@ def test_an_error_of_the_program_keeps_its_traceback(failing, error):
     assert raised.value is error
 
 
+@pytest.mark.world
 def test_a_traceback_leaves_with_1(lab):
     code = (
         "import sys; sys.argv = ['millrace', 'recipes']\n"
@@ -93,6 +94,7 @@ def test_a_library_that_makes_another_error_of_ctrl_c_is_no_traceback(lab):
     assert (result.code, result.err) == (130, said)
 
 
+@pytest.mark.world
 def test_a_reader_that_leaves_early_gets_no_traceback(lab):
     process = lab.start("config", "--schema")
     assert process.stdout is not None and process.stderr is not None
@@ -112,6 +114,7 @@ def test_the_version_is_printed(lab):
     assert lab("--version").out == f"millrace {__version__}\n"
 
 
+@pytest.mark.world
 def test_a_character_the_terminal_lacks_does_not_end_the_program(lab):
     lab.write("arrow.yaml", ["# a → b"])
     lab.patch.setenv("PYTHONIOENCODING", "latin-1")

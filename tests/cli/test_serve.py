@@ -24,6 +24,7 @@ def best_model(run):
     return run / "checkpoints" / json.loads((run / "best.json").read_text())["checkpoint"] / "model"
 
 
+@pytest.mark.world
 def test_a_run_is_served_until_sigterm(trained):
     run = trained.folder / "runs" / "tiny-1"
     best = best_model(run)
@@ -69,6 +70,7 @@ def test_a_model_folder_is_served_under_its_own_name_and_template(trained):
     assert small.max_length == 48
 
 
+@pytest.mark.world
 def test_an_address_for_everybody_needs_a_token(lab):
     result = lab("serve", "runs/tiny-1", "--host", "0.0.0.0")
     assert (result.code, result.err) == (
@@ -82,6 +84,7 @@ def test_an_address_for_everybody_needs_a_token(lab):
     assert (result.code, result.err) == (1, "error: model folder runs/tiny-1 does not exist\n")
 
 
+@pytest.mark.world
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(lab):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -98,6 +101,7 @@ def test_a_root_that_is_no_folder_is_refused(lab):
     assert (result.code, result.err) == (2, "error: --weights-root gone is not a folder; make it first\n")
 
 
+@pytest.mark.world
 def test_a_checkpoint_of_a_model_folder_is_refused(trained):
     model = best_model(trained.folder / "runs" / "tiny-1")
     result = trained("serve", str(model), "--port", "0", "--checkpoint", "last")

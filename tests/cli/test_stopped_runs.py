@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from millrace.orchestration.runtime import child
 from millrace.orchestration.runtime.inline import InlineRuntime
 from tests.cli.lab import Lab, Result
@@ -53,6 +55,7 @@ def test_a_run_that_stalled_goes_on_once_nobody_hangs(lab):
     assert (result.code, result.err) == (0, "")
 
 
+@pytest.mark.world
 def test_a_run_whose_weights_grew_goes_on_with_a_lower_rate(lab):
     assert weights_out_of_bounds(lab).code == 1
     recipe = Path("runs/tiny-1/recipe.yaml")

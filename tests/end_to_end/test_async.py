@@ -25,6 +25,8 @@ from tests.end_to_end.runs import LIMIT_S, check_equal, start
 from tests.end_to_end.tiny import tiny_recipe
 from tests.rewards.helpers import ends_within
 
+pytestmark = pytest.mark.world
+
 # Of a run that is bit for bit another one's.
 EXACT = {"deterministic": True, "rollout.refill_rounds": 1}
 

@@ -12,6 +12,8 @@ import pytest
 
 from millrace import load_recipe, train
 
+pytestmark = pytest.mark.world
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from millrace import load_recipe, train
 from millrace.observability.tables import read_table
 from tests.end_to_end.tiny import metrics_of
+
+pytestmark = pytest.mark.world
 
 DATA = Path(__file__).with_name("gsm8k_tiny.jsonl")
 

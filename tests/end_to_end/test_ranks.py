@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.world
 def test_two_ranks_learn_what_one_process_learns(folder: Path) -> None:
     alone, spread = numbers(folder / "runs" / "alone"), numbers(folder / "runs" / "spread")
     assert len(alone) == len(spread) > 6
@@ -46,6 +47,7 @@ def test_two_ranks_learn_what_one_process_learns(folder: Path) -> None:
     assert [record.get("version") for record in alone] == [record.get("version") for record in spread]
 
 
+@pytest.mark.world
 def test_the_first_rank_tells_the_layout_before_the_run(folder: Path) -> None:
     shown = (folder / "spread.txt").read_text(encoding="utf-8")
     table = "\nrank  dp_shard\n   0         0\n   1         1\n"
@@ -54,6 +56,7 @@ def test_the_first_rank_tells_the_layout_before_the_run(folder: Path) -> None:
     assert "\nrank" not in (folder / "alone.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.world
 def test_what_they_save_is_an_ordinary_model(folder: Path) -> None:
     checkpoint = json.loads((folder / "runs" / "spread" / "best.json").read_text())["checkpoint"]
     saved = folder / "runs" / "spread" / "checkpoints" / checkpoint
@@ -102,6 +105,7 @@ def test_a_run_whose_rank_is_killed_ends_soon_and_resumes_to_the_same_numbers(fo
     assert resumed(folder, "killed") == numbers(folder / "runs" / "spread")
 
 
+@pytest.mark.world
 def test_a_mesh_of_another_size_than_the_ranks_is_refused(folder: Path) -> None:
     done = run(command(folder, "wrong", "mesh.dp_shard=2"), RANK="0", WORLD_SIZE="3")
     assert done.returncode == 2

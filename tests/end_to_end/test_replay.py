@@ -49,6 +49,7 @@ def check_repeats(path: Path) -> Replay:
     return found
 
 
+@pytest.mark.world
 def test_a_run_ahead_of_training_is_repeated_bit_for_bit(folder):
     path = folder / "runs" / "recompute"
     assert max(record.get("staleness/max", 0) for record in metrics_of(path)) == 2
@@ -88,6 +89,7 @@ def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, mon
     check_repeats(path)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_waits_for_its_samples_is_repeated_too(processes, folder):
     name = f"waits-{processes}"
@@ -129,6 +131,7 @@ def test_a_killed_run_is_repeated_as_far_as_its_log_goes(folder):
     assert (summary["status"], summary["steps"]) == ("interrupted", 5)
 
 
+@pytest.mark.world
 def test_a_replay_that_is_not_the_run_says_where(folder):
     path = folder / "runs" / "other"
     shutil.copytree(folder / "runs" / "recompute", path)

@@ -18,6 +18,8 @@ from millrace.orchestration.run_folder import RunFolderError
 from tests.end_to_end.runs import OVERRIDES, check_equal, contents
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, write_sums
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.house.source import ROOT
+from tests.house.scripts import load_script
 
 EXACT = {
     "return (no baseline)",
@@ -31,13 +30,7 @@ EXACT = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "estimators_picture", ROOT / "scripts/estimators_picture.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("estimators_picture")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ def test_no_test_reaches_the_network(connect, address):
         getattr(open_socket, connect)(address)
 
 
+@pytest.mark.world
 def test_this_machine_can_be_reached():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
         client.connect(server.getsockname())

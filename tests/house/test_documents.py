@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from millrace.cli.main import app
 from millrace.config.explain import known_keys
 from millrace.config.recipe import ConfigError, load_recipe, parse_overrides, recipe_names
-from tests.house.source import PACKAGE, ROOT, write
+from tests.house.source import ROOT, write
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
 SHELLS = ("bash", "console", "sh", "shell")
@@ -158,20 +160,15 @@ def make_targets(makefile: Path) -> set[str]:
 
 def subcommand_help(name: str) -> str | None:
     """What `millrace NAME --help` prints; None where there is no such command."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from millrace.cli.main import main; main()", name, "--help"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.stdout if done.returncode == 0 else None
+    done = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [name, "--help"])
+    return done.stdout if done.exit_code == 0 else None
 
 
 PAGES = documents(ROOT)
 LINKED = [*PAGES, *(path for path in sorted(ROOT.glob("*.md")) if path not in PAGES)]
 
 
+@pytest.mark.world
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("path", [p for p in PAGES if any(blocks(p, ("python", "py")))], ids=lambda p: p.stem)
 def test_the_python_in_the_documentation_runs(path, tmp_path):
@@ -179,8 +176,6 @@ def test_the_python_in_the_documentation_runs(path, tmp_path):
 
 
 def test_the_commands_in_the_documentation_exist():
-    if not (PACKAGE / "cli" / "main.py").exists():
-        pytest.skip("millrace/cli/main.py is not there yet")
     named = {
         words[1]
         for page in LINKED
@@ -197,6 +192,7 @@ def test_the_links_in_the_documentation_lead_somewhere(path):
     assert link_faults(path) == []
 
 
+@pytest.mark.world
 def test_python_that_fails_is_found_with_its_line(tmp_path):
     good = "# Page\n\n```python\nx = 2\n```\n\nthen\n\n```python\nassert x == 2\n```\n"
     write(tmp_path, {"good.md": good, "bad.md": good + "\n```python\nassert x == 3\n```\n"})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 
+from tests.house.scripts import load_script
 from tests.house.source import ROOT, write
 
 TOY = """
@@ -40,11 +40,7 @@ def toy(tmp_path):
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("mutants")
 
 
 def hunt(toy, *words):
@@ -109,6 +105,7 @@ def test_the_twins_that_name_a_module_speak_for_it(script, toy):
     assert script.tests_of(toy, "millrace/algorithms/toy.py") == expected
 
 
+@pytest.mark.world
 def test_a_survivor_fails_the_hunt_and_a_listed_one_does_not(toy):
     done = hunt(toy)
     assert done.returncode == 1, done.stderr
@@ -131,6 +128,7 @@ def test_a_survivor_fails_the_hunt_and_a_listed_one_does_not(toy):
     assert done.returncode == 1
 
 
+@pytest.mark.world
 def test_compiled_kernels_are_broken_too_and_run_as_python(toy):
     files = {
         "millrace/kernels/__init__.py": "",
@@ -150,6 +148,7 @@ def test_compiled_kernels_are_broken_too_and_run_as_python(toy):
     assert "2 mutants: 2 caught, 0 survived" in done.stdout
 
 
+@pytest.mark.world
 def test_a_mutant_that_never_ends_is_caught(toy):
     loop = "def clip(x, low, high):\n    while x < low:\n        x += 1\n    return min(x, high)\n"
     (toy / "millrace/algorithms/toy.py").write_text(loop)
@@ -169,6 +168,7 @@ print(statuses)
     assert done.stdout == "[None]\n", done.stderr
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -193,5 +193,6 @@ def test_a_hunt_that_cannot_be_held_says_why(toy, change, message):
     assert message in done.stderr
 
 
+@pytest.mark.world
 def test_a_pattern_that_matches_nothing_says_so(toy):
     assert "no file to break matches 'tyo'; there are millrace/algorithms/*.py" in hunt(toy, "tyo").stderr

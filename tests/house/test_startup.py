@@ -1,76 +1,56 @@
-"""How long a user waits before anything happens. Measured: the one speed that a test asserts."""
+"""How soon a command begins: what it imports is counted, since seconds differ between machines."""
 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 
 import pytest
 
-from tests.house.source import PACKAGE, ROOT
+from tests.house.source import ROOT
 
-TRIES = 5
+pytestmark = pytest.mark.world
+
 HEAVY = ("ray", "transformers", "triton", "numba", "torch")
-MAX_IMPORT_S = 0.3
-MAX_HELP_S = 1.0
+# 74 and 383 today, on Python 3.11.
+MAX_MODULES, MAX_HELP_MODULES = 150, 600
+LISTING = "import sys, atexit; atexit.register(lambda: print('\\n' + ' '.join(sys.modules)));"
 
 
-def python(code: str, *words: str, path: str = str(ROOT)) -> str:
-    """What a fresh interpreter prints."""
+def modules_after(code: str, *words: str, path: str = str(ROOT)) -> list[str]:
+    """The modules that a fresh interpreter has imported at its end."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *words],
+        [sys.executable, "-c", LISTING + code, *words],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()[-1].split()
 
 
-def heavy_imports(module: str, path: str = str(ROOT)) -> list[str]:
-    code = "import importlib, sys; importlib.import_module(sys.argv[1]); print(*sys.modules)"
-    loaded = {name.split(".")[0] for name in python(code, module, path=path).split()}
-    return sorted(loaded & set(HEAVY))
+def heavy(modules: list[str]) -> list[str]:
+    return sorted({name.split(".")[0] for name in modules} & set(HEAVY))
 
 
-def import_time_s(module: str, path: str = str(ROOT)) -> float:
-    """Of the processor's time, which other processes do not take: the best of several."""
-    code = "import sys, time as t; s = t.process_time(); __import__(sys.argv[1]); print(t.process_time() - s)"
-    return min(float(python(code, module, path=path)) for _ in range(TRIES))
+def test_import_millrace_brings_little_and_nothing_heavy():
+    modules = modules_after("import millrace")
+    assert heavy(modules) == []
+    assert len(modules) < MAX_MODULES
 
 
-def children_s() -> float:
-    """What ended child processes took of the processor's time."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def test_help_brings_nothing_heavy():
+    modules = modules_after("from millrace.cli.main import main; main()", "--help")
+    assert "millrace.cli.train" in modules
+    assert heavy(modules) == []
+    assert len(modules) < MAX_HELP_MODULES
 
 
-def test_import_millrace_brings_nothing_heavy():
-    assert heavy_imports("millrace") == []
-
-
-def test_import_millrace_is_instant():
-    assert import_time_s("millrace") < MAX_IMPORT_S
-
-
-def test_help_is_quick():
-    if not (PACKAGE / "cli" / "main.py").exists():
-        pytest.skip("millrace/cli/main.py is not there yet")
-    code = "from millrace.cli.main import main; main()"
-    best = float("inf")
-    for _ in range(TRIES):
-        start_s = children_s()
-        shown = python(code, "--help")
-        best = min(best, children_s() - start_s)
-    assert "train" in shown
-    assert best < MAX_HELP_S
-
-
-def test_a_heavy_import_and_a_slow_one_are_found(tmp_path):
-    (tmp_path / "slow.py").write_text("import numba\nimport time\nwhile time.process_time() < 0.6: pass\n")
+def test_a_heavy_import_is_found(tmp_path):
+    (tmp_path / "slow.py").write_text("import numba\n")
     (tmp_path / "numba.py").write_text("")
-    assert heavy_imports("slow", str(tmp_path)) == ["numba"]
-    assert import_time_s("slow", str(tmp_path)) > MAX_IMPORT_S
+    modules = modules_after("import slow", path=str(tmp_path))
+    assert heavy(modules) == ["numba"]
+    assert "slow" in modules

@@ -241,6 +241,7 @@ def test_buffers_beside_the_inputs_are_fine_and_overlapping_ones_are_refused() -
         gae(pool_T[:4], both_T[4:], LENGTH_2, gamma=1, lam=1, out=(both_T[:4], both_T[4:]))
 
 
+@pytest.mark.world
 def test_numba_and_triton_are_imported_only_when_they_run() -> None:
     code = """
 import sys, torch

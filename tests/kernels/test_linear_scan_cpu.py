@@ -167,6 +167,7 @@ def test_a_million_tokens_of_mixed_lengths(monkeypatch: pytest.MonkeyPatch) -> N
         close_fp32(ours_T, looped_T, rtol=1.2e-7, atol=0)
 
 
+@pytest.mark.world
 @compiled_only
 def test_threads_work_in_a_forked_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: 2)

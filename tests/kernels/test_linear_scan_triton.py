@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from millrace.kernels import linear_scan_triton as gpu
 from millrace.kernels.linear_scan import loop
@@ -239,21 +238,22 @@ def test_a_share_of_zero_ends_the_look_back() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="the host cannot write into a running kernel")
 @pytest.mark.parametrize(("word", "number"), [(3, 0.5), (9, 5.0), (15, 10.0)])
-def test_a_tile_waits_until_it_has_heard_share_and_value_or_the_last_a(word: int, number: float) -> None:
+def test_a_tile_waits_until_share_and_value_or_the_last_a_are_known(
+    word: int, number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = state_of(SHARES, VALUES, NOTHING_KNOWN)
     state[[3, 9] if word == 15 else [word]] = UNSET
+    load, reads = InterpreterBuilder.create_masked_load, []
 
-    def tell_late() -> None:
-        time.sleep(0.2)
-        state[word] = bits(number)[0]
+    def create_masked_load(*arguments: Any) -> Any:
+        reads.append(len(reads))
+        if len(reads) == 30:  # ten times three words are read
+            state[word] = bits(number)[0]
+        return load(*arguments)
 
-    teller = threading.Thread(target=tell_late)
-    teller.start()
-    start = time.monotonic()
-    carry = look_back(state)
-    assert time.monotonic() - start > 0.15
-    teller.join()
-    assert carry == (1.5 if word == 15 else 0.5)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", create_masked_load)
+    assert look_back(state) == (1.5 if word == 15 else 0.5)
+    assert 30 <= len(reads) < 60
 
 
 def test_a_nan_whose_bits_mean_unset_is_told_as_another_nan() -> None:

@@ -323,6 +323,7 @@ def test_parts_are_as_many_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked.pop() == most
 
 
+@pytest.mark.world
 @compiled_only
 def test_threads_work_in_a_forked_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: 2)

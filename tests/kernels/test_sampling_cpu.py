@@ -220,6 +220,7 @@ def test_tokens_are_told_apart_within_a_bucket() -> None:
         assert logit_NV[0].isfinite().nonzero()[:, 0].tolist() == expected
 
 
+@pytest.mark.world
 @compiled_only
 def test_threads_work_in_a_forked_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_cpu.torch, "get_num_threads", lambda: 2)

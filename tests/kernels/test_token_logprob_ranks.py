@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from tests.close import close_fp32
 from tests.kernels.heads import CASES, CUTS, gradients, random_case, shard
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.world
 
 TEMPERATURE = 0.7
 LEANS = ((1.0, 0.0), (0.0, 1.0), (1.0, -0.7))

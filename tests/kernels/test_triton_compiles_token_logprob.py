@@ -9,6 +9,8 @@ import sys
 import pytest
 import triton
 
+pytestmark = pytest.mark.world
+
 # In a process of its own: here, the kernels were made for the interpreter.
 CODE = """
 import warnings

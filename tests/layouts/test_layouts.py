@@ -281,6 +281,7 @@ def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:
                     raise AssertionError(f"{name}: {error}") from None
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_two_ranks_learn_what_one_process_learns(case, quick):
     check_one_process(case, quick)

@@ -11,6 +11,8 @@ from millrace.models.collectives import Peers
 from tests.close import close_fp64
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.world
+
 NUM_RANKS = 3
 # Rows from rank p (first) to rank q; rank 1 sends none, and rank 0 keeps some.
 COUNT_PP = [[2, 0, 3], [0, 0, 0], [1, 4, 0]]

@@ -189,6 +189,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
     return run_ranks(request.param, ranks_compute, request.param, timeout_s=100)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(("architecture", "name"), trials())
 def test_ranks_compute_what_one_process_does(
     ranks: list[dict[str, Tensor]], architecture: str, name: str
@@ -200,6 +201,7 @@ def test_ranks_compute_what_one_process_does(
                 close_fp32(found, tensor, atol=1e-5)
 
 
+@pytest.mark.world
 def test_narrow_weights_are_trained_as_well(ranks: list[dict[str, Tensor]]) -> None:
     """As close as bfloat16 in one process is to float32."""
     expected = one_process(tiny_model("llama", dtype=torch.bfloat16).float(), ROWS["uneven"])
@@ -214,6 +216,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(sum((one[what] - other[what]).square().sum() for what in other)) ** 0.5
 
 
+@pytest.mark.world
 def test_ulysses_keeps_every_bit_of_a_deterministic_model(ranks: list[dict[str, Tensor]]) -> None:
     expected = deterministic_logprobs()
     for found in ranks:

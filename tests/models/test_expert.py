@@ -174,6 +174,7 @@ def ranks() -> list[Tensors]:
     return run_ranks(NUM_RANKS, dealt, timeout_s=110)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_ranks_compute_and_learn_what_one_process_does(ranks: list[Tensors], architecture: str) -> None:
     expected = trained(mixture(architecture), weighted_batch())
@@ -187,6 +188,7 @@ def test_ranks_compute_and_learn_what_one_process_does(ranks: list[Tensors], arc
                 close_fp32(out[f"{architecture}/{name}"], tensor, atol=1e-5)
 
 
+@pytest.mark.world
 def test_a_rank_whose_experts_get_no_token_takes_part_all_the_same(ranks: list[Tensors]) -> None:
     expected = with_forced_experts(mixture("qwen3_moe"), weighted_batch(), [1, 0])
     for out in ranks:
@@ -198,6 +200,7 @@ def test_a_rank_whose_experts_get_no_token_takes_part_all_the_same(ranks: list[T
         assert grad[2:].abs().max() == 0.0
 
 
+@pytest.mark.world
 def test_a_rank_without_tokens_computes_for_the_others(ranks: list[Tensors]) -> None:
     module = mixture("qwen3_moe").model.layers[0].mlp.experts
     inputs = [torch.cat(parts) for parts in zip(*map(block_inputs, range(NUM_RANKS)), strict=True)]
@@ -210,6 +213,7 @@ def test_a_rank_without_tokens_computes_for_the_others(ranks: list[Tensors]) -> 
             close_fp32(out[f"block/{key}"], expected[key], atol=1e-5)
 
 
+@pytest.mark.world
 def test_experts_dealt_and_sharded_have_the_gradients_of_one_process(ranks: list[Tensors]) -> None:
     model, batch = mixture("qwen3_moe"), weighted_batch()
     loss = (chosen_logprobs(model, batch, temperature=1.0)[0] * batch.weight_T[batch.action_mask_T]).sum()

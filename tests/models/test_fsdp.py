@@ -229,6 +229,7 @@ def _check_equals_one_process(found: dict[str, Tensor], alone: dict[str, Tensor]
         close_fp32(found[name], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("case", TWO)
 def test_two_ranks_train_as_one_process_does(two, case):
     architecture, _, options = TWO[case]
@@ -237,6 +238,7 @@ def test_two_ranks_train_as_one_process_does(two, case):
         _check_equals_one_process(_of(rank, case), alone)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks_train_as_one_process_does(four, case):
     alone = _alone(FOUR[case][0])
@@ -244,6 +246,7 @@ def test_four_ranks_train_as_one_process_does(four, case):
         _check_equals_one_process(_of(rank, case), alone)
 
 
+@pytest.mark.world
 def test_ranks_keep_equal_parts_of_the_weights_and_replicas_all_of_theirs(two, four):
     numel = {a: sum(p.numel() for p in tiny_model(a).parameters()) for a in ("llama", "gemma2")}
     assert [int(_of(rank, "bfloat16")["held"]) for rank in two] == [numel["llama"] // 2] * 2
@@ -253,6 +256,7 @@ def test_ranks_keep_equal_parts_of_the_weights_and_replicas_all_of_theirs(two, f
     assert [int(_of(rank, "dealt experts")["held"]) for rank in four] == [experts // 4] * 4
 
 
+@pytest.mark.world
 def test_bfloat16_computes_over_weights_that_stay_float32(two):
     alone = _alone("llama")
     for rank in two:
@@ -268,6 +272,7 @@ def test_bfloat16_computes_over_weights_that_stay_float32(two):
                 close_bf16(found[name], alone[name], rtol=1e-2, atol=5e-3)
 
 
+@pytest.mark.world
 def test_norms_count_each_tensor_once_however_it_is_held(two):
     for rank in two:
         found = _of(rank, "mix")

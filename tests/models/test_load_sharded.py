@@ -129,6 +129,7 @@ def two(folders) -> list[dict[str, Tensor]]:
     return run_ranks(2, _load_on_two, str(folders))
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_ranks_hold_together_what_one_loads_whole(folders, two, architecture):
     whole = load_model(folders / architecture, dtype=torch.float32)
@@ -146,6 +147,7 @@ def test_two_ranks_hold_together_what_one_loads_whole(folders, two, architecture
             close_fp32(found["logprob_N"], _log_probabilities(whole)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_rank_reads_what_it_keeps_and_no_more(two, architecture):
     whole = sum(parameter.nbytes for parameter in tiny_model(architecture).parameters())
@@ -176,6 +178,7 @@ def _load_on_four(rank: int, folder: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.world
 def test_what_tensor_and_expert_parallel_dealt_out_before_is_read_in_parts_too(folders):
     ranks = run_ranks(4, _load_on_four, str(folders))
     for architecture in DEALT:

@@ -27,6 +27,8 @@ from tests.close import close_fp32
 from tests.models.deep import check_refused, deep_model, weighted_batch
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.world
+
 # Segments of each micro-batch: they differ in tokens.
 MICROS = {
     1: [[0, 1, 2, 3, 4, 5]],

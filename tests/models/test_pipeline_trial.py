@@ -120,6 +120,7 @@ def two() -> list[list[str]]:
     return [json.loads(bytes(told["told"].tolist())) for told in run_ranks(2, refused)]
 
 
+@pytest.mark.world
 def test_what_is_not_its_stages_is_refused_by_both_ranks_in_the_same_sentence(two):
     one, other = two
     assert one == other
@@ -150,5 +151,6 @@ def without_memory(rank: int) -> dict[str, Tensor]:
     return {"tried": torch.tensor(len(tried))}
 
 
+@pytest.mark.world
 def test_a_model_is_tried_when_it_has_numbers():
     assert [int(told["tried"]) for told in run_ranks(2, without_memory)] == [1, 1]

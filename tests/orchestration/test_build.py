@@ -232,6 +232,7 @@ def test_a_critic_of_a_checkpoint_is_taken_up_as_it_was(tmp_path):
     assert float(build(config, checkpoint).critic().values(batch)[0].abs().sum()) == 0.0
 
 
+@pytest.mark.world
 def test_a_reward_that_cannot_start_stops_the_build_with_its_reason(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rewards = [{"kind": "format", "pattern": "x"}, {"kind": "function", "function": "nowhere:grade"}]
@@ -239,6 +240,7 @@ def test_a_reward_that_cannot_start_stops_the_build_with_its_reason(tmp_path, mo
         build(tiny_recipe(tmp_path, {"rewards": rewards}), None)
 
 
+@pytest.mark.world
 def test_reward_functions_judge_side_by_side(tmp_path, monkeypatch):
     """Each of the two waits until the other has begun."""
     (tmp_path / "meeting.py").write_text(

@@ -25,6 +25,7 @@ def run(tmp_path_factory) -> Path:
     return Path(train(tiny_recipe(folder, FEW_STOPS), quiet=True).run)
 
 
+@pytest.mark.world
 def test_best_last_and_a_name_find_their_checkpoints(run):
     folder = RunFolder.open(run)
     best = json.loads((run / "best.json").read_text())["checkpoint"]
@@ -33,6 +34,7 @@ def test_best_last_and_a_name_find_their_checkpoints(run):
     assert find_checkpoint(folder, "step-000000") == run / "checkpoints" / "step-000000"
 
 
+@pytest.mark.world
 def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(run):
     with pytest.raises(CheckpointError) as caught:
         find_checkpoint(RunFolder.open(run), "step-000099")
@@ -70,6 +72,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path):
         assert str(caught.value) == f"checkpoint {path} {damaged}{hint}"
 
 
+@pytest.mark.world
 def test_the_last_checkpoint_evaluates_as_it_did_in_the_run(run):
     found = evaluate_checkpoint(run, "last")
     last = [record for record in metrics_of(run) if record["stage"] == "evaluation"][-1]
@@ -81,6 +84,7 @@ def test_the_last_checkpoint_evaluates_as_it_did_in_the_run(run):
     assert [row["completion"] for row in found.rows] == [row["completion"] for row in answers]
 
 
+@pytest.mark.world
 def test_answers_are_those_of_the_evaluation_and_do_not_depend_on_the_company(run):
     rows = read_table(run / "evaluations" / "after.parquet")
     texts = [row["prompt"] for row in rows]
@@ -89,6 +93,7 @@ def test_answers_are_those_of_the_evaluation_and_do_not_depend_on_the_company(ru
     assert answer(run, texts[3:4], checkpoint="last")[0][0].token_ids == together[3][0].token_ids
 
 
+@pytest.mark.world
 def test_samples_have_seeds_that_count_up(run):
     options = {"checkpoint": "last", "temperature": 2.0}
     (three,) = answer(run, ["1+2="], num_samples=3, seed=5, **options)

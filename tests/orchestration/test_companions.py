@@ -29,6 +29,8 @@ from tests.end_to_end.tiny import TREE, tiny_recipe, write_sums
 from tests.ranks import run_ranks
 from tests.training.pieces import full_batch, random_batch
 
+pytestmark = pytest.mark.world
+
 
 def recipe(folder: Path, name: str, **more: Any) -> RunConfig:
     """Reinforcement of a small model on the folder's sums."""

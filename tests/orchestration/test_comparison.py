@@ -37,6 +37,7 @@ def folders(tmp_path) -> tuple[RunFolder, RunFolder]:
     return original, repeated
 
 
+@pytest.mark.world
 def test_what_is_measured_may_differ(folders):
     comparison = Comparison(*folders)
     comparison.write({**RECORDS[0], "time/step_s": 9.0})

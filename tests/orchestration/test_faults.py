@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -16,20 +15,17 @@ from millrace.orchestration.dispatch import Dispatch
 from millrace.orchestration.events import check_log
 from millrace.orchestration.fleet import Fleet, _Engine
 from millrace.orchestration.rollouts import Rollouts
+from tests.house.scripts import load_script
 from tests.house.source import ROOT
 
-NUM_SCHEDULES = 2000
+NUM_SCHEDULES = 600
 # A controller that is wrong is found among so many.
 NUM_SABOTAGED = 400
 
 
 @pytest.fixture(scope="module")
 def chaos() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chaos", ROOT / "scripts" / "chaos.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chaos"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("chaos")
 
 
 def test_no_schedule_loses_a_group(chaos):
@@ -191,6 +187,7 @@ def test_a_controller_that_is_wrong_is_found(chaos, monkeypatch, sabotage):
     assert any(chaos.tried(number)[1] == "broken" for number in range(NUM_SABOTAGED))
 
 
+@pytest.mark.world
 def test_the_script_says_how_it_went(chaos, monkeypatch):
     command = [sys.executable, "-W", "error", str(ROOT / "scripts" / "chaos.py"), "--schedules", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)

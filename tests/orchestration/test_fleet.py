@@ -149,6 +149,7 @@ def test_two_publishes_may_be_under_way():
     assert check_log(notes) == [2]
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     "late, reason",
     [("draw", "a draw took longer than 10 s"), ("load", "version 1 took longer than 4 s to load")],

@@ -114,5 +114,6 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     return {"passes": torch.tensor(trainer.passes)}
 
 
+@pytest.mark.world
 def test_it_meets_the_first_rank_at_each_batch_and_whenever_weights_changed() -> None:
     assert [told["passes"].item() for told in run_ranks(2, on_ranks)] == [2, 2]

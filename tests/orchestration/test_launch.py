@@ -142,6 +142,7 @@ def test_a_rank_of_its_own_notes_names_the_folder_of_the_run(tmp_path):
     assert str(named) == "gone; continue with: millrace resume /runs/run"
 
 
+@pytest.mark.world
 def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
     """Also after the run was left in the midst of writing."""
     record, waiting, seal, told = Controller.record, Watchdog.waiting, saving.seal_checkpoint, []

@@ -146,6 +146,7 @@ def test_a_run_does_everything_in_order_and_records_it(tmp_path):
     assert report.tokens_trained == 3 * 8 * 2 + report.tokens_sampled
 
 
+@pytest.mark.world
 def test_everything_that_a_method_records_is_documented(tmp_path):
     report = run(tmp_path, **METHODS)
     batches = [record for record in metrics_of(report.run) if record["stage"] == "reinforcement"]
@@ -240,6 +241,7 @@ def test_a_collapse_is_said(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.world
 def test_equal_rewards_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr(alarms, "EQUAL_BATCHES", 3)
     report = run(tmp_path, rewards=[{"kind": "format", "pattern": "(?s).*", "weight": 0.5}])
@@ -310,6 +312,7 @@ def test_a_warm_up_that_blows_up_stops_too(tmp_path):
     assert (norms[0] is None, norms[-3:]) == (False, [None] * 3)
 
 
+@pytest.mark.world
 def test_failing_rewards_stop_the_run_with_their_reason(tmp_path, monkeypatch):
     (tmp_path / "failing_reward.py").write_text(
         "def grade(prompt, completion, answer, row):\n    raise KeyError('no grade')\n"
@@ -328,6 +331,7 @@ def test_failing_rewards_stop_the_run_with_their_reason(tmp_path, monkeypatch):
     assert (summary["eval_before"], summary["steps"]) == (None, 0)
 
 
+@pytest.mark.world
 def test_rewards_that_give_reference_answers_no_marks_are_said_once(tmp_path):
     report = run(tmp_path, rewards=[{"kind": "exact"}, {"kind": "format", "pattern": "[0-6]"}])
     (warning,) = report.warnings
@@ -369,6 +373,7 @@ def test_a_changed_weight_on_the_way_stops_the_run_by_name(tmp_path, monkeypatch
         run(tmp_path)
 
 
+@pytest.mark.world
 def test_the_reference_is_where_reinforcement_began(tmp_path):
     """At its first batch the penalty is zero, and its folder outlives every other one."""
     report = run(tmp_path, **OVERRIDES | {"policy.optimizer_steps_per_batch": 1, "checkpoint.keep": 1})

@@ -173,6 +173,7 @@ main()
 """
 
 
+@pytest.mark.world
 def test_a_process_that_may_not_have_more_memory_says_why_and_still_writes_its_report(tmp_path):
     tiny_recipe(tmp_path)
     words = ["warmup=null", "policy.kl.coefficient=0.1", f"output={tmp_path / 'runs'}", "--quiet"]

@@ -46,6 +46,7 @@ class Quick(Manual):
         return found
 
 
+@pytest.mark.world
 def test_batches_come_while_nobody_advances():
     runtime = Quick("a", "b")
     rollouts, flow, _ = rollouts_over(runtime, staleness=1)
@@ -71,6 +72,7 @@ def test_errors_of_the_thread_are_raised_where_somebody_waits():
                 pump.next_batch(PATIENCE_S)
 
 
+@pytest.mark.world
 def test_what_was_half_decided_is_not_looked_at_before_its_error_is_told(monkeypatch):
     class Slow(threading.Condition):
         def __exit__(self, *error):
@@ -98,6 +100,7 @@ def test_what_was_half_decided_is_not_looked_at_before_its_error_is_told(monkeyp
     assert decided == ["half"]
 
 
+@pytest.mark.world
 def test_a_stall_is_found_by_who_waits():
     runtime = Quick()
     rollouts, _, _ = rollouts_over(runtime)
@@ -107,6 +110,7 @@ def test_a_stall_is_found_by_who_waits():
         assert pump.blockers()[0] == "an engine that serves"
 
 
+@pytest.mark.world
 def test_nothing_is_decided_while_it_is_paused():
     runtime = Quick("a")
     rollouts, _, notes = rollouts_over(runtime, staleness=1)
@@ -123,6 +127,7 @@ def test_nothing_is_decided_while_it_is_paused():
     assert notes.of("publish") == [{"kind": "publish", "version": 1}]
 
 
+@pytest.mark.world
 def test_what_is_asked_from_outside_is_heard_with_the_rest():
     runtime, asked = Quick("a"), [[Wanted(2)]]
     rollouts, _, notes = rollouts_over(runtime, staleness=1)
@@ -135,6 +140,7 @@ def test_what_is_asked_from_outside_is_heard_with_the_rest():
     assert sum("wanted 2" in event["events"] for event in notes.of("heard")) == 1
 
 
+@pytest.mark.world
 def test_a_thread_that_is_stuck_is_named():
     """As in an environment that hangs: the watchdog must not hang with it."""
 

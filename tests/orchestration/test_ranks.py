@@ -68,6 +68,7 @@ def begun(rank: int) -> dict[str, Tensor]:
     return {"started_s": torch.tensor(since_s, dtype=torch.float64), "waited_s": torch.tensor(waited)}
 
 
+@pytest.mark.world
 def test_all_ranks_count_seconds_from_when_the_first_one_started_and_know_when_they_wait() -> None:
     told = run_ranks(2, begun)
     first, other = (float(rank["started_s"]) for rank in told)
@@ -80,6 +81,7 @@ def test_all_ranks_count_seconds_from_when_the_first_one_started_and_know_when_t
     assert abs(Ranks().since(now_s) - now_s) < 0.01
 
 
+@pytest.mark.world
 def test_the_store_of_the_ranks_answers_on_one_address_alone() -> None:
     store = open_store("127.0.0.1")
     with socket.create_connection(("127.0.0.1", store.port), timeout=5) as connected:

@@ -266,6 +266,7 @@ def test_a_group_may_be_ended_while_its_reward_works():
     assert rollouts.take() is None
 
 
+@pytest.mark.world
 def test_a_stall_says_who_waits_for_whom():
     runtime = Manual("a")
     rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)

@@ -70,6 +70,7 @@ def test_each_rank_keeps_its_spans_in_the_runs_folder(tmp_path):
     assert ranks[1].metrics.parent == notes
 
 
+@pytest.mark.world
 def test_a_second_process_is_kept_out_until_the_first_ends_however_it_ends(tmp_path):
     folder = RunFolder(tmp_path)
     command = [sys.executable, "-c", HOLD, str(tmp_path)]

@@ -132,6 +132,7 @@ def check_alone(folder: Path, names: list[str]) -> None:
         assert all(torch.equal(held[key], weights[key]) for key in weights)
 
 
+@pytest.mark.world
 def test_one_process_and_two_ranks_read_what_the_other_saved(tmp_path):
     save(tmp_path / "alone", made(), Ranks())
     run_ranks(2, on_ranks, 2, str(tmp_path), {"two": {"dp_shard": 2}}, ["alone"])
@@ -185,6 +186,7 @@ def write_gone_wrong(rank: int, folder: str) -> None:
     save(root / "step-4", learner, ranks)
 
 
+@pytest.mark.world
 def test_what_one_rank_cannot_write_fails_for_all_and_a_killed_rank_leaves_what_was_saved(tmp_path):
     with pytest.raises(AssertionError, match="rank 1 ended with exit code -9|rank 0 failed") as caught:
         run_ranks(2, write_gone_wrong, str(tmp_path))
@@ -357,6 +359,7 @@ def killed_while_saving(folder: str) -> None:
     train(tiny_recipe(Path(folder), QUICK), quiet=True)
 
 
+@pytest.mark.world
 def test_killed_while_saving_a_run_goes_on_from_the_checkpoint_before(undisturbed, tmp_path):
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=killed_while_saving, args=(str(tmp_path),))

@@ -152,6 +152,7 @@ def check_first(ranks: Ranks, counter: Counter) -> None:
     assert seen == ["a", "b", "canary"]
 
 
+@pytest.mark.world
 def test_each_rank_does_its_part_and_all_get_the_whole() -> None:
     told = run_ranks(3, on_ranks)
     assert [one["asked"].tolist() for one in told] == [[7, 2], [3, 3], [4, 3]]

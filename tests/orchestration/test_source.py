@@ -272,6 +272,7 @@ class Ending(Replayed):
         return True
 
 
+@pytest.mark.world
 def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     """In the run they were asked for something else next, or for nothing."""
     runtime, config = Manual("a", sleeps=True), recipe(steps=4, flow={"staleness": 1})

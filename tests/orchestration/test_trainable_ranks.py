@@ -28,6 +28,8 @@ from tests.end_to_end.tiny import TREE, tiny_recipe, write_sums
 from tests.ranks import run_ranks
 from tests.training.pieces import random_batch
 
+pytestmark = pytest.mark.world
+
 STEPS = 3
 CHECKPOINT = "step-000003"
 

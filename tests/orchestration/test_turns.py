@@ -93,11 +93,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
+@pytest.mark.world
 def test_a_run_in_turns_has_the_bits_of_one_without(runs):
     check_equal(runs / "apart", runs / "together")
     assert metrics_of(runs / "apart")[-1]["during"] == "reinforcement"
 
 
+@pytest.mark.world
 def test_taken_up_it_has_the_same_bits(runs, tmp_path):
     again = runs / "again"
     shutil.copytree(runs / "apart", again)

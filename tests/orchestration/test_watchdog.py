@@ -81,6 +81,7 @@ def test_a_wait_says_who_what_since_when_until_when_and_on_whom():
     assert str(Wait("run", "train to end", 0.2, 0.5)) == "run waits for train to end since 0 s, at most 0.5 s"
 
 
+@pytest.mark.world
 def test_the_status_is_written_while_watched_and_gone_after(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
     spans = Spans()
@@ -135,6 +136,7 @@ def stuck(
     return done.returncode, done.stderr
 
 
+@pytest.mark.world
 def test_a_phase_that_takes_too_long_ends_the_run_with_who_waits_for_whom(tmp_path):
     code, said = stuck(tmp_path, limit_s=0.2)
     assert code == 1
@@ -148,6 +150,7 @@ def test_a_phase_that_takes_too_long_ends_the_run_with_who_waits_for_whom(tmp_pa
     assert "in <module>" in stall
 
 
+@pytest.mark.world
 def test_a_wait_that_takes_too_long_ends_the_run(tmp_path):
     code, said = stuck(tmp_path, wait_s=0.2)
     assert code == 1
@@ -167,6 +170,7 @@ def test_what_else_there_is_to_say_is_in_the_status(tmp_path, monkeypatch):
         assert found == Engines(2, {"a": "leaves"}, asked="id")
 
 
+@pytest.mark.world
 def test_last_words_that_hang_do_not_keep_the_run_alive(tmp_path):
     started = time.monotonic()
     code, _ = stuck(tmp_path, limit_s=0.2, hangs=True)

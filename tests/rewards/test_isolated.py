@@ -20,6 +20,8 @@ from millrace.rewards.isolated import IsolatedReward
 from millrace.types import Outcome
 from tests.rewards.helpers import calls, ends_within, is_running, prompts, score
 
+pytestmark = pytest.mark.world
+
 
 def test_the_three_outcomes_of_a_function(make):
     good, bad, odd, none = score(make(), "value 0.25", "raise it", "text 0.25", "nothing")

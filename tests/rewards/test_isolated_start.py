@@ -16,6 +16,7 @@ from tests.close import close_fp64
 from tests.rewards.helpers import prompts, score
 
 
+@pytest.mark.world
 def test_check_is_content_with_a_function_that_can_be_called(make):
     reward = make()
     reward.check()
@@ -23,6 +24,7 @@ def test_check_is_content_with_a_function_that_can_be_called(make):
     assert score(reward, "value 1")[0].value == 1.0
 
 
+@pytest.mark.world
 def test_check_finds_a_module_that_does_not_exist(make, tmp_path):
     with pytest.raises(RewardError) as refused:
         make({"kind": "function", "function": "my_reward:grade"}).check()
@@ -32,6 +34,7 @@ def test_check_finds_a_module_that_does_not_exist(make, tmp_path):
     )
 
 
+@pytest.mark.world
 def test_check_finds_a_function_that_does_not_exist(make):
     with pytest.raises(RewardError) as refused:
         make({"kind": "function", "function": "my_rewards:garde"}).check()
@@ -40,6 +43,7 @@ def test_check_finds_a_function_that_does_not_exist(make):
     )
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -60,6 +64,7 @@ def test_check_finds_a_module_that_breaks_on_import(make, tmp_path, body, messag
         score(reward, "value 1")
 
 
+@pytest.mark.world
 def test_a_judge_that_never_starts_is_named(make, tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)")
     monkeypatch.setattr(isolated, "_START_UP_S", 0.5)
@@ -103,6 +108,7 @@ def test_each_completion_needs_its_prompt(make):
     assert make().score([], []) == []
 
 
+@pytest.mark.world
 def test_secrets_stay_with_this_process_except_for_a_users_own_function(make, monkeypatch):
     for name in ("HF_TOKEN", "aws_secret_id", "DB_PASSWORD", "API_KEY", "HARMLESS"):
         monkeypatch.setenv(name, "x")
@@ -117,6 +123,7 @@ def test_secrets_stay_with_this_process_except_for_a_users_own_function(make, mo
     assert b"HARMLESS=x" in given and b"HF_TOKEN=x" not in given and b"API_KEY=x" not in given
 
 
+@pytest.mark.world
 def test_a_file_in_the_current_folder_does_not_shadow_what_a_built_in_judge_imports(make, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise RuntimeError('the wrong module')")
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong module')")
@@ -125,6 +132,7 @@ def test_a_file_in_the_current_folder_does_not_shadow_what_a_built_in_judge_impo
     assert score(reward, "so 4")[0].kind == "failed"  # "the answer" holds no number, says the right module
 
 
+@pytest.mark.world
 def test_the_number_task_and_format_judges_run_in_a_child(make):
     row = {"question": "Calculate 5 - 3 - 6.", "answer": "-4", "metadata": {"num_terms": (2, 6)}}
     one = Prompt("train:0", (1,), "", "-4", row)
@@ -142,17 +150,20 @@ def test_the_number_task_and_format_judges_run_in_a_child(make):
     assert [outcome.value for outcome in form] == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.world
 def test_a_pattern_that_never_ends_is_stopped(make):
     outcomes = score(make({"kind": "format", "pattern": "(a+)+b"}, timeout_s=2.0), "aab", "a" * 40, "b")
     assert [outcome.kind for outcome in outcomes] == ["score", "failed", "score"]
     assert outcomes[1].reason == "took longer than 2 s"
 
 
+@pytest.mark.world
 def test_an_unknown_task_is_found_at_the_start(make):
     with pytest.raises(RewardError, match="reward task: reasoning-gym has no task sums; correct data.train"):
         make({"kind": "task", "name": "sums", "options": {}}).check()
 
 
+@pytest.mark.world
 def test_judges_of_tuples_score_as_in_this_process(make):
     """Through plain JSON, arc_agi's own answer would get 0.05, since its tuples would have become lists."""
     from reasoning_gym.factory import create_dataset

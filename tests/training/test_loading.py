@@ -30,6 +30,8 @@ from tests.models.deep import deep_model, weighted_batch
 from tests.models.tiny import SIZES, VOCABULARY, tiny_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.world
+
 CPU = torch.device("cpu")
 FLOAT = {"dtype": torch.float32, "device": CPU}
 # Layouts of two ranks by name.

@@ -74,6 +74,7 @@ def through_two_ranks(rank: int, folder: str) -> None:
                 assert torch.equal(found, tensor.to_local() if tensor.ndim else tensor), (way, source, name)
 
 
+@pytest.mark.world
 def test_every_layout_reads_what_every_layout_wrote(tmp_path):
     write(whole_tensors(), tmp_path / "alone", Ranks())
     run_ranks(2, through_two_ranks, str(tmp_path))

@@ -81,6 +81,7 @@ def own_scores(model: Model, token_S: torch.Tensor) -> torch.Tensor:
     return torch.stack(scores)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("max_tokens", [25, 1000])
 def test_a_value_is_the_score_before_the_token_and_the_final_one_that_after_the_last(seed, max_tokens):

@@ -17,6 +17,8 @@ from millrace.transport.sync import WeightReceiver, WeightSender
 from tests.ranks import run_ranks
 from tests.transport.pieces import Sampler, awkward
 
+pytestmark = pytest.mark.world
+
 
 def said(call: Callable[[], object]) -> str:
     with pytest.raises(WeightSyncError) as error:

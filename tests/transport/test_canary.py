@@ -32,6 +32,7 @@ def test_what_is_written_is_read_again() -> None:
     assert CANARY.distance((-1.5, -2.5)) == 0.25
 
 
+@pytest.mark.world
 def test_it_travels_with_a_sender(tmp_path: Path) -> None:
     sampler = Singing(awkward())
     receiver = WeightReceiver(

@@ -111,6 +111,7 @@ def steps(num: int) -> Iterator[list[tuple[str, Tensor]]]:
         yield list(trainer.named_tensors())
 
 
+@pytest.mark.world
 def test_changes_over_optimizer_steps_equal_whole_weights(tmp_path: Path, make_pair: MakePair) -> None:
     shares: list[float] = []
     pairs: list[Pair] = []

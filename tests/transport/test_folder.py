@@ -39,12 +39,14 @@ def test_the_files_are_safetensors(tmp_path: Path, file_bytes: int, num_files: i
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.world
 def test_proved_weights_are_removed(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward())
     pair.sender.send(awkward(), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
+@pytest.mark.world
 def test_pages_are_used_again_once_everybody_has_answered(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward(), reuse=True)
     inodes = []
@@ -62,6 +64,7 @@ def test_pages_are_used_again_once_everybody_has_answered(tmp_path: Path, make_p
     assert inodes[2] == inodes[1] != inodes[3]
 
 
+@pytest.mark.world
 def test_a_killed_trainer_leaves_nothing_to_the_next_one(tmp_path: Path) -> None:
     """What others keep in the folder stays."""
     (tmp_path / "mine").mkdir()
@@ -85,6 +88,7 @@ def test_two_trainers_cannot_share_a_folder(tmp_path: Path) -> None:
     assert str(error.value) == f"another trainer sends weights through {tmp_path}"
 
 
+@pytest.mark.world
 def test_a_sender_that_dies_is_missed(tmp_path: Path) -> None:
     """Before it sends, while it writes, and after a version that was taken."""
     receiver = FolderReceiver(tmp_path / "weights", deadline_s=0.05)
@@ -111,6 +115,7 @@ def test_a_sender_that_dies_is_missed(tmp_path: Path) -> None:
         assert str(error.value) == sentence
 
 
+@pytest.mark.world
 def test_a_sampler_that_never_reads_is_missed(tmp_path: Path) -> None:
     with FolderSender(tmp_path, deadline_s=0.05, num_samplers=2) as sender:
         receiver = FolderReceiver(tmp_path, deadline_s=20.0)
@@ -125,6 +130,7 @@ def test_a_sampler_that_never_reads_is_missed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("what", ["cut", "gone"])
 def test_a_file_that_is_not_whole_is_named(tmp_path: Path, make_pair: MakePair, what: str) -> None:
     pair = make_pair(tmp_path, awkward(), file_bytes=200)

@@ -15,6 +15,7 @@ from millrace.transport.sync import WeightReceiver
 from tests.transport.pieces import MakePair, Named, Sampler, awkward
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("file_bytes", [1, 200, 1 << 30])
 @pytest.mark.parametrize("reuse", [False, True])
@@ -29,6 +30,7 @@ def test_every_bit_arrives(
         assert [receiver.version for receiver in pair.receivers] == [version, version]
 
 
+@pytest.mark.world
 def test_the_metrics_count_bytes(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward(), delta=True)
     total = sum(tensor.nbytes for _, tensor in awkward())
@@ -43,6 +45,7 @@ def test_the_metrics_count_bytes(tmp_path: Path, make_pair: MakePair) -> None:
     assert pair.sender.metrics["time/verify_s"] > 0.0
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("name", ["flags", "half", "head", "large"])
 def test_a_bit_that_flips_on_the_way_is_found_and_named(
     tmp_path: Path, make_pair: MakePair, name: str
@@ -79,6 +82,7 @@ def once(action: Callable[[], object]) -> Callable[[], None]:
     return harm
 
 
+@pytest.mark.world
 def test_a_bit_that_flips_once_costs_a_second_attempt_of_all(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward(), num_samplers=2)
     pair.carrier.harm = once(lambda: pair.flip("large"))
@@ -88,6 +92,7 @@ def test_a_bit_that_flips_once_costs_a_second_attempt_of_all(tmp_path: Path, mak
     assert [receiver.version for receiver in pair.receivers] == [3, 3]
 
 
+@pytest.mark.world
 def test_one_sampler_that_fails_once_has_it_sent_to_all_again(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward(), num_samplers=3, delta=True)
     pair.sender.send(awkward(), 0)
@@ -99,6 +104,7 @@ def test_one_sampler_that_fails_once_has_it_sent_to_all_again(tmp_path: Path, ma
     assert [receiver.version for receiver in pair.receivers] == [1, 1, 1]
 
 
+@pytest.mark.world
 def test_what_is_gathered_on_the_way_is_sent_once(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward())
     pair.carrier.harm = once(lambda: pair.flip("large"))
@@ -109,6 +115,7 @@ def test_what_is_gathered_on_the_way_is_sent_once(tmp_path: Path, make_pair: Mak
     assert pair.samplers[0].holds(awkward(1))
 
 
+@pytest.mark.world
 def test_a_bit_that_flips_among_the_changes_is_found_and_all_is_sent_again(
     tmp_path: Path, make_pair: MakePair
 ) -> None:
@@ -146,6 +153,7 @@ WRONG: list[tuple[Callable[[Named], Named], str]] = [
 ]
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(("change", "sentence"), WRONG)
 def test_what_the_engine_refuses_is_said_and_changes_nothing(
@@ -169,6 +177,7 @@ def test_a_name_given_twice_is_refused_before_anything_is_loaded(tmp_path: Path,
     assert not (tmp_path / "manifest.json").exists()
 
 
+@pytest.mark.world
 def test_an_older_version_is_refused_and_the_same_one_is_not(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward())
     pair.sender.send(awkward(), 4)
@@ -179,6 +188,7 @@ def test_an_older_version_is_refused_and_the_same_one_is_not(tmp_path: Path, mak
     assert pair.samplers[0].holds(awkward(2))
 
 
+@pytest.mark.world
 def test_one_sampler_that_refuses_is_enough(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward(), num_samplers=3)
     pair.receivers[1].version = 8
@@ -190,6 +200,7 @@ def test_one_sampler_that_refuses_is_enough(tmp_path: Path, make_pair: MakePair)
     )
 
 
+@pytest.mark.world
 def test_a_sampler_that_begins_anew_needs_everything(tmp_path: Path, make_pair: MakePair) -> None:
     pair = make_pair(tmp_path, awkward(), delta=True)
     pair.sender.send(awkward(), 0)

@@ -40,6 +40,7 @@ def test_a_token_that_no_header_can_carry_is_refused(token):
         check_address("127.0.0.1", token)
 
 
+@pytest.mark.world
 def test_a_port_that_is_taken_is_refused_before_anything_listens():
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
@@ -52,11 +53,13 @@ def test_a_port_that_is_taken_is_refused_before_anything_listens():
             bind("127.0.0.1", port)
 
 
+@pytest.mark.world
 def test_an_address_of_another_machine_is_refused():
     with pytest.raises(ValueError, match=r"port 80 of 192\.0\.2\.1 cannot be used: Cannot assign"):
         bind("192.0.2.1", 80)
 
 
+@pytest.mark.world
 def test_an_address_of_six_parts_stands_in_brackets():
     with bind("::1", 0) as found:
         assert url_of(found) == f"http://[::1]:{found.getsockname()[1]}"

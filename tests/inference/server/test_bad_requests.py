@@ -8,6 +8,8 @@ from pydantic import ValidationError
 from millrace.inference.server.schemas import CompletionBody, GenerateBody
 from tests.inference.server.running import asking, fake_served, running, tokenizer
 
+pytestmark = pytest.mark.world
+
 TEXT = {"prompt": "the"}
 CHAT = {"messages": [{"role": "user", "content": "turns?"}]}
 TOKENS = {"prompt_token_ids": [5]}

@@ -21,6 +21,8 @@ from tests.close import close_fp32
 from tests.inference.server.running import DEADLINE_S, running, tokenizer, wait_until
 from tests.models.tiny import SHAPES, SIZES
 
+pytestmark = pytest.mark.world
+
 decode = partial(tokenizer().decode, skip_special_tokens=True)
 
 

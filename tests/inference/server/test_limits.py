@@ -11,6 +11,8 @@ import pytest
 from millrace.inference.server.limits import Limits
 from tests.inference.server.running import DEADLINE_S, asking, fake_served, running, wait_until
 
+pytestmark = pytest.mark.world
+
 TEXT = {"prompt": "the", "max_tokens": 2}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.inference.server.metrics import Meter
@@ -25,6 +26,7 @@ def completion(versions: list[int], reason="stop") -> Completion:
     return Completion((1,) * count, np.zeros(count, np.float32), np.array(versions, np.int32), reason, "")
 
 
+@pytest.mark.world
 def test_the_numbers_of_the_engine_are_told():
     with running() as mill:
         answer = mill.get("/metrics")
@@ -42,6 +44,7 @@ def test_the_numbers_of_the_engine_are_told():
         assert 'model_name="mill"' in answer.text
 
 
+@pytest.mark.world
 def test_each_sample_is_counted_once_with_its_lengths_and_times():
     with running(fake_served(delay_s=0.02)) as mill:
         ask = {"prompt": [5, 6, 7], "n": 2, "max_tokens": 4, "ignore_eos": True}

@@ -10,6 +10,8 @@ import pytest
 from millrace.inference.server.service import sample_seed
 from tests.inference.server.running import DEADLINE_S, Running, running, tokenizer
 
+pytestmark = pytest.mark.world
+
 QUESTION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "turns?"}]
 
 

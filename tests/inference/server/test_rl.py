@@ -28,6 +28,7 @@ def write_model(folder, **tensors):
     return folder
 
 
+@pytest.mark.world
 def test_tokens_go_in_and_come_out_with_their_versions(mill):
     answer = mill.post("/generate", ASK | {"n": 2, "request_id": "mine"}).json()
     first, second = answer["completions"]
@@ -47,6 +48,7 @@ def test_tokens_go_in_and_come_out_with_their_versions(mill):
     assert second["token_ids"] != first["token_ids"]
 
 
+@pytest.mark.world
 def test_the_lines_of_a_stream_are_the_whole_answer(mill):
     whole = mill.post("/generate", ASK | {"n": 3}).json()["completions"]
     answer = mill.post("/generate", ASK | {"n": 3, "stream": True})
@@ -60,6 +62,7 @@ def test_the_lines_of_a_stream_are_the_whole_answer(mill):
     assert found == whole
 
 
+@pytest.mark.world
 def test_what_a_trainer_asks_for_reaches_the_engine(mill):
     more = {"logprobs": "raw", "prompt_logprobs": True, "request_id": "all", "ignore_eos": True}
     mill.post("/generate", {"prompt_token_ids": [5], "max_tokens": 3} | more)
@@ -71,6 +74,7 @@ def test_what_a_trainer_asks_for_reaches_the_engine(mill):
     assert params.stop_token_ids == (tokenizer().eos_token_id,)
 
 
+@pytest.mark.world
 def test_a_failure_in_a_stream_is_its_last_line(mill):
     mill.engine.broken = 5
     try:
@@ -81,6 +85,7 @@ def test_a_failure_in_a_stream_is_its_last_line(mill):
     assert json.loads(lines[-1])["error"]["message"] == "the request failed: its logits are not finite"
 
 
+@pytest.mark.world
 def test_an_aborted_request_gives_what_there_is_to_both():
     with running(fake_served(delay_s=0.02)) as mill, asking(mill, request_id="mine", n=2) as answer:
         lines = answer.iter_lines()
@@ -94,6 +99,7 @@ def test_an_aborted_request_gives_what_there_is_to_both():
         assert gone.json()["error"]["message"] == "there is no unfinished request mine"
 
 
+@pytest.mark.world
 def test_the_verbs_reach_the_engine_and_tell_its_state(mill):
     mill.engine.calls.clear()
     assert mill.post("/pause", {"mode": "keep"}).json() == {"version": 3, "num_running": 0, "num_waiting": 0}
@@ -110,6 +116,7 @@ def test_the_verbs_reach_the_engine_and_tell_its_state(mill):
     assert mill.get("/fingerprint").json() == {"version": 3, "fingerprint": {"weight": "0123"}}
 
 
+@pytest.mark.world
 def test_a_pause_that_takes_too_long_says_so():
     with running(fake_served(delay_s=60.0)) as mill, asking(mill):
         answer = mill.post("/pause", {"mode": "finish", "timeout_s": 0.25})
@@ -117,6 +124,7 @@ def test_a_pause_that_takes_too_long_says_so():
         assert answer.json()["error"]["message"] == "pause(finish) waited 0.25 s"
 
 
+@pytest.mark.world
 def test_weights_come_from_below_the_root_alone(tmp_path):
     root = tmp_path / "weights"
     write_model(
@@ -157,6 +165,7 @@ def test_weights_come_from_below_the_root_alone(tmp_path):
         assert mill.engine.version == 4
 
 
+@pytest.mark.world
 def test_without_a_root_no_weights_are_loaded(mill):
     answer = mill.post("/load_weights", {"path": "step", "version": 4})
     assert answer.status_code == 403
@@ -171,6 +180,7 @@ def test_the_root_itself_may_be_a_link(tmp_path):
     assert allowed_folder(tmp_path / "root", "step") == tmp_path / "real" / "step"
 
 
+@pytest.mark.world
 def test_text_becomes_tokens_and_tokens_text(mill):
     for text in ("the wheel", " 水車, naïve"):
         answer = mill.post("/tokenize", {"prompt": text, "model": "mill"}).json()

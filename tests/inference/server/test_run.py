@@ -11,6 +11,8 @@ import pytest
 
 from tests.inference.server.running import asking, fake_served, running, wait_until
 
+pytestmark = pytest.mark.world
+
 
 def test_at_its_end_running_requests_get_some_seconds_and_new_ones_none():
     with running(fake_served(delay_s=0.05), grace_s=5.0) as mill, asking(mill, max_tokens=8) as answer:

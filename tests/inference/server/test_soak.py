@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from millrace.inference.stats import EngineStats
+from tests.house.scripts import load_script
 from tests.house.source import ROOT
 
 SECONDS = 4
@@ -29,12 +29,10 @@ IDLE = EngineStats(
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak", ROOT / "scripts" / "soak.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("soak")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_over_after_some_seconds():
     command = [sys.executable, "-W", "error", str(ROOT / "scripts" / "soak.py"), "--seconds", str(SECONDS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)

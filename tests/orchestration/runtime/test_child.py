@@ -34,6 +34,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.world
 @pytest.mark.timeout(300)
 def test_no_folder_stays_of_a_trainer_that_is_killed_while_an_engine_starts(tmp_path: Path) -> None:
     shell, place = tmp_path / "shell", tmp_path / "temporary"

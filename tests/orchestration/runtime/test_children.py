@@ -23,6 +23,8 @@ from tests.orchestration.runtime.test_processes import (
     until,
 )
 
+pytestmark = pytest.mark.world
+
 __all__ = ["_fake"]
 
 

@@ -19,6 +19,8 @@ from tests.orchestration.runtime.fake_engine import TOKENS
 from tests.orchestration.runtime.test_processes import LIMIT_S, Trainer, _fake, load, pids, running, until
 from tests.rewards.helpers import is_running
 
+pytestmark = pytest.mark.world
+
 NOTHING = "one after the other before they had drawn anything"
 assert _fake  # a fixture of every test here, too
 

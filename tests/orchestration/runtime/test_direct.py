@@ -16,6 +16,8 @@ from millrace.types import SamplingParams
 from tests.orchestration.runtime.fake_engine import TOKENS
 from tests.orchestration.runtime.test_processes import LIMIT_S, Trainer, _fake, draws, pids, running
 
+pytestmark = pytest.mark.world
+
 assert _fake  # every engine here is one that stands in
 
 

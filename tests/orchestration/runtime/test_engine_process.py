@@ -96,6 +96,7 @@ def same_bits(one: Completion, other: Completion) -> bool:
     )
 
 
+@pytest.mark.world
 def test_nothing_is_drawn_before_weights_are_proved() -> None:
     with serving(engine()) as trainer:
         trainer.submit(*long_draws(1))
@@ -143,6 +144,7 @@ def test_it_draws_what_the_engine_draws() -> None:
         assert (ours[f"{i}"].text, ours[f"{i}"].finish_reason) == (completion.text, completion.finish_reason)
 
 
+@pytest.mark.world
 def test_what_was_aborted_goes_on_in_another_engine() -> None:
     draws = long_draws(3)
     whole = {}
@@ -216,6 +218,7 @@ def replayed(
     return found
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrupt: bool) -> None:
@@ -249,6 +252,7 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
         assert same_bits(again[id], completion), id
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_orders_taken_up_before_the_same_turns_draw_the_same(kv: KvPolicy, interrupt: bool) -> None:

@@ -12,6 +12,8 @@ import pytest
 from millrace.orchestration.runtime.local import run_ranks
 from millrace.orchestration.runtime.watch import INTERRUPTED, LOST, RankFailed
 
+pytestmark = pytest.mark.world
+
 
 def command(body: str) -> list[str]:
     """A rank that knows its number as `rank`."""

@@ -26,6 +26,8 @@ from millrace.types import Outcome, Prompt, SamplingParams
 from tests.orchestration.runtime.fake_engine import TOKENS
 from tests.rewards.helpers import ends_within, is_running
 
+pytestmark = pytest.mark.world
+
 FAKE = "tests.orchestration.runtime.fake_engine"
 PROMPT = Prompt("train:0", (1,), "text")
 LIMIT_S = 20.0

@@ -47,6 +47,7 @@ def call(line: Called, said: str) -> socket.socket:
     return end
 
 
+@pytest.mark.world
 def test_who_does_not_say_the_token_is_hung_up_on() -> None:
     line, another = Called(HOST), Called(HOST)
     assert len(line.token) == 64 and another.token != line.token
@@ -71,6 +72,7 @@ def test_who_does_not_say_the_token_is_hung_up_on() -> None:
     line.close()
 
 
+@pytest.mark.world
 def test_what_is_large_goes_out_in_its_turn() -> None:
     line = Called(HOST)
     friend = Line(call(line, line.token), ("submit", "abort"))
@@ -141,6 +143,7 @@ class There:
         return error, sum(frame.kind == "beat" for frame in self.heard)
 
 
+@pytest.mark.world
 @pytest.mark.timeout(300)
 def test_an_engine_that_called_proves_its_weights_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +166,7 @@ def test_an_engine_that_called_proves_its_weights_and_draws(
                 assert same_bits(ours[draw.id], theirs)
 
 
+@pytest.mark.world
 @pytest.mark.timeout(300)
 def test_an_engine_that_holds_the_last_version_is_sent_what_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ def seen(*looks: dict[int, int], num_ranks: int = 3) -> int | None:
     return watch(lambda: next(each), num_ranks)
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("looks", "failed"),
     [

@@ -1,0 +1,36 @@
+"""`millrace warm`, as a user calls it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from millrace.cli.main import app
+from millrace.kernels import product_cpu
+from millrace.kernels.warm import GROUPS
+
+
+def test_it_says_what_it_compiled_and_that_there_is_nothing_left_to_do():
+    for _ in range(2):
+        done = CliRunner().invoke(app, ["warm", "--workers", "1"])
+        assert done.exit_code == 0, done.output
+    *groups, last = done.stdout.splitlines()
+    assert [line.split("  ")[0] for line in groups] == list(GROUPS)
+    assert all("compiled before" in line for line in groups)
+    assert re.fullmatch(r"0 functions compiled in \d+\.\d s", last)
+
+
+def test_it_fails_with_a_sentence_where_kernels_cannot_be_kept(monkeypatch):
+    monkeypatch.setattr(product_cpu, "multiply", lambda: None)
+    done = CliRunner().invoke(app, ["warm"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: compiled kernels cannot be kept: ")
+
+
+@pytest.mark.world
+def test_several_processes_share_the_work():
+    done = CliRunner().invoke(app, ["warm", "--workers", "2"])
+    assert done.exit_code == 0, done.output
+    assert len(done.stdout.splitlines()) == len(GROUPS) + 1

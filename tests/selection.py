@@ -1,0 +1,95 @@
+"""What a test may use: without the mark `world` neither processes nor ports nor sleep."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+
+# Audit events of Python, and what the test that causes one does.
+EVENTS = {
+    "subprocess.Popen": "starts a process",
+    "os.fork": "starts a process",
+    "os.forkpty": "starts a process",
+    "os.posix_spawn": "starts a process",
+    "os.system": "starts a process",
+    "os.exec": "starts a process",
+    "socket.bind": "binds a port",
+}
+MARKS = ("world", "slow", "gpu")
+PARTS = 8
+
+
+class NotMarkedError(Exception):
+    """A test does what only one that is marked `world` may do."""
+
+
+class Guard:
+    """Refuse processes, ports and sleep while a test runs that is not marked for them.
+
+    Attributes:
+        test: the running test if it is watched.
+        refused: what the test was refused; code may have caught the exception.
+    """
+
+    def __init__(self) -> None:
+        self.test: str | None = None
+        self.refused: list[str] = []
+        sys.addaudithook(self._hear)
+
+    def watch(self, item: pytest.Item | None) -> None:
+        """From here on, watch a test if it has none of the marks; None watches nothing."""
+        self.refused = []
+        marked = item is None or any(map(item.get_closest_marker, MARKS))
+        self.test = None if marked or item is None else item.nodeid
+
+    def refuse(self, what: str) -> None:
+        """Note what a watched test does.
+
+        Raises:
+            NotMarkedError: a test is watched.
+        """
+        if self.test is not None:
+            self.refused.append(f"{self.test} {what}; mark it world, or let it do without")
+            raise NotMarkedError(self.refused[-1])
+
+    def check(self) -> None:
+        """Fail the test that was refused something, whatever it made of it.
+
+        Raises:
+            NotMarkedError: it was.
+        """
+        if self.refused:
+            raise NotMarkedError(self.refused[0])
+
+    def refusing(self, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that is refused to watched tests, for what causes no audit event."""
+
+        def refusing(*args: Any) -> Any:
+            self.refuse(what)
+            return original(*args)
+
+        return refusing
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.test is None or event not in EVENTS:
+            return
+        if event == "socket.bind" and not isinstance(arguments[1], tuple):
+            return  # a path: a socket of this machine's files
+        self.refuse(EVENTS[event])
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Cover what Python has no audit event for."""
+        patch.setattr(BaseProcess, "start", self.refusing("starts a process", BaseProcess.start))
+        patch.setattr(time, "sleep", self.refusing("sleeps", time.sleep))
+
+
+def in_eighth(salt: str, name: str) -> bool:
+    """Whether a test is in the eighth that a salt chooses."""
+    digest = hashlib.sha256(f"{salt} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % PARTS == 0

@@ -49,7 +49,7 @@ def stutter(command: subprocess.Popen[bytes], rng: random.Random, pause_s: float
                 if now_s >= until_s:
                     _signal(process, signal.SIGCONT)
                     del stopped[process]
-            found = [process for process in below(command.pid) if process not in stopped]
+            found = [process for process in below(command.pid) if _runs(process)]
             if found and now_s >= next_s:
                 process = rng.choice(found)
                 stopped[process] = now_s + rng.uniform(SHORTEST_S, LONGEST_S)
@@ -60,6 +60,14 @@ def stutter(command: subprocess.Popen[bytes], rng: random.Random, pause_s: float
         for process in stopped:
             _signal(process, signal.SIGCONT)
     return num_stops
+
+
+def _runs(process: int) -> bool:
+    """Whether a process is there and not stopped, by us or by whoever tries what becomes of that."""
+    with suppress(OSError):
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        return state.rpartition(")")[2].split()[0] not in "TtZX"
+    return False
 
 
 def _signal(process: int, number: signal.Signals) -> None:

@@ -44,8 +44,8 @@ def with_rows(change: Callable[[list[str]], list[str]], *words: str) -> Callable
     return run
 
 
-def judged_by(name: str, *words: str) -> Callable[[Lab], Result]:
-    reward = f"rewards=[{{kind: function, function: 'judges:{name}', timeout_s: 0.2}}]"
+def judged_by(name: str, *words: str, timeout_s: float = 60.0) -> Callable[[Lab], Result]:
+    reward = f"rewards=[{{kind: function, function: 'judges:{name}', timeout_s: {timeout_s}}}]"
     return overridden(reward, "data.answer_column=null", "data.eval_size=1", *words)
 
 
@@ -284,7 +284,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the model folder lacks its weights": model_folder("model.safetensors"),
     "the tokenizer does not fit the model": model_folder(own_tokenizer=True),
     "a reward function raises": judged_by("raises"),
-    "a reward function hangs": judged_by("hangs", "rollout.prompts_per_step=1"),
+    "a reward function hangs": judged_by("hangs", "rollout.prompts_per_step=1", timeout_s=0.2),
     "a reward function returns NaN": judged_by("nan"),
     "there is no such reward function": judged_by("gone"),
     "a gradient is not finite, once": one_bad_gradient,

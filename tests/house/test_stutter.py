@@ -40,6 +40,7 @@ def test_what_is_stopped_goes_on_when_the_script_is_interrupted(monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(stutter, "below", lambda process: iter([12345]))
+    monkeypatch.setattr(stutter, "_runs", lambda process: True)
     monkeypatch.setattr(stutter.os, "kill", note)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as command:
         with pytest.raises(KeyboardInterrupt):

@@ -86,10 +86,8 @@ def test_a_full_machine_is_an_error_and_not_a_crash(
 
 
 def test_it_has_no_name(shared: SharedWeights) -> None:
-    before = sorted(os.listdir("/dev/shm"))
     shared.write(awkward(), 0)
-    assert sorted(os.listdir("/dev/shm")) == before
-    assert "memfd" in os.readlink(Path("/proc/self/fd") / str(shared.handle))
+    assert os.readlink(Path("/proc/self/fd") / str(shared.handle)).startswith("/memfd:")
 
 
 class Elsewhere:

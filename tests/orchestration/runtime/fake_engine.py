@@ -71,6 +71,9 @@ def answer(manner: str, num_loads: int, memory: int, note: Any) -> str:
 def submitted(manner: str, line: Line, ids: list[str], version: int) -> None:
     if manner == "crash" or (manner == "fragile" and "fatal" in ids):
         sys.exit("out of luck")
+    if manner.startswith("until "):
+        while not Path(manner.removeprefix("until ")).exists():
+            time.sleep(0.01)
     if manner == "gibberish":
         os.write(line.fileno(), b"\xff" * 100)
     elif manner == "strict":

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,12 +88,11 @@ def test_who_has_not_started_is_ended_where_it_is_too_many() -> None:
         assert runtime.wait(0.5) == []
 
 
-def test_who_leaves_draws_first_what_somebody_waits_for() -> None:
-    with running("slow", num_engines=2) as runtime:
+def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
+    with running(f"until {tmp_path / 'told'}", num_engines=2) as runtime:
         runtime.send(Trainer().named_tensors(), 0)
         found: list[Any] = []
         params = [SamplingParams(max_tokens=3)]
-        os.kill(pids(runtime)[0], signal.SIGSTOP)
         waits = threading.Thread(target=lambda: found.extend(runtime.generate([(1, 2)], params)))
         waits.start()
         while not runtime._engines.living["engine-0"].drawing:
@@ -103,7 +103,7 @@ def test_who_leaves_draws_first_what_somebody_waits_for() -> None:
         # Whoever asks now asks another one.
         runtime._engines.living["engine-1"].held = runtime._note
         assert runtime._holder() == "engine-1"
-        os.kill(pids(runtime)[0], signal.SIGCONT)
+        (tmp_path / "told").touch()
         assert until(runtime, Lost) == [Lost("engine-0", RETIRED)]
         waits.join(LIMIT_S)
         assert [one.token_ids for one in found] == [TOKENS]

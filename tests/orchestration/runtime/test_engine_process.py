@@ -61,6 +61,37 @@ class Trainer:
         return [one for frame in frames for one in drawn_of(frame)]
 
 
+class Steps:
+    """Lets an engine take so many steps and no more, until it is let go."""
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self._step, self._allowed, self._free = engine.step, threading.Semaphore(0), False
+        self._done, self._changed = 0, threading.Condition()
+        engine.step = self._take  # type: ignore[method-assign]
+
+    def _take(self) -> Any:
+        if not self._free:
+            assert self._allowed.acquire(timeout=LIMIT_S)
+        result = self._step()
+        with self._changed:
+            self._done += 1
+            self._changed.notify_all()
+        return result
+
+    def allow(self, num: int) -> None:
+        """Wait until it has taken so many more."""
+        goal = self._done + num
+        for _ in range(num):
+            self._allowed.release()
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._done >= goal, LIMIT_S)
+
+    def let_go(self) -> None:
+        """From here on it takes as many as it likes."""
+        self._free = True
+        self._allowed.release()
+
+
 @contextmanager
 def serving(engine: PagedEngine, kv: KvPolicy = "recompute", *, interrupt: bool = True) -> Iterator[Trainer]:
     ours, theirs = socket.socketpair()
@@ -152,11 +183,14 @@ def test_what_was_aborted_goes_on_in_another_engine() -> None:
         trainer.load(0)
         trainer.submit(*draws)
         whole = {id: completion for id, _, _, completion in trainer.drawn(3)}
-    with serving(engine()) as trainer:
+    stepped = engine()
+    steps = Steps(stepped)
+    with serving(stepped) as trainer:
         trainer.load(0)
         trainer.submit(*draws)
-        time.sleep(0.02)
+        steps.allow(7)
         trainer.line.put("abort", {"ids": [draw.id for draw in draws]})
+        steps.let_go()
         begun = {id: completion for id, _, _, completion in trainer.drawn(3)}
     assert all(drawn.finish_reason == "abort" for drawn in begun.values())
     with serving(engine()) as trainer:
@@ -224,15 +258,18 @@ def replayed(
 def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrupt: bool) -> None:
     """Weights in flight, an abort, and draws that come while others are drawn."""
     first, second = long_draws(6), long_draws(4, seed=1)
-    with serving(engine(), kv, interrupt=interrupt) as trainer:
+    stepped = engine()
+    steps = Steps(stepped)
+    with serving(stepped, kv, interrupt=interrupt) as trainer:
         trainer.load(0)
         trainer.submit(*first)
         trainer.hear("loaded")
-        time.sleep(0.05)
+        steps.allow(9)
         trainer.load(1)
         trainer.line.put("abort", {"ids": ["0-1", "nobody"]})
         trainer.submit(*second)
         trainer.line.put("abort", {"ids": ["1-0"]})
+        steps.let_go()
         told = {one[0]: one for one in trainer.drawn(10)}
         loads = [(frame.note["version"], frame.note["at"]) for frame in trainer.hear("loaded", 2)]
     assert loads[0] == (0, 0)
@@ -259,23 +296,27 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(kv: KvPolicy, inter
     """However early they come: a script says what was taken up when."""
     models = [tiny_model("qwen3", seed=seed) for seed in (1, 2, 3)]
     first, second, third = long_draws(6), long_draws(4, seed=1), long_draws(2, seed=2)
-    with serving(engine(), kv, interrupt=interrupt) as trainer:
+    stepped = engine()
+    steps = Steps(stepped)
+    with serving(stepped, kv, interrupt=interrupt) as trainer:
         trainer.models = models
         # An engine may have drawn before; it counts from where it is told to.
         trainer.load(0)
         trainer.submit(*long_draws(2, seed=3, max_tokens=5))
+        steps.allow(5)
         trainer.drawn(2)
         trainer.line.put("begin", {"script": []})
         trainer.frames.clear()
         trainer.load(1)
         trainer.submit(*first)
         trainer.hear("loaded")
-        time.sleep(0.02)
+        steps.allow(4)
         trainer.submit(*second)
         trainer.line.put("abort", {"ids": ["0-1", "nobody"]})
-        time.sleep(0.02)
+        steps.allow(4)
         trainer.load(2)
         trainer.submit(*third)
+        steps.let_go()
         told = {one[0]: one for one in trainer.drawn(12)}
         took = [one for frame in trainer.frames for one in frame.note["took"]]
     assert sum(count for _, count in took) == 6

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.world
 
 FAKE = "tests.orchestration.runtime.fake_engine"
 PROMPT = Prompt("train:0", (1,), "text")
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Judge:
@@ -140,10 +140,8 @@ def test_engines_share_one_copy_of_a_version() -> None:
 def test_the_next_version_waits_until_the_last_one_is_read() -> None:
     with running("slow") as runtime:
         load(runtime, "engine-0", 0)
-        begun_s = time.monotonic()
-        # Its answer says that it found the version it was sent, a second later.
+        # It reads the weights a second after it was told to: were they written over, it would refuse them.
         load(runtime, "engine-0", 1)
-        assert time.monotonic() - begun_s > 0.5
         events = until(runtime, Loaded)
         while Loaded("engine-0", 1, 7) not in events:
             events += until(runtime, Loaded)
@@ -234,12 +232,12 @@ def test_an_idle_engine_may_be_silent() -> None:
         assert runtime.engines() == ["engine-0"]
 
 
-def test_what_a_killed_engine_had_is_drawn_by_the_next_one() -> None:
-    trainer = Trainer()
-    with ProcessRuntime(settings(""), Judge(), trainer.named_tensors) as runtime:
+def test_what_a_killed_engine_had_is_drawn_by_the_next_one(tmp_path: Path) -> None:
+    trainer, told = Trainer(), tmp_path / "told"
+    manner = settings(f"until {told}")
+    with ProcessRuntime(manner, Judge(), trainer.named_tensors) as runtime:
         load(runtime, "engine-0", 0)
         until(runtime, Loaded)
-        os.kill(pids(runtime)[0], signal.SIGSTOP)
         runtime.submit("engine-0", draws("a"))
         os.kill(pids(runtime)[0], signal.SIGKILL)
         assert until(runtime, Lost) == [Lost("engine-0", "its process was killed by signal 9 (SIGKILL)")]
@@ -248,6 +246,7 @@ def test_what_a_killed_engine_had_is_drawn_by_the_next_one() -> None:
         runtime.abort("engine-0", ["a"])
         runtime.load("engine-0", 0)
         until(runtime, Joined)
+        told.touch()
         runtime.load("engine-1", 0)
         until(runtime, Loaded)
         runtime.submit("engine-1", draws("c"))
@@ -329,9 +328,11 @@ def open_files() -> list[str]:
 
 
 def held() -> tuple[int, list[str], int, list[str]]:
-    """Open files of this process, shared memory with a name, threads, and temporary folders."""
+    """Open files of this process, shared memory that it maps, threads, and temporary folders."""
     folders = sorted(os.listdir(tempfile.gettempdir()))
-    return len(open_files()), sorted(os.listdir("/dev/shm")), threading.active_count(), folders
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    shared = sorted(name for name in mapped if name.startswith(("/dev/shm", "/memfd:")))
+    return len(open_files()), shared, threading.active_count(), folders
 
 
 @pytest.mark.parametrize("ends", ["close", "error"])
@@ -367,11 +368,13 @@ def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pyte
 
 
 SCRIPT = f"""
+import select
 import sys
 from millrace.orchestration.runtime import child
 from millrace.orchestration.runtime.child import Settings
 child.MODULE = {FAKE!r}
 one = child.start("engine-0", Settings({{"manner": b"obedient"}}, 1), 1)
+select.select([one.line], [], [])  # it is ready, and ends with its parent
 print(one.process.pid, flush=True)
 sys.stdin.read()
 """
@@ -383,7 +386,6 @@ def test_nothing_is_left_of_a_trainer_that_is_killed() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
-        time.sleep(1.0)
         assert is_running(pid)
         os.kill(pid, signal.SIGSTOP)
         trainer.kill()

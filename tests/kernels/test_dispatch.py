@@ -39,6 +39,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton's interpreter takes about a second for the usual ones.
     tokens = {torch.float32: 16, torch.float64: 16}
     monkeypatch.setattr("millrace.kernels.linear_scan_triton.BLOCK", tokens)
+    monkeypatch.setattr("millrace.kernels.linear_scan_triton.WINDOW", 4)
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE))

@@ -190,6 +190,25 @@ def test_a_row_has_the_same_bits_wherever_it_lies_in_memory(dtype: torch.dtype, 
     assert torch.equal(invariant_linear(x.T.contiguous().T, weight, tile=tile), expected)
 
 
+@needs_onednn
+@pytest.mark.parametrize("has", [True, False])
+def test_bfloat16_goes_to_onednn_only_where_it_has_products_of_it(
+    monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    asked = []
+
+    def onednn(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
+        asked.append(x.dtype)
+        return F.linear(x, weight_ND, bias_N)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has)
+    monkeypatch.setattr(module, "_onednn", onednn)
+    for dtype in (torch.float32, torch.bfloat16):
+        ones = (torch.ones(shape, dtype=dtype) for shape in [(5, 24), (9, 24), (9,)])
+        assert invariant_linear(*ones).tolist() == [[25.0] * 9] * 5
+    assert asked == [torch.float32, *([torch.bfloat16] if has else [])]
+
+
 @pytest.mark.parametrize("num_rows", [1, 31, 32, 33])
 @pytest.mark.parametrize("tile", [1, 8, 32])
 def test_tiles_give_the_ordinary_product_and_slopes(num_rows: int, tile: int) -> None:

@@ -80,7 +80,7 @@ def random_tree(seed: int) -> tuple[Row, tuple[Tensor, Tensor, Tensor]]:
     for _ in range(9):
         other = segments[rng.integers(len(segments))] if segments else []
         shared = int(rng.integers(len(other) + 1)) if rng.random() < 0.7 else 0
-        own = int(rng.integers(0 if shared else 1, 200 if seed % 5 == 0 else 30))
+        own = int(rng.integers(0 if shared else 1, 100 if seed % 5 == 0 else 30))
         segments.append([*other[:shared], *range(num_tokens, num_tokens + own)])
         lengths.append(shared + own)
         first.append(shared)

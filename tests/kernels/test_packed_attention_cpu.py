@@ -39,7 +39,7 @@ def gradients(out_THK: Tensor, inputs: Row) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_short_segments_equal_the_loop_in_values_and_gradients(seed: int, window: int | None) -> None:
     length_B = torch.randint(1, 36, (5,), generator=torch.Generator().manual_seed(seed))
     inputs = random_row(seed, length_B)
@@ -84,7 +84,7 @@ def shared_row(seed: int, num_families: int) -> tuple[Row, Row, Tensor]:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_shared_tokens_are_read_by_all_and_asked_once(seed: int, window: int | None) -> None:
     inputs, tables, slot_W = shared_row(seed, 3)
     actual = short_attention(*inputs, tables, scale=0.7, window=window)

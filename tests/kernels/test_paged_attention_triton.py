@@ -25,7 +25,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 SCALE = 0.3
 # Around blocks of 16, tiles and splits of 64; one key, and one key in the last split.
-LENGTHS = [1, 16, 17, 63, 64, 65, 127, 129, 150]
+LENGTHS = [1, 17, 63, 64, 65, 150]
 
 
 def paged(
@@ -100,7 +100,7 @@ def test_windows_and_soft_caps_at_the_edges_of_blocks_tiles_and_splits(
     seed = window or 0
     case = paged(seed, LENGTHS, heads=(3, 1))
     close_to_plain(decoded(case, **options), case, **options)
-    case = paged(seed, [1, 70, 21, 64, 150], [1, 70, 1, 20, 44], heads=(3, 1))
+    case = paged(seed, [1, 65, 21, 129], [1, 22, 1, 44], heads=(3, 1))
     close_to_plain(prefilled(case, **options), case, **options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product as pairs
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from millrace.kernels import product_cpu
 from millrace.kernels import product_tile as tile
+from millrace.kernels.compiled import compiled
 from millrace.kernels.product_cpu import kinds, pack
 from tests.close import close_fp32, close_fp64
 
@@ -33,15 +35,22 @@ def test_wide_vectors_and_pairs_are_used_where_the_processor_has_them() -> None:
     assert not any(name.startswith(("+", "-")) for name in tile.FEATURES)
 
 
-@pytest.mark.parametrize("in_pairs", [tile.PAIRS, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+def multiply(x_RD: Any, panel_SC: Any, sum_RC: Any, soon_SC: Any) -> None:
+    tile.multiply_rows(x_RD, panel_SC, sum_RC, soon_SC)
+
+
+# bfloat16 in pairs too where the processor multiplies them.
+WAYS = [*((dtype, False) for dtype in DTYPES), *([(torch.bfloat16, True)] if tile.PAIRS else [])]
+
+
+@pytest.mark.parametrize(("dtype", "in_pairs"), WAYS)
 def test_the_tiles_in_machine_code_are_the_plain_product(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, in_pairs: bool
 ) -> None:
     monkeypatch.setattr(product_cpu, "PAIRS", in_pairs)
     # Also where kernels run as Python: only here is the generated code looked at.
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 0)
-    in_tiles = numba.njit(lambda x, panel, total, soon: tile.multiply_rows(x, panel, total, soon))
+    in_tiles = compiled()(multiply)
     kept, read, zero = kinds(dtype)
     for num_rows, width in pairs((1, 2, 3, 5, 8, 9, 15), (2, 6, 8, 22)):
         weight_ND, x = drawn(width, 40, width, dtype=dtype), drawn(num_rows, num_rows, width, dtype=dtype)

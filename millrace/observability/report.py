@@ -103,18 +103,19 @@ class RunRecord:
         return int(record["step"]) + (0 if stage == "warmup" else self.num_warmup_steps)
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: Path, summary: Mapping[str, Any] | None = None) -> Path:
     """Write `report.html` into a run folder and return its path. Works while the run still goes on.
 
     Args:
         run: a run folder. Read are `recipe.yaml`, `metrics.jsonl`, `summary.json` and, under `evaluations`,
             `before.parquet` and `after.parquet`, as far as they are there.
+        summary: taken instead of `summary.json`.
 
     Raises:
         FileNotFoundError: it is not a run folder.
         ValueError: a file in it cannot be read.
     """
-    record = read_run(run)
+    record = read_run(run, summary)
     html = page.document(
         title=record.name,
         style=style_sheet(),
@@ -136,8 +137,12 @@ def write_report(run: Path) -> Path:
     return target
 
 
-def read_run(run: Path) -> RunRecord:
+def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
     """Everything the report needs of a run folder.
+
+    Args:
+        run: the folder.
+        told: taken instead of `summary.json`.
 
     Raises:
         FileNotFoundError: it is not a run folder.
@@ -148,7 +153,8 @@ def read_run(run: Path) -> RunRecord:
         raise FileNotFoundError(f"{run} is not a run folder: it holds neither recipe.yaml nor metrics.jsonl")
     records = read_metrics(metrics) if metrics.is_file() else []
     try:
-        told = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
+        if told is None:
+            told = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
     except ValueError as error:
         raise ValueError(
             f"{summary} is not JSON ({error}); remove it to report on the metrics alone"

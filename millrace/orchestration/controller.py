@@ -372,8 +372,12 @@ class Controller:
             demonstrations=self.scored_demonstrations,
             out_of_time=self._late,
         )
-        self.folder.write_json(self.folder.summary, asdict(report))
-        write_report(self.folder.path)
+        told = asdict(report)
+        try:
+            write_report(self.folder.path, told)
+        finally:
+            # Last, because a run whose summary says that it is finished is not resumed.
+            self.folder.write_json(self.folder.summary, told)
         return report
 
     def _stands(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from millrace.training.checkpoint import (
     CheckpointError,
     newest_checkpoint,
     remove_checkpoint,
+    sweep,
     verify_checkpoint,
 )
 
@@ -118,7 +119,7 @@ class RunFolder:
             raise RunFolderError(f"run folder {self.path} cannot be written: {error.strerror}") from error
 
     def forget(self, newest: str, *, keep: int, also: Collection[str | None]) -> None:
-        """Remove all checkpoints but the last ones, and some by name.
+        """Remove all checkpoints but the last ones and some by name, and what a dead process left of others.
 
         Args:
             newest: whole one.
@@ -129,6 +130,7 @@ class RunFolder:
         def place(name: str) -> tuple[bool, str]:
             return name.startswith("step-"), name
 
+        sweep(self.checkpoints)
         # What lies ahead of the newest is damaged and will be redone; it must not push out what is whole.
         there = [path.name for path in self.checkpoints.iterdir()]
         names = [name for name in there if name.startswith(("warmup-", "step-"))]

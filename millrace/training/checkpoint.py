@@ -101,7 +101,12 @@ def seal_checkpoint(folder: Path, entries: Entries) -> None:
         folder.rename(replaced)
     aside.rename(folder)
     flush(folder.parent)
-    for leftover in folder.parent.glob(f"{_ASIDE}*"):
+    sweep(folder.parent)
+
+
+def sweep(checkpoints: Path) -> None:
+    """Remove what dead processes left aside, half written or half removed; nothing may be being written."""
+    for leftover in checkpoints.glob(f"{_ASIDE}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
-from multiprocessing.context import ForkServerProcess
+import signal
+import socket
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any, NoReturn
 
 from millrace import resume, train
 from millrace.config.recipe import load_recipe
 from millrace.observability.tables import read_table
-from tests.end_to_end.tiny import metrics_of, without_times
+from millrace.orchestration.runtime import child, engine_process
+from tests.crash_points import CrashPoint, effects_of, install, left_behind
+from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
+from tests.rewards.helpers import ends_within
 
 LIMIT_S = 60.0
-# The server imports these once; every attempt is a fork of it and starts at once.
-PRELOADED = [
-    "millrace.orchestration.launch",
-    "pyarrow.parquet",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen3.modeling_qwen3",
-    "tests.end_to_end.runs",
-]
+# A run that takes longer hangs: it takes some seconds, and more where the machine is busy.
+HANG_S = 300.0
+# Written by the clock, and a record of durations.
+IGNORED = ("status.json", ".status.json.aside", "spans.jsonl")
+# The server imports it once; every attempt is a fork of it and starts at once.
+PRELOADED = ["tests.end_to_end.preloaded"]
 # Warm-up and reinforcement, an evaluation and a checkpoint every second step, a judge in another process.
 OVERRIDES: dict[str, Any] = {
     "warmup.steps": 9,
@@ -37,8 +49,12 @@ OVERRIDES: dict[str, Any] = {
 }
 
 
-def attempt(recipe: str, name: str, output: str, more: dict[str, Any]) -> None:
-    """What a user does until the run is finished: start it, or take it up again."""
+def attempt(
+    recipe: str, name: str, output: str, more: dict[str, Any], setup: Callable[[], None] | None = None
+) -> None:
+    """What a user does until the run is finished: start it, or resume it."""
+    if setup is not None:
+        setup()
     folder = Path(output) / name
     if folder.is_dir() and not (folder / "recipe.yaml").is_file():
         shutil.rmtree(folder)  # killed before it became a run, as its message says
@@ -49,13 +65,46 @@ def attempt(recipe: str, name: str, output: str, more: dict[str, Any]) -> None:
         train(load_recipe(recipe, overrides), recipe="tiny", quiet=True)
 
 
-def start(recipe: Path, folder: Path, **more: Any) -> ForkServerProcess:
-    """An attempt in a process of its own, with overrides beyond `OVERRIDES`."""
+def forking() -> ForkServerContext:
+    """Where processes are forked from a server that has imported everything."""
+    server = forkserver._forkserver
+    if server._preload_modules != PRELOADED and not multiprocessing.active_children():
+        server._stop()  # the server of other tests, which has not imported this
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=attempt, args=(str(recipe), folder.name, str(folder.parent), more))
+    return context
+
+
+def start(
+    recipe: Path, folder: Path, *, setup: Callable[[], None] | None = None, **more: Any
+) -> ForkServerProcess:
+    """An attempt in a process of its own, which calls `setup` first; with overrides beyond `OVERRIDES`."""
+    words = (str(recipe), folder.name, str(folder.parent), more, setup)
+    process = forking().Process(target=attempt, args=words)
     process.start()
     return process
+
+
+def dies(
+    recipe: Path,
+    folder: Path,
+    point: CrashPoint,
+    *,
+    setup: Callable[[CrashPoint], None] = install,
+    **more: Any,
+) -> bool:
+    """Whether an attempt died at its crash point; if not, it has ended by itself and well."""
+    process = start(recipe, folder, setup=partial(setup, point), **more)
+    process.join(HANG_S)
+    hangs = process.is_alive()
+    if hangs:
+        process.kill()
+        process.join(LIMIT_S)
+    code = process.exitcode
+    process.close()
+    assert not hangs, f"an attempt did not end within {HANG_S:g} s"
+    assert code in (0, -signal.SIGKILL), f"an attempt ended with {code}"
+    return code != 0
 
 
 def end(process: ForkServerProcess, after_s: float) -> bool:
@@ -112,3 +161,147 @@ def check_equal(actual: Path, expected: Path, *, but: tuple[str, ...] = ()) -> N
     """Fail unless two runs are equal in everything, naming what differs."""
     ours, theirs = contents(actual), contents(expected)
     assert [key for key in theirs if key not in but and ours[key] != theirs[key]] == []
+
+
+def files(folder: Path) -> set[str]:
+    """The names of all that a run has left, but for what the clock decides."""
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    return names - set(IGNORED)
+
+
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """A run that was not disturbed, with which runs that die are compared.
+
+    Attributes:
+        folder: of the run.
+        effects: its durable effects, in order.
+        settings: its overrides beyond `OVERRIDES`.
+        setup: called first in each process of such runs.
+    """
+
+    folder: Path
+    effects: list[str]
+    settings: dict[str, Any]
+    setup: Callable[[CrashPoint], None]
+
+    @classmethod
+    def run(
+        cls, base: Path, settings: dict[str, Any], setup: Callable[[CrashPoint], None] = install
+    ) -> Undisturbed:
+        """Run the tiny recipe in a folder and log its effects."""
+        tiny_recipe(base)
+        made = cls(base / "runs" / "undisturbed", [], settings, setup)
+        assert not made.live("undisturbed")
+        made.effects.extend(effects_of(base / "undisturbed.log"))
+        return made
+
+    def live(self, name: str, before: str | int | None = None) -> bool:
+        """Start a run or resume it; whether it died before this effect, or has ended well."""
+        base, folder = self.folder.parents[1], self.folder.parent / name
+        point = CrashPoint(folder, base / f"{name}.log", before, IGNORED)
+        return dies(base / "tiny.yaml", folder, point, setup=self.setup, **self.settings)
+
+    def die(self, place: int, check: Callable[[Path], None], *, again: int) -> None:
+        """Have a run die before the effect at a place, resume it to its end, and check it.
+
+        Args:
+            place: of the effect.
+            check: fails if the run is not what it should be.
+            again: where its second process dies too: 0 nowhere, 1 before the same effect, if it comes to it
+                once more, 2 before an effect with a number that depends on the place.
+        """
+        name, effect = f"died-{place}", self.effects[place]
+        folder, log = self.folder.parent / name, self.folder.parents[1] / f"{name}.log"
+        second = (None, effect, 1 + 7 * place % 60)[again]
+        try:
+            assert self.live(name, effect), "it did not come to its crash point"
+            assert effects_of(log)[-1] == effect
+            for before in (second, None) if again else (None,):
+                if not finished(folder):
+                    self.live(name, before)
+            assert finished(folder)
+            check(folder)
+            assert [process for process in left_behind(log) if not ends_within(process, LIMIT_S)] == []
+        except Exception as error:
+            error.add_note(f"the run died before: {effect}; its second process before: {second}")
+            raise
+        shutil.rmtree(folder)
+
+
+class SpareEngines:
+    """Engines that are forked before a trainer has threads, each of which serves once it is asked to.
+
+    They take the place of `subprocess.Popen` for engines, and spare each the seconds in which it would import
+    torch. They are ended, watched and lost like any other.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._spares: list[ForkedEngine] = []
+        for _ in range(number):
+            self._spares.insert(0, ForkedEngine(self._spares))
+
+    def install(self) -> None:
+        """Have this process start its engines so."""
+        child.subprocess = SimpleNamespace(
+            Popen=self.start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+        )
+
+    def start(
+        self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], **_: Any
+    ) -> ForkedEngine:
+        spare = self._spares.pop()
+        socket.send_fds(spare.line, [command[-1].encode()], [*pass_fds, stdout.fileno()])
+        spare.line.close()
+        return spare
+
+
+class ForkedEngine:
+    """A process that waits until it is told how to start as an engine; see `subprocess.Popen`.
+
+    Attributes:
+        pid: of the process, first of a group of its own.
+        line: to it, until it is told.
+    """
+
+    def __init__(self, others: Sequence[ForkedEngine]) -> None:
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            for line in (self.line, *(other.line for other in others)):
+                line.close()
+            self._serve(theirs)
+        os.setpgid(self.pid, self.pid)
+        theirs.close()
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def wait(self, timeout: float) -> int:
+        ends_s = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > ends_s:
+                raise subprocess.TimeoutExpired("engine", timeout)
+            time.sleep(0.005)
+        return code
+
+    @staticmethod
+    def _serve(line: socket.socket) -> NoReturn:
+        code = 1
+        try:
+            text, numbers, _, _ = socket.recv_fds(line, 1 << 16, 4)
+            if text:  # not where the trainer has gone
+                *given, log = numbers
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                told = dict(zip(("line", "lifeline", "weights"), given, strict=True))
+                engine_process.main(json.dumps(json.loads(text) | told))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)

@@ -1,170 +1,220 @@
-"""Engines and trainers killed at random moments while sampling is ahead of training: nothing is lost."""
+"""Trainers and engines that die while sampling is ahead of training: nothing is lost, and nothing is left."""
 
 from __future__ import annotations
 
 import os
-import random
+import shutil
 import signal
-import threading
-import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from millrace.orchestration.controller import Controller
-from millrace.orchestration.evaluate import Evaluation
-from tests.end_to_end.async_runs import AHEAD, check_run, engines_below, events_of, prompts_of, run
-from tests.end_to_end.rank_runs import processes_below
-from tests.end_to_end.runs import LIMIT_S, check_equal, finished, start
+from millrace.orchestration.runtime.base import Event
+from millrace.orchestration.runtime.child import Child
+from millrace.orchestration.runtime.processes import ProcessRuntime
+from tests.crash_points import CrashPoint, install
+from tests.end_to_end.async_runs import check_run, events_of, prompts_of
+from tests.end_to_end.runs import (
+    OVERRIDES,
+    SpareEngines,
+    Undisturbed,
+    check_equal,
+    dies,
+    files,
+    finished,
+)
 from tests.end_to_end.tiny import tiny_recipe
-from tests.rewards.helpers import ends_within
 
-NUM_KILLS = 4
-# Batches between two deaths: more than can be trained on without an engine.
-APART = 4
-STEPS = 12 * NUM_KILLS
-LONGER = AHEAD | {"steps": 60}
-# After its first batch a trainer lives at most so long, and no run takes longer than the other.
-MOST_S, WHOLE_S = 2.0, 240.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-def kill_engines(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> list[int]:
-    """Have the engine of a run in this process killed so many times; who died is added to the list."""
-    record, trainer = Controller.record, os.getpid()
-    timers: list[threading.Timer] = []
-    dead: list[int] = []
-    died_at = [0]
-
-    def kill(controller: Controller) -> None:
-        (engine,) = engines_below(trainer)
-        os.kill(engine, signal.SIGKILL)
-        died_at.append(controller.progress.step)
-        dead.append(engine)
-
-    def deadly(self, stage, numbers):
-        record(self, stage, numbers)
-        # By then there is another engine.
-        rested = self.progress.step >= died_at[-1] + APART
-        if stage == "reinforcement" and rested and len(timers) == len(dead) < NUM_KILLS:
-            # About the time of a batch, so that it dies at anything that it does.
-            timers.append(threading.Timer(rng.uniform(0, 0.1), kill, [self]))
-            timers[-1].start()
-
-    monkeypatch.setattr(Controller, "record", deadly)
-    return dead
+STEPS, WARMUP = 4, 2
+SETTINGS: dict[str, Any] = {
+    "flow.staleness": 2,
+    "engine.processes": 1,
+    "warmup.steps": WARMUP,
+    "steps": STEPS,
+    "checkpoint.keep": 1,
+    "policy.optimizer_steps_per_batch": 1,
+}
+NUM_CHUNKS = 8
+# For each of the points of the default selection, spread evenly, where the second process dies; see `die`.
+AGAIN = (0, 0, 1, 0, 2, 0)
+pytestmark = pytest.mark.timeout(1200)
+# Commands and events of every run with an engine process. Of the 32 and 128 each third and sixteenth.
+MOMENTS = [
+    *(f"before load ({number})" for number in range(1, 5)),
+    *(f"{when} direct ({number})" for number in range(1, 5) for when in ("before", "after")),
+    *(f"before submit ({number})" for number in range(1, 33, 3)),
+    *(f"after Drawn ({number})" for number in range(1, 129, 16)),
+]
+# Those of the first two evaluations, before the event log is there.
+EARLY = [
+    *(f"before load ({number})" for number in (1, 2)),
+    *(f"{when} direct ({number})" for number in (1, 2) for when in ("before", "after")),
+]
 
 
-def recoveries_s(events: list[dict]) -> list[float]:
-    """Seconds from the loss of each engine until another one may draw."""
-    lost_s = [event["time_s"] for event in events if event["kind"] == "lost"]
-    loads_s = [event["time_s"] for event in events if event["kind"] == "load"]
-    return [min(s for s in loads_s if s > since_s) - since_s for since_s in lost_s]
+# ---- trainers
 
 
-def resumptions_s(events: list[dict]) -> list[float]:
-    """Seconds from the start of each process that took a run up to its first batch.
+def with_an_engine(point: CrashPoint) -> None:
+    SpareEngines(1).install()
+    install(point)
 
-    The clock is that of the run: it goes on where it stood when the checkpoint was saved.
-    """
-    found, saved_s, resumed = [], 0.0, False
-    for event in events:
-        if event["kind"] == "save":
-            saved_s = event["time_s"]
-        if event["kind"] == "take" and resumed:
-            found.append(event["time_s"] - saved_s)
-        resumed = event["kind"] == "resume" or (resumed and event["kind"] != "take")
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    found = Undisturbed.run(tmp_path_factory.mktemp("trainer"), SETTINGS, with_an_engine)
+    check_run(found.folder, steps=STEPS, bound=2, warmup=WARMUP)
+    kinds = [event["kind"] for event in events_of(found.folder)]
+    assert kinds[: kinds.index("take")].count("start") == 3 * OVERRIDES["rollout.prompts_per_step"]
     return found
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_goes_on_by_itself_whenever_its_engine_is_killed(staleness, tmp_path, monkeypatch):
-    tiny_recipe(tmp_path)
-    settings = {"flow.staleness": staleness, "steps": STEPS, "deterministic": True}
-    with monkeypatch.context() as patch:
-        dead = kill_engines(patch, random.Random(staleness))
-        report = run(tmp_path, "killed", **settings, **{"engine.processes": 1})
-    killed = tmp_path / "runs" / "killed"
-    assert report.status == "finished"
-    assert len(set(dead)) == len(dead) == NUM_KILLS
-    events = events_of(killed)
-    fates = [event["kind"] for event in events if event["kind"] in ("lost", "joined")]
-    assert fates == ["joined", *["lost", "joined"] * NUM_KILLS]
-    print("an engine draws again after", *(f"{one:.1f} s" for one in recoveries_s(events)), flush=True)
-    if staleness:
-        check_run(killed, steps=STEPS, bound=staleness)
-    else:
-        run(tmp_path, "undisturbed", **settings, **{"engine.processes": 0})
-        check_equal(killed, tmp_path / "runs" / "undisturbed")
+def check_same(undisturbed: Undisturbed, folder: Path) -> None:
+    """Timing decides which weights sample which token, but not which prompts are sampled."""
+    check_run(folder, steps=STEPS, bound=2, warmup=WARMUP)
+    assert prompts_of(folder) == prompts_of(undisturbed.folder)
+    assert files(folder) == files(undisturbed.folder)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_an_engine_that_dies_in_an_evaluation_is_replaced_before_the_evaluation_ends(
-    staleness, tmp_path, monkeypatch
-):
-    tiny_recipe(tmp_path)
-    evaluate, dead = Controller.evaluate, []
-
-    def deadly(controller: Controller) -> Evaluation:
-        if controller.progress.stage == "reinforcement" and controller.progress.step and not dead:
-            (engine,) = engines_below(os.getpid())
-            os.kill(engine, signal.SIGKILL)
-            dead.append(engine)
-        return evaluate(controller)
-
-    monkeypatch.setattr(Controller, "evaluate", deadly)
-    settings = {"flow.staleness": staleness, "steps": 4, "evaluation.every": 2, "engine.processes": 1}
-    report = run(tmp_path, "killed", **settings)
-    assert report.status == "finished"
-    assert len(dead) == 1
-    fates = [e["kind"] for e in events_of(tmp_path / "runs" / "killed") if e["kind"] in ("lost", "joined")]
-    assert fates == ["joined", "lost", "joined"]
+@pytest.mark.world
+@pytest.mark.parametrize("number", range(len(AGAIN)))
+def test_a_trainer_that_dies_before_an_effect_is_resumed_and_leaves_nothing_behind(
+    number: int, undisturbed: Undisturbed
+) -> None:
+    place = number * (len(undisturbed.effects) - 1) // (len(AGAIN) - 1)
+    undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=AGAIN[number])
 
 
-def test_a_trainer_killed_at_any_moment_goes_on_and_leaves_nothing_behind(tmp_path):
-    tiny_recipe(tmp_path)
-    recipe, undisturbed = tmp_path / "tiny.yaml", tmp_path / "runs" / "undisturbed"
-    assert not killed_after(recipe, undisturbed, WHOLE_S)
-    check_run(undisturbed, steps=LONGER["steps"], bound=2)
-
-    rng = random.Random(17)
-    moments_s = [rng.uniform(0, MOST_S) for _ in range(NUM_KILLS)]
-    num_killed, number = 0, 0
-    while moments_s:
-        number += 1
-        path = tmp_path / "runs" / f"killed-{number}"
-        while not finished(path):
-            moment_s = moments_s.pop() if moments_s else WHOLE_S
-            if killed_after(recipe, path, moment_s):
-                num_killed += 1
-            elif moment_s < WHOLE_S:
-                # It was done before its moment came; the next run gets an earlier one.
-                moments_s.insert(0, 0.8 * moment_s)
-        check_run(path, steps=LONGER["steps"], bound=2)
-        assert prompts_of(path) == prompts_of(undisturbed)
-        print("a batch after", *(f"{one:.1f} s" for one in resumptions_s(events_of(path))), flush=True)
-    assert num_killed == NUM_KILLS
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_a_trainer_that_dies_before_any_effect_is_resumed_and_leaves_nothing_behind(
+    chunk: int, undisturbed: Undisturbed
+) -> None:
+    # Before that it does what the run of `test_kill` does.
+    first = undisturbed.effects.index("open events.jsonl")
+    for place in range(first + chunk, len(undisturbed.effects), NUM_CHUNKS):
+        undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=place // NUM_CHUNKS % 3)
 
 
-def killed_after(recipe: Path, folder: Path, moment_s: float) -> bool:
-    """Start a run or take it up; whether it had to be killed so long after its first batch.
+# ---- engines
 
-    Raises:
-        AssertionError: it failed by itself, or something that it started lives on.
+
+def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) -> None:
+    """Log commands to an engine and events from it, and kill it at some moments.
+
+    Moments are `before` and `after` a command, such as `before load (2)`, and `after` an event.
+
+    Args:
+        moments: as they stand in the log.
+        log: file to which moments are appended, one a line.
+        point: of the trainer.
     """
-    begun_s = time.time()
-    trainer = start(recipe, folder, **LONGER)
-    assert trainer.pid is not None
-    # Its start has no end in sight where the machine is busy, and is no part of what is tried here.
-    while trainer.is_alive() and not any(p.stat().st_mtime > begun_s for p in folder.glob("rollouts/step-*")):
-        assert time.time() < begun_s + WHOLE_S
-        time.sleep(0.02)
-    trainer.join(moment_s)
-    below = processes_below(trainer.pid)
-    killed = trainer.is_alive()
-    if killed:
-        trainer.kill()
-        trainer.join(LIMIT_S)
-    assert killed or trainer.exitcode == 0
-    assert [process for process in below if not ends_within(process, LIMIT_S)] == []
-    return killed
+    log.touch()
+    SpareEngines(1 + len(moments)).install()
+    install(point)
+    give, wait = Child.give, ProcessRuntime.wait
+    count: Counter[str] = Counter()
+
+    def numbered(name: str) -> str:
+        count[name] += 1
+        return f"{name} ({count[name]})"
+
+    def reach(moment: str, engine: Child) -> None:
+        with log.open("a") as file:
+            file.write(f"{moment}\n")
+        if moment in moments:
+            os.kill(engine.process.pid, signal.SIGKILL)
+            # Until it is dead; the exit code is left to the trainer, which may have read it already.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, engine.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def giving(self: Child, kind: str, *args: Any, direct: bool = False) -> None:
+        name = numbered("direct" if direct else kind)
+        reach(f"before {name}", self)
+        give(self, kind, *args, direct=direct)
+        reach(f"after {name}", self)
+
+    def waiting(self: ProcessRuntime, timeout_s: float) -> list[Event]:
+        events = wait(self, timeout_s)
+        for event in events:
+            moment = f"after {numbered(type(event).__name__)}"
+            for engine in list(self._engines.living.values()):
+                reach(moment, engine)
+        return events
+
+    Child.give, ProcessRuntime.wait = giving, waiting  # type: ignore[method-assign]
+
+
+def live(base: Path, name: str, *moments: str, **settings: Any) -> list[str]:
+    """Run the tiny recipe of a folder to its end while its engines die at some moments; all moments."""
+    folder, log = base / "runs" / name, base / f"{name}.moments"
+    setup: Callable[[CrashPoint], None] = partial(with_deadly_moments, moments, log)
+    point = CrashPoint(folder, base / f"{name}.log")
+    assert not dies(base / "tiny.yaml", folder, point, setup=setup, **SETTINGS | settings)
+    assert finished(folder)
+    reached = log.read_text().splitlines()
+    assert set(moments) <= set(reached)
+    return reached
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `undisturbed`, which samples in the trainer's process."""
+    base = tmp_path_factory.mktemp("engine")
+    tiny_recipe(base)
+    live(base, "undisturbed", **{"flow.staleness": 0, "engine.processes": 0, "deterministic": True})
+    return base
+
+
+def check_replaced(base: Path, moments: Sequence[str], staleness: int) -> None:
+    """Fail unless a run goes on by itself and loses nothing when its engine dies at some moments."""
+    name = f"dies-{staleness}-{'-'.join(moments)}".translate(str.maketrans(" ", "-", "()"))
+    path, exact = base / "runs" / name, {"deterministic": not staleness}
+    try:
+        live(base, name, *moments, **exact, **{"flow.staleness": staleness})
+        # The log begins after the second evaluation.
+        num_logged = sum(moment not in EARLY for moment in moments)
+        fates = [event["kind"] for event in events_of(path) if event["kind"] in ("lost", "joined")]
+        expected = ["joined", *["lost", "joined"] * num_logged]
+        # The log may be closed before an engine that is needed no more has joined.
+        assert fates in (expected, expected[:-1] if num_logged else expected)
+        if staleness:
+            check_run(path, steps=STEPS, bound=staleness, warmup=WARMUP)
+        else:
+            check_equal(path, base / "runs" / "undisturbed")
+    except Exception as error:
+        error.add_note(f"its engine died {', then '.join(moments)}")
+        raise
+    shutil.rmtree(path)
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(
+    "moments",
+    [
+        ("after submit (4)", "after Drawn (40)", "before load (5)"),
+        # The evaluation after the second step.
+        ("before direct (3)",),
+        ("after direct (3)",),
+    ],
+    ids=["three", "before an evaluation", "in an evaluation"],
+)
+def test_a_run_goes_on_by_itself_when_its_engine_dies(
+    moments: tuple[str, ...], staleness: int, folder: Path
+) -> None:
+    check_replaced(folder, moments, staleness)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_goes_on_by_itself_at_whatever_command_or_event_its_engine_dies(
+    staleness: int, folder: Path
+) -> None:
+    for moment in MOMENTS:
+        check_replaced(folder, (moment,), staleness)

@@ -1,50 +1,68 @@
-"""A run that is killed at any moment, and taken up again, ends with the very same bits."""
+"""A run that dies before any of its durable effects, and is resumed, ends with the same bits."""
 
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import LIMIT_S, check_equal, contents, end, finished, start
-from tests.end_to_end.tiny import tiny_recipe
+from tests.end_to_end.runs import Undisturbed, check_equal, contents, files
+
+# All that a run does, in half a second: it writes four checkpoints and removes two of them.
+SETTINGS = {"warmup.steps": 2, "steps": 3, "checkpoint.keep": 1, "policy.optimizer_steps_per_batch": 1}
+NUM_CHUNKS = 8
+# For each of the points of the default selection, spread evenly, where the second process dies; see `die`.
+AGAIN = (0, 0, 1, 0, 2, 0)
+pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_moment_ends_with_the_same_bits(num_kills, tmp_path):
-    tiny_recipe(tmp_path)
-    recipe, runs = tmp_path / "tiny.yaml", tmp_path / "runs"
-    undisturbed = runs / "undisturbed"
-    for name in ("first", "undisturbed"):  # the first one pays for the server's imports
-        begun_s = time.monotonic()
-        assert end(start(recipe, runs / name), LIMIT_S)
-        duration_s = time.monotonic() - begun_s
-    check_equal(runs / "first", undisturbed)
-    assert len(set(contents(undisturbed)["prompts"])) > 1
-
-    # One moment in each of `num_kills` equal parts of the run, in random order.
-    rng = random.Random(17)
-    moments_s = [duration_s * (part + rng.random()) / num_kills for part in range(num_kills)]
-    rng.shuffle(moments_s)
-    killed, number = 0, 0
-    while moments_s:
-        number += 1
-        killed += kill_until_finished(recipe, runs / f"killed-{number}", moments_s)
-        check_equal(runs / f"killed-{number}", undisturbed)
-    assert killed == num_kills
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    found = Undisturbed.run(tmp_path_factory.mktemp("kill"), SETTINGS)
+    assert len(set(contents(found.folder)["prompts"])) > 1
+    return found
 
 
-def kill_until_finished(recipe: Path, folder: Path, moments_s: list[float]) -> int:
-    """Start and take up a run until it is finished, using up moments; how many times it was killed."""
-    killed = 0
-    while not finished(folder):
-        moment_s = moments_s.pop() if moments_s else LIMIT_S
-        if not end(start(recipe, folder), moment_s):
-            killed += 1
-        elif moment_s < LIMIT_S:
-            # It was done before its moment came; the next run gets an earlier one.
-            moments_s.insert(0, 0.8 * moment_s)
-    return killed
+def check_same(undisturbed: Undisturbed, folder: Path) -> None:
+    check_equal(folder, undisturbed.folder)
+    assert files(folder) == files(undisturbed.folder)
+
+
+@pytest.mark.world
+def test_the_effects_of_a_run_are_those_of_each_of_its_parts(undisturbed: Undisturbed) -> None:
+    checkpoints = ["warmup-000002", "step-000000", "step-000002", "step-000003"]
+    written = [f"rename checkpoints/.aside-{name} to checkpoints/{name}" for name in checkpoints]
+    removed = [f"rmdir checkpoints/.aside-removed-{name}" for name in ("warmup-000002", "step-000002")]
+    numbers = [f"append metrics.jsonl{number}" for number in ("", *(f" ({n})" for n in range(2, 10)))]
+    best = ["rename .best.json.aside to best.json"]
+    last = ["rename report.html.partial to report.html", "rename .summary.json.aside to summary.json"]
+    expected = {*written, *removed, *numbers, *best, *last, "write rollouts/step-000003.parquet.partial"}
+    assert expected <= set(undisturbed.effects)
+    assert len(undisturbed.effects) == len(set(undisturbed.effects))
+    assert (undisturbed.effects[0], undisturbed.effects[-1]) == ("mkdir .", last[-1])
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("number", range(len(AGAIN)))
+def test_a_run_that_dies_before_an_effect_ends_with_the_same_bits(
+    number: int, undisturbed: Undisturbed
+) -> None:
+    place = number * (len(undisturbed.effects) - 1) // (len(AGAIN) - 1)
+    undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=AGAIN[number])
+
+
+@pytest.mark.world
+def test_what_is_left_of_a_half_removed_checkpoint_goes_when_the_run_is_resumed(
+    undisturbed: Undisturbed,
+) -> None:
+    place = undisturbed.effects.index("rmdir checkpoints/.aside-removed-step-000002")
+    undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_a_run_that_dies_before_any_effect_ends_with_the_same_bits(
+    chunk: int, undisturbed: Undisturbed
+) -> None:
+    for place in range(chunk, len(undisturbed.effects), NUM_CHUNKS):
+        undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=place // NUM_CHUNKS % 3)

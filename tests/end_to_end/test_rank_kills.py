@@ -1,108 +1,54 @@
-"""Ranks killed at any moment: a clear error soon, and in the end the same bits."""
+"""Ranks that die at a crash point: the launcher names the one that did, and a resume gives the same bits."""
 
 from __future__ import annotations
 
-import os
-import random
-import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.rank_runs import ENVIRONMENT, MILLRACE, command, ranks_below
-from tests.end_to_end.runs import check_equal, finished
+from tests.crash_points import CrashPoint, effects_of, environment_of_ranks, log_of_rank
+from tests.end_to_end.rank_runs import MILLRACE, command, run
+from tests.end_to_end.runs import IGNORED, check_equal, files
 from tests.end_to_end.tiny import tiny_recipe
 
-NUM_KILLS = 10
-MOST_S = 20.0
-LIMIT_S = 240.0
-TREE = ("mesh.dp_shard=2", "steps=12", "evaluation.every=4")
-FIRST_STEP = re.compile(r"^(warm-up|reinforcement): \d+ steps", re.MULTILINE)
+NUM_RANKS = 2
+SETTINGS = ("mesh.dp_shard=2", "warmup.steps=2", "steps=3", "checkpoint.keep=1")
+SPANS = "spans-rank-1.jsonl"
+# Which rank dies before which effect, in the order in which a run that is resumed each time comes to them.
+DEATHS = [
+    (1, "optimizer step (2)"),
+    (0, "rename checkpoints/.aside-warmup-000002 to checkpoints/warmup-000002"),
+    (1, "write checkpoints/.aside-step-000000/model/model-00002-of-00002.safetensors"),
+    (1, "all_gather (20)"),
+    (1, "write checkpoints/.aside-step-000002/optimizer/critic/rank-00001.safetensors"),
+    (0, "append events.jsonl (4)"),
+    (0, "rename .summary.json.aside to summary.json"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_ranks_killed_at_random_moments_say_so_soon_and_end_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.timeout(5000)
+def test_a_rank_that_dies_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     tiny_recipe(tmp_path)
-    runs = tmp_path / "runs"
-    launcher, begun_s = training(command(tmp_path, "undisturbed", *TREE), tmp_path)
-    assert wait(launcher, LIMIT_S)
-    length_s = time.monotonic() - begun_s
-    assert launcher.returncode == 0
+    runs, site = tmp_path / "runs", tmp_path / "site"
+    log = tmp_path / "undisturbed.log"
+    point = CrashPoint(runs / "undisturbed", log, ignoring=(*IGNORED, SPANS), steps=True)
+    done = run(command(tmp_path, "undisturbed", *SETTINGS), **environment_of_ranks(site, point))
+    assert done.returncode == 0, done.stderr
+    for rank in range(NUM_RANKS):
+        expected = {effect for victim, effect in DEATHS if victim == rank}
+        assert expected <= set(effects_of(log_of_rank(log, rank)))
 
-    # One moment in each of ten equal parts of the training, in random order, and a rank for each.
-    rng = random.Random(17)
-    moments = [(length_s * (part + rng.random()) / NUM_KILLS, rng.randrange(2)) for part in range(NUM_KILLS)]
-    rng.shuffle(moments)
-    killed, number = 0, 0
-    while moments:
-        number += 1
-        name = f"killed-{number}"
-        arguments = command(tmp_path, name, *TREE)
-        while not finished(runs / name):
-            delay_s, victim = moments[-1] if moments else (LIMIT_S, 0)
-            took_s = kill(arguments, tmp_path, delay_s, victim)
-            if took_s is not None and not finished(runs / name):
-                assert took_s < MOST_S
-                killed += 1
-                moments.pop()
-                print(
-                    f"rank {victim} killed after {delay_s:.1f} s; the run ended {took_s:.1f} s later",
-                    flush=True,
-                )
-            elif moments:
-                # It was done before its moment came; the next run gets an earlier one.
-                moments[-1] = (0.8 * delay_s, victim)
-            arguments = [*MILLRACE, "resume", str(runs / name)]
-        check_equal(runs / name, runs / "undisturbed")
-    assert killed == NUM_KILLS
-
-
-def training(arguments: list[str], folder: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """A run that has come to its first step, or to its end, and when; what it says is in two files."""
-    said = folder / "said.txt"
-    with said.open("w") as out, (folder / "told.txt").open("w") as err:
-        launcher = subprocess.Popen(arguments, stdout=out, stderr=err, env={**os.environ, **ENVIRONMENT})
-    ends_s = time.monotonic() + LIMIT_S
-    while launcher.poll() is None and not FIRST_STEP.search(said.read_text()):
-        assert time.monotonic() < ends_s, said.read_text()
-        time.sleep(0.02)
-    return launcher, time.monotonic()
-
-
-def wait(launcher: subprocess.Popen[bytes], most_s: float) -> bool:
-    """Whether a run has ended within some seconds."""
-    try:
-        launcher.wait(most_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def kill(arguments: list[str], folder: Path, delay_s: float, victim: int) -> float | None:
-    """Kill a rank so long after the first step: seconds until the run has said so; None if it ended before.
-
-    Raises:
-        AssertionError: the run did not name the rank, or failed by itself.
-    """
-    launcher, _ = training(arguments, folder)
-    if wait(launcher, delay_s):
-        assert launcher.returncode == 0, (folder / "told.txt").read_text()
-        return None
-    process = ranks_below(launcher.pid).get(victim)
-    if process is None:
-        assert wait(launcher, MOST_S)
-        return None
-    os.kill(process, signal.SIGKILL)
-    killed_s = time.monotonic()
-    assert wait(launcher, LIMIT_S)
-    took_s = time.monotonic() - killed_s
-    if launcher.returncode == 0:
-        return None  # it was done before it was hit
-    assert launcher.returncode == 1
-    told = (folder / "told.txt").read_text()
-    assert told.startswith(f"error: rank {victim} of 2 ended with signal SIGKILL\n"), told
-    return took_s
+    arguments = command(tmp_path, "killed", *SETTINGS)
+    for number, (victim, effect) in enumerate(DEATHS):
+        point = CrashPoint(runs / "killed", tmp_path / f"{number}.log", effect, (*IGNORED, SPANS), steps=True)
+        done = run(arguments, **environment_of_ranks(site, point, victim))
+        assert effects_of(log_of_rank(point.log, victim))[-1] == effect, done.stderr
+        assert done.returncode == 1
+        said = f"error: rank {victim} of {NUM_RANKS} ended with signal SIGKILL\n"
+        assert done.stderr.startswith(said), f"{effect}: {done.stderr}"
+        arguments = [*MILLRACE, "resume", str(runs / "killed")]
+    done = run(arguments)
+    assert done.returncode == 0, done.stderr
+    check_equal(runs / "killed", runs / "undisturbed")
+    assert files(runs / "killed") - {SPANS} == files(runs / "undisturbed") - {SPANS}

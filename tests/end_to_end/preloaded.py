@@ -1,0 +1,31 @@
+"""What a short run would import and load each time; imported once, by the server that forks the runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import suppress
+
+# Before torch is imported: autograd starts threads for each GPU, and with them a process cannot be forked.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+for name in (
+    "millrace.orchestration.launch",
+    "millrace.orchestration.runtime.engine_process",
+    "pandas",
+    "pyarrow.dataset",
+    "pyarrow.pandas_compat",
+    "pyarrow.parquet",
+    "pytest",
+    "tests.end_to_end.runs",
+    "transformers.convert_slow_tokenizer",
+    "transformers.integrations.mistral",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+):
+    importlib.import_module(name)
+
+from millrace.kernels.warm import KernelsNotKeptError, warm  # noqa: E402
+
+with suppress(KernelsNotKeptError):
+    list(warm(num_workers=1))

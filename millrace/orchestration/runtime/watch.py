@@ -21,12 +21,20 @@ class RankFailed(RuntimeError):
     """A rank ended before its run did; the message holds the last of what it said."""
 
 
-def watch(look: Callable[[], Mapping[int, int]], num_ranks: int) -> int | None:
+def watch(
+    look: Callable[[], Mapping[int, int]],
+    num_ranks: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int | None:
     """Wait until all ranks have ended as they should, or one has failed.
 
     Args:
         look: the exit codes of those that have ended, by rank, in the order in which they were seen to.
         num_ranks: how many there are.
+        clock: seconds, never going back.
+        sleep: lets so many of them pass.
 
     Returns:
         the rank that failed first; None if none did.
@@ -39,9 +47,9 @@ def watch(look: Callable[[], Mapping[int, int]], num_ranks: int) -> int | None:
         wrong = [rank for rank, code in ended.items() if code not in right]
         if not wrong and len(ended) == num_ranks:
             return None
-        first_s = time.monotonic() if wrong and first_s is None else first_s
+        first_s = clock() if wrong and first_s is None else first_s
         if first_s is not None:
-            waited_s = time.monotonic() - first_s
+            waited_s = clock() - first_s
             # Who lost the others is not to blame, and the first rank says itself what went wrong.
             blamed = [rank for rank in wrong if ended[rank] != LOST]
             if 0 in blamed:
@@ -50,7 +58,7 @@ def watch(look: Callable[[], Mapping[int, int]], num_ranks: int) -> int | None:
                 return blamed[0]
             if waited_s > GRACE_S or len(ended) == num_ranks:
                 return (blamed or wrong)[0]
-        time.sleep(WATCH_S)
+        sleep(WATCH_S)
 
 
 def failure(what: str, said: str) -> RankFailed:

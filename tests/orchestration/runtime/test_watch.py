@@ -1,58 +1,67 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from millrace.orchestration.runtime import watch as watching
-from millrace.orchestration.runtime.watch import INTERRUPTED, LOST, SHOWN_LINES, failure, watch
+from millrace.orchestration.runtime.watch import (
+    GRACE_S,
+    INTERRUPTED,
+    LOST,
+    SHOWN_LINES,
+    TELLING_S,
+    failure,
+    watch,
+)
+
+LOOK_S = 0.25  # a sum of such numbers is exact
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "WATCH_S", 0.001)
-    monkeypatch.setattr(watching, "TELLING_S", 0.05)
-    monkeypatch.setattr(watching, "GRACE_S", 0.2)
+def look_at_exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "WATCH_S", LOOK_S)
 
 
-def seen(*looks: dict[int, int], num_ranks: int = 3) -> int | None:
-    """What becomes of ranks that end as each look says; the last look stays."""
+def seen(*looks: dict[int, int], num_ranks: int = 3) -> tuple[int | None, float]:
+    """Which rank failed, of ranks that end as each look says, and when; the last look stays."""
+    now_s = [0.0]
 
     def one_by_one() -> Iterator[dict[int, int]]:
         yield from looks
         while True:
             yield looks[-1]
 
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
     each = one_by_one()
-    return watch(lambda: next(each), num_ranks)
+    return watch(lambda: next(each), num_ranks, clock=lambda: now_s[0], sleep=sleep), now_s[0]
 
 
-@pytest.mark.world
 @pytest.mark.parametrize(
-    ("looks", "failed"),
+    ("looks", "failed", "after_s"),
     [
-        pytest.param([{}, {1: 0}, {1: 0, 0: 0, 2: INTERRUPTED}], None, id="all ended"),
-        pytest.param([{}, {2: 1}], 2, id="one failed and the others stay"),
-        pytest.param([{1: LOST}, {1: LOST, 2: -9}], 2, id="who lost the others is not to blame"),
-        pytest.param([{1: LOST}], 1, id="but where nobody else ends, it is"),
-        pytest.param([{0: LOST, 1: LOST, 2: LOST}], 0, id="all lost each other"),
-        pytest.param([{1: INTERRUPTED}, {1: INTERRUPTED, 0: LOST, 2: LOST}], None, id="one left at once"),
-        pytest.param([{1: INTERRUPTED, 2: 1}], 2, id="one left at once and one failed"),
-        pytest.param([{1: 2}, {1: 2, 0: 2}], 0, id="the first says itself what all of them found"),
+        pytest.param([{}, {1: 0}, {1: 0, 0: 0, 2: INTERRUPTED}], None, 2 * LOOK_S, id="all ended"),
+        pytest.param([{}, {2: 1}], 2, TELLING_S + 2 * LOOK_S, id="one failed and the others stay"),
+        pytest.param(
+            [{1: LOST}, {1: LOST, 2: -9}], 2, TELLING_S + LOOK_S, id="one that lost the others is not blamed"
+        ),
+        pytest.param([{1: LOST}], 1, GRACE_S + LOOK_S, id="but where no other rank ends, it is"),
+        pytest.param([{0: LOST, 1: LOST, 2: LOST}], 0, 0.0, id="all lost each other"),
+        pytest.param(
+            [{1: INTERRUPTED}, {1: INTERRUPTED, 0: LOST, 2: LOST}], None, LOOK_S, id="one left at once"
+        ),
+        pytest.param([{1: INTERRUPTED, 2: 1}], 2, TELLING_S + LOOK_S, id="one left at once and one failed"),
+        pytest.param([{1: 2}, {1: 2, 0: 2}], 0, LOOK_S, id="the first rank reports what all of them found"),
+        pytest.param([{0: 1}], 0, 0.0, id="the first rank failed"),
+        pytest.param([{0: LOST, 1: 1, 2: LOST}], 1, 0.0, id="one failed and the others have ended"),
     ],
 )
-def test_the_rank_that_failed_first_is_found(looks: list[dict[int, int]], failed: int | None) -> None:
-    assert seen(*looks) == failed
-
-
-def test_the_first_rank_and_the_last_to_end_need_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "TELLING_S", 60.0)
-    monkeypatch.setattr(watching, "GRACE_S", 60.0)
-    started_s = time.monotonic()
-    assert seen({0: 1}) == 0
-    assert seen({0: LOST, 1: 1, 2: LOST}) == 1
-    assert time.monotonic() - started_s < 10
+def test_the_rank_that_failed_first_is_found(
+    looks: list[dict[int, int]], failed: int | None, after_s: float
+) -> None:
+    assert seen(*looks) == (failed, after_s)
 
 
 def test_the_end_of_what_a_rank_said_is_shown() -> None:

@@ -6,7 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Exactly the tested version: a looser request may download gigabytes of another build.
 TORCH="$(sed -n 's/^torch==//p' constraints.txt)"
 PYTHON=.venv/bin/python
-# Nothing is compiled to bytecode here: Python does that for what is imported, a tenth of what is installed.
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 # The folder counts too: an environment that was moved or copied points at the old place.
@@ -60,7 +59,7 @@ sys.exit(not (2, 11) <= tuple(int(part) for part in release.split(".")[:2]) < (2
 network="the network or the package index may be out of reach; the lines above say more"
 if ! torch="$(has_torch)"; then
     echo "make setup: installing torch $TORCH (the largest download; it may take minutes)"
-    "$PYTHON" -m pip install -qq --no-compile "torch==$TORCH" -c constraints.txt ||
+    "$PYTHON" -m pip install -qq "torch==$TORCH" -c constraints.txt ||
         fail "torch $TORCH could not be installed; $network"
     torch="$TORCH"
 fi
@@ -70,7 +69,7 @@ fi
 triton="$("$PYTHON" -c 'from importlib.metadata import version; print(version("triton"))' 2>/dev/null || true)"
 sed "s/^torch==.*/torch==$torch/${triton:+; s/^triton==.*/triton==$triton/}" constraints.txt >.venv/constraints.txt
 echo "make setup: installing millrace and its dependencies"
-"$PYTHON" -m pip install -qq --no-compile -e ".[dev]" -c .venv/constraints.txt ||
+"$PYTHON" -m pip install -qq -e ".[dev]" -c .venv/constraints.txt ||
     fail "the dependencies could not be installed; $network"
 
 rm -f .venv/.ready-*

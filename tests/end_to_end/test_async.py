@@ -86,6 +86,7 @@ def test_the_bound_holds_whatever_becomes_of_old_groups(flow, folder):
         assert all(event["oldest"] == event["newest"] for event in arrived)
 
 
+@pytest.mark.slow
 def test_left_with_ctrl_c_and_taken_up_no_group_is_lost_or_trained_twice(folder, monkeypatch):
     record, before = Controller.record, set(processes_below(os.getpid()))
 

@@ -131,7 +131,7 @@ def test_a_killed_run_is_repeated_as_far_as_its_log_goes(folder):
     assert (summary["status"], summary["steps"]) == ("interrupted", 5)
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_a_replay_that_is_not_the_run_says_where(folder):
     path = folder / "runs" / "other"
     shutil.copytree(folder / "runs" / "recompute", path)

@@ -38,7 +38,7 @@ def told() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.world
+@pytest.mark.slow
 @needs_ray
 def test_all_ports_of_a_ray_started_here_are_on_loopback(told: dict[str, Any]) -> None:
     # The raylet, the control store and workers listen at least.
@@ -46,7 +46,7 @@ def test_all_ports_of_a_ray_started_here_are_on_loopback(told: dict[str, Any]) -
     assert set(told["sockets"]) <= LOOPBACK
 
 
-@pytest.mark.world
+@pytest.mark.slow
 @needs_ray
 def test_a_cluster_is_reached_by_its_address_and_token_alone(told: dict[str, Any]) -> None:
     assert told["friend"] == "nodes 1\n"
@@ -54,7 +54,7 @@ def test_a_cluster_is_reached_by_its_address_and_token_alone(told: dict[str, Any
     assert told["environment kept"]
 
 
-@pytest.mark.world
+@pytest.mark.slow
 @needs_ray
 def test_a_mistake_that_all_ranks_find_is_told_as_it_is(told: dict[str, Any]) -> None:
     assert re.match(
@@ -63,7 +63,7 @@ def test_a_mistake_that_all_ranks_find_is_told_as_it_is(told: dict[str, Any]) ->
     )
 
 
-@pytest.mark.world
+@pytest.mark.slow
 @needs_ray
 def test_a_rank_that_fails_is_named_with_its_traceback(told: dict[str, Any]) -> None:
     lines = told["one"].splitlines()
@@ -73,7 +73,7 @@ def test_a_rank_that_fails_is_named_with_its_traceback(told: dict[str, Any]) -> 
     assert lines[-1].startswith("TypeError: ")
 
 
-@pytest.mark.world
+@pytest.mark.slow
 @needs_ray
 def test_ranks_for_which_there_is_no_room_are_refused_with_the_numbers(told: dict[str, Any]) -> None:
     cores = told["cores"]

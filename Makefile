@@ -4,6 +4,8 @@ PYTEST := $(PYTHON) -m pytest
 ARGS ?=
 # A worker per core. Files stay together, since their tests share what their fixtures made.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile
+# Tests of processes wait for much of their time.
+MORE_WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench mutants docs clean
@@ -22,7 +24,7 @@ test: setup ## run the tests that need no other process, port or clock: some min
 	@$(PYTEST) $(WORKERS) -m "not world and not slow" $(ARGS)
 
 world: setup ## run the tests of processes and ports; one that fails is repeated alone
-	@$(PYTHON) scripts/retry.py $(WORKERS) -m "world and not slow" $(ARGS)
+	@$(PYTHON) scripts/retry.py $(MORE_WORKERS) -m "world and not slow" $(ARGS)
 
 slow: setup ## run the tests marked slow, half an hour on two cores
 	@$(PYTHON) scripts/retry.py $(WORKERS) -m "slow" $(ARGS)

@@ -10,7 +10,6 @@ from millrace.rewards.combine import CombinedReward
 from millrace.rewards.errors import RewardError
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64
-from tests.rewards.helpers import LIMIT_S
 
 PROMPT = Prompt("train:0", (1,), "text")
 

@@ -90,7 +90,7 @@ def warm_group(name: str) -> Warmed:
 def counted() -> Iterator[list[str]]:
     """The names of the functions that numba compiles meanwhile, as it begins with each."""
 
-    class Names(event.Listener):  # type: ignore[misc]  # numba has no types
+    class Names(event.Listener):
         def on_start(self, event: event.Event) -> None:
             function = event.data["dispatcher"].py_func
             names.append(f"{function.__module__}.{function.__qualname__}")
@@ -156,8 +156,8 @@ def _paged_attention() -> None:
 def _packed_attention() -> None:
     segments = torch.arange(2)[None], torch.tensor([2]), torch.tensor([0])
     for dtype in WIDE:
-        inputs = [_numbers(2, 1, 8, dtype=dtype).requires_grad_() for _ in range(3)]
-        packed_attention_cpu.short_attention(*inputs, segments, scale=SCALE).sum().backward()
+        query, key, value = (_numbers(2, 1, 8, dtype=dtype).requires_grad_() for _ in range(3))
+        packed_attention_cpu.short_attention(query, key, value, segments, scale=SCALE).sum().backward()
 
 
 def _products() -> None:

@@ -133,6 +133,15 @@ def test_a_test_that_fails_once_is_repeated_and_counted(twice, code, tmp_path, m
     assert "failed once and passed alone, counted in runs/flaky.json; to be mended next:" in out
 
 
+@pytest.mark.world
+def test_a_file_that_cannot_be_imported_rejects_at_once(tmp_path, monkeypatch, capfd):
+    write(tmp_path, {"test_a.py": "import gone\n", "test_b.py": "def test_that_passes(): pass\n"})
+    write(tmp_path, {"pyproject.toml": "[tool.pytest.ini_options]\n"})
+    monkeypatch.setattr(retry, "ROOT", tmp_path)
+    assert retry.main(["-q", "-p", "no:xdist", "--continue-on-collection-errors"]) == 1
+    assert "repeating alone" not in capfd.readouterr().out
+
+
 def test_tests_are_repeated_without_the_arguments_for_workers():
     arguments = [
         "-n",

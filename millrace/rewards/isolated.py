@@ -7,7 +7,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,20 @@ class IsolatedReward:
         spec: kind and options of the judge.
         timeout_s: one answer may take so long before its judge is killed.
         num_workers: at most so many children.
+        clock: seconds, never going back.
 
     Raises:
         RewardError: the spec is not one of the above, or a number is not positive.
     """
 
-    def __init__(self, spec: Mapping[str, Any], *, timeout_s: float, num_workers: int = 2) -> None:
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        num_workers: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Check the settings; no child is started yet."""
         kind = str(spec.get("kind"))
         if kind not in _OPTIONS:
@@ -75,6 +83,7 @@ class IsolatedReward:
         self._spec = dict(spec)
         self._timeout_s = timeout_s
         self._num_workers = num_workers
+        self._clock = clock
         self._processes: list[JudgeProcess] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -123,7 +132,7 @@ class IsolatedReward:
     def _run(self, work: _Work, *, start: bool) -> None:
         with self._lock:
             try:
-                now = time.monotonic()
+                now = self._clock()
                 for process in self._processes:
                     if not process.ready:  # nobody listened to it since the last call
                         process.deadline = now + _START_UP_S
@@ -141,7 +150,7 @@ class IsolatedReward:
 
     def _start(self) -> None:
         process = JudgeProcess(self._spec, self._selector)
-        process.deadline = time.monotonic() + _START_UP_S
+        process.deadline = self._clock() + _START_UP_S
         self._processes.append(process)
 
     def _feed(self, work: _Work) -> None:
@@ -159,13 +168,13 @@ class IsolatedReward:
             if process.ready and work.waiting:
                 share = min(_BATCH, math.ceil(len(work.waiting) / len(self._processes)))
                 numbers = [work.waiting.popleft() for _ in range(share)]
-                process.deadline = time.monotonic() + self._timeout_s
+                process.deadline = self._clock() + self._timeout_s
                 process.ask(numbers, _message(work, numbers))
 
     def _turn(self, work: _Work) -> None:
         """Wait for news or the next deadline, and act on it."""
         # Only who was late before this look at the pipes is late: news may have lain there unread.
-        now = time.monotonic()
+        now = self._clock()
         next_deadline = min(process.deadline for process in self._processes)
         for process in {key.data for key, _ in self._selector.select(max(0.0, next_deadline - now))}:
             for message in process.exchange():
@@ -187,7 +196,7 @@ class IsolatedReward:
             kind, value, reason = message
             outcome = Outcome.failure(reason) if kind == "failed" else Outcome(kind, value, reason)
             work.outcomes[process.batch.popleft()] = outcome
-        process.deadline = time.monotonic() + self._timeout_s if process.batch else math.inf
+        process.deadline = self._clock() + self._timeout_s if process.batch else math.inf
 
     def _bury(self, process: JudgeProcess, work: _Work, reason: str) -> None:
         """Kill a child; the answer it was at has failed, those behind it wait for another child."""

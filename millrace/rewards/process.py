@@ -38,7 +38,7 @@ class JudgeProcess:
         ready: it has started and can judge.
         ended: it has closed its end, or was never able to start.
         batch: numbers of the answers it was asked about and has not judged yet, in order.
-        deadline: `time.monotonic` by which it must report again; infinite while nothing is asked of it.
+        deadline: time of the reward's clock by which it must report again; infinite while nothing is asked.
     """
 
     def __init__(self, spec: Mapping[str, Any], selector: selectors.BaseSelector) -> None:

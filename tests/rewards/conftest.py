@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from millrace.rewards.isolated import IsolatedReward
+from tests.rewards.helpers import LIMIT_S, Often
 
 FUNCTIONS = '''
-import os, re, subprocess, sys, time
+import glob, os, re, subprocess, sys, time
+
+def write(name, number):
+    """Write a whole file at once."""
+    with open(name + ".new", "w") as file:
+        file.write(str(number))
+    os.replace(name + ".new", name)
 
 def grade(prompt, completion, answer, row):
     """Does what the completion says, and keeps a record of every call."""
@@ -20,19 +27,26 @@ def grade(prompt, completion, answer, row):
     word, _, rest = completion.partition(" ")
     if word == "value":
         return float(rest)
-    if word == "loop":
-        while True:
-            pass
     if word == "sleep":
         time.sleep(float(rest))
         return 1.0
+    if word == "meet":  # until so many judges are at work
+        write(f"met-{os.getpid()}", "")
+        while len(glob.glob("met-*[0-9]")) < int(rest):
+            time.sleep(0.01)
+        return os.getpid()
+    if word == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        write("child.pid", child.pid)
+    if word in ("hang", "child", "loop", "regex"):
+        write("hangs", os.getpid())
+    if word in ("hang", "child"):
+        time.sleep(600)
+    if word == "loop":
+        while True:
+            pass
     if word == "regex":  # stays inside C, where no other thread of the judge runs
         re.fullmatch("(a+)+b", "a" * 40)
-    if word == "child":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        with open("child.pid", "w") as file:
-            file.write(str(child.pid))
-        time.sleep(60)
     if word == "raise":
         raise KeyError(rest)
     if word == "leave":
@@ -70,7 +84,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
     def reward(spec: dict[str, Any] | None = None, **options: Any) -> IsolatedReward:
         spec = spec or {"kind": "function", "function": "my_rewards:grade"}
-        made.append(IsolatedReward(spec, **({"timeout_s": 20.0, "num_workers": 1} | options)))
+        made.append(IsolatedReward(spec, **({"timeout_s": LIMIT_S, "num_workers": 1} | options)))
+        if "clock" in options:
+            made[-1]._selector = Often()
         return made[-1]
 
     yield reward

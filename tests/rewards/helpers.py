@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import selectors
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from millrace.rewards.isolated import IsolatedReward
 from millrace.types import Outcome, Prompt
+
+# Longer than anything takes here: where this time is over, something hangs.
+LIMIT_S = 60.0
+
+
+class Clock:
+    """Stands still, except that each look finds it 1000 s later while a judge hangs."""
+
+    def __init__(self, hangs: Callable[[], bool]) -> None:
+        self.now_s, self._hangs = 0.0, hangs
+
+    def __call__(self) -> float:
+        if self._hangs():
+            self.now_s += 1000.0
+        return self.now_s
+
+
+class Often(selectors.DefaultSelector):
+    """Has its caller look at a clock of the test every 20 ms, whatever that clock says."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return super().select(0.02)
 
 
 def prompts(num: int, row: dict[str, Any] | None = None) -> list[Prompt]:
@@ -22,6 +46,12 @@ def calls() -> list[str]:
     return Path("calls.txt").read_text().splitlines()
 
 
+def hangs() -> bool:
+    """Whether a judge has written that it hangs from here on, and is still there."""
+    path = Path("hangs")
+    return path.exists() and is_running(int(path.read_text()))
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is more than a corpse nobody has collected."""
     try:
@@ -30,7 +60,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def ends_within(pid: int, limit_s: float) -> bool:
+def ends_within(pid: int, limit_s: float = LIMIT_S) -> bool:
     deadline = time.monotonic() + limit_s
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -10,6 +10,7 @@ from millrace.rewards.combine import CombinedReward
 from millrace.rewards.errors import RewardError
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64
+from tests.rewards.helpers import LIMIT_S
 
 PROMPT = Prompt("train:0", (1,), "text")
 
@@ -130,7 +131,7 @@ class Calls(Always):
 
 def test_rewards_that_judge_elsewhere_do_so_side_by_side_and_the_others_where_they_are_asked():
     """Each waits until all have begun; one after the other they would break the barrier."""
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=LIMIT_S)
     first, here, last = (Calls(value, together.wait) for value in (1.0, 2.0, 4.0))
     reward = CombinedReward([("a", 1.0, first), ("b", 1.0, here), ("c", 1.0, last)], apart=[first, last])
     for _ in range(2):
@@ -156,7 +157,7 @@ def test_of_several_errors_the_first_rewards_is_raised_once_all_have_ended(apart
 
     def raise_late() -> None:
         if apart != ():
-            assert done.wait(10)
+            assert done.wait(LIMIT_S)
         raise ValueError("first")
 
     def raise_soon() -> None:
@@ -181,16 +182,16 @@ def test_ctrl_c_closes_rewards_that_judge_elsewhere_so_that_nobody_waits_for_the
 
     def judge() -> None:
         begun.set()
-        assert over.wait(10)
+        assert over.wait(LIMIT_S)
         ended.set()
 
     def interrupt() -> None:
-        assert begun.wait(10)
+        assert begun.wait(LIMIT_S)
         raise KeyboardInterrupt
 
     endless = Endless(1.0, judge)
     reward = CombinedReward([("a", 1.0, endless), ("b", 1.0, Calls(1.0, interrupt))], apart=[endless])
     with pytest.raises(KeyboardInterrupt):
         reward.score([PROMPT], ["text"])
-    assert ended.wait(10)
+    assert ended.wait(LIMIT_S)
     reward.close()

@@ -18,7 +18,7 @@ from millrace.rewards import isolated
 from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
 from millrace.types import Outcome
-from tests.rewards.helpers import calls, ends_within, is_running, prompts, score
+from tests.rewards.helpers import LIMIT_S, Clock, calls, ends_within, hangs, is_running, prompts, score
 
 pytestmark = pytest.mark.world
 
@@ -39,25 +39,30 @@ def test_a_number_that_is_not_finite_is_a_failure(make, value):
     assert outcome.reason == f"returned {value}, which is not a finite number"
 
 
-@pytest.mark.parametrize("hang", ["loop", "sleep 60", "regex"])
+@pytest.mark.parametrize("hang", ["loop", "hang", "regex"])
 def test_a_hang_fails_alone_and_nothing_is_judged_twice(make, hang):
     completions = [*(f"value {i}" for i in range(5)), hang, *(f"value {i}" for i in range(6, 10))]
-    outcomes = score(make(timeout_s=2.0), *completions)
-    assert outcomes[5].kind == "failed" and outcomes[5].reason == "took longer than 2 s"
+    outcomes = score(make(timeout_s=200.0, clock=Clock(hangs)), *completions)
+    assert outcomes[5].kind == "failed" and outcomes[5].reason == "took longer than 200 s"
     assert [outcome.value for outcome in outcomes[:5]] == [0, 1, 2, 3, 4]
     assert [outcome.value for outcome in outcomes[6:]] == [6, 7, 8, 9]
     assert calls() == completions
 
 
 def test_each_answer_has_the_whole_time(make):
-    outcomes = score(make(timeout_s=2.5), *["sleep 0.9"] * 3)
+    """Each takes 9 s of a clock that runs on when the next one begins."""
+
+    def now_s() -> float:
+        return 9.0 * len(calls()) if Path("calls.txt").exists() else 0.0
+
+    outcomes = score(make(timeout_s=10.0, clock=now_s), *["sleep 0.05"] * 3)
     assert [outcome.kind for outcome in outcomes] == ["score"] * 3
 
 
 def test_a_hang_kills_what_the_function_started(make):
-    (outcome,) = score(make(timeout_s=2.0), "child")
-    assert outcome.reason == "took longer than 2 s"
-    assert ends_within(int(Path("child.pid").read_text()), 5)
+    (outcome,) = score(make(timeout_s=200.0, clock=Clock(hangs)), "child")
+    assert outcome.reason == "took longer than 200 s"
+    assert ends_within(int(Path("child.pid").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +129,10 @@ def test_more_answers_than_pipes_hold_come_back_in_order_from_several_judges(mak
 
 
 def test_several_judges_work_at_once(make):
-    reward = make(num_workers=2)
-    values = {outcome.value for outcome in score(reward, *(["pid", "sleep 0.05"] * 40))}
-    assert len(values - {1.0}) == 2
+    """Each waits until the other has begun."""
+    outcomes = score(make(num_workers=2), *["meet 2"] * 80)
+    assert {outcome.kind for outcome in outcomes} == {"score"}
+    assert len({outcome.value for outcome in outcomes}) == 2
 
 
 def test_a_judge_is_kept_between_calls_and_replaced_if_it_died_meanwhile(make):
@@ -134,7 +140,7 @@ def test_a_judge_is_kept_between_calls_and_replaced_if_it_died_meanwhile(make):
     first, second = score(reward, "pid")[0].value, score(reward, "pid")[0].value
     assert first == second
     os.kill(int(first), signal.SIGKILL)
-    assert ends_within(int(first), 5)
+    assert ends_within(int(first))
     (third,) = score(reward, "pid")
     assert third.kind == "score" and third.value != first
 
@@ -152,17 +158,16 @@ def test_close_ends_a_call_of_another_thread(make):
 
     def call() -> None:
         try:
-            score(reward, "value 1", "sleep 600", "value 2")
+            score(reward, "value 1", "hang", "value 2")
         except RewardError as error:
             raised.append(str(error))
 
     thread = threading.Thread(target=call)
     thread.start()
-    until_s = time.monotonic() + 30
-    while not (Path("calls.txt").exists() and "sleep 600" in calls()) and time.monotonic() < until_s:
+    while not hangs():
         time.sleep(0.01)
     reward.close()
-    thread.join(30)
+    thread.join(LIMIT_S)
     assert raised == ["reward function my_rewards:grade was closed while it judged"]
     assert score(reward, "value 2")[0].value == 2.0
 
@@ -178,7 +183,7 @@ def test_calls_from_several_threads_do_not_mix(make):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert found == {base: [float(base + i) for i in range(50)] for base in (0, 1000, 2000)}
 
 
@@ -197,30 +202,12 @@ def test_an_interrupted_call_leaves_no_judge_behind(make, monkeypatch):
     assert [outcome.value for outcome in score(reward, "value 3", "value 4")] == [3.0, 4.0]
 
 
-def test_closing_ends_a_call_in_another_thread_and_a_later_one_judges_again(make):
-    reward, found = make(timeout_s=60.0), []
-
-    def call() -> None:
-        with pytest.raises(RewardError) as caught:
-            score(reward, "sleep 50", "value 2")
-        found.append(str(caught.value))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    while not Path("calls.txt").exists():
-        time.sleep(0.01)
-    reward.close()
-    thread.join(10)
-    assert found == ["reward function my_rewards:grade was closed while it judged"]
-    assert [outcome.value for outcome in score(reward, "value 3")] == [3.0]
-
-
-@pytest.mark.parametrize("judging", ["nothing", "sleep 60", "loop", "regex", "child"])
+@pytest.mark.parametrize("judging", ["nothing", "hang", "loop", "regex", "child"])
 def test_a_judge_dies_with_its_parent(make, judging, tmp_path):
     script = (
         "from millrace.rewards.isolated import IsolatedReward\n"
         "from millrace.types import Prompt\n"
-        "reward = IsolatedReward({'kind': 'function', 'function': 'my_rewards:grade'}, timeout_s=60)\n"
+        "reward = IsolatedReward({'kind': 'function', 'function': 'my_rewards:grade'}, timeout_s=600)\n"
         "ask = lambda text: reward.score([Prompt('train:0', (1,), '')], [text])\n"
         "print(int(ask('pid')[0].value), flush=True)\n"
         f"ask({judging!r})\n"
@@ -237,12 +224,10 @@ def test_a_judge_dies_with_its_parent(make, judging, tmp_path):
     with parent:
         assert parent.stdout is not None
         judge = int(parent.stdout.readline())
-        deadline = time.monotonic() + 20
-        while len(calls()) < 2 or (judging == "child" and not Path("child.pid").exists()):
-            assert time.monotonic() < deadline
+        while len(calls()) < 2 or (judging != "nothing" and not hangs()):
             time.sleep(0.02)
         assert is_running(judge)
         parent.kill()
-        assert ends_within(judge, 5)
+        assert ends_within(judge)
     if judging == "child":
-        assert ends_within(int(Path("child.pid").read_text()), 5)
+        assert ends_within(int(Path("child.pid").read_text()))

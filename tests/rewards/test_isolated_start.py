@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from millrace.rewards import isolated, process
+from millrace.rewards import process
 from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64
-from tests.rewards.helpers import prompts, score
+from tests.rewards.helpers import Clock, hangs, prompts, score
 
 
 @pytest.mark.world
@@ -65,12 +65,11 @@ def test_check_finds_a_module_that_breaks_on_import(make, tmp_path, body, messag
 
 
 @pytest.mark.world
-def test_a_judge_that_never_starts_is_named(make, tmp_path, monkeypatch):
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)")
-    monkeypatch.setattr(isolated, "_START_UP_S", 0.5)
+def test_a_judge_that_never_starts_is_named(make, tmp_path):
+    (tmp_path / "slow.py").write_text("import my_rewards\nmy_rewards.grade('', 'hang', '', {})")
     with pytest.raises(RewardError) as refused:
-        make({"kind": "function", "function": "slow:f"}).check()
-    assert str(refused.value) == "reward function slow:f did not start: took longer than 0.5 s"
+        make({"kind": "function", "function": "slow:f"}, clock=Clock(hangs)).check()
+    assert str(refused.value) == "reward function slow:f did not start: took longer than 60 s"
 
 
 @pytest.mark.parametrize(
@@ -150,11 +149,28 @@ def test_the_number_task_and_format_judges_run_in_a_child(make):
     assert [outcome.value for outcome in form] == [0.0, 1.0, 0.0]
 
 
+def cpu_s(pid: int) -> float:
+    """What a process has computed so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.world
 def test_a_pattern_that_never_ends_is_stopped(make):
-    outcomes = score(make({"kind": "format", "pattern": "(a+)+b"}, timeout_s=2.0), "aab", "a" * 40, "b")
+    begun_s: dict[int, float] = {}
+
+    def computes() -> bool:
+        """Whether the judge has computed for 0.3 s since it answered the first of three."""
+        for judge in reward._processes:
+            if len(judge.batch) == 2:
+                used_s = cpu_s(judge._popen.pid)
+                return used_s - begun_s.setdefault(judge._popen.pid, used_s) > 0.3
+        return False
+
+    reward = make({"kind": "format", "pattern": "(a+)+b"}, timeout_s=200.0, clock=Clock(computes))
+    outcomes = score(reward, "aab", "a" * 40, "b")
     assert [outcome.kind for outcome in outcomes] == ["score", "failed", "score"]
-    assert outcomes[1].reason == "took longer than 2 s"
+    assert outcomes[1].reason == "took longer than 200 s"
 
 
 @pytest.mark.world

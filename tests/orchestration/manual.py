@@ -67,7 +67,8 @@ class Manual:
         found, self.events = self.events, []
         if not found:
             self.now_s += timeout_s
-            time.sleep(0.001 if self.sleeps else 0)
+            if self.sleeps:
+                time.sleep(0.001)
         return found
 
     def begin(self) -> None:

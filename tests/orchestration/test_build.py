@@ -254,7 +254,9 @@ def test_reward_functions_judge_side_by_side(tmp_path, monkeypatch):
         "def two(prompt, completion, answer, row): return meet('two', 'one')\n"
     )
     monkeypatch.chdir(tmp_path)
-    entries = [{"kind": "function", "function": f"meeting:{name}"} for name in ("one", "two")]
+    entries = [
+        {"kind": "function", "function": f"meeting:{name}", "timeout_s": 60} for name in ("one", "two")
+    ]
     config = tiny_recipe(tmp_path, {"rewards": [*entries, {"kind": "exact", "weight": 4}]})
     with closing(build_reward(config, torch.device("cpu"))) as reward:
         (outcome,) = reward.score([Prompt("train:0", (1,), "1+1=", "2")], ["2"])

@@ -42,7 +42,7 @@ def test_outside_the_main_thread_nothing_is_caught():
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert seen == [(False, True)]
 
 

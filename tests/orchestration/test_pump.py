@@ -13,7 +13,7 @@ from millrace.orchestration.rollouts import Stalled
 from millrace.orchestration.runtime.base import Wanted
 from tests.orchestration.manual import Manual, rollouts_over, serving
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Quick(Manual):

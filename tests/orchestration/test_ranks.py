@@ -86,7 +86,7 @@ def test_alone_a_rank_started_when_it_says(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.world
 def test_the_store_of_the_ranks_answers_on_one_address_alone() -> None:
     store = open_store("127.0.0.1")
-    with socket.create_connection(("127.0.0.1", store.port), timeout=5) as connected:
+    with socket.create_connection(("127.0.0.1", store.port), timeout=60) as connected:
         assert connected.getpeername() == ("127.0.0.1", store.port)
     with socket.socket() as another, pytest.raises(ConnectionRefusedError):
         another.connect(("127.0.0.2", store.port))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from millrace.transport.broadcast import BroadcastReceiver, BroadcastSender
 from millrace.transport.local import WeightSyncError
@@ -64,14 +64,16 @@ def check_refusals(rank: int) -> None:
 
 
 def check_the_lost(rank: int) -> None:
-    """The trainer says nothing within the group's timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    if rank == 0:
-        time.sleep(2.0)
-        return
-    receiver = WeightReceiver(BroadcastReceiver(group), lambda named, version: None, dict)
-    text = said(receiver.receive)
-    assert text.startswith("a process was lost or came too late while weights were broadcast: ")
+    """The trainer says nothing within the timeout of a group, which is short only once the group is there."""
+    group = dist.new_group()
+    dist.barrier(group)
+    if rank > 0:
+        _set_pg_timeout(timedelta(seconds=0.2), group)
+        receiver = WeightReceiver(BroadcastReceiver(group), lambda named, version: None, dict)
+        text = said(receiver.receive)
+        assert text.startswith("a process was lost or came too late while weights were broadcast: ")
+    # Until the others have seen that, the trainer is there.
+    dist.barrier()
 
 
 def on_each(rank: int) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""A process that stands in for an engine's and starts at once. A file `manner` says how it behaves."""
+"""A process that stands in for an engine's and starts at once. A file `manner` says how it behaves.
+
+`late PATH` starts once there is such a file, `until PATH` draws then.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,8 @@ def main(text: str) -> None:
     die_with_parent(start["lifeline"])
     if manner == "stillborn":
         sys.exit("no such model")
+    if manner.startswith("late "):
+        wait_for(manner.removeprefix("late "))
     line = Line(socket.socket(fileno=start["line"]), ORDERS)
     line.put("ready")
     version, num_loads, num_turns = -1, 0, 0
@@ -60,7 +65,7 @@ def main(text: str) -> None:
 
 def answer(manner: str, num_loads: int, memory: int, note: Any) -> str:
     if manner == "slow":
-        time.sleep(1.0)
+        time.sleep(0.5)
     held = os.pread(memory, 4, note["tensors"]["weight"][2])
     right = held == np.float32(note["version"]).tobytes()
     if manner == "liar" or (manner == "clumsy" and num_loads == 1) or not right:
@@ -68,12 +73,17 @@ def answer(manner: str, num_loads: int, memory: int, note: Any) -> str:
     return ""
 
 
+def wait_for(path: str) -> None:
+    """Until the test makes a file."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
 def submitted(manner: str, line: Line, ids: list[str], version: int) -> None:
     if manner == "crash" or (manner == "fragile" and "fatal" in ids):
         sys.exit("out of luck")
     if manner.startswith("until "):
-        while not Path(manner.removeprefix("until ")).exists():
-            time.sleep(0.01)
+        wait_for(manner.removeprefix("until "))
     if manner == "gibberish":
         os.write(line.fileno(), b"\xff" * 100)
     elif manner == "strict":

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -66,7 +67,7 @@ def knock(ray: Any, token: str) -> str:
         env={**{name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}, **given},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     return done.stdout if done.returncode == 0 else done.stderr
@@ -118,6 +119,9 @@ def check(ray: Any) -> dict[str, Any]:
         "gpus": reserve(2, CPU=1, GPU=1),
     }
     held = ray_room.reserved(ray, cores, {"CPU": 1})
+    # Ray counts a moment later what is free.
+    while ray.available_resources().get("CPU"):
+        time.sleep(0.05)
     ray_room.PLACING_S = 1
     found["held"] = reserve(1, CPU=1)
     ray.util.remove_placement_group(held)

@@ -47,8 +47,7 @@ class Starts:
 def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wanted() -> None:
     with running() as runtime:
         runtime.want(3)
-        joined = until(runtime, Joined)
-        joined += until(runtime, Joined) if len(joined) < 2 else []
+        joined = until(runtime, Joined, 2)
         assert set(joined) == {Joined("engine-1"), Joined("engine-2")}
         runtime.want(2)
         # Who has started is for the caller to choose.
@@ -77,15 +76,16 @@ def test_one_that_is_lost_while_another_one_is_too_many_is_not_replaced_twice() 
         assert until(runtime, Joined) == [Lost("engine-1", RETIRED), Joined("engine-2")]
 
 
-def test_who_has_not_started_is_ended_where_it_is_too_many() -> None:
-    with running() as runtime:
+def test_who_has_not_started_is_ended_where_it_is_too_many(tmp_path: Path) -> None:
+    with running(start=Starts(*[f"late {tmp_path / 'told'}"] * 3)) as runtime:
         runtime.want(4)
         begun = pids(runtime)[1:]
         runtime.want(2)
         assert len(runtime._engines.living) == 2
+        (tmp_path / "told").touch()
         assert until(runtime, Joined) == [Joined("engine-1")]
         assert [is_running(pid) for pid in begun] == [True, False, False]
-        assert runtime.wait(0.5) == []
+        assert runtime.wait(0.2) == []
 
 
 def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from millrace.orchestration.runtime.children import EngineFailed
 from millrace.orchestration.runtime.processes import ProcessRuntime
 from millrace.types import SamplingParams
 from tests.orchestration.runtime.fake_engine import TOKENS
-from tests.orchestration.runtime.test_processes import LIMIT_S, Trainer, _fake, draws, pids, running
+from tests.orchestration.runtime.test_processes import LIMIT_S, Trainer, _fake, draws, pids, running, until
 
 pytestmark = pytest.mark.world
 
@@ -38,20 +39,25 @@ def test_what_it_generates_itself_is_no_event() -> None:
         assert drawn.id == "a"
 
 
-def test_what_it_generates_survives_a_loss() -> None:
-    with running() as runtime:
+def until_it_draws(runtime: ProcessRuntime) -> None:
+    while not runtime._engines.living["engine-0"].drawing:
+        time.sleep(0.01)
+
+
+def test_what_it_generates_survives_a_loss(tmp_path: Path) -> None:
+    with running(f"until {tmp_path / 'told'}") as runtime:
         runtime.send(Trainer().named_tensors(), 0)
-        (pid,) = pids(runtime)
-        os.kill(pid, signal.SIGSTOP)
         asked = threading.Thread(target=lambda: found.extend(ask(runtime, 3)))
         found: list[tuple[int, ...]] = []
         asked.start()
-        time.sleep(0.2)
+        until_it_draws(runtime)
         assert found == []
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pids(runtime)[0], signal.SIGKILL)
+        assert until(runtime, Lost) == [Lost("engine-0", "its process was killed by signal 9 (SIGKILL)")]
+        (tmp_path / "told").touch()
         asked.join(LIMIT_S)
         assert found == [TOKENS] * 3
-        assert [type(event) for event in runtime.wait(0.0)] == [Lost, Joined]
+        assert runtime.wait(0.0) == [Joined("engine-1")]
 
 
 def test_a_deadline_that_is_missed_has_its_name() -> None:
@@ -73,8 +79,7 @@ def test_who_waits_hears_of_the_end() -> None:
         asked = threading.Thread(target=wait, args=(runtime,))
         runtime._note = runtime._engines.living["engine-0"].held = {"version": 0}
         asked.start()
-        time.sleep(0.2)
-        assert asked.is_alive()
+        until_it_draws(runtime)
     asked.join(LIMIT_S)
     assert [str(error) for error in found] == ["the engines were ended while somebody waited for them"]
 

@@ -67,9 +67,11 @@ class Steps:
     def __init__(self, engine: PagedEngine) -> None:
         self._step, self._allowed, self._free = engine.step, threading.Semaphore(0), False
         self._done, self._changed = 0, threading.Condition()
+        self.num_begun = 0
         engine.step = self._take  # type: ignore[method-assign]
 
     def _take(self) -> Any:
+        self.num_begun += 1
         if not self._free:
             assert self._allowed.acquire(timeout=LIMIT_S)
         result = self._step()
@@ -127,9 +129,10 @@ def same_bits(one: Completion, other: Completion) -> bool:
     )
 
 
-@pytest.mark.world
 def test_nothing_is_drawn_before_weights_are_proved() -> None:
-    with serving(engine()) as trainer:
+    stepped = engine()
+    steps = Steps(stepped)
+    with serving(stepped) as trainer:
         trainer.submit(*long_draws(1))
         trainer.hear("ready")
         note = trainer.weights.write(trainer.models[0].named_parameters(), 0)
@@ -137,8 +140,11 @@ def test_nothing_is_drawn_before_weights_are_proved() -> None:
         trainer.line.put("load", {**note, "fingerprint": note["fingerprint"] | {name: "0" * 32}})
         (loaded,) = trainer.hear("loaded")
         assert loaded.note["error"].endswith(f"the first being {name}")
-        time.sleep(0.2)
-        assert [frame.kind for frame in trainer.frames + trainer.line.take()] == ["ready", "loaded"]
+        # It answers this a turn later: in between it would have drawn.
+        trainer.submit(Draw("bad", (99,), SamplingParams(max_tokens=2)))
+        trainer.hear("refused")
+        assert steps.num_begun == 0
+        steps.let_go()
         trainer.line.put("load", note)
         again = trainer.hear("loaded", 2)[1]
         assert (again.note["version"], again.note["at"], again.note["error"]) == (0, 0, "")
@@ -175,7 +181,6 @@ def test_it_draws_what_the_engine_draws() -> None:
         assert (ours[f"{i}"].text, ours[f"{i}"].finish_reason) == (completion.text, completion.finish_reason)
 
 
-@pytest.mark.world
 def test_what_was_aborted_goes_on_in_another_engine() -> None:
     draws = long_draws(3)
     whole = {}
@@ -252,7 +257,6 @@ def replayed(
     return found
 
 
-@pytest.mark.world
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrupt: bool) -> None:
@@ -289,10 +293,11 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
         assert same_bits(again[id], completion), id
 
 
-@pytest.mark.world
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_orders_taken_up_before_the_same_turns_draw_the_same(kv: KvPolicy, interrupt: bool) -> None:
+def test_orders_taken_up_before_the_same_turns_draw_the_same(
+    kv: KvPolicy, interrupt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However early they come: a script says what was taken up when."""
     models = [tiny_model("qwen3", seed=seed) for seed in (1, 2, 3)]
     first, second, third = long_draws(6), long_draws(4, seed=1), long_draws(2, seed=2)
@@ -331,7 +336,10 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(kv: KvPolicy, inter
         # There is one copy of the weights, which changes once they are loaded.
         trainer.hear("loaded")
         trainer.load(2)
-        time.sleep(0.2)
+        # It has to wait for the last order.
+        monkeypatch.setattr(engine_process, "BEAT_S", 0.01)
+        trainer.frames.clear()
+        trainer.hear("beat", 5)
         trainer.submit(*third)
         again = {one[0]: one for one in trainer.drawn(12)}
     for id, began, ended, completion in told.values():

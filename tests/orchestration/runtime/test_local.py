@@ -9,15 +9,32 @@ from pathlib import Path
 
 import pytest
 
+from millrace.orchestration.runtime import local
+from millrace.orchestration.runtime import watch as watching
 from millrace.orchestration.runtime.local import run_ranks
 from millrace.orchestration.runtime.watch import INTERRUPTED, LOST, RankFailed
+from tests.rewards.helpers import LIMIT_S, is_running
 
 pytestmark = pytest.mark.world
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks say or lose something one after the other, each may take its time."""
+    monkeypatch.setattr(watching, "TELLING_S", LIMIT_S)
+    monkeypatch.setattr(watching, "GRACE_S", LIMIT_S)
+
+
 def command(body: str) -> list[str]:
-    """A rank that knows its number as `rank`."""
-    lines = ["import os, sys, time", "rank = int(os.environ['RANK'])", body]
+    """A rank that knows its number as `rank`; it may `tell` a name and `hear` those that others tell."""
+    lines = [
+        "import os, sys, time",
+        "rank = int(os.environ['RANK'])",
+        "def tell(name): open(name, 'w').close()",
+        "def hear(name):",
+        "    while not os.path.exists(name): time.sleep(0.01)",
+        body,
+    ]
     return [sys.executable, "-c", "\n".join(lines)]
 
 
@@ -30,26 +47,40 @@ def test_every_rank_runs_and_knows_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [1, INTERRUPTED])
-def test_the_first_ranks_code_is_the_runs(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_ranks_code_is_the_runs(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     # As where all ranks find the same mistake, or the user asked to leave.
-    assert (
-        run_ranks(command(f"time.sleep(0.3 * (1 - rank)); print('from', rank); sys.exit({code})"), 2) == code
-    )
+    monkeypatch.chdir(tmp_path)
+    body = f"hear('the other') if rank == 0 else tell('the other')\nprint('from', rank)\nsys.exit({code})"
+    assert run_ranks(command(body), 2) == code
     assert capfd.readouterr().out == "from 0\n"
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_quoted() -> None:
-    body = (
-        f"rank or time.sleep(0.2) or sys.exit({LOST})\nrank == 2 and time.sleep(60)\nraise KeyError('mine')"
-    )
-    started_s = time.monotonic()
+def test_a_rank_that_fails_ends_the_others_and_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The first rank only lost the others and the last one hangs: nothing more will be told.
+    monkeypatch.setattr(watching, "TELLING_S", 0.05)
+    monkeypatch.setattr(local, "GRACE_S", 0.05)
+    body = f"""
+if rank == 0:
+    sys.exit({LOST})
+if rank == 2:
+    open('pid', 'w').write(str(os.getpid()))
+    tell('hangs')
+    time.sleep(600)
+hear('hangs')
+raise KeyError('mine')
+"""
     with pytest.raises(RankFailed, match=r"(?s)rank 1 of 3 ended with exit code 1\n.*KeyError: 'mine'"):
         run_ranks(command(body), 3)
-    assert time.monotonic() - started_s < 20
+    assert not is_running(int(Path("pid").read_text()))
 
 
 def test_a_rank_that_is_killed_is_named() -> None:
-    body = f"rank and os.kill(os.getpid(), 9)\ntime.sleep(0.3)\nsys.exit({LOST})"
+    body = f"rank and os.kill(os.getpid(), 9)\nsys.exit({LOST})"
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with signal SIGKILL$"):
         run_ranks(command(body), 2)
 
@@ -61,15 +92,17 @@ def test_where_all_lost_each_other_the_first_is_named() -> None:
 
 def test_a_request_to_end_reaches_every_rank(tmp_path: Path) -> None:
     body = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(130))\n"
-    body += f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').close()\ntime.sleep(60)"
+    body += f"tell({str(tmp_path)!r} + f'/{{rank}}')\ntime.sleep(600)"
+    before = signal.getsignal(signal.SIGTERM)
 
     def ask() -> None:
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.05)
+        while len(list(tmp_path.iterdir())) < 2 or signal.getsignal(signal.SIGTERM) == before:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=ask).start()
+    threading.Thread(target=ask, daemon=True).start()
     assert run_ranks(command(body), 2) == INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_where_one_left_at_once_the_run_was_interrupted() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,6 @@ from millrace.orchestration.runtime.processes import ProcessRuntime
 from millrace.types import SamplingParams
 from tests.models.tiny import SIZES
 from tests.orchestration.runtime.test_processes import Judge, load, pids, until
-
-LIMIT_S = 60.0
 
 
 def saved(folder: Path) -> list[Model]:
@@ -50,7 +48,7 @@ def real(folder: Path) -> Iterator[tuple[ProcessRuntime, PagedEngine, list[Model
     settings = Settings(read_files(folder), 1)
     with ProcessRuntime(settings, Judge(), lambda: newest[-1].named_parameters()) as runtime:
         load(runtime, "engine-0", 0)
-        assert until(runtime, Loaded, LIMIT_S) == [Loaded("engine-0", 0, 0)]
+        assert until(runtime, Loaded) == [Loaded("engine-0", 0, 0)]
         newest.append(models[1])
         yield runtime, open_engine(folder), models
 
@@ -67,16 +65,23 @@ def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
         twin.load_weights(models[0].named_parameters(), 0)
         ours, theirs = runtime.generate(PROMPTS, PARAMS), twin.generate(PROMPTS, PARAMS)
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
-        runtime.submit("engine-0", [ENDLESS])
-        # Once these are drawn beside it, it has begun.
-        runtime.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
-        load(runtime, "engine-0", 1)
-        (loaded,) = until(runtime, Loaded, LIMIT_S)
-        (drawn,) = until(runtime, Drawn, LIMIT_S)
-        assert isinstance(loaded, Loaded) and isinstance(drawn, Drawn)
-        num_old = loaded.at - drawn.began
-        assert 0 < num_old < 700
-        assert drawn.completion.versions.tolist() == [0] * num_old + [1] * (700 - num_old)
+        # Weights that come too late, as on a busy machine, are sent once more.
+        assert any(0 < weights_in_flight(runtime, version) < 1 for version in range(1, 11))
+
+
+def weights_in_flight(runtime: ProcessRuntime, version: int) -> float:
+    """Send weights while a long draw is under way; the share of its tokens that were drawn before."""
+    runtime.submit("engine-0", [replace(ENDLESS, id=f"endless-{version}")])
+    # Once these are drawn beside it, it has begun.
+    runtime.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
+    load(runtime, "engine-0", version)
+    events = until(runtime, Loaded)
+    events += [] if any(isinstance(event, Drawn) for event in events) else until(runtime, Drawn)
+    (loaded,) = (event for event in events if isinstance(event, Loaded))
+    (drawn,) = (event for event in events if isinstance(event, Drawn))
+    num_old = min(loaded.at - drawn.began, 700)
+    assert drawn.completion.versions.tolist() == [version - 1] * num_old + [version] * (700 - num_old)
+    return num_old / 700
 
 
 @pytest.mark.slow
@@ -85,19 +90,19 @@ def test_nothing_is_lost_with_a_real_process(tmp_path: Path) -> None:
     with real(tmp_path) as (runtime, twin, models):
         draws = [Draw(f"{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
         runtime.submit("engine-0", [ENDLESS, *draws])
-        time.sleep(0.05)
+        # Once these are drawn beside them, they have begun.
+        runtime.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
         (pid,) = pids(runtime)
         os.kill(pid, signal.SIGKILL)
-        events = until(runtime, Joined, LIMIT_S)
+        events = until(runtime, Joined)
         assert any(isinstance(event, Lost) for event in events)
-        done = [event for event in events if isinstance(event, Drawn)]
-        assert len(done) < 5
+        done = [event for event in events if isinstance(event, Drawn) and event.id != "endless"]
         runtime.load("engine-1", 0)
-        until(runtime, Loaded, LIMIT_S)
+        until(runtime, Loaded)
         ended = {one.id for one in done}
         runtime.submit("engine-1", [draw for draw in draws if draw.id not in ended])
         while len(done) < 4:
-            done += [event for event in runtime.wait(LIMIT_S) if isinstance(event, Drawn)]
+            done += [event for event in until(runtime, Drawn) if isinstance(event, Drawn)]
         twin.load_weights(models[0].named_parameters(), 0)
         ours = {one.id: one.completion.token_ids for one in done}
         assert ours == {f"{i}": c.token_ids for i, c in enumerate(twin.generate(PROMPTS, PARAMS))}

@@ -129,7 +129,9 @@ def test_weights_are_packed_where_that_is_of_use(monkeypatch: pytest.MonkeyPatch
     packed = pack(weight)
     assert packed is not None and (packed.num_inputs, packed.num_outputs) == (7, 8)
     # An odd number of inputs cannot be read in pairs.
-    assert pack(weight.bfloat16()) is None
+    for width, odd in ((7, True), (9, True), (8, False), (10, False)):
+        weight_ND = torch.zeros(8, width, dtype=torch.bfloat16)
+        assert (pack(weight_ND) is None) is odd
     assert pack(weight.to("meta")) is None
     assert pack(weight.half()) is None
     monkeypatch.setattr(product_cpu, "FEATURES", {"neon"})

@@ -17,6 +17,7 @@ from torch import Tensor
 from millrace.kernels import product_cpu as cpu
 from millrace.kernels.compiled import compiled, memory
 from millrace.kernels.product_cpu import ADD, GATE, WRITE, Packed, kinds, pack, place_of, product
+from millrace.kernels.product_tile import PANEL_BYTES
 from tests.close import close_bf16, close_fp32, close_fp64
 
 AS_PYTHON = os.environ.get("NUMBA_DISABLE_JIT") == "1"
@@ -115,6 +116,8 @@ def test_a_packed_weight_fills_panels_and_begins_where_a_line_does() -> None:
         packed = pack(drawn(0, num_outputs, 6, dtype=dtype))
         num_panels, num_steps, _ = packed.panel_PSC.shape
         columns = packed.panel_PSC.numel() // num_panels // 6
+        # A panel is as wide as the registers that sum: of float64 for float64, of float32 for the others.
+        assert columns * max(4, dtype.itemsize) == PANEL_BYTES
         assert num_panels == -(-num_outputs // columns)
         assert num_steps == (3 if dtype == torch.bfloat16 and cpu.PAIRS else 6)
         assert packed.panel_PSC.dtype == dtype and packed.panel_PSC.data_ptr() % 64 == 0

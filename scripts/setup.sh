@@ -59,18 +59,20 @@ sys.exit(not (2, 11) <= tuple(int(part) for part in release.split(".")[:2]) < (2
 network="the network or the package index may be out of reach; the lines above say more"
 if ! torch="$(has_torch)"; then
     echo "make setup: installing torch $TORCH (the largest download; it may take minutes)"
-    "$PYTHON" -m pip install -qq "torch==$TORCH" -c constraints.txt ||
+    "$PYTHON" -m pip install -qq --no-compile "torch==$TORCH" -c constraints.txt ||
         fail "torch $TORCH could not be installed; $network"
     torch="$TORCH"
 fi
 
 # A torch in range that is already there stays, and the triton that came with it, so they take the place of the
 # pinned ones.
-triton="$("$PYTHON" -c 'from importlib.metadata import version; print(version("triton"))' 2>/dev/null || true)"
+triton="$("$PYTHON" -c 'from importlib.metadata import version; print(version("triton"))' 2>/dev/null 2>&1 || true)"
 sed "s/^torch==.*/torch==$torch/${triton:+; s/^triton==.*/triton==$triton/}" constraints.txt >.venv/constraints.txt
 echo "make setup: installing millrace and its dependencies"
-"$PYTHON" -m pip install -qq -e ".[dev]" -c .venv/constraints.txt ||
+"$PYTHON" -m pip install -qq --no-compile -e ".[dev]" -c .venv/constraints.txt ||
     fail "the dependencies could not be installed; $network"
+# On all processors, where pip takes one. Packages also hold files of other Python versions, which do not compile.
+"$PYTHON" -W ignore -m compileall -qq -j 0 .venv/lib/python*/site-packages >/dev/null || true
 
 rm -f .venv/.ready-*
 touch "$stamp"

@@ -73,8 +73,7 @@ def groups(digest: str) -> list[list[Stage]]:
     return [
         [Stage("setup", 900)],
         [Stage("lint", 120)],
-        [Stage("type", 300)],
-        [Stage("warm", 300)],
+        [Stage("type", 300), Stage("warm", 300)],
         [Stage("test", 900)],
         [Stage("world", 900)],
         [Stage("slow", 900, f"--eighth {digest[:16]}")],
@@ -82,8 +81,8 @@ def groups(digest: str) -> list[list[Stage]]:
             Stage("chaos", 600, f"--schedules 12500 --first {number} --workers 1"),
             Stage("kills", 900, kills),
             Stage("soak", 300, f"--seconds 75 --seed {number}"),
+            Stage("mutants", 600, f"--changed --most 40 --drawn 10 --seed {number} --budget-s 150"),
         ],
-        [Stage("mutants", 600, f"--changed --most 40 --drawn 10 --seed {number} --budget-s 100")],
     ]
 
 

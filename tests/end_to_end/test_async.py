@@ -107,6 +107,7 @@ def test_left_with_ctrl_c_and_taken_up_no_group_is_lost_or_trained_twice(folder,
     assert prompts_of(left) == prompts_of(folder / "runs" / "ahead")
 
 
+@pytest.mark.slow
 def test_while_its_engine_hangs_a_run_says_so_and_killed_it_leaves_nothing_behind(folder):
     path = folder / "runs" / "killed"
     # Long enough that it is not over when it is looked at, and evaluated only at its end.

@@ -165,7 +165,7 @@ def test_a_length_is_gone_through_in_large_steps_and_then_in_smaller_ones(
     assert size_N.tolist() == expected
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_machine_code_on_the_disk_is_not_used_when_a_function_or_what_it_calls_has_changed(
     tmp_path: Path,
 ) -> None:

@@ -41,7 +41,7 @@ def test_draws_have_the_bits_of_the_plain_twin(vocabulary: int, dtype: torch.dty
 
 @compiled_only
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [0, 1, 2, 5, 13, 29])
 def test_many_draws_have_the_bits_of_the_plain_twin(seed: int, dtype: torch.dtype) -> None:
     vocabulary = 1 + seed * 97
     logit_NV = random_logits(seed, 100, vocabulary, dtype)
@@ -75,7 +75,7 @@ def test_truncation_by_hand(
 @compiled_only
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.01, 0.3, 1, 6])  # from one crowded bucket to many empty ones
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [0, 1, 2, 5, 9])
 def test_many_truncations_keep_what_the_plain_twin_keeps(seed: int, scale: float, dtype: torch.dtype) -> None:
     logit_NV = scale * random_logits(seed, 60, 5 + seed * 199, dtype)
     check_truncation(logit_NV.mul(16).round().div(16) if seed % 2 else logit_NV, seed)  # many equals

@@ -141,7 +141,7 @@ def leaves_room(groups: Line, taken: Iterable[int], *, size: int, staleness: int
     return all(len(due) <= size * ahead for ahead, due in enumerate(left))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_batch_is_complete_as_soon_as_one_leaves_room_for_later_ones(seed):
     """Against every set of finished groups."""
     rng, batch = random.Random(seed), 5

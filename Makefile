@@ -27,7 +27,7 @@ world: setup ## run the tests of processes and ports; one that fails is repeated
 	@$(PYTHON) scripts/retry.py $(MORE_WORKERS) -m "world and not slow" $(ARGS)
 
 slow: setup ## run the tests marked slow, half an hour on two cores
-	@$(PYTHON) scripts/retry.py $(WORKERS) -m "slow" $(ARGS)
+	@$(PYTHON) scripts/retry.py $(MORE_WORKERS) -m "slow" $(ARGS)
 
 stutter: setup ## run the tests of processes while they are stopped for 0.1 to 0.5 s at random
 	@$(PYTHON) scripts/stutter.py -- $(PYTEST) $(WORKERS) -m "world and not slow" $(ARGS)

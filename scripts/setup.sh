@@ -66,13 +66,13 @@ fi
 
 # A torch in range that is already there stays, and the triton that came with it, so they take the place of the
 # pinned ones.
-triton="$("$PYTHON" -c 'from importlib.metadata import version; print(version("triton"))' 2>/dev/null 2>&1 || true)"
+triton="$("$PYTHON" -c 'from importlib.metadata import version; print(version("triton"))' 2>/dev/null || true)"
 sed "s/^torch==.*/torch==$torch/${triton:+; s/^triton==.*/triton==$triton/}" constraints.txt >.venv/constraints.txt
 echo "make setup: installing millrace and its dependencies"
 "$PYTHON" -m pip install -qq --no-compile -e ".[dev]" -c .venv/constraints.txt ||
     fail "the dependencies could not be installed; $network"
 # On all processors, where pip takes one. Packages also hold files of other Python versions, which do not compile.
-"$PYTHON" -W ignore -m compileall -qq -j 0 .venv/lib/python*/site-packages >/dev/null || true
+"$PYTHON" -W ignore -m compileall -qq -j 0 .venv/lib/python*/site-packages >/dev/null 2>&1 || true
 
 rm -f .venv/.ready-*
 touch "$stamp"

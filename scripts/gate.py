@@ -41,16 +41,19 @@ class Stage:
         name: the target.
         limit_s: seconds after which the stage hangs; several times what it takes on two busy cores.
         arguments: for the target's ARGS.
+        yields: the stages beside it have the processors first.
     """
 
     name: str
     limit_s: float
     arguments: str = ""
+    yields: bool = False
 
     @property
     def command(self) -> list[str]:
         """What runs it."""
-        return ["make", "--no-print-directory", self.name, f"ARGS={self.arguments}"]
+        nice = ["nice"] if self.yields else []
+        return [*nice, "make", "--no-print-directory", self.name, f"ARGS={self.arguments}"]
 
     def __str__(self) -> str:
         return f"make {self.name}" + (f' ARGS="{self.arguments}"' if self.arguments else "")
@@ -70,6 +73,7 @@ def groups(digest: str) -> list[list[Stage]]:
     """All stages, in order, for a tree with this hexadecimal hash; those of one group run at once."""
     number = int(digest[:8], 16)
     kills = f"--kills 4 --apart 1 --accuracy 0 --seed {number} steps=12 checkpoint.every=1 warmup.steps=20"
+    mutants = f"--changed --most 40 --drawn 10 --seed {number} --budget-s 140"
     return [
         [Stage("setup", 900)],
         [Stage("lint", 120)],
@@ -78,10 +82,10 @@ def groups(digest: str) -> list[list[Stage]]:
         [Stage("world", 900)],
         [Stage("slow", 900, f"--eighth {digest[:16]}")],
         [
-            Stage("chaos", 600, f"--schedules 12500 --first {number} --workers 1"),
+            Stage("chaos", 600, f"--schedules 12500 --first {number} --workers 1", yields=True),
             Stage("kills", 900, kills),
             Stage("soak", 300, f"--seconds 75 --seed {number}"),
-            Stage("mutants", 600, f"--changed --most 40 --drawn 10 --seed {number} --budget-s 150"),
+            Stage("mutants", 600, mutants, yields=True),
         ],
     ]
 

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -254,9 +254,7 @@ class Workshop:
 
         `then` is told pytest's exit status (0: all passed), or None where they took longer than `limit_s`.
         """
-        while len(self._running) == len(self.benches):
-            self._collect()
-        bench = next(bench for bench in self.benches if bench not in self._running)
+        bench = self.free()
         (bench / file).write_text(source, encoding="utf-8")
         child = os.fork()
         if child == 0:
@@ -267,6 +265,12 @@ class Workshop:
             then(status)
 
         self._running[bench] = (child, time.monotonic() + limit_s, done)
+
+    def free(self) -> Path:
+        """The copy that the next child works in; waits until there is one."""
+        while len(self._running) == len(self.benches):
+            self._collect()
+        return next(bench for bench in self.benches if bench not in self._running)
 
     def finish(self) -> None:
         """Wait for everything that was started."""
@@ -335,24 +339,28 @@ def _run_tests(bench: Path, tests: list[str]) -> None:
         os._exit(status)
 
 
-def _baseline(root: Path, shop: Workshop, file: str) -> tuple[list[str], float]:
-    """The tests of a file and how long they take unchanged, in seconds.
+def _baselines(root: Path, shop: Workshop, files: Sequence[str], ends_s: float) -> dict[str, float]:
+    """How long the tests of each file take unchanged, in seconds; of none that would start after `ends_s`.
 
     Raises:
         SystemExit: they fail without any change.
     """
-    tests, statuses, start_s = tests_of(root, file), list[int | None](), time.monotonic()
+    unchanged_s = dict[str, float]()
+
+    def done(file: str, tests: list[str], bench: Path, start_s: float, status: int | None) -> None:
+        if status != 0:
+            output = (bench / "output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise SystemExit(f"{output}\n{' '.join(tests)} fail before anything is changed; mend them first")
+        unchanged_s[file] = time.monotonic() - start_s
+
+    for file in files:
+        bench = shop.free()
+        if time.monotonic() > ends_s:
+            break
+        tests, source = tests_of(root, file), (root / file).read_text(encoding="utf-8")
+        shop.start(file, source, tests, 300, partial(done, file, tests, bench, time.monotonic()))
     shop.finish()
-    shop.start(file, (root / file).read_text(encoding="utf-8"), tests, 300, statuses.append)
-    shop.finish()
-    if statuses != [0]:
-        output = "\n".join(
-            bench.joinpath("output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
-            for bench in shop.benches
-            if bench.joinpath("output.txt").exists()
-        )
-        raise SystemExit(f"{output}\n{' '.join(tests)} fail before anything is changed; mend them first")
-    return tests, time.monotonic() - start_s
+    return unchanged_s
 
 
 def drawn(mutants: list[Mutant], most: int, seed: int) -> list[Mutant]:
@@ -418,19 +426,21 @@ def hunt(
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         shop = Workshop(root, Path(folder), num_workers)
         try:
+            # Of the budget, half at most.
+            unchanged_s = _baselines(root, shop, files, (time.monotonic() + ends_s) / 2)
             for file in files:
-                own = [mutant for mutant in chosen if mutant.file == file]
-                if time.monotonic() > ends_s:
+                own, tests = [mutant for mutant in chosen if mutant.file == file], tests_of(root, file)
+                if file not in unchanged_s:
                     found.num_untried += len(own)
                     continue
-                tests, unchanged_s = _baseline(root, shop, file)
-                print(f"{file}: {len(own)} mutants, {unchanged_s:.1f} s each: {' '.join(tests)}", flush=True)
+                each_s = unchanged_s[file]
+                print(f"{file}: {len(own)} mutants, {each_s:.1f} s each: {' '.join(tests)}", flush=True)
                 for mutant in own:
+                    shop.free()
                     if time.monotonic() > ends_s:
                         found.num_untried += 1
                         continue
-                    then = partial(found.note, mutant)
-                    shop.start(file, mutant.source, tests, 30 + 5 * unchanged_s, then)
+                    shop.start(file, mutant.source, tests, 30 + 5 * each_s, partial(found.note, mutant))
             shop.finish()
         finally:
             shop.stop()

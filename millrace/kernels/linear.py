@@ -148,7 +148,8 @@ def _fits(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> bool:
 
 def _onednn_has(*tensors: Tensor) -> bool:
     # Without AVX-512 it has no products of bfloat16.
-    if tensors[0].dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    pairs = any(tensor.dtype is torch.bfloat16 for tensor in tensors)
+    if pairs and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return readable(*tensors) and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from millrace.data.functions import FunctionError, explain, imported
 from millrace.rewards.errors import RewardError
+from millrace.rewards.expressions import disarm_sympy
 
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
 
@@ -72,8 +73,13 @@ def verdict(
 
 def number_judge() -> Judge:
     """1 where math-verify finds the completion's final expression equal to the answer, else 0."""
+    # Before math-verify, which takes SymPy's reader by name, is imported.
+    disarm_sympy()
+    import math_verify.parser
+    import sympy
     from math_verify import parse, verify
 
+    math_verify.parser.parse_expr = sympy.parse_expr
     # The parent's deadline ends what takes too long; math-verify would warn that its own is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -117,19 +123,17 @@ def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
     Raises:
         RewardError: there is no such task, or it refuses the options.
     """
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from millrace.rewards.scorers import open_scorer
 
-    if name not in DATASETS:
-        raise RewardError(f"reward task: reasoning-gym has no task {name}; correct data.train")
-    try:
-        dataset = create_dataset(name, **options)
-    except Exception as error:
-        raise RewardError(
-            f"reward task: {name} refuses its options: {explain(error)}; correct data.task"
-        ) from error
+    score = open_scorer(name, options)
 
     def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
-        return dataset.score_answer(completion.strip(), row)
+        if "answer" not in row:
+            raise KeyError("answer")
+        try:
+            return score(completion.strip(), row)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            return Invalid(f"reasoning-gym's scorer of {name} cannot read the completion: {explain(error)}")
 
     return judge
 

@@ -10,7 +10,10 @@ from millrace.types import Outcome, Prompt
 
 _MARK = "####"
 # A number that goes on as a fraction, a product or a power is not the one that was meant.
-_NUMBER = re.compile(r"\s*([-+]?)\s*\$?\s*([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?!,?\.?[0-9]|\s*[/*^])")
+# White space is taken once and not given back, so that the time grows with the length and not with its cube.
+_NUMBER = re.compile(
+    r"\s*+([-+]?)\s*+\$?\s*+([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?!,?\.?[0-9]|\s*[/*^])"
+)
 
 
 class ExactReward:

@@ -25,6 +25,7 @@ def main(lifeline: int) -> None:
 
     hello = json.loads(requests.readline())
     sys.path[:] = hello["path"]
+    from millrace.rewards.confinement import limit_resources, refuse_effects
     from millrace.rewards.errors import RewardError
     from millrace.rewards.judges import make_judge, verdict
     from millrace.rewards.wire import decode_row, encode_line
@@ -38,6 +39,9 @@ def main(lifeline: int) -> None:
     except RewardError as error:
         reply({"error": str(error)})
         return
+    if hello["spec"]["kind"] != "function":
+        limit_resources()
+        refuse_effects()
     reply({"ready": True})
     for line in requests:
         message = json.loads(line)

@@ -99,3 +99,24 @@ def test_outcomes_keep_the_order_of_the_completions(reward):
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         reward.score([prompt("1"), prompt("2")], ["1"])
     reward.close()
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        " " * 200_000,
+        "$ " * 100_000,
+        "+" * 200_000,
+        "1" * 200_000 + "/",
+        "1," * 100_000,
+        "1." * 100_000,
+        "\n-" * 100_000,
+    ],
+    ids=["spaces", "dollars", "signs", "digits", "commas", "dots", "lines"],
+)
+@pytest.mark.parametrize("reward", [Gsm8kReward(), ExactReward()], ids=["gsm8k", "exact"])
+def test_a_long_completion_is_scored_in_time_that_grows_with_its_length(reward, tail):
+    """Where it grew with the square, this would hang."""
+    for text in (f"####{tail}", f"####{tail}x", tail, f"####{tail}####{tail}"):
+        (outcome,) = reward.score([prompt("72")], [text])
+        assert outcome.value == 0.0

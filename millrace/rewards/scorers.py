@@ -1,0 +1,173 @@
+"""reasoning-gym's scorers: which may judge, and what reads completions for those that would evaluate them.
+
+Some scorers call `eval` or SymPy's `parse_expr` on the completion, which run whatever Python it holds. Here
+their modules get readers that evaluate nothing (`expressions`). Every scorer was read before its digest was
+written into scorers.json: one whose source is another is refused until it has been read, too.
+"""
+
+from __future__ import annotations
+
+import cmath
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from millrace.data.functions import explain
+from millrace.rewards.errors import RewardError
+from millrace.rewards.expressions import (
+    UnreadableError,
+    disarm_sympy,
+    read_expression,
+    read_integers,
+    read_literal,
+)
+
+Scorer = Callable[[str, dict[str, Any]], float]
+
+PACKAGE = "reasoning_gym"
+_FRACTION = re.compile(r"[-+]?[0-9.]{1,40}(?:e[-+]?[0-9]{1,3}|/[0-9]{1,40})?", re.IGNORECASE)
+PROVED = Path(__file__).with_name("scorers.json")
+# What stands in for a name of a scorer's module.
+READERS: Mapping[str, Mapping[str, Any]] = {
+    "algorithmic.binary_matrix": {"eval": read_literal},
+    "algorithmic.number_sorting": {"eval": read_literal},
+    "algorithmic.spiral_matrix": {"eval": read_literal},
+    "algorithmic.string_insertion": {"eval": read_literal},
+    "arithmetic.bitwise_arithmetic": {"eval": read_integers},
+    "games.countdown": {"parse_expr": read_expression},
+    "games.n_queens": {"eval": read_literal},
+    "games.puzzle24": {"parse_expr": read_expression},
+}
+
+
+def open_scorer(name: str, options: Mapping[str, Any]) -> Scorer:
+    """The scorer of a task: a completion and its row give a number.
+
+    Raises:
+        RewardError: there is no such task, it refuses its options, or its scorer has not been read.
+    """
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if name not in DATASETS:
+        raise RewardError(f"reward task: reasoning-gym has no task {name}; correct data.train")
+    try:
+        dataset = create_dataset(name, **options)
+    except Exception as error:
+        raise RewardError(
+            f"reward task: {name} refuses its options: {explain(error)}; correct data.task"
+        ) from error
+    check_read(name)
+    disarm_sympy()
+    give_readers(DATASETS[name][0].__module__)
+    return SCORES.get(name) or dataset.score_answer
+
+
+def check_read(task: str) -> None:
+    """Refuse a task whose scorer is not, to the letter, one that was read.
+
+    Raises:
+        RewardError: its source is another, or it is new.
+    """
+    from reasoning_gym.factory import DATASETS
+
+    read = proved()
+    if task in read and read[task] == digest(DATASETS[task][0]):
+        return
+    state = "differs from the one" if task in read else "is not among those"
+    raise RewardError(
+        f"reward task: reasoning-gym's scorer of {task} {state} that millrace has read and found to evaluate "
+        "nothing; install reasoning_gym==0.1.25, or write a reward of kind function"
+    )
+
+
+@cache
+def proved() -> Mapping[str, str]:
+    """The digest of every scorer that was read, by task."""
+    read: dict[str, str] = json.loads(PROVED.read_text(encoding="utf-8"))
+    return read
+
+
+def digest(kind: type) -> str:
+    """Of the sources of a task's scorer: its module, and those of the package it takes names from."""
+    home = sys.modules[kind.__module__]
+    modules = {owner.__module__ for owner in kind.__mro__} | {
+        getattr(value, "__module__", None)
+        for value in vars(home).values()
+        if not isinstance(value, ModuleType)
+    }
+    sources = hashlib.sha256()
+    for module in sorted(name for name in modules if name and name.split(".")[0] == PACKAGE):
+        sources.update(inspect.getsource(sys.modules[module]).encode())
+    return sources.hexdigest()[:32]
+
+
+def give_readers(module: str) -> None:
+    """Have a module of reasoning-gym read completions with readers that evaluate nothing."""
+    home = importlib.import_module(module)
+    for name, reader in READERS.get(module.removeprefix(f"{PACKAGE}."), {}).items():
+        setattr(home, name, reader)
+
+
+def _halting(completion: str, row: dict[str, Any]) -> float:
+    """Whether the answer is the right one of True and False; reasoning-gym's own takes any text for it."""
+    return float(completion.strip().lower() == str(row["answer"]).lower())
+
+
+def _puzzle24(completion: str, row: dict[str, Any]) -> float:
+    """Whether the four numbers make 24; reasoning-gym's own takes any four, and 24.9."""
+    try:
+        value = read_expression(completion)
+    except UnreadableError:
+        return 0.01
+    used = sorted(int(number) for number in re.findall(r"\b\d+\b", completion))
+    return 1.0 if value == 24 and used == sorted(row["metadata"]["numbers"]) else 0.01
+
+
+def _complex_arithmetic(completion: str, row: dict[str, Any]) -> float:
+    """The distance to the right number, as exp(-distance); reasoning-gym's own gives full marks to `nan`."""
+    from reasoning_gym.algebra.complex_arithmetic import ComplexArithmeticDataset
+
+    found = ComplexArithmeticDataset.parse_string_to_complex(completion)
+    if found is None or not cmath.isfinite(found):
+        return 0.0
+    return math.exp(-abs(found - complex(*row["metadata"]["result"])))
+
+
+def _coin_flip(completion: str, row: dict[str, Any]) -> float:
+    """Whether a decimal or a fraction is the probability to 1e-4; else the share of its digits that agree.
+
+    reasoning-gym's own gives full marks to `0` for every probability below 1, since it divides by the shorter
+    of the two.
+    """
+    answer, expected = (text.replace(",", "").strip() for text in (completion, str(row["answer"])))
+    if not _FRACTION.fullmatch(answer):
+        return 0.0
+    try:
+        found, right = float(Fraction(answer)), float(Fraction(expected))
+    except (ZeroDivisionError, OverflowError):
+        return 0.0
+    if abs(found - right) <= 1e-4:
+        return 1.0
+    ours, theirs = f"{found:.10g}", f"{right:.10g}"
+    agree = len(os.path.commonprefix([ours, theirs]))
+    return 0.9 * agree / max(len(ours), len(theirs))
+
+
+# In place of scorers that give full marks to wrong answers.
+SCORES: Mapping[str, Scorer] = {
+    "coin_flip": _coin_flip,
+    "complex_arithmetic": _complex_arithmetic,
+    "game_of_life_halting": _halting,
+    "puzzle24": _puzzle24,
+}

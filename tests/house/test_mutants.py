@@ -99,10 +99,14 @@ def test_a_mutant_names_its_place(script, toy):
     )
 
 
-def test_the_twins_that_name_a_module_speak_for_it(script, toy):
-    write(toy / "tests" / "twins", {"test_a.py": "from millrace.algorithms import toy", "test_b.py": "toy"})
-    expected = ["tests/algorithms/test_toy.py", "tests/twins/test_a.py"]
-    assert script.tests_of(toy, "millrace/algorithms/toy.py") == expected
+def test_the_twins_that_name_a_kernel_speak_for_it(script, toy):
+    names = {
+        "test_a.py": "from millrace.kernels import toy",
+        "test_b.py": "from millrace.algorithms import toy",
+    }
+    write(toy / "tests" / "twins", names)
+    assert script.tests_of(toy, "millrace/kernels/toy.py") == ["tests/twins/test_a.py"]
+    assert script.tests_of(toy, "millrace/algorithms/toy.py") == ["tests/algorithms/test_toy.py"]
 
 
 @pytest.mark.world

@@ -349,12 +349,19 @@ CASES: dict[str, Callable[[Lab], Result]] = {
 }
 
 
+# A run that trains and is stopped.
+STOPPED_WHILE_TRAINING = {"Ctrl-C once", "Ctrl-C twice"}
+
+
 def test_the_page_and_the_cases_name_the_same_mistakes():
     assert list(PAGE) == list(CASES)
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("wrong", CASES)
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(case, marks=pytest.mark.slow if case in STOPPED_WHILE_TRAINING else ()) for case in CASES],
+)
 def test_what_the_page_says_is_printed(wrong, lab):
     seen, code = PAGE[wrong]
     result = CASES[wrong](lab)

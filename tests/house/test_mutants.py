@@ -109,7 +109,7 @@ def test_the_twins_that_name_a_kernel_speak_for_it(script, toy):
     assert script.tests_of(toy, "millrace/algorithms/toy.py") == ["tests/algorithms/test_toy.py"]
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_a_survivor_fails_the_hunt_and_a_listed_one_does_not(toy):
     done = hunt(toy)
     assert done.returncode == 1, done.stderr

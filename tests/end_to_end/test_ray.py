@@ -139,7 +139,7 @@ def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number:
 
 
 def test_a_run_outlives_deaths_at_random_moments(folder: Path) -> None:
-    words = ["--recipe", str(folder / "tiny.yaml"), "--kills", "2", "--apart", "0.3", "--accuracy", "0"]
+    words = ["--recipe", str(folder / "tiny.yaml"), "--kills", "2", "--apart", "1", "--accuracy", "0"]
     script = [sys.executable, str(ROOT / "scripts" / "kills.py"), *words, "steps=200", "evaluation.every=100"]
     done = run(script)
     assert done.returncode == 0, done.stdout

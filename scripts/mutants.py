@@ -156,12 +156,12 @@ def tests_of(root: Path, file: str) -> list[str]:
     package, module = Path(file).parts[-2], Path(file).stem
     own = [root / "tests" / package / f"test_{module}.py", root / "tests" / "machines" / f"test_{module}.py"]
     own += sorted((root / "tests" / package).glob(f"test_{module}_*.py"))
-    own += [
-        path
-        for path in sorted((root / "tests" / "twins").glob("test_*.py"))
-        if package == "kernels"
-        and re.search(rf"\b{package}\b.*\b{module}\b", path.read_text(encoding="utf-8"))
-    ]
+    if package == "kernels":
+        own += [
+            path
+            for path in sorted((root / "tests" / "twins").glob("test_*.py"))
+            if re.search(rf"\b{package}\b.*\b{module}\b", path.read_text(encoding="utf-8"))
+        ]
     return [path.relative_to(root).as_posix() for path in own if path.exists()]
 
 

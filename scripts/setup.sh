@@ -71,7 +71,7 @@ sed "s/^torch==.*/torch==$torch/${triton:+; s/^triton==.*/triton==$triton/}" con
 echo "make setup: installing millrace and its dependencies"
 "$PYTHON" -m pip install -qq --no-compile -e ".[dev]" -c .venv/constraints.txt ||
     fail "the dependencies could not be installed; $network"
-# On all processors, where pip takes one. Packages also hold files of other Python versions, which do not compile.
+# On all processors, where pip takes one. Some files are for newer versions of Python and do not compile: torch has one.
 "$PYTHON" -W ignore -m compileall -qq -j 0 .venv/lib/python*/site-packages >/dev/null 2>&1 || true
 
 rm -f .venv/.ready-*

@@ -1,7 +1,7 @@
-"""What a built-in judge may not do while it judges, whatever a completion makes its libraries do.
+"""What the worker of a built-in reward may not do while it scores a completion.
 
-An audit hook sees each of these before it happens and cannot be removed again. It is the second line: the
-first is that the judges evaluate nothing (`scorers`). A user's own function is not held to it.
+An audit hook sees each of these before it happens and cannot be removed again. It is the second defence; the
+first is that built-in rewards evaluate nothing (`scorers`). The worker of a user's function is not confined.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import resource
 import sys
 from typing import Any
 
-# What a judge with SymPy, NumPy and a task's data takes is a tenth.
+# A worker with SymPy, NumPy and a task's data takes a tenth.
 MEMORY_BYTES = 2 << 30
-FILE_BYTES = 0
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
+# Of functions that open no file; sockets have a family of events.
 REFUSED = frozenset(
     {
         "ctypes.dlopen",
@@ -31,19 +31,17 @@ REFUSED = frozenset(
         "os.posix_spawn",
         "os.putenv",
         "os.remove",
+        "os.removexattr",
         "os.rename",
         "os.rmdir",
-        "os.spawn",
-        "os.startfile",
+        "os.setxattr",
         "os.symlink",
         "os.system",
         "os.truncate",
         "os.unsetenv",
         "os.utime",
-        "pty.spawn",
         "signal.pthread_kill",
         "subprocess.Popen",
-        "webbrowser.open",
     }
 )
 # They compile functions that they write themselves, from numbers and names and never from a completion.
@@ -57,14 +55,13 @@ GENERATORS = frozenset(
         "sympy.utilities.lambdify",
     }
 )
-FAMILIES = ("socket.", "shutil.", "ftplib.", "http.", "smtplib.", "urllib.", "tempfile.")
 
 
 def limit_resources() -> None:
     """At most 2 GiB of memory, no file written, no core dump: more is an error in this process alone."""
     for kind, most in (
         (resource.RLIMIT_DATA, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(kind)
@@ -90,10 +87,10 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
         _, name = arguments
         # A module that is imported has a path; a syntax tree that is only read has the name that `ast` gives.
         if os.fsdecode(name).startswith("<") and name != "<unknown>" and _caller() not in GENERATORS:
-            raise PermissionError("a judge may not evaluate text")
+            raise PermissionError("a built-in reward may not evaluate text")
     elif event == "open":
         _, _, flags = arguments
         if isinstance(flags, int) and flags & WRITING:
-            raise PermissionError("a judge may not write files")
-    elif event in REFUSED or event.startswith(FAMILIES):
-        raise PermissionError(f"a judge may not use {event}")
+            raise PermissionError("a built-in reward may not write files")
+    elif event in REFUSED or event.startswith("socket."):
+        raise PermissionError(f"a built-in reward may not use {event}")

@@ -19,7 +19,6 @@ from typing import Any
 
 from millrace.data.functions import FunctionError, explain, imported
 from millrace.rewards.errors import RewardError
-from millrace.rewards.expressions import disarm_sympy
 
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
 
@@ -73,12 +72,14 @@ def verdict(
 
 def number_judge() -> Judge:
     """1 where math-verify finds the completion's final expression equal to the answer, else 0."""
-    # Before math-verify, which takes SymPy's reader by name, is imported.
-    disarm_sympy()
     import math_verify.parser
     import sympy
     from math_verify import parse, verify
 
+    from millrace.rewards.expressions import disarm_sympy
+
+    disarm_sympy()
+    # It has taken SymPy's own by name.
     math_verify.parser.parse_expr = sympy.parse_expr
     # The parent's deadline ends what takes too long; math-verify would warn that its own is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""reasoning-gym's scorers: which may judge, and what reads completions for those that would evaluate them.
+"""reasoning-gym's scorers: which are allowed, and the parsers for those that would evaluate a completion.
 
-Some scorers call `eval` or SymPy's `parse_expr` on the completion, which run whatever Python it holds. Here
-their modules get readers that evaluate nothing (`expressions`). Every scorer was read before its digest was
-written into scorers.json: one whose source is another is refused until it has been read, too.
+Some scorers call `eval` or SymPy's `parse_expr` on the completion, which run whatever Python it holds. Their
+modules get parsers that evaluate nothing (`expressions`). scorers.json lists the digest of every scorer that
+was reviewed; one with another digest is refused.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Scorer = Callable[[str, dict[str, Any]], float]
 
 PACKAGE = "reasoning_gym"
 _FRACTION = re.compile(r"[-+]?[0-9.]{1,40}(?:e[-+]?[0-9]{1,3}|/[0-9]{1,40})?", re.IGNORECASE)
-PROVED = Path(__file__).with_name("scorers.json")
-# What stands in for a name of a scorer's module.
-READERS: Mapping[str, Mapping[str, Any]] = {
+REVIEWED = Path(__file__).with_name("scorers.json")
+# Replacements for names of a scorer's module.
+PARSERS: Mapping[str, Mapping[str, Any]] = {
     "algorithmic.binary_matrix": {"eval": read_literal},
     "algorithmic.number_sorting": {"eval": read_literal},
     "algorithmic.spiral_matrix": {"eval": read_literal},
@@ -47,7 +47,6 @@ READERS: Mapping[str, Mapping[str, Any]] = {
     "arithmetic.bitwise_arithmetic": {"eval": read_integers},
     "games.countdown": {"parse_expr": read_expression},
     "games.n_queens": {"eval": read_literal},
-    "games.puzzle24": {"parse_expr": read_expression},
 }
 
 
@@ -55,7 +54,7 @@ def open_scorer(name: str, options: Mapping[str, Any]) -> Scorer:
     """The scorer of a task: a completion and its row give a number.
 
     Raises:
-        RewardError: there is no such task, it refuses its options, or its scorer has not been read.
+        RewardError: there is no such task, it refuses its options, or its scorer was not reviewed.
     """
     from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -67,56 +66,53 @@ def open_scorer(name: str, options: Mapping[str, Any]) -> Scorer:
         raise RewardError(
             f"reward task: {name} refuses its options: {explain(error)}; correct data.task"
         ) from error
-    check_read(name)
+    check_reviewed(name)
     disarm_sympy()
-    give_readers(DATASETS[name][0].__module__)
-    return SCORES.get(name) or dataset.score_answer
+    replace_parsers(DATASETS[name][0].__module__)
+    return SCORERS.get(name) or dataset.score_answer
 
 
-def check_read(task: str) -> None:
-    """Refuse a task whose scorer is not, to the letter, one that was read.
+def check_reviewed(task: str) -> None:
+    """Refuse a task whose scorer is not, to the letter, one that was reviewed.
 
     Raises:
         RewardError: its source is another, or it is new.
     """
     from reasoning_gym.factory import DATASETS
 
-    read = proved()
-    if task in read and read[task] == digest(DATASETS[task][0]):
+    known = reviewed().get(task)
+    if known == digest(DATASETS[task][0]):
         return
-    state = "differs from the one" if task in read else "is not among those"
+    state = "is not among those" if known is None else "differs from the one"
     raise RewardError(
-        f"reward task: reasoning-gym's scorer of {task} {state} that millrace has read and found to evaluate "
-        "nothing; install reasoning_gym==0.1.25, or write a reward of kind function"
+        f"reward task: reasoning-gym's scorer of {task} {state} that millrace has reviewed and found to "
+        "evaluate nothing; install reasoning_gym==0.1.25, or write a reward of kind function"
     )
 
 
 @cache
-def proved() -> Mapping[str, str]:
-    """The digest of every scorer that was read, by task."""
-    read: dict[str, str] = json.loads(PROVED.read_text(encoding="utf-8"))
-    return read
+def reviewed() -> Mapping[str, str]:
+    """The digest of every reviewed scorer, by task."""
+    digests: dict[str, str] = json.loads(REVIEWED.read_text(encoding="utf-8"))
+    return digests
 
 
 def digest(kind: type) -> str:
     """Of the sources of a task's scorer: its module, and those of the package it takes names from."""
     home = sys.modules[kind.__module__]
-    modules = {owner.__module__ for owner in kind.__mro__} | {
-        getattr(value, "__module__", None)
-        for value in vars(home).values()
-        if not isinstance(value, ModuleType)
-    }
+    names = [value for value in vars(home).values() if not isinstance(value, ModuleType)]
+    modules = {getattr(value, "__module__", None) for value in (*kind.__mro__, *names)}
     sources = hashlib.sha256()
     for module in sorted(name for name in modules if name and name.split(".")[0] == PACKAGE):
         sources.update(inspect.getsource(sys.modules[module]).encode())
     return sources.hexdigest()[:32]
 
 
-def give_readers(module: str) -> None:
-    """Have a module of reasoning-gym read completions with readers that evaluate nothing."""
+def replace_parsers(module: str) -> None:
+    """Have a module of reasoning-gym parse completions without evaluating them."""
     home = importlib.import_module(module)
-    for name, reader in READERS.get(module.removeprefix(f"{PACKAGE}."), {}).items():
-        setattr(home, name, reader)
+    for name, parser in PARSERS.get(module.removeprefix(f"{PACKAGE}."), {}).items():
+        setattr(home, name, parser)
 
 
 def _halting(completion: str, row: dict[str, Any]) -> float:
@@ -165,7 +161,7 @@ def _coin_flip(completion: str, row: dict[str, Any]) -> float:
 
 
 # In place of scorers that give full marks to wrong answers.
-SCORES: Mapping[str, Scorer] = {
+SCORERS: Mapping[str, Scorer] = {
     "coin_flip": _coin_flip,
     "complex_arithmetic": _complex_arithmetic,
     "game_of_life_halting": _halting,

@@ -107,23 +107,6 @@ def dies(
     return code != 0
 
 
-def end(process: ForkServerProcess, after_s: float) -> bool:
-    """Whether an attempt came to its end within `after_s` seconds; it is killed if not.
-
-    Raises:
-        AssertionError: it failed by itself.
-    """
-    process.join(after_s)
-    killed = process.is_alive()
-    if killed:
-        process.kill()
-        process.join(LIMIT_S)
-    code = process.exitcode
-    process.close()
-    assert killed or code == 0, f"an attempt ended with {code}"
-    return not killed
-
-
 def finished(folder: Path) -> bool:
     """Whether a run says that it is finished."""
     summary = folder / "summary.json"

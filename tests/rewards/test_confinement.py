@@ -1,4 +1,4 @@
-"""A built-in judge that would start a program, open a socket, write a file or take all memory is refused."""
+"""A built-in reward that starts a program, opens a socket, writes a file or takes all memory is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from millrace.rewards import confinement
-from millrace.rewards.confinement import FAMILIES, REFUSED
+from millrace.rewards.confinement import REFUSED
 from millrace.rewards.isolated import IsolatedReward
 from tests.rewards.helpers import prompts, score
 
@@ -89,14 +89,14 @@ def test_what_has_effects_is_refused_and_what_computes_is_not(tmp_path):
     assert {name: kind for name, (kind, _) in found.items() if kind != "PermissionError"} == {
         "temporary": "FileNotFoundError"
     }
-    assert found["eval"][1] == "a judge may not evaluate text"
-    assert found["write"][1] == "a judge may not write files"
-    assert found["system"][1] == "a judge may not use os.system"
+    assert found["eval"][1] == "a built-in reward may not evaluate text"
+    assert found["write"][1] == "a built-in reward may not write files"
+    assert found["system"][1] == "a built-in reward may not use os.system"
 
 
-@pytest.mark.parametrize("event", [*sorted(REFUSED), *(f"{family}anything" for family in FAMILIES)])
+@pytest.mark.parametrize("event", [*sorted(REFUSED), "socket.connect", "socket.__new__"])
 def test_each_event_is_refused(event):
-    with pytest.raises(PermissionError, match=f"a judge may not use {event}"):
+    with pytest.raises(PermissionError, match=f"a built-in reward may not use {event}"):
         confinement._refuse(event, ())
 
 

@@ -247,7 +247,7 @@ def main() -> None:
         "benchmark": "async_overlap",
         "date": date.today().isoformat(),
         "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "millrace")},
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "millrace-rl")},
         "workload": {"groups": GROUPS, "samples": SAMPLES, "max_tokens": LONGEST, "model": RECIPE["model"]},
         "steps": given.steps,
         "turns": given.turns,

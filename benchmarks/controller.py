@@ -144,7 +144,7 @@ def main() -> None:
             "benchmark": "controller",
             "date": date.today().isoformat(),
             "machine": f"{processor()}, 1 of {os.cpu_count()} cores",
-            "versions": {"python": platform.python_version(), "millrace": metadata.version("millrace")},
+            "versions": {"python": platform.python_version(), "millrace": metadata.version("millrace-rl")},
             **found,
         }
         RESULTS.mkdir(exist_ok=True)

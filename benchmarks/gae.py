@@ -342,7 +342,7 @@ def main() -> None:
         "benchmark": "gae",
         "date": date.today().isoformat(),
         "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "numba", "triton", "millrace")},
+        "versions": {name: metadata.version(name) for name in ("torch", "numba", "triton", "millrace-rl")},
         "cases": [],
     }
     for name, lengths in cases(given.quick).items():

@@ -233,7 +233,7 @@ def main() -> None:
         "benchmark": "logprob",
         "date": date.today().isoformat(),
         "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "triton", "millrace")},
+        "versions": {name: metadata.version(name) for name in ("torch", "triton", "millrace-rl")},
         "dtype": "bfloat16" if given.device == "cuda" else "float32",
         "repeats": given.repeats,
         "aim_over_products": AIM,

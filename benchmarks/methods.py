@@ -239,7 +239,7 @@ def machine() -> dict[str, str]:
     return {
         "cpu": f"{len(os.sched_getaffinity(0))} cores of {models[0] if models else platform.processor()}",
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("torch", "transformers", "millrace")},
+        **{name: metadata.version(name) for name in ("torch", "transformers", "millrace-rl")},
         "date": date.today().isoformat(),
     }
 

@@ -160,7 +160,7 @@ def main() -> None:
         "benchmark": "paged_attention",
         "date": date.today().isoformat(),
         "machine": torch.cuda.get_device_name(),
-        "versions": {name: metadata.version(name) for name in ("torch", "triton", "millrace")},
+        "versions": {name: metadata.version(name) for name in ("torch", "triton", "millrace-rl")},
         "cases": [],
     }
     for batch, length, group in cases:

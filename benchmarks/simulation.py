@@ -287,7 +287,7 @@ def main() -> None:
         "benchmark": "simulation",
         "date": date.today().isoformat(),
         "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "millrace")},
+        "versions": {name: metadata.version(name) for name in ("torch", "millrace-rl")},
         "runs": runs,
         "published": published(),
     }

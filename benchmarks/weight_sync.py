@@ -302,7 +302,7 @@ def main() -> None:
         "benchmark": "weight_sync",
         "date": date.today().isoformat(),
         "machine": f"{processor()}, one thread a process",
-        "versions": {name: metadata.version(name) for name in ("torch", "xxhash", "millrace")},
+        "versions": {name: metadata.version(name) for name in ("torch", "xxhash", "millrace-rl")},
         "size_mb": given.size_mb,
         "sides": sides,
         "payload_shares": shares,

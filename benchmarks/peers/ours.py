@@ -79,4 +79,4 @@ class Ours:
 
 
 if __name__ == "__main__":
-    serve(Ours, ("millrace", "torch", "transformers"))
+    serve(Ours, ("millrace-rl", "torch", "transformers"))

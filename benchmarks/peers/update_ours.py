@@ -105,4 +105,4 @@ def _products(weight_ND: Tensor, num_rows: int) -> list[Call]:
 
 if __name__ == "__main__":
     only_products = sys.argv[-1] == "products"
-    serve(Products if only_products else Ours, ("millrace", "torch", "transformers"))
+    serve(Products if only_products else Ours, ("millrace-rl", "torch", "transformers"))

@@ -17,6 +17,7 @@ import typer
 GIB = 1024**3
 LEAST_DISK_BYTES = LEAST_MEMORY_BYTES = GIB
 OUTPUT = "runs"
+DISTRIBUTION = "millrace-rl"  # on the package index; the import and the command are millrace
 
 # The quickstart recipe in small: one step of the warm-up, which always has a gradient, and one batch.
 SELF_CHECK: dict[str, Any] = {
@@ -96,14 +97,14 @@ def versions(problems: list[str]) -> Iterator[tuple[str, str]]:
     python = platform.python_version()
     yield "python", python
     try:
-        about = metadata.metadata("millrace")
+        about = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         problems.append("millrace is not installed, so runs cannot say their version; run: pip install -e .")
         return
     if python not in SpecifierSet(about["Requires-Python"]):
         problems.append(f"python is {python}, but millrace needs {about['Requires-Python']}; install another")
     yield "millrace", about["Version"]
-    for requirement in map(Requirement, metadata.requires("millrace") or []):
+    for requirement in map(Requirement, metadata.requires(DISTRIBUTION) or []):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         wanted = f'pip install "{requirement}"'

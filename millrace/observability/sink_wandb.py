@@ -26,7 +26,7 @@ class WandbSink:
         except ModuleNotFoundError:
             raise TrackerError(
                 "the tracker wandb needs a package that is not installed; "
-                "run `pip install 'millrace[wandb]'` or take wandb out of trackers"
+                "run `pip install 'millrace-rl[wandb]'` or take wandb out of trackers"
             ) from None
         kept = folder / "wandb_id.txt"
         known = kept.read_text(encoding="utf-8").strip() if kept.exists() else None

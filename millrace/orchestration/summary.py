@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from millrace import __version__
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
 
@@ -64,5 +65,5 @@ def run_report(
 
 def versions() -> dict[str, str]:
     """Versions of what decides a run's numbers."""
-    packages = {name: metadata.version(name) for name in ("millrace", "torch", "transformers")}
-    return {"python": platform.python_version(), **packages}
+    packages = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), "millrace": __version__, **packages}

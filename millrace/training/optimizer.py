@@ -55,7 +55,7 @@ def check_eight_bit(weights: Iterable[Tensor]) -> None:
     weights, key = list(weights), "policy.optimizer.eight_bit"
     if find_spec("bitsandbytes") is None:
         raise ModelError(
-            f"{key} needs a package that is not installed; run `pip install 'millrace[bitsandbytes]'` or "
+            f"{key} needs a package that is not installed; run `pip install 'millrace-rl[bitsandbytes]'` or "
             f"remove {key}"
         )
     if any(weight.dtype == torch.float64 for weight in weights):

@@ -29,7 +29,7 @@ def test_a_version_outside_its_range_is_a_problem(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "1.0" if name == "torch" else real(name))
     problems: list[str] = []
     assert dict(doctor.versions(problems))["torch"].startswith("1.0 ")
-    (wanted,) = [need for need in metadata.requires("millrace") or [] if need.startswith("torch")]
+    (wanted,) = [need for need in metadata.requires(doctor.DISTRIBUTION) or [] if need.startswith("torch")]
     needed = wanted.removeprefix("torch")
     assert problems == [f'torch is 1.0, but millrace needs {needed}; run: pip install "{wanted}"']
 

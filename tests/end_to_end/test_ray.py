@@ -26,7 +26,7 @@ from tests.rewards.helpers import ends_within
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace[ray]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace-rl[ray]'"),
     pytest.mark.timeout(600),
 ]
 RANKS = "mesh.dp_shard=2"

@@ -134,7 +134,7 @@ def test_two_ranks_that_wait_for_their_samples_are_repeated(folder: Path, proces
     check_repeats(folder, f"waits-{processes}")
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace[ray]'")
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace-rl[ray]'")
 def test_a_run_on_ray_is_repeated_by_processes_with_as_many_threads(folder: Path) -> None:
     done = run(command(folder, "ray", *AHEAD, "mesh.launcher=ray", "threads=2", "engine.processes=1"))
     assert done.returncode == 0, done.stderr

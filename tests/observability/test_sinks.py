@@ -194,6 +194,6 @@ def test_mlflow_gets_each_number_at_its_step_and_resumes_the_same_run(tmp_path, 
 def test_a_tracker_whose_package_is_missing_says_what_to_install(tmp_path, monkeypatch, name, sink):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        TrackerError, match=rf"run `pip install 'millrace\[{name}\]'` or take {name} out of trackers"
+        TrackerError, match=rf"run `pip install 'millrace-rl\[{name}\]'` or take {name} out of trackers"
     ):
         sink(tmp_path, {})

@@ -194,6 +194,6 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelError) as error:
         check_eight_bit(wide().parameters())
     assert str(error.value) == (
-        f"{key} needs a package that is not installed; run `pip install 'millrace[bitsandbytes]'` or remove "
-        f"{key}"
+        f"{key} needs a package that is not installed; run `pip install 'millrace-rl[bitsandbytes]'` "
+        f"or remove {key}"
     )

@@ -271,8 +271,8 @@ def _imported() -> Any:
         import ray
     except ModuleNotFoundError:
         raise RayTrainerError(
-            "mesh.launcher ray needs a package that is not installed; run `pip install 'millrace[ray]'` or "
-            "take it out"
+            "mesh.launcher ray needs a package that is not installed; run `pip install 'millrace-rl[ray]'` "
+            "or take it out"
         ) from None
     return ray
 

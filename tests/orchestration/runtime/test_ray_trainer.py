@@ -17,7 +17,7 @@ from millrace.config.recipe import load_recipe
 from millrace.orchestration.runtime import ray_trainer
 from millrace.orchestration.runtime.ray_trainer import RayTrainerError
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace[ray]'")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace-rl[ray]'")
 pytestmark = pytest.mark.timeout(300)
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
@@ -108,6 +108,6 @@ def test_without_ray_the_user_is_told_what_to_install(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(builtins, "__import__", without_ray)
     before = dict(os.environ)
-    with pytest.raises(RayTrainerError, match="pip install 'millrace\\[ray\\]'"):
+    with pytest.raises(RayTrainerError, match="pip install 'millrace-rl\\[ray\\]'"):
         ray_trainer.train(load_recipe("quickstart", {"mesh.dp_shard": 2}))
     assert dict(os.environ) == before

@@ -8,7 +8,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 MORE_WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -55,6 +55,9 @@ bench: setup ## run every script in benchmarks/, each prints its measurement
 	@set -e; for script in benchmarks/*.py; do \
 		[ -e "$$script" ] || continue; echo "== $$script"; \
 		$(PYTHON) "$$script" $(ARGS) || [ $$? -eq 2 ]; done  # 2: it needs what this machine has not
+
+wheels: setup ## check that everything installs without a compiler, after a change of constraints.txt
+	@$(PYTHON) scripts/wheels.py
 
 mutants: setup ## break the arithmetic on purpose and demand a red test each time
 	@$(PYTHON) scripts/mutants.py $(ARGS)

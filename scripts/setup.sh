@@ -3,8 +3,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+pinned() { sed -n "s/^$1==//p" constraints.txt; }
+
 # Exactly the tested version: a looser request may download gigabytes of another build.
-TORCH="$(sed -n 's/^torch==//p' constraints.txt)"
+TORCH="$(pinned torch)"
 PYTHON=.venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
@@ -59,7 +61,9 @@ sys.exit(not (2, 11) <= tuple(int(part) for part in release.split(".")[:2]) < (2
 network="the network or the package index may be out of reach; the lines above say more"
 if ! torch="$(has_torch)"; then
     echo "make setup: installing torch $TORCH (the largest download; it may take minutes)"
-    "$PYTHON" -m pip install -qq --no-compile "torch==$TORCH" -c constraints.txt ||
+    # A torch with CUDA requires the triton of its own version.
+    sed '/^triton==/d' constraints.txt >.venv/constraints.txt
+    "$PYTHON" -m pip install -qq --no-compile "torch==$TORCH" -c .venv/constraints.txt ||
         fail "torch $TORCH could not be installed; $network"
     torch="$TORCH"
 fi
@@ -71,6 +75,9 @@ sed "s/^torch==.*/torch==$torch/${triton:+; s/^triton==.*/triton==$triton/}" con
 echo "make setup: installing millrace and its dependencies"
 "$PYTHON" -m pip install -qq --no-compile -e ".[dev]" -c .venv/constraints.txt ||
     fail "the dependencies could not be installed; $network"
+# Without what it requires: pyproject.toml names that, except pycosat, which needs a C compiler.
+"$PYTHON" -m pip install -qq --no-compile --no-deps "reasoning-gym==$(pinned reasoning_gym)" ||
+    fail "reasoning-gym could not be installed; $network"
 # On all processors, where pip takes one. Some files are for newer versions of Python and do not compile: torch has one.
 "$PYTHON" -W ignore -m compileall -qq -j 0 .venv/lib/python*/site-packages >/dev/null 2>&1 || true
 

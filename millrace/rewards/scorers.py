@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from millrace.data.functions import explain
+from millrace.data.tasks import load_reasoning_gym
 from millrace.rewards.errors import RewardError
 from millrace.rewards.expressions import (
     UnreadableError,
@@ -56,19 +57,18 @@ def open_scorer(name: str, options: Mapping[str, Any]) -> Scorer:
     Raises:
         RewardError: there is no such task, it refuses its options, or its scorer was not reviewed.
     """
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    if name not in DATASETS:
+    factory = load_reasoning_gym()
+    if name not in factory.DATASETS:
         raise RewardError(f"reward task: reasoning-gym has no task {name}; correct data.train")
     try:
-        dataset = create_dataset(name, **options)
+        dataset = factory.create_dataset(name, **options)
     except Exception as error:
         raise RewardError(
             f"reward task: {name} refuses its options: {explain(error)}; correct data.task"
         ) from error
     check_reviewed(name)
     disarm_sympy()
-    replace_parsers(DATASETS[name][0].__module__)
+    replace_parsers(factory.DATASETS[name][0].__module__)
     return SCORERS.get(name) or dataset.score_answer
 
 
@@ -78,10 +78,8 @@ def check_reviewed(task: str) -> None:
     Raises:
         RewardError: its source is another, or it is new.
     """
-    from reasoning_gym.factory import DATASETS
-
     known = reviewed().get(task)
-    if known == digest(DATASETS[task][0]):
+    if known == digest(load_reasoning_gym().DATASETS[task][0]):
         return
     state = "is not among those" if known is None else "differs from the one"
     raise RewardError(

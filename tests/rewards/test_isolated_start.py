@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.data.tasks import load_reasoning_gym
 from millrace.rewards import process
 from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
@@ -182,9 +183,7 @@ def test_an_unknown_task_is_found_at_the_start(make):
 @pytest.mark.world
 def test_judges_of_tuples_score_as_in_this_process(make):
     """Through plain JSON, arc_agi's own answer would get 0.05, since its tuples would have become lists."""
-    from reasoning_gym.factory import create_dataset
-
-    entry = create_dataset("rearc", seed=3, size=1)[0]
+    entry = load_reasoning_gym().create_dataset("rearc", seed=3, size=1)[0]
     one = Prompt("train:0", (1,), entry["question"], entry["answer"], entry)
     (outcome,) = make({"kind": "task", "name": "rearc", "options": {}}).score([one], [entry["answer"]])
     assert outcome == Outcome("score", 1.0)

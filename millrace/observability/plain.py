@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-# C0, DEL and C1 controls, marks and overrides of writing direction, line and paragraph separators, and the halves
-# of surrogate pairs, which no encoding can hold.
+# C0, DEL and C1 controls, marks and overrides of writing direction, line and paragraph separators, and the
+# halves of surrogate pairs, which no encoding can hold.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import Any
 
 from millrace.observability import report_page as page
 from millrace.observability.charts import Point, Series, Shade, curve_svg, smoothed
+from millrace.observability.files import FileError, Shape, notice, read_json, read_text
 from millrace.observability.report_style import style_sheet
-from millrace.observability.sinks import read_metrics
+from millrace.observability.sinks import read_records
 from millrace.observability.tables import read_table
 
 # Metric, title, y axis, colour; drawn for reinforcement where the run has it.
@@ -46,6 +46,25 @@ TIME_COLOURS = {
 }
 NOT_PARTS = ("time/step_s", "time/wall_s", "time/tokens_per_s")
 SMOOTH_FROM = 40
+
+
+class Told(Shape):
+    """What the report takes of `summary.json`."""
+
+    name: str = ""
+    status: str = ""
+    recipe: str = ""
+    device: str = ""
+    wall_s: float = 0.0
+    eval_before: float | None = None
+    eval_after: float | None = None
+    eval_best: float | None = None
+    eval_size: int | None = None
+    tokens_sampled: int | None = None
+    tokens_trained: int | None = None
+    num_parameters: int | None = None
+    versions: dict[str, str] = {}
+    warnings: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,27 +170,29 @@ def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
     recipe, metrics, summary = run / "recipe.yaml", run / "metrics.jsonl", run / "summary.json"
     if not recipe.is_file() and not metrics.is_file():
         raise FileNotFoundError(f"{run} is not a run folder: it holds neither recipe.yaml nor metrics.jsonl")
-    records = read_metrics(metrics) if metrics.is_file() else []
-    try:
-        if told is None:
-            told = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
-    except ValueError as error:
-        raise ValueError(
-            f"{summary} is not JSON ({error}); remove it to report on the metrics alone"
-        ) from None
-    tables = {
-        name: read_table(path) if (path := run / "evaluations" / f"{name}.parquet").is_file() else []
-        for name in ("before", "after")
-    }
+    records = read_records(metrics, notice) if metrics.is_file() else []
+    if told is None:
+        mend = "remove it to report on the metrics alone"
+        told = read_json(summary, Told, mend=mend).model_dump(exclude_unset=True) if summary.is_file() else {}
+    tables = {name: _rows(run / "evaluations" / f"{name}.parquet") for name in ("before", "after")}
     return RunRecord(
         name=str(told.get("name") or run.resolve().name),
-        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
+        recipe=read_text(recipe) if recipe.is_file() else "",
         summary=told,
         warmup=[record for record in records if record["stage"] == "warmup"],
         reinforcement=[record for record in records if record["stage"] == "reinforcement"],
         evaluations=[record for record in records if record["stage"] == "evaluation"],
         **tables,
     )
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table; none where it is damaged, which is said."""
+    try:
+        return read_table(path) if path.is_file() else []
+    except FileError as error:
+        notice(f"{error}; the report leaves it out")
+        return []
 
 
 def result_sentence(record: RunRecord) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.observability.files import read_text
 from millrace.observability.sinks import Record, TrackerError, tagged
 
 
@@ -34,7 +35,7 @@ class MlflowSink:
         kept = folder / "mlflow_id.txt"
         mlflow.set_experiment("millrace")
         if kept.exists():
-            mlflow.start_run(run_id=kept.read_text(encoding="utf-8").strip())
+            mlflow.start_run(run_id=read_text(kept, mend="remove it to start another run of mlflow").strip())
             return
         run = mlflow.start_run(run_name=folder.name)
         mlflow.log_params(dict(settings))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.observability.files import read_text
 from millrace.observability.sinks import Record, TrackerError, tagged
 
 
@@ -29,7 +30,9 @@ class WandbSink:
                 "run `pip install 'millrace-rl[wandb]'` or take wandb out of trackers"
             ) from None
         kept = folder / "wandb_id.txt"
-        known = kept.read_text(encoding="utf-8").strip() if kept.exists() else None
+        known = (
+            read_text(kept, mend="remove it to start another run of wandb").strip() if kept.exists() else None
+        )
         self._run = wandb.init(
             project="millrace",
             name=folder.name,

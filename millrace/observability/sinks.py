@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol
 
+from millrace.observability.files import FileError, count, finite, read_json_lines, shown
+
 Record = Mapping[str, float | int | str]
+STAGES = ("warmup", "reinforcement", "evaluation")
 
 
 class TrackerError(RuntimeError):
@@ -70,19 +73,19 @@ class JsonlSink:
         """Forget every record written after `position` bytes.
 
         Raises:
-            ValueError: the file is shorter than that, or no record ends there.
+            FileError: the file is shorter than that, or no record ends there.
         """
         size = self._file.seek(0, 2)
         if position > size:
-            raise ValueError(
-                f"{self._path} has {size} bytes but the checkpoint was saved after {position}; it was cut or "
-                "replaced since, so put the original file back or start a new run"
+            raise FileError(
+                f"{shown(self._path)} has {size} bytes but the checkpoint was saved after {position}; it was "
+                "cut or replaced since, so put the original file back or start a new run"
             )
         self._file.seek(max(position - 1, 0))
         if position < 0 or (position > 0 and self._file.read(1) != b"\n"):
             self._file.seek(0, 2)
-            raise ValueError(
-                f"no record of {self._path} ends at byte {position}; the file was edited since the "
+            raise FileError(
+                f"no record of {shown(self._path)} ends at byte {position}; the file was edited since the "
                 "checkpoint, so put the original file back or start a new run"
             )
         self._file.truncate(position)
@@ -94,26 +97,41 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; null where a number was not finite.
+    """The objects of a file of JSON lines, such as an event log or `metrics.jsonl`.
 
     A last line without its line break is one still being written, or cut by a kill; it is left out.
 
     Raises:
-        ValueError: any other line is not a JSON object.
+        FileError: the file cannot be read, or any other line is not a JSON object.
     """
-    *lines, _ = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path} line {number} is not JSON ({error}); mend or remove that line"
-            ) from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path} line {number} is not a JSON object; mend or remove that line")
-        records.append(record)
-    return records
+    return read_json_lines(path)
+
+
+def read_records(path: Path, tell: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`; null where a number was not finite.
+
+    Args:
+        path: of the file.
+        tell: is told of damaged lines, which are left out then.
+
+    Raises:
+        FileError: the file cannot be read; or a line is no record, and there is no `tell`.
+    """
+    return read_json_lines(path, _wrong_record, tell=tell)
+
+
+def _wrong_record(record: Mapping[str, Any]) -> str | None:
+    """What is wrong with a line of `metrics.jsonl`."""
+    if record.get("stage") not in STAGES:
+        return "its stage is none that there is"
+    if record["stage"] == "evaluation" and record.get("during") not in STAGES:
+        return "it does not say during which stage"
+    if not count(record.get("step")):
+        return "its step is no number"
+    for name, value in record.items():
+        if not (value is None or isinstance(value, str) or finite(value)):
+            return f"{name} is neither a number nor text"
+    return None
 
 
 class TensorBoardSink:

@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from millrace.observability.files import RESTORE, FileError, shown
+from millrace.observability.plain import plain_text
+
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as one Parquet file. It appears under its name only when it is complete.
@@ -26,7 +29,8 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.partial")
     try:
-        pq.write_table(pa.Table.from_pylist(rows), aside, compression="zstd")
+        table = pa.Table.from_pylist(rows)
+        pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
@@ -37,7 +41,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a Parquet file.
+        FileError: it is not a Parquet file, or not what was written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -45,7 +49,10 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"table {path} does not exist")
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path, partitioning=None).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from None
+        # One written by an older millrace has no checksums, and is read all the same.
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            rows: list[dict[str, Any]] = file.read().to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = plain_text(str(error).partition("\n")[0], 200)
+        raise FileError(f"{shown(path)} is not a Parquet file that is whole: {reason}; {RESTORE}") from None
     return rows

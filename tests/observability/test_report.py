@@ -302,7 +302,7 @@ def test_a_broken_summary_is_named(tmp_path: Path):
     run = run_folder(tmp_path / "run", records(0, 1))
     (run / "summary.json").write_text("{")
     with pytest.raises(
-        ValueError, match=r"summary.json is not JSON .*; remove it to report on the metrics alone"
+        ValueError, match=r"summary.json is damaged: not JSON.*; remove it to report on the metrics alone"
     ):
         write_report(run)
 

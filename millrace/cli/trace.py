@@ -20,19 +20,20 @@ def trace(run: Run, output: Output = None) -> None:
 
     The run may still be going on. Open the file in https://ui.perfetto.dev or chrome://tracing.
     """
-    from millrace.observability.sinks import read_metrics
+    from millrace.observability.files import notice
+    from millrace.orchestration.events import read_events, read_spans
     from millrace.orchestration.run_folder import RunFolder, RunFolderError
     from millrace.orchestration.trace import chrome_trace
 
     folder = RunFolder.open(run)
     if not folder.events.is_file():
         raise RunFolderError(f"run {run} has no event log: it has not come to its first batch")
-    events = read_metrics(folder.events)
+    events = read_events(folder.events, notice)
     if not any(event["kind"] == "dispatch" for event in events):
         raise RunFolderError(
             f"run {run}: its event log does not say what was asked of engines; an older millrace wrote it"
         )
-    told = chrome_trace(events, [read_metrics(path) for path in folder.spans_of_ranks()])
+    told = chrome_trace(events, [read_spans(path, notice) for path in folder.spans_of_ranks()])
     path = output or folder.path / "trace.json"
     path.write_text(json.dumps(told), encoding="utf-8")
     slices = [one for one in told["traceEvents"] if one["ph"] == "X"]

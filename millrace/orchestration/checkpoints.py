@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from millrace.config.recipe import from_yaml
 from millrace.config.settings import RunConfig
 from millrace.data.chat import render
 from millrace.data.prompts import make_prompts, read_split
@@ -62,7 +61,7 @@ def open_policy(run: str | Path, checkpoint: str) -> Policy:
         ValueError, RuntimeError: the run or its checkpoint cannot be read; the message says why.
     """
     folder = RunFolder.open(run)
-    config = from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
+    config = folder.config()
     model_folder = find_checkpoint(folder, checkpoint) / "model"
     tokenizer = load_tokenizer(model_folder)
     model = load_model(model_folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.observability.sinks import Record, plain, read_metrics
+from millrace.observability.files import MANIFEST, FileError, read_manifest
+from millrace.observability.sinks import Record, plain, read_records
 from millrace.observability.tables import read_table
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.runtime.script import ReplayError
-from millrace.training.checkpoint import MANIFEST, CheckpointError, verify_checkpoint
+from millrace.training.checkpoint import CheckpointError, verify_checkpoint
 
 # What the clock and the system say; nobody can repeat it.
 MEASURED = ("time/", "memory/")
@@ -25,8 +25,8 @@ class Comparison:
     def __init__(self, original: RunFolder, repeated: RunFolder) -> None:
         """Go on after what was repeated so far."""
         self._original, self._repeated = original, repeated
-        self._records = read_metrics(original.metrics)
-        self._num_seen = len(read_metrics(repeated.metrics))
+        self._records = read_records(original.metrics)
+        self._num_seen = len(read_records(repeated.metrics))
 
     def write(self, record: Record) -> None:
         """Compare a record, and the samples of its batch, with those of the original.
@@ -68,7 +68,10 @@ def check_tables(original: Path, repeated: Path) -> None:
         ReplayError: they differ.
     """
     about = f"{original.parent.name}/{original.name}"
-    theirs, ours = read_table(original), read_table(repeated)
+    try:
+        theirs, ours = read_table(original), read_table(repeated)
+    except FileError as error:
+        raise ReplayError(str(error)) from None
     if len(ours) != len(theirs):
         raise ReplayError(f"{about} had {len(theirs)} rows in the run and has {len(ours)} in the replay")
     for place, rows in enumerate(zip(theirs, ours, strict=True)):
@@ -112,5 +115,8 @@ def _checkpoints(folder: RunFolder) -> Iterator[str]:
 
 
 def _sums(checkpoint: Path) -> dict[str, str]:
-    files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-    return {name: told["sha256"] for name, told in files.items() if name.startswith(WEIGHTS)}
+    try:
+        files = read_manifest(checkpoint)
+    except FileError as error:
+        raise ReplayError(str(error)) from None
+    return {name: entry.sha256 for name, entry in files.items() if name.startswith(WEIGHTS)}

@@ -38,8 +38,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.observability.files import finite, parse_json, read_json_lines
 from millrace.observability.sinks import JsonlSink
-from millrace.orchestration.proof import FACTS, LogError, read
+from millrace.orchestration.proof import FACTS, LogError, read, wrong_fact
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
@@ -79,7 +80,7 @@ class EventLog(JsonlSink):
         Raises:
             ValueError: the kind is unknown, or a fact is missing.
         """
-        if missing := [name for name in FACTS.get(kind, ("such a kind",)) if name not in facts]:
+        if missing := [name for name in FACTS.get(kind, {"such a kind": None}) if name not in facts]:
             raise ValueError(f"event {kind} lacks {missing[0]}")
         event = {"kind": kind, "time_s": round(self._clock(), 6), **facts}
         self._file.write(_ENCODER.encode(event).encode() + b"\n")
@@ -96,12 +97,49 @@ class EventLog(JsonlSink):
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    event = json.loads(line)
+                    event = parse_json(line)
                 except ValueError:
                     event = None
                 if not isinstance(event, dict):
                     raise LogError(f"line {number} of the event log is not a JSON object")
                 yield event
+
+
+def read_events(path: Path, tell: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """The events of a log that is only to be looked at; one that goes on from it takes `EventLog.events`.
+
+    Args:
+        path: of the log.
+        tell: is told of damaged lines, which are left out.
+
+    Raises:
+        FileError: it cannot be read; or a line is damaged, and there is no `tell`.
+    """
+    return read_json_lines(path, _unseen, tell=tell)
+
+
+def read_spans(path: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """What a rank did and when, as `spans.jsonl` keeps it: `name`, `begin_s` and `seconds`.
+
+    Args:
+        path: of the file.
+        tell: is told of damaged lines, which are left out.
+
+    Raises:
+        FileError: it cannot be read.
+    """
+    return read_json_lines(path, _wrong_span, tell=tell)
+
+
+def _unseen(event: Mapping[str, Any]) -> str | None:
+    """What is wrong with an event; one without a time cannot be shown."""
+    return wrong_fact(event) or (None if "time_s" in event else "it has no time_s")
+
+
+def _wrong_span(span: Mapping[str, Any]) -> str | None:
+    if not isinstance(span.get("name"), str):
+        return "it has no name"
+    return None if finite(span.get("begin_s")) and finite(span.get("seconds")) else "it has no time"
 
 
 def check_log(events: Iterable[Mapping[str, Any]]) -> list[int]:

@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millrace.config.recipe import from_yaml, settings, to_yaml
+from millrace.config.recipe import settings, to_yaml
 from millrace.config.settings import RunConfig
 from millrace.inference.engine import RequestFailed
 from millrace.observability.console import Console
+from millrace.observability.files import FileError, notice, read_text, shown
+from millrace.observability.plain import plain_text
 from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_wandb import WandbSink
 from millrace.observability.sinks import JsonlSink, Sink, TensorBoardSink
@@ -36,8 +38,9 @@ from millrace.orchestration.rollouts import Stalled
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
 from millrace.orchestration.runtime.children import EngineFailed
 from millrace.orchestration.saving import Saver
+from millrace.orchestration.status import read_summary
 from millrace.orchestration.watchdog import Watchdog
-from millrace.training.checkpoint import newest_checkpoint, read_state
+from millrace.training.checkpoint import CheckpointError, newest_checkpoint, read_state
 from millrace.training.spread import layout_of
 
 # What a disk says of a file that is open, without its name.
@@ -126,9 +129,9 @@ def resume(
     with _met(config, ranks) as ranks, _folder(ranks, partial(_locked, given)) as folder:
         config = _as_then(config, repeats, ranks)
         origin = given.path / "origin.txt"
-        recipe = origin.read_text(encoding="utf-8") if origin.is_file() else given.path.name
+        recipe = plain_text(read_text(origin), 200) if origin.is_file() else given.path.name
         checkpoint, refused = _newest(given.checkpoints, ranks)
-        progress = Progress() if checkpoint is None else Progress.from_json(read_state(checkpoint))
+        progress = Progress() if checkpoint is None else _progress(checkpoint)
         with explained(config):
             parts = build(config, checkpoint, ranks)
         with closing(parts):
@@ -141,9 +144,9 @@ def run_config(path: str | Path) -> RunConfig:
 
     Raises:
         RunFolderError: it is not a run folder.
+        FileError, ConfigError: its recipe is damaged.
     """
-    folder = RunFolder.open(path)
-    return from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
+    return RunFolder.open(path).config()
 
 
 def _met(config: RunConfig, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
@@ -192,8 +195,23 @@ def _status(folder: RunFolder) -> str | None:
     """What the summary of a run says, if it has one."""
     if not folder.summary.is_file():
         return None
-    status: str = json.loads(folder.summary.read_text(encoding="utf-8"))["status"]
-    return status
+    try:
+        return read_summary(folder.summary).status
+    except FileError as error:
+        notice(f"{error}; the run goes on from its newest checkpoint and writes it anew")
+        return None
+
+
+def _progress(checkpoint: Path) -> Progress:
+    """Where a run stands.
+
+    Raises:
+        CheckpointError: the state of the checkpoint is not one.
+    """
+    try:
+        return Progress.from_json(read_state(checkpoint))
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {shown(checkpoint)} has a state that cannot be: {error}") from None
 
 
 def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started_s: float) -> RunReport:

@@ -11,7 +11,7 @@ and the four are those that fit all such spans best (least squares, none below 0
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,10 @@ import numpy as np
 
 from millrace.config.recipe import load_recipe
 from millrace.config.settings import RunConfig
-from millrace.observability.sinks import read_metrics
+from millrace.observability.files import FileError
+from millrace.observability.plain import plain_text
+from millrace.observability.sinks import read_records
+from millrace.orchestration.events import read_events
 from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.planner.errors import PlanError
 from millrace.planner.simulate import Quantile, Service, constant, measured
@@ -30,6 +33,8 @@ Event = Mapping[str, Any]
 # What happens until the first batch is done happens once: kernels are compiled, caches are empty.
 NUM_FIRST = 1
 LEAST_SPANS = 8
+# No engine of a run that is measured has taken more steps.
+MAX_STEPS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +71,15 @@ def read_measured(run: str | Path) -> Measured:
     """The durations of a run with engines in processes of their own.
 
     Raises:
-        PlanError: it is no run folder, has too few finished batches, or does not tell what is needed.
+        PlanError: it is no run folder, a file of it is damaged, it has too few finished batches, or it does
+            not tell what is needed.
     """
     folder = Path(run)
     if not (folder / "recipe.yaml").is_file():
         raise PlanError(f"{run} is not a run folder (it has no recipe.yaml)")
     config = load_recipe(str(folder / "recipe.yaml"))
-    records = [one for one in _lines(folder / "metrics.jsonl") if one["stage"] == "reinforcement"]
+    records = _lines(read_records, folder / "metrics.jsonl")
+    records = [one for one in records if one["stage"] == "reinforcement"]
     if len(records) <= NUM_FIRST:
         raise PlanError(
             f"run {run} has finished {len(records)} of the {NUM_FIRST + 1} batches of reinforcement that "
@@ -83,7 +90,22 @@ def read_measured(run: str | Path) -> Measured:
             f"run {run} drew its answers in the trainer's process, so nothing tells what a step of an engine "
             "costs; run the recipe with engine.processes=1"
         )
-    events, counted = _lines(folder / "events.jsonl"), records[NUM_FIRST:]
+    events = _lines(read_events, folder / "events.jsonl")
+    try:
+        return _measured(run, config, records, events)
+    except (KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
+        # Of sound files, those of an older millrace lack some of it.
+        reason = plain_text(f"{type(error).__name__}: {error}", 200)
+        raise PlanError(
+            f"run {run}: its metrics.jsonl and events.jsonl do not tell together how long things took "
+            f"({reason}); measure another run"
+        ) from None
+
+
+def _measured(
+    run: str | Path, config: RunConfig, records: Sequence[Event], events: Sequence[Event]
+) -> Measured:
+    counted = records[NUM_FIRST:]
     if not any(event["kind"] == "dispatch" for event in events):
         raise PlanError(
             f"run {run}: its event log does not say what was asked of engines; an older millrace wrote it"
@@ -124,12 +146,10 @@ def read_measured(run: str | Path) -> Measured:
     )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(read: Callable[[Path], list[dict[str, Any]]], path: Path) -> list[dict[str, Any]]:
     try:
-        return read_metrics(path)
-    except OSError as error:
-        raise PlanError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+        return read(path)
+    except FileError as error:
         raise PlanError(str(error)) from None
 
 
@@ -190,6 +210,10 @@ def _spans(
 ) -> list[tuple[float, int, int, int, int]]:
     """Spans since then in which an engine never idled: seconds, steps, answers in them, prompts, updates."""
     last = max(event["ended"] for event in answers)
+    if last > MAX_STEPS or any(not 0 <= event["began"] <= event["ended"] for event in answers):
+        raise PlanError(
+            f"the event log counts steps of an engine that cannot be, up to {last}; measure another run"
+        )
     change, new = np.zeros((2, last + 1), np.int64)
     heard: dict[int, float] = {}
     begun: dict[int, float] = {}

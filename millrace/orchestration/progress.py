@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from millrace.observability.files import checked
+
 Stage = Literal["warmup", "reinforcement"]
 
 
@@ -68,9 +70,13 @@ class Progress:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Progress:
-        """What `to_json` gave; other keys are ignored."""
+        """What `to_json` gave; other keys are ignored.
+
+        Raises:
+            ValueError: a value has the wrong type, with a sentence on the first.
+        """
         names = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in tree.items() if key in names})
+        return checked(cls, {key: value for key, value in tree.items() if key in names})
 
     @property
     def checkpoint_name(self) -> str:

@@ -3,34 +3,89 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-FACTS = {
-    "begin": ("rules", "num_batches"),
-    "threads": ("ranks",),
-    "start": ("number", "prompt", "published"),
-    "dispatch": ("number", "samples", "turn", "engine"),
-    "part": ("number", "sample", "turn", "engine"),
-    "arrive": ("number", "sample", "turn", "engine", "oldest", "newest"),
-    "judge": ("call", "numbers"),
-    "finish": ("number", "births", "equal"),
-    "drop": ("number", "reason"),
-    "take": ("batch", "numbers", "staleness", "left_out", "withheld"),
-    "publish": ("version",),
-    "load": ("engine", "version"),
-    "lost": ("engine", "reason"),
-    "joined": ("engine",),
-    "want": ("engines", "leaving", "reason"),
-    "ignore": ("reason",),
-    "resume": ("numbers", "taken", "num_batches"),
-    "hold": (),
-    "keep": ("number", "turns", "tokens"),
-    "save": ("name",),
-    "heard": ("events",),
-    "send": ("version",),
-    "took": ("engine", "orders"),
-    "asked": ("engine", "draws"),
+from millrace.observability.files import count, finite
+from millrace.observability.plain import plain_text
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_ints(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int for number in value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _are_rules(value: Any) -> bool:
+    """The rules of a flow, as far as they are read here."""
+    if not isinstance(value, dict):
+        return False
+    numbers = all(count(value.get(name)) for name in ("groups_per_step", "staleness", "refill_rounds"))
+    return numbers and all(isinstance(value.get(name), str) for name in ("order", "stale"))
+
+
+def _are_withheld(value: Any) -> bool:
+    return isinstance(value, dict) and all(_are_ints(places) for places in value.values())
+
+
+def _are_orders(value: Any) -> bool:
+    """Pairs of a turn and the letters of the orders before it."""
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and isinstance(pair[1], str)
+        for pair in value
+    )
+
+
+def _is_anything(value: Any) -> bool:
+    return True
+
+
+Checks = dict[str, Callable[[Any], bool]]
+_NUMBER: Checks = {"number": _is_int}
+_ENGINE: Checks = {"engine": _is_text}
+_TURN: Checks = {**_NUMBER, "sample": _is_int, "turn": _is_int, **_ENGINE}
+# What an event of each kind says, and what checks it when it is read back.
+FACTS: dict[str, Checks] = {
+    "begin": {"rules": _are_rules, "num_batches": _is_int},
+    "threads": {"ranks": _are_ints},
+    "start": {**_NUMBER, "prompt": _is_text, "published": _is_int},
+    "dispatch": {**_NUMBER, "samples": _are_ints, "turn": _is_int, **_ENGINE},
+    "part": _TURN,
+    "arrive": {**_TURN, "oldest": _is_int, "newest": _is_int},
+    "judge": {"call": _is_text, "numbers": _are_ints},
+    "finish": {**_NUMBER, "births": _are_ints, "equal": _is_anything},
+    "drop": {**_NUMBER, "reason": _is_text},
+    "take": {
+        "batch": _is_int,
+        "numbers": _are_ints,
+        "staleness": _are_ints,
+        "left_out": _are_ints,
+        "withheld": _are_withheld,
+    },
+    "publish": {"version": _is_int},
+    "load": {**_ENGINE, "version": _is_int},
+    "lost": {**_ENGINE, "reason": _is_text},
+    "joined": _ENGINE,
+    "want": {"engines": _is_int, "leaving": _are_texts, "reason": _is_text},
+    "ignore": {"reason": _is_text},
+    "resume": {"numbers": _are_ints, "taken": _is_int, "num_batches": _is_int},
+    "hold": {},
+    "keep": {**_NUMBER, "turns": _are_ints, "tokens": _is_anything},
+    "save": {"name": _is_text},
+    "heard": {"events": _are_texts},
+    "send": {"version": _is_int},
+    "took": {**_ENGINE, "orders": _are_orders},
+    "asked": {**_ENGINE, "draws": _is_anything},
 }
 # They say nothing that another event could contradict.
 UNPROVED = ("threads", "ignore", "hold", "save", "heard", "asked")
@@ -38,6 +93,22 @@ UNPROVED = ("threads", "ignore", "hold", "save", "heard", "asked")
 
 class LogError(ValueError):
     """A log that no sound run can have written."""
+
+
+def wrong_fact(event: Mapping[str, Any]) -> str | None:
+    """What of an event, by itself, no run can have written; None where nothing is."""
+    kind = event.get("kind", "without a kind")
+    if not isinstance(kind, str) or kind not in FACTS:
+        return "it lacks ['a kind that is known']"
+    missing = [name for name in FACTS[kind] if name not in event]
+    if missing:
+        return f"it lacks {missing}"
+    if "time_s" in event and not finite(event["time_s"]):
+        return "its time_s is no number"
+    # Written by some versions, and read by a trace.
+    extra = [name for name in ("began", "ended") if name in event and not _is_int(event[name])]
+    wrong = [name for name, is_right in FACTS[kind].items() if not is_right(event[name])] or extra
+    return f"its {wrong[0]} is not what a run writes there" if wrong else None
 
 
 def read(events: Iterable[Mapping[str, Any]]) -> _Reader:
@@ -53,13 +124,14 @@ def read(events: Iterable[Mapping[str, Any]]) -> _Reader:
     for line, event in enumerate(events, start=1):
         kind = event.get("kind", "without a kind")
         try:
-            missing = [name for name in FACTS.get(kind, ("a kind that is known",)) if name not in event]
-            _demand(not missing, f"it lacks {missing}")
+            wrong = wrong_fact(event)
+            _demand(wrong is None, str(wrong))
             _demand((line == 1) == (kind == "begin"), "a log has one event begin, the first")
             if kind not in UNPROVED:
                 getattr(reader, kind)(event)
         except LogError as error:
-            raise LogError(f"line {line} of the event log, {kind}: {error}") from None
+            about = plain_text(str(kind), 100)
+            raise LogError(f"line {line} of the event log, {about}: {error}") from None
     return reader
 
 

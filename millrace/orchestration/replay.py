@@ -10,11 +10,11 @@ from typing import Any
 
 from millrace.config.recipe import load_recipe, to_yaml
 from millrace.config.settings import RunConfig
-from millrace.observability.sinks import read_metrics
+from millrace.observability.sinks import read_records
 from millrace.orchestration import launch
 from millrace.orchestration.build import choose_device
 from millrace.orchestration.comparison import check_evaluations, check_weights
-from millrace.orchestration.events import check_log
+from millrace.orchestration.events import check_log, read_events
 from millrace.orchestration.parts import SetupError
 from millrace.orchestration.progress import RunReport
 from millrace.orchestration.proof import LogError
@@ -22,6 +22,7 @@ from millrace.orchestration.ranks import Ranks, joined
 from millrace.orchestration.replayed import Part, parts_of
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.runtime.script import ReplayError
+from millrace.orchestration.status import read_summary
 from millrace.orchestration.summary import versions
 
 # Of which run, and from which batch on, a folder is a branch; and what it changed.
@@ -109,7 +110,7 @@ def replay(
         except ReplayError as error:
             raise ReplayError(f"run {original.path}: {error}{_others(summary)}") from None
         num_batches = sum(event["kind"] == "take" for part in parts for event in part.lines)
-        found = Replay(repeated.path, num_batches, len(read_metrics(repeated.metrics)), tuple(weights), None)
+        found = Replay(repeated.path, num_batches, len(read_records(repeated.metrics)), tuple(weights), None)
         if changed is None:
             return found
         if ranks.first:
@@ -153,10 +154,10 @@ def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         ReplayError: the log is of no use.
     """
     summary: dict[str, Any] = {}
-    if original.summary.is_file():
-        summary = json.loads(original.summary.read_text(encoding="utf-8"))
     try:
-        events = read_metrics(original.events)
+        if original.summary.exists():
+            summary = read_summary(original.summary).model_dump()
+        events = read_events(original.events)
         check_log(events)
         if not any(event["kind"] == "heard" for event in events):
             raise LogError("its event log does not say what was heard; an older millrace wrote it")

@@ -6,22 +6,49 @@ import fcntl
 import itertools
 import json
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
+from pydantic import Field
+
+from millrace.config.recipe import from_yaml
+from millrace.config.settings import RunConfig
+from millrace.observability.files import (
+    RESTORE,
+    FileError,
+    Shape,
+    check_name,
+    check_saved_model,
+    notice,
+    read_json,
+    read_text,
+    shown,
+)
+from millrace.observability.plain import plain_text
 from millrace.training.checkpoint import (
     CheckpointError,
     newest_checkpoint,
+    read_state,
     remove_checkpoint,
     sweep,
     verify_checkpoint,
 )
 
+# Of a checkpoint.
+NAME = re.compile(r"^(warmup|step)-[0-9]+$")
+
 
 class RunFolderError(RuntimeError):
     """A run folder that cannot be made or used; the message says what to change."""
+
+
+class _Best(Shape):
+    """What `best.json` says."""
+
+    checkpoint: Annotated[str, Field(pattern=NAME.pattern)]
 
 
 class RunFolder:
@@ -66,6 +93,8 @@ class RunFolder:
             RunFolderError: the name is taken, or the folder cannot be made.
         """
         root = Path(output)
+        if (wrong := check_name(root / (name or recipe))) is not None:
+            raise RunFolderError(wrong)
         try:
             root.mkdir(parents=True, exist_ok=True)
             for number in itertools.count(1):
@@ -93,11 +122,27 @@ class RunFolder:
 
         Raises:
             RunFolderError: there is none.
+            FileError: its recipe is not text.
         """
+        if (wrong := check_name(path)) is not None:
+            raise RunFolderError(wrong)
         folder = cls(Path(path))
-        if not folder.recipe.is_file():
-            raise RunFolderError(f"{path} is not a run folder (it has no recipe.yaml)")
+        try:
+            folder.recipe.lstat()
+        except OSError:
+            raise RunFolderError(f"{shown(path)} is not a run folder (it has no recipe.yaml)") from None
+        # Whoever opens a run reads its recipe next.
+        read_text(folder.recipe)
         return folder
+
+    def config(self) -> RunConfig:
+        """The settings that the run was started with.
+
+        Raises:
+            FileError: its recipe cannot be read.
+            ConfigError: its recipe is not one.
+        """
+        return from_yaml(read_text(self.recipe), str(self.recipe))
 
     def lock(self) -> None:
         """Keep other processes out until this one ends, however it ends, or a `with` block of the folder.
@@ -117,6 +162,25 @@ class RunFolder:
             raise RunFolderError(f"run {self.path} is being trained by another process") from None
         except OSError as error:
             raise RunFolderError(f"run folder {self.path} cannot be written: {error.strerror}") from error
+
+    def is_busy(self) -> bool:
+        """Whether a process works on the run; nothing is written.
+
+        Raises:
+            OSError: the lock cannot be looked at.
+        """
+        try:
+            # Who has put a pipe in its place is not waited for.
+            handle = os.open(self.path / ".lock", os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+        return False
 
     def forget(self, newest: str, *, keep: int, also: Collection[str | None]) -> None:
         """Remove all checkpoints but the last ones and some by name, and what a dead process left of others.
@@ -184,24 +248,57 @@ def find_checkpoint(folder: RunFolder, name: str) -> Path:
     if name == "last":
         newest, refused = newest_checkpoint(folder.checkpoints)
         if refused:
-            raise CheckpointError(f"{refused[-1]}; name another one with --checkpoint")
+            raise CheckpointError(f"{refused[-1]}; {_another(newest)}")
         if newest is None:
-            raise CheckpointError(f"run {folder.path} has no checkpoint yet")
+            raise CheckpointError(f"run {shown(folder.path)} has no checkpoint yet")
         return newest
     if name == "best":
-        if not folder.best.is_file():
-            raise CheckpointError(f"run {folder.path} has no best checkpoint yet; use --checkpoint last")
-        name = json.loads(folder.best.read_text(encoding="utf-8"))["checkpoint"]
+        name = best_checkpoint(folder)
     path = folder.checkpoints / name
-    if not path.is_dir():
+    if not NAME.fullmatch(name) or not path.is_dir():
         there = (
             sorted(p.name for p in folder.checkpoints.glob("[ws]*")) if folder.checkpoints.is_dir() else []
         )
         raise CheckpointError(
-            f"run {folder.path} has no checkpoint {name}; there are: {', '.join(there) or 'none'}"
+            f"run {shown(folder.path)} has no checkpoint {plain_text(name, 100)}; there are: "
+            f"{', '.join(there) or 'none'}"
         )
-    verify_checkpoint(path)
+    try:
+        verify_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_another(newest_checkpoint(folder.checkpoints)[0])}") from None
     return path
+
+
+def best_checkpoint(folder: RunFolder) -> str:
+    """The name of a run's best checkpoint: as best.json says, or if that is damaged, the newest checkpoint.
+
+    Raises:
+        CheckpointError: neither says so.
+    """
+    reason = ""
+    if folder.best.exists():
+        try:
+            return read_json(folder.best, _Best).checkpoint
+        except FileError as error:
+            reason = str(error).removesuffix(f"; {RESTORE}")
+    newest = newest_checkpoint(folder.checkpoints)[0]
+    told = read_state(newest).get("best_checkpoint") if newest is not None else None
+    if newest is None or not isinstance(told, str):
+        about = f"{reason}, and" if reason else ""
+        raise CheckpointError(
+            f"{about} run {shown(folder.path)} has no best checkpoint yet; use --checkpoint last".lstrip()
+        )
+    why = reason or f"{shown(folder.best)} is missing"
+    notice(f"{why}; the best checkpoint is {told}, as {newest.name} says")
+    return told
+
+
+def _another(whole: Path | None) -> str:
+    """What to do about a damaged checkpoint."""
+    if whole is None:
+        return "restore it from a copy; no other one is whole"
+    return f"{whole.name} is whole: use --checkpoint {whole.name}"
 
 
 def model_folder(path: Path) -> Path:
@@ -212,4 +309,6 @@ def model_folder(path: Path) -> Path:
     """
     if (path / "checkpoints").is_dir():
         return find_checkpoint(RunFolder(path), "best") / "model"
-    return path / "model" if (path / "model").is_dir() else path
+    folder = path / "model" if (path / "model").is_dir() else path
+    check_saved_model(folder)
+    return folder

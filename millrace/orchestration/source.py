@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import PromptStream
+from millrace.observability.files import Shape, read_json
 from millrace.observability.metrics import Spans
 from millrace.orchestration.bias import BiasMeter
 from millrace.orchestration.events import EventLog, flow_after
@@ -104,6 +105,14 @@ def as_sampled(rolled: Rolled) -> Sampled:
     return Sampled(groups, taken.left_out, baselines, num_greedy_tokens, taken.num_rounds)
 
 
+class _Words(Shape):
+    """What `rollouts.json` of a checkpoint says; rewards that failed are NaN."""
+
+    rollouts: dict[str, Any]
+    bias: Any
+    log_bytes: int
+
+
 class Source:
     """Batches for the trainer: of engines of their own, heard of in a thread, or of its own while it waits.
 
@@ -165,13 +174,13 @@ class Source:
             self._log.rewind(0)
             self._log.add("begin", rules=asdict(flow_rules(self._config)), num_batches=self._config.steps)
         else:
-            words, left = json.loads((checkpoint / WORDS).read_text(encoding="utf-8")), None
+            words, left = read_json(checkpoint / WORDS, _Words, finite=False), None
             with going_on(checkpoint):
-                self._log.rewind(words["log_bytes"] if self._ranks.first else 0)
+                self._log.rewind(words.log_bytes if self._ranks.first else 0)
                 if self._ranks.first:
                     left = flow_after(self._log.events())
-            self._bias.load_state(words["bias"])
-            self._rollouts.load_state(words["rollouts"], load_file(checkpoint / NUMBERS))
+            self._bias.load_state(words.bias)
+            self._rollouts.load_state(words.rollouts, load_file(checkpoint / NUMBERS))
             with going_on(checkpoint):
                 check_resumed(self._rollouts.flow, left)
         # They decide the last bits of what is computed; engines have as many as the first rank.

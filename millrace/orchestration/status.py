@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from millrace.observability.files import FileError, Kind, Shape, notice, read_json
+from millrace.observability.plain import plain_text
 from millrace.orchestration.fleet import Engines
-from millrace.orchestration.run_folder import RunFolder, RunFolderError
+from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.watchdog import Wait
 
 
@@ -47,9 +48,12 @@ class Status:
         """For people."""
         at = f", {self.stage} step {self.step} of {self.steps}" if self.stage else ""
         by = f" (process {self.pid})" if self.state == "running" else ""
-        lines = [f"run {self.run}: {self.state}{by}{at}", *(f"  {wait}" for wait in self.waits)]
+        lines = [
+            f"run {self.run}: {self.state}{by}{at}",
+            *(f"  {plain_text(str(wait))}" for wait in self.waits),
+        ]
         if self.reason:
-            lines.append(f"  {self.reason}")
+            lines.append(f"  {plain_text(self.reason, 2000)}")
         if self.state in ("interrupted", "failed", "killed"):
             lines.append(f"continue with: millrace resume {self.run}")
         return lines
@@ -62,34 +66,60 @@ def read_status(run: str | Path) -> Status:
         RunFolderError: it is not a run folder.
     """
     folder = RunFolder.open(run)
-    try:
-        folder.lock()
-    except RunFolderError:
-        busy = True
-    else:
-        folder.unlock()
-        busy = False
-    told = _read(folder.status)
+    busy = folder.is_busy()
+    told = _read(folder.status, _Told)
     if busy and told is None:
-        return Status(str(run), "starting")
+        return Status(str(run), "running" if folder.status.exists() else "starting")
     if told is not None:
-        waits = tuple(Wait(**{**wait, "on": tuple(wait["on"])}) for wait in told["waits"])
-        engines = Engines(**told["engines"]) if busy and "engines" in told else None
-        state = "running" if busy else "killed"
-        found = Status(str(run), state, told["pid"], waits=waits, engines=engines, **told["at"])
+        state, engines = "running" if busy else "killed", told.engines if busy else None
+        found = Status(str(run), state, told.pid, waits=told.waits, engines=engines, **dict(told.at))
         # A run that stalled ended itself and said so in its summary.
-        summary = None if busy else _read(folder.summary)
-        if summary is None or summary["status"] != "failed":
+        summary = None if busy else _read(folder.summary, Summary)
+        if summary is None or summary.status != "failed":
             return found
-    summary = _read(folder.summary)
+    summary = _read(folder.summary, Summary)
     if summary is None:
         return Status(str(run), "killed")
-    reason = summary["warnings"][-1] if summary["status"] == "failed" and summary["warnings"] else ""
-    return Status(str(run), summary["status"], reason=reason)
+    reason = summary.warnings[-1] if summary.status == "failed" and summary.warnings else ""
+    return Status(str(run), summary.status, reason=reason)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
+class Summary(Shape):
+    """What is read of `summary.json`, which `progress.RunReport` is written to."""
+
+    status: Literal["finished", "interrupted", "failed"]
+    warnings: list[str] = []
+    versions: dict[str, str] = {}
+
+
+class _At(Shape):
+    stage: str
+    step: int
+    steps: int
+
+
+class _Told(Shape):
+    """What `status.json` says."""
+
+    pid: int
+    at: _At
+    waits: tuple[Wait, ...]
+    engines: Engines | None = None
+
+
+def read_summary(path: Path) -> Summary:
+    """What a run came to.
+
+    Raises:
+        FileError: the file is damaged.
+    """
+    return read_json(path, Summary, mend="remove it")
+
+
+def _read(path: Path, kind: type[Kind]) -> Kind | None:
+    """What a file says; None where it is not there, or damaged, which is said."""
+    try:
+        return read_json(path, kind, mend="it is passed over", finite=False) if path.exists() else None
+    except FileError as error:
+        notice(str(error))
         return None
-    tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return tree

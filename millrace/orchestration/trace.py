@@ -112,7 +112,11 @@ class _Reader:
                 self._resumed(now_s)
 
     def _drawn(self, event: Mapping[str, Any]) -> None:
-        engine, begin_s = self._draws.pop((event["number"], event["sample"]))
+        # Unknown where a damaged line of the log was left out.
+        begun = self._draws.pop((event["number"], event["sample"]), None)
+        if begun is None or "ended" not in event or "began" not in event:
+            return
+        engine, begin_s = begun
         name = f"group {event['number']}, sample {event['sample']}"
         facts = {"turn": event["turn"], "tokens": event["ended"] - event["began"], "how": event["kind"]}
         self.slices.append(_Slice(engine, name, begin_s, event["time_s"], facts))

@@ -5,15 +5,15 @@ No torch.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from millrace.config.recipe import ConfigError, from_yaml
+from millrace.config.recipe import ConfigError
 from millrace.config.settings import num_processes
+from millrace.observability.files import Shape, read_json
 from millrace.orchestration.fleet import Engines
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
 from millrace.orchestration.runtime.base import Wanted
@@ -24,6 +24,13 @@ LOOK_S = 1.0
 POLL_S = 0.1
 # How long a run may take to hear of it: no batch, publish or save of a sound run keeps it from looking.
 HEAR_S = 60.0
+
+
+class _Request(Shape):
+    """What `wanted.json` says."""
+
+    id: str
+    engines: int
 
 
 class Asked:
@@ -51,11 +58,11 @@ class Asked:
             return []
         self._looked_s = self._clock()
         # What `ask` has not written ends no run, and nobody waits for an answer.
-        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            told = json.loads(self._path.read_text(encoding="utf-8"))
-            if told["id"] != self.heard:
-                found = [Wanted(_checked(told["engines"]))]
-                self.heard = told["id"]
+        with suppress(ValueError):
+            told = read_json(self._path, _Request)
+            if told.id != self.heard:
+                found = [Wanted(_checked(told.engines))]
+                self.heard = told.id
                 return found
         return []
 
@@ -74,7 +81,7 @@ def engines_of(run: str | Path) -> Engines:
     if status.state not in ("running", "starting"):
         go_on = "start another one" if status.state == "finished" else f"go on with: millrace resume {run}"
         raise RunFolderError(f"run {run} is {status.state}, so it has no engines; {go_on}")
-    config = from_yaml(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
+    config = folder.config()
     if not num_processes(config):
         turns = " without engine.take_turns" if config.engine.take_turns else ""
         raise RunFolderError(

@@ -6,7 +6,6 @@ SHA-256 and size of every file in it, so a damaged one is refused by name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,12 +17,28 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-MANIFEST = "manifest.json"
+from millrace.observability.files import (
+    MANIFEST,
+    FileError,
+    Shape,
+    first_changed,
+    read_json,
+    read_manifest,
+    sha256,
+    shown,
+)
+
 _ASIDE = ".aside-"
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is damaged or cannot be written; the message names it."""
+
+
+class _Order(Shape):
+    """Of a state, what orders checkpoints."""
+
+    order: int
 
 
 # Files of a checkpoint by their name in it, each with its size and SHA-256.
@@ -66,7 +81,7 @@ def flushed(aside: Path, files: Iterable[Path]) -> Entries:
     entries = {}
     for path in files:
         flush(path)
-        entries[str(path.relative_to(aside))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        entries[str(path.relative_to(aside))] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     return entries
 
 
@@ -145,18 +160,17 @@ def verify_checkpoint(folder: Path) -> None:
         CheckpointError: a file is missing, changed or not in the manifest.
     """
     try:
-        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}") from None
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
+        entries = read_manifest(folder)
+        there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
+    except (FileError, OSError):
+        raise CheckpointError(f"checkpoint {shown(folder)} has no readable {MANIFEST}") from None
     for name in sorted(there ^ set(entries)):
         raise CheckpointError(
-            f"checkpoint {folder} is damaged: {name} is {'extra' if name in there else 'missing'}"
+            f"checkpoint {shown(folder)} is damaged: {shown(name)} is "
+            f"{'extra' if name in there else 'missing'}"
         )
-    for name, entry in entries.items():
-        path = folder / name
-        if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
-            raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not what was saved")
+    if (changed := first_changed(folder, entries)) is not None:
+        raise CheckpointError(f"checkpoint {shown(folder)} is damaged: {changed}")
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
@@ -170,8 +184,8 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
         if path.name.startswith(_ASIDE) or not path.is_dir():
             continue
         try:
-            orders[path] = int(read_state(path)["order"])
-        except CheckpointError:
+            orders[path] = read_json(path / "state.json", _Order).order
+        except FileError:
             # It may be the newest one: why it is damaged is said first.
             orders[path] = sys.maxsize
     for path in sorted(orders, key=lambda path: (-orders[path], path)):
@@ -194,18 +208,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     """What `write_state` wrote.
 
     Raises:
-        CheckpointError: it is missing or not JSON.
+        CheckpointError: it is missing or not a JSON object.
     """
     try:
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise CheckpointError(f"checkpoint {folder} has no readable state.json") from None
-    return state
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return read_json(folder / "state.json", dict[str, Any])
+    except FileError:
+        raise CheckpointError(f"checkpoint {shown(folder)} has no readable state.json") from None
 
 
 def flush(path: Path) -> None:

@@ -48,7 +48,7 @@ def write_run(folder, monkeypatch, *, staleness=0, steps=30, processes=1, num_en
     with monkeypatch.context() as patch:
         patch.setattr(simulation, "VirtualRuntime", Clocked)
         run = simulate(work, num_batches=steps, ends=True, note=note)
-    records = [{"stage": "evaluation", "step": 0}]
+    records = [{"stage": "evaluation", "during": "reinforcement", "step": 0}]
     for number, step in enumerate(run.steps, start=1):
         wait_s, train_s = step.taken_s - step.begin_s, step.trained_s - step.taken_s
         sync_s = step.end_s - step.trained_s

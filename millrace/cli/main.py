@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -28,8 +29,11 @@ from millrace.cli.status import status
 from millrace.cli.trace import trace
 from millrace.cli.train import train
 from millrace.cli.warm import warm
+from millrace.observability.plain import plain_text
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+# Characters of one line of an error.
+MAX_SHOWN = 5000
 
 # What a user can mend, and the exit code. By full name, since to import the classes is to wait for torch.
 # A bare ValueError or RuntimeError is a bug, not a message to a user, and keeps its traceback.
@@ -40,6 +44,7 @@ KNOWN = {
     "millrace.data.rows.DataError": FAILED,
     "millrace.kernels.warm.KernelsNotKeptError": FAILED,
     "millrace.models.load.ModelError": FAILED,
+    "millrace.observability.files.FileError": FAILED,
     "millrace.rewards.errors.RewardError": FAILED,
     "millrace.orchestration.run_folder.RunFolderError": FAILED,
     "millrace.training.checkpoint.CheckpointError": FAILED,
@@ -104,7 +109,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             if code is None:
                 raise
             for line in sentence(error).splitlines():
-                typer.echo(f"error: {line}", err=True)
+                typer.echo(f"error: {plain_text(line, MAX_SHOWN)}", err=True)
             raise typer.Exit(code) from None
 
     return run
@@ -146,6 +151,14 @@ def _options(
     """Options of millrace itself; `--version` acts in its callback."""
 
 
+def in_utf8(encoding: str, words: list[str]) -> list[str] | None:
+    """The command to start again so that names of files are UTF-8; None where they are.
+
+    In a locale such as C, Python reads names as ASCII, and libraries refuse to write to what comes of it.
+    """
+    return None if encoding.lower() == "utf-8" else [sys.executable, "-X", "utf8", *words[1:]]
+
+
 def main() -> None:
     """What `millrace` runs."""
     # Modules are 400,000 objects that stay: to look through them again and again is an eighth of a start.
@@ -153,7 +166,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end a run.
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="backslashreplace")
+    if (command := in_utf8(sys.getfilesystemencoding(), sys.orig_argv)) is not None:
+        told = f"{sys.stdout.encoding}:backslashreplace"
+        os.execve(command[0], command, {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": told})
     app(prog_name="millrace")
 
 

@@ -260,7 +260,11 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"recipe {name}{where}: {getattr(error, 'problem', error)}") from None
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"recipe {name}{where}: {problem}") from None
+    except (ValueError, RecursionError) as error:
+        # A date that is none, a number of thousands of digits, or brackets within brackets.
+        raise ConfigError(f"recipe {name} is not YAML that can be read: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {name} is not a mapping of settings")
     return tree

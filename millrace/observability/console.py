@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from millrace.observability.plain import plain_text
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 10.0
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_LENGTH = 200
+# Characters of one line of what is said.
+MAX_LINE = 5000
 # Metric, what a person calls it, and how it is written.
 NUMBERS = (
     ("loss", "loss", "{:.3f}"),
@@ -186,7 +190,7 @@ class Console:
         if self._quiet:
             return
         encoding = getattr(self._file, "encoding", None) or "utf-8"
-        known = text.encode(encoding, "replace").decode(encoding)
+        known = text.encode(encoding, "backslashreplace").decode(encoding)
         self._attempt(lambda: (self._file.write(f"{known}\n"), self._file.flush()))
 
     def _plain_progress(self) -> None:
@@ -327,5 +331,5 @@ def _finite(value: float | int | str) -> float:
 
 
 def _clean(text: str) -> str:
-    """Without control characters, which could move the cursor or recolour the terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+    """With control characters, which could move the cursor or recolour the terminal, as escapes."""
+    return "\n".join(plain_text(line, MAX_LINE) for line in text.split("\n"))

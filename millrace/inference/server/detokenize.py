@@ -6,12 +6,18 @@ from collections.abc import Callable, Collection, Sequence
 
 # What a decoder writes for bytes that are no character, or not yet.
 HALF = "\N{REPLACEMENT CHARACTER}"
+# Tokens without an end of a character, after which a part of them is settled, and after which all are.
+MANY_OPEN = 16
+MOST_OPEN = 256
+# A character has at most four bytes, so one of so many ends of tokens is likely the end of a character.
+TRIED_ENDS = 8
 
 
 class Detokenizer:
     """The text of one growing completion; what it has given never changes.
 
-    Only the tokens since the last whole character are decoded again: the work is linear in the text.
+    Only the tokens since the last whole character are decoded again, and of bytes that never make one at most
+    `MOST_OPEN`: the work is linear in the text.
     """
 
     def __init__(
@@ -45,10 +51,25 @@ class Detokenizer:
             self._tokens.append(token)
             known = self._decode(self._tokens[self._begin : self._end])
             text = self._decode(self._tokens[self._begin :])
-            if len(text) > len(known) and not text.endswith(HALF):
-                self._held += text[len(known) :]
-                self._begin, self._end = self._end, len(self._tokens)
+            num_open = len(self._tokens) - self._end
+            is_whole = len(text) > len(known) and not text.endswith(HALF)
+            if is_whole or num_open >= MOST_OPEN:
+                self._settle(text, known, len(self._tokens))
+            elif num_open >= MANY_OPEN and num_open % TRIED_ENDS == 0:
+                self._settle_part(text, known)
         return self._give(self._certain())
+
+    def _settle(self, text: str, known: str, end: int) -> None:
+        self._held += text[len(known) :]
+        self._begin, self._end = self._end, end
+
+    def _settle_part(self, text: str, known: str) -> None:
+        """Settle the tokens up to an end that later ones cannot change: bytes that are no character."""
+        for end in range(len(self._tokens) - 4, len(self._tokens) - 4 - TRIED_ENDS, -1):
+            part = self._decode(self._tokens[self._begin : end])
+            if len(part) > len(known) and text.startswith(part):
+                self._settle(part, known, end)
+                return
 
     def finish(self, text: str) -> str:
         """The rest of the completion.

@@ -103,6 +103,40 @@ def test_the_beginning_of_a_stop_string_is_held_back(text, stop, given):
     assert "".join(writer.push([ord(letter)]) for letter in text) == given
 
 
+def bytes_of(token_ids) -> str:
+    """A decoder whose tokens are pieces of UTF-8."""
+    return b"".join(token_ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bytes_that_are_no_characters_come_too_and_the_pieces_are_the_text(seed):
+    numbers = random.Random(seed)
+    letters = [bytes([byte]) for byte in "水🛞a".encode()] + [b"\x80", b"\xff", b"\xe6\xb0", "水".encode()]
+    likely = numbers.choices([1, 10], k=len(letters))
+    token_ids = numbers.choices(letters, likely, k=300)
+    writer, text = Detokenizer(bytes_of), ""
+    for token in token_ids:
+        text += writer.push([token])
+        assert bytes_of(token_ids).startswith(text)
+    assert text + writer.finish(bytes_of(token_ids)) == bytes_of(token_ids)
+
+
+@pytest.mark.parametrize("token", [b"\x80", b"\xb4\xe6\xb0", b""])
+def test_tokens_that_never_end_a_character_are_not_decoded_again_and_again(token):
+    lengths: list[int] = []
+
+    def counting(token_ids):
+        lengths.append(len(token_ids))
+        return bytes_of(token_ids)
+
+    writer = Detokenizer(counting)
+    text = "".join(writer.push([token]) for _ in range(3000))
+    assert max(lengths) < 600
+    whole = bytes_of([token] * 3000)
+    assert len(text) > len(whole) - 600
+    assert len(text + writer.finish(whole)) >= len(whole)
+
+
 def test_end_tokens_do_not_pile_up():
     end = tokenizer().eos_token_id
     lengths: list[int] = []

@@ -1,0 +1,251 @@
+"""The process that renders and tokenizes: what stops it, and that it starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.data.chat import CHAT
+from millrace.inference.server import text_process
+from millrace.inference.server.errors import ApiError
+from millrace.inference.server.text_process import TextProcess
+from tests.house.source import ROOT
+from tests.inference.server.attacks import GROWING, LOOPING
+from tests.inference.server.running import tokenizer, wait_until
+
+pytestmark = pytest.mark.world
+
+CPU_S = 0.2
+
+
+def say(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def process(chat_template: str | None = None, folder: Path | None = None, cpu_s: float = 10.0) -> TextProcess:
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = chat_template or words.chat_template
+    return TextProcess(words, folder, template=CHAT, max_length=64, cpu_s=cpu_s)
+
+
+def using(made: TextProcess, use) -> None:
+    async def run() -> None:
+        await made.start()
+        try:
+            await use(made)
+        finally:
+            await made.close()
+
+    asyncio.run(run())
+
+
+async def refusal(made: TextProcess, do: str, value: object) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        await made.ask(do, value)
+    return refused.value
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_it_answers_as_its_functions_do_one_after_another_and_all_at_once():
+    expected = tokenizer()("<user>turns?<assistant>")["input_ids"]
+
+    async def use(made: TextProcess) -> None:
+        assert json.loads(await made.ask("messages", say("turns?"))) == expected
+        texts = [f"the wheel {number}" for number in range(20)]
+        answers = await asyncio.gather(*(made.ask("prompts", [text]) for text in texts))
+        assert [json.loads(answer) for answer in answers] == [[tokenizer()(t)["input_ids"]] for t in texts]
+        long = "the wheel turns " * 20_000
+        assert (
+            json.loads(await made.ask("tokenize", {"prompt": long}))["tokens"]
+            == tokenizer()(long)["input_ids"]
+        )
+
+    using(process(), use)
+
+
+def test_a_template_that_loops_is_given_up_and_the_next_text_is_taken():
+    async def use(made: TextProcess) -> None:
+        assert json.loads(await made.ask("messages", say("a")))
+        child = made._child
+        for _ in range(2):
+            error = await refusal(made, "messages", say("loop"))
+            assert (error.status, error.param) == (400, "messages")
+            assert error.message == (
+                "the text took more than 0.2 s to render and tokenize and was given up; send less, or mend "
+                "the model's chat template"
+            )
+            assert json.loads(await made.ask("messages", say("a")))
+        # The tokenizer was not loaded again.
+        assert made._child is child
+
+    using(process(LOOPING, cpu_s=CPU_S), use)
+
+
+def test_a_template_that_allocates_without_end_is_refused():
+    async def use(made: TextProcess) -> None:
+        error = await refusal(made, "messages", say("grow"))
+        assert (error.status, error.message) == (400, "the text needs more than 2 GiB of memory")
+        assert json.loads(await made.ask("messages", say("a")))
+
+    using(process(GROWING), use)
+
+
+def test_a_worker_that_is_killed_is_told_and_replaced():
+    async def use(made: TextProcess) -> None:
+        assert json.loads(await made.ask("messages", say("a")))
+        (worker,) = children(made._child._popen.pid)
+        asking = asyncio.create_task(refusal(made, "messages", say("loop")))
+        while not made._child.is_waiting or not _is_busy(worker):
+            await asyncio.sleep(0.01)
+        os.kill(worker, signal.SIGSEGV)
+        error = await asking
+        assert error.status == 400
+        assert error.message.startswith("the process that tokenizes ended with signal 11 at this text")
+        assert json.loads(await made.ask("messages", say("a")))
+
+    using(process(LOOPING, cpu_s=100.0), use)
+
+
+def _is_busy(pid: int) -> bool:
+    """Whether it computes instead of waiting for its socket."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+
+
+def test_a_process_that_is_lost_is_started_again(tmp_path):
+    tokenizer().save_pretrained(tmp_path)
+
+    async def use(made: TextProcess) -> None:
+        assert json.loads(await made.ask("messages", say("a")))
+        first = made._child._popen.pid
+        os.killpg(first, signal.SIGKILL)
+        error = await refusal(made, "messages", say("a"))
+        assert error.status == 503
+        assert error.message.startswith("the process that tokenizes has ended")
+        assert json.loads(await made.ask("messages", say("a")))
+        assert made._child._popen.pid != first
+
+    using(process(folder=tmp_path), use)
+
+
+def test_one_that_cannot_start_says_why(tmp_path):
+    async def use(made: TextProcess) -> None:
+        error = await refusal(made, "messages", say("a"))
+        assert error.status == 503
+        assert error.message == (
+            f"the process that tokenizes cannot start: folder {tmp_path} holds no tokenizer (tokenizer.json, "
+            "tokenizer.model, vocab.json); copy its files there"
+        )
+
+    using(process(folder=tmp_path), use)
+
+
+def test_one_that_hangs_is_ended_after_a_while(monkeypatch):
+    async def use(made: TextProcess) -> None:
+        assert json.loads(await made.ask("messages", say("a")))
+        monkeypatch.setattr(text_process, "ANSWER_S", 0.2)
+        first = made._child._popen.pid
+        (worker,) = children(first)
+        os.kill(worker, signal.SIGSTOP)
+        error = await refusal(made, "messages", say("a"))
+        assert (error.status, error.message) == (
+            503,
+            "the process that tokenizes has not answered for 0.2 s; ask again",
+        )
+        monkeypatch.undo()
+        assert json.loads(await made.ask("messages", say("a")))
+        assert not is_alive(worker)
+
+    using(process(), use)
+
+
+def test_a_request_that_is_cancelled_does_not_answer_the_next_one():
+    async def use(made: TextProcess) -> None:
+        assert json.loads(await made.ask("messages", say("a")))
+        asking = asyncio.create_task(made.ask("messages", say("loop")))
+        while not made._child.is_waiting:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        expected = tokenizer()("the")["input_ids"]
+        assert json.loads(await made.ask("prompts", ["the"])) == [expected]
+
+    using(process(LOOPING, cpu_s=100.0), use)
+
+
+def test_whoever_waits_too_long_for_others_is_told(monkeypatch):
+    monkeypatch.setattr(text_process, "TURN_S", 0.1)
+
+    async def use(made: TextProcess) -> None:
+        await made._turn.acquire()
+        error = await refusal(made, "prompts", ["a"])
+        made._turn.release()
+        assert (error.status, error.message) == (
+            503,
+            "the tokenizer has been busy with other requests for 0.1 s",
+        )
+
+    made = process()
+    asyncio.run(use(made))
+
+
+def test_it_has_no_secrets_and_little_memory(monkeypatch):
+    monkeypatch.setenv("MILLRACE_ADMIN_TOKEN", "hidden")
+    monkeypatch.setenv("DATABASE_URL", "hidden")
+
+    async def use(made: TextProcess) -> None:
+        assert json.loads(await made.ask("messages", say("a")))
+        for pid in (made._child._popen.pid, *children(made._child._popen.pid)):
+            assert b"hidden" not in Path(f"/proc/{pid}/environ").read_bytes()
+            limits = Path(f"/proc/{pid}/limits").read_text()
+            assert f"Max data size             {2 << 30}" in limits
+
+    using(process(), use)
+
+
+SCRIPT = """
+import asyncio
+from tests.inference.server.test_text_process import LOOPING, process, say
+async def main():
+    made = process(LOOPING, cpu_s=1.0)
+    await made.ask("messages", say("a"))
+    asking = asyncio.create_task(made.ask("messages", say("loop")))
+    while not made._child.is_waiting:
+        await asyncio.sleep(0.01)
+    print(made._child._popen.pid, flush=True)
+    await asking
+asyncio.run(main())
+"""
+
+
+def test_it_ends_with_a_server_that_is_killed_in_the_midst_of_a_loop():
+    server = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with server:
+        pid = int(server.stdout.readline())
+        workers = children(pid)
+        server.kill()
+    wait_until(lambda: not any(map(is_alive, [pid, *workers])))
+    assert workers

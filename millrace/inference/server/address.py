@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from ipaddress import ip_address
 
 
-def check_address(host: str, token: str | None) -> None:
+def check_address(host: str, token: str | None, admin_token: str | None = None) -> None:
     """Refuse to let strangers in.
 
+    Args:
+        host: where the server listens.
+        token: for requests that ask.
+        admin_token: for those that steer.
+
     Raises:
-        ValueError: the host can be reached from elsewhere and there is no token, or no header can carry it.
+        ValueError: the host can be reached from elsewhere and there is no token; no header can carry one of
+            them; or they are the same.
     """
-    if token is None and not is_loopback(host):
+    if token is None and admin_token is None and not is_loopback(host):
         raise ValueError(
             f"host {host} can be reached from other machines; set a token with --token or the environment "
             "variable MILLRACE_TOKEN, or listen on 127.0.0.1"
         )
-    if token is not None and (not token or not all("!" <= letter <= "~" for letter in token)):
-        raise ValueError("the token must be printable ASCII without spaces, or no header could carry it")
+    for name, value in (("token", token), ("admin token", admin_token)):
+        if value is not None and (not value or not all("!" <= letter <= "~" for letter in value)):
+            raise ValueError(
+                f"the {name} must be printable ASCII without spaces, or no header could carry it"
+            )
+    if token is not None and token == admin_token:
+        raise ValueError(
+            "the token and the admin token are the same, so whoever asks could steer; choose another one"
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -29,6 +43,33 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_allowed_host(header: str, host: str, allowed: Collection[str] = ()) -> bool:
+    """Whether a request's Host header is one that this server is asked by.
+
+    A name that somebody else owns can be made to lead here (DNS rebinding), an address cannot.
+
+    Args:
+        header: name or address, with or without a port.
+        host: that the server listens on. On loopback only loopback names and addresses are right, else every
+            address.
+        allowed: further names.
+    """
+    name = header.strip().lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") == 1:
+        name = name.partition(":")[0]
+    name = name.removesuffix(".")
+    if name in {host.lower(), *(one.lower() for one in allowed)}:
+        return True
+    if is_loopback(host):
+        return is_loopback(name)
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return name == "localhost"
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,20 +1,22 @@
-"""The application: every route over one model, behind the door."""
+"""The application: every route over one model, behind the middleware."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 
 from millrace import __version__
 from millrace.inference.async_engine import EngineClosed
+from millrace.inference.server.endpoints_page import endpoints_page
 from millrace.inference.server.errors import ApiError, Json, install
-from millrace.inference.server.limits import Door, Limits
+from millrace.inference.server.limits import AccessControl, Limits
 from millrace.inference.server.openai import OpenAI
-from millrace.inference.server.prompts import check_model, conversation, texts
+from millrace.inference.server.prompts import check_model, checked_turns
 from millrace.inference.server.rl import Verbs
 from millrace.inference.server.schemas import DetokenizeBody, TokenizeBody
 from millrace.inference.server.service import Service
@@ -28,12 +30,23 @@ def create_app(service: Service, limits: Limits) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         async with service.served.engine:
-            yield
+            await service.texts.start()
+            try:
+                yield
+            finally:
+                await service.texts.close()
 
-    # No pages that would load scripts from elsewhere.
-    app = FastAPI(title="millrace", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="millrace",
+        version=__version__,
+        lifespan=lifespan,
+        # FastAPI's pages load scripts from elsewhere; ours is `endpoints_page`.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     install(app)
-    app.add_middleware(Door, limits=limits)
+    app.add_middleware(AccessControl, limits=limits)
     app.include_router(OpenAI(service).router())
     app.include_router(Verbs(service).router())
     tools = _Tools(service)
@@ -41,11 +54,12 @@ def create_app(service: Service, limits: Limits) -> FastAPI:
     app.add_api_route("/metrics", tools.metrics, methods=["GET"], response_model=None)
     app.add_api_route("/tokenize", tools.tokenize, methods=["POST"], response_model=None)
     app.add_api_route("/detokenize", tools.detokenize, methods=["POST"], response_model=None)
+    app.add_api_route("/docs", endpoints_page(app), methods=["GET"], include_in_schema=False)
     return app
 
 
 class _Tools:
-    """What draws nothing."""
+    """What generates nothing."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -71,10 +85,10 @@ class _Tools:
         """A text, or a conversation, as the model reads it."""
         check_model(self._served, body.model)
         if body.messages is not None:
-            token_ids = conversation(self._served, body.messages)
+            value: dict[str, Any] = {"messages": checked_turns(self._served, body.messages)}
         else:
-            (token_ids,) = texts(self._served, body.prompt or "")
-        return Json({"tokens": token_ids, "count": len(token_ids), "max_model_len": self._served.max_length})
+            value = {"prompt": body.prompt}
+        return _json(await self._service.texts.ask("tokenize", value))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """Tokens as text, special tokens too."""
@@ -86,4 +100,9 @@ class _Tools:
                 f"tokens holds {most}, but the vocabulary ends at {self._served.vocab_size - 1}",
                 param="tokens",
             )
-        return Json({"prompt": str(self._served.tokenizer.decode(body.tokens))})
+        return _json(await self._service.texts.ask("detokenize", body.tokens))
+
+
+def _json(body: bytes) -> Response:
+    """What is JSON already, as long as it may be."""
+    return Response(body, media_type="application/json")

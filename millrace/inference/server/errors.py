@@ -11,9 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from millrace.inference.server.logs import printable
+
 RETRY_AFTER_S = 1
-# A value of a user is shown up to so many letters.
+# A value of a user is shown up to so many letters, and a whole message has at most so many.
 MAX_SHOWN = 60
+MAX_MESSAGE = 1000
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -39,6 +42,12 @@ def encode(content: Any) -> bytes:
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
+def shown(text: str) -> str:
+    """A user's text as a message shows it: neither endless nor with control characters."""
+    text = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return printable(text)
+
+
 class ApiError(Exception):
     """An answer other than success.
 
@@ -52,6 +61,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
+        message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         super().__init__(message)
         self.status = status
         self.message = message
@@ -98,7 +108,7 @@ def install(app: FastAPI) -> None:
 
     async def routed(request: Request, error: Exception) -> Json:
         assert isinstance(error, HTTPException)
-        path = f"{request.method} {request.url.path}"
+        path = f"{shown(request.method)} {shown(request.url.path)}"
         if error.status_code in (404, 405):
             return ApiError(error.status_code, f"there is no {path}").response()
         return ApiError(error.status_code, f"{path}: {error.detail}").response()
@@ -129,9 +139,7 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
     messages = dict.fromkeys(
         _lower(e["msg"]) for e in errors if _place(e).split(".")[0] == place.split(".")[0]
     )
-    shown = repr(first["input"])
-    shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
-    return ApiError(400, f"{place} is {shown}: {' or '.join(messages)}", param=place)
+    return ApiError(400, f"{place} is {shown(repr(first['input']))}: {' or '.join(messages)}", param=place)
 
 
 def _place(error: Any) -> str:

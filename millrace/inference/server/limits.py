@@ -1,4 +1,4 @@
-"""The door: who may come in, how many at once, and how much they may bring."""
+"""Middleware: which hosts and tokens are accepted, how many requests at once, and how much they may send."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from millrace.inference.server.errors import ApiError
+from millrace.inference.server.address import is_allowed_host
+from millrace.inference.server.errors import ApiError, shown
 
-OPEN = ("/health",)
-# The verbs that steer the engine must get through when it is busiest.
+# They need no token: neither tells anything of the model or its requests.
+OPEN = ("/health", "/docs")
+# What steers the engine or costs it much needs the admin token. These must get through when it is busiest.
+STEERING = (
+    "/abort",
+    "/pause",
+    "/resume",
+    "/sleep",
+    "/wake",
+    "/load_weights",
+    "/fingerprint",
+)
 COUNTED = ("/v1/", "/generate", "/tokenize", "/detokenize")
 # A body that is too long is read on for so many times the limit, so that its sender hears the answer.
 PATIENCE = 8
@@ -22,35 +33,52 @@ class Limits:
     """What a server takes.
 
     Attributes:
-        token: that every request must show; None lets everybody in.
+        token: for every request but those that steer. Where both tokens are None, no request needs one.
+        admin_token: for all requests, those that steer included. Without it, a server with a token cannot be
+            steered.
+        host: the address or name that was listened on.
+        allowed_hosts: more names that a request may have in its Host header.
         max_concurrent: requests that are answered at once.
         max_body_bytes: of one request.
         body_timeout_s: in which the body must arrive.
+        header_timeout_s: in which the headers of a first request must arrive, and of a later one after its
+            first byte.
+        idle_timeout_s: that a connection may wait for its next request.
+        write_timeout_s: that a client may take nothing of its answer.
     """
 
     token: str | None = None
+    admin_token: str | None = None
+    host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
     max_concurrent: int = 1024
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 30.0
+    header_timeout_s: float = 10.0
+    idle_timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
 
 
-class Door:
+class AccessControl:
     """ASGI middleware that holds `Limits`, and hands on requests whose body is there as a whole."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits) -> None:
-        """A door in front of `app`."""
+        """Middleware in front of `app`."""
         self._app = app
         self._limits = limits
         self._num_inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or let the app do it."""
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_counted = scope["path"].startswith(COUNTED)
+        is_open, is_counted = scope["path"] in OPEN, scope["path"].startswith(COUNTED)
         try:
-            self._check_token(scope)
+            self._check_origin(scope)
+            if not is_open:
+                self._check_token(scope)
+                _check_content_type(scope)
             if is_counted and self._num_inside >= self._limits.max_concurrent:
                 raise ApiError(
                     429,
@@ -59,6 +87,9 @@ class Door:
                 )
         except ApiError as error:
             await error.response()(scope, receive, send)
+            return
+        if is_open:
+            await self._app(scope, receive, send)
             return
         self._num_inside += is_counted
         try:
@@ -72,16 +103,45 @@ class Door:
         finally:
             self._num_inside -= is_counted
 
+    def _check_origin(self, scope: Scope) -> None:
+        """Refuse what a web page of another site sends through its reader's browser.
+
+        A page whose name was made to lead here (DNS rebinding) has that name in Host; one that keeps its own
+        has it in Origin.
+        """
+        host = _header(scope, b"host")
+        if not is_allowed_host(host, self._limits.host, self._limits.allowed_hosts):
+            raise ApiError(
+                421,
+                f"this server does not answer as {shown(host)}; ask for it by its address, or start it with "
+                "--allowed-host NAME",
+            )
+        origin = _header(scope, b"origin")
+        if origin and origin.partition("://")[2].lower() != host.lower():
+            raise ApiError(403, f"requests of web pages are refused, and this one comes from {shown(origin)}")
+
     def _check_token(self, scope: Scope) -> None:
-        if self._limits.token is None:
+        limits = self._limits
+        if limits.token is None and limits.admin_token is None:
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        # Compared in constant time: how long it takes tells nothing of how many letters were right.
-        if not hmac.compare_digest(given, b"Bearer " + self._limits.token.encode()):
+        scheme, _, given = _header(scope, b"authorization").partition(" ")
+        is_bearer = scheme.lower() == "bearer"
+        may_steer = is_bearer & _is_same(given, limits.admin_token)
+        may_ask = (is_bearer & _is_same(given, limits.token)) | may_steer
+        if not may_ask:
             raise ApiError(
                 401,
                 "the token is missing or wrong; send the header Authorization: Bearer TOKEN",
                 code="invalid_api_key",
+            )
+        if scope["path"] in STEERING and not may_steer:
+            way_out = (
+                "start the server with --admin-token or the environment variable MILLRACE_ADMIN_TOKEN"
+                if limits.admin_token is None
+                else "send that one"
+            )
+            raise ApiError(
+                403, f"{scope['path']} needs the admin token; {way_out}", code="admin_token_needed"
             )
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
@@ -105,6 +165,32 @@ class Door:
         if size > limits.max_body_bytes:
             raise ApiError(413, f"the body has more than {limits.max_body_bytes} bytes; send less at once")
         return b"".join(parts)
+
+
+def _check_content_type(scope: Scope) -> None:
+    """A web page may send other sites a form or text without asking them; JSON it may not."""
+    if scope["method"] in ("GET", "HEAD"):
+        return
+    given = _header(scope, b"content-type")
+    if (
+        not given
+        and _header(scope, b"content-length") in ("", "0")
+        and not _header(scope, b"transfer-encoding")
+    ):
+        return  # nothing is sent, as to /resume; a page's Origin was checked
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            415, f"the body is {shown(given) or 'of no type'}; send JSON with Content-Type: application/json"
+        )
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+def _is_same(given: str, token: str | None) -> bool:
+    """Compared in constant time: how long it takes tells nothing of how many letters were right."""
+    return token is not None and hmac.compare_digest(given.strip().encode("latin-1"), token.encode())
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

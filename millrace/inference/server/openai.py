@@ -46,14 +46,14 @@ class OpenAI:
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
         check_model(self._served, body.model)
-        prompts = texts(self._served, body.prompt)
+        prompts = await texts(self._service, body.prompt, body.n)
         shape = TextShape(wants_logprobs=body.logprobs is not None)
         return await self._answer(body, request, prompts, body.max_tokens or DEFAULT_TOKENS, shape)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Say the assistant's next turn."""
         check_model(self._served, body.model)
-        prompt = conversation(self._served, body.messages)
+        prompt = await conversation(self._service, body.messages)
         room = max(1, min(MAX_TURN_TOKENS, self._served.max_length - len(prompt)))
         wanted = body.max_completion_tokens or body.max_tokens or room
         return await self._answer(body, request, [prompt], wanted, ChatShape(wants_logprobs=body.logprobs))

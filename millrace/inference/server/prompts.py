@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import cast
 
-from millrace.data.chat import CHAT, render
-from millrace.data.rows import DataError
-from millrace.inference.server.errors import ApiError
+from millrace.data.chat import CHAT
+from millrace.inference.server.errors import ApiError, shown
 from millrace.inference.server.schemas import Message
-from millrace.inference.server.service import Served
-
-# Special tokens that the tokenizer puts in front, the text as it is, and no end token behind.
-AS_IT_IS = "{prompt}"
+from millrace.inference.server.service import Served, Service
 
 
 def check_model(served: Served, name: str | None) -> None:
@@ -24,35 +20,54 @@ def check_model(served: Served, name: str | None) -> None:
     if name is not None and name != served.name:
         raise ApiError(
             404,
-            f"there is no model {name}; this server has {served.name}",
+            f"there is no model {shown(name)}; this server has {served.name}",
             param="model",
             code="model_not_found",
         )
 
 
-def texts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+async def texts(
+    service: Service, prompt: str | list[str] | list[int] | list[list[int]], num_samples: int = 1
+) -> list[list[int]]:
     """The prompts of a completion request: one or several, as text or as tokens.
 
+    Args:
+        service: has the model.
+        prompt: what the client sent.
+        num_samples: of each prompt.
+
     Raises:
-        ApiError: there is none, or one is empty or cannot be spelled.
+        ApiError: there is none, there are too many, or one is empty or cannot be tokenized.
     """
-    if isinstance(prompt, str):
-        return [_tokens(served, AS_IT_IS, prompt, "prompt")]
-    if not prompt:
+    if not prompt and not isinstance(prompt, str):
         raise ApiError(400, "prompt is empty; a completion needs something to follow", param="prompt")
-    if isinstance(prompt[0], int):
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    elif isinstance(prompt[0], int):
         return [prompt]
-    found = []
-    for number, one in enumerate(cast(list[str | list[int]], prompt)):
-        found.append(one if isinstance(one, list) else _tokens(served, AS_IT_IS, one, f"prompt {number}"))
-    return found
+    service.check_count(len(prompt) * num_samples)
+    if isinstance(prompt[0], str):
+        found: list[list[int]] = json.loads(await service.texts.ask("prompts", prompt))
+        return found
+    return prompt
 
 
-def conversation(served: Served, messages: Sequence[Message]) -> list[int]:
+async def conversation(service: Service, messages: Sequence[Message]) -> list[int]:
     """A conversation as the model reads it, the assistant's turn opened.
 
     Raises:
         ApiError: the model's template does not take it.
+    """
+    turns = checked_turns(service.served, messages)
+    token_ids: list[int] = json.loads(await service.texts.ask("messages", turns))
+    return token_ids
+
+
+def checked_turns(served: Served, messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as chat templates take them.
+
+    Raises:
+        ApiError: the model has no template for them.
     """
     turns = [{"role": message.role, "content": _content(message)} for message in messages]
     for turn, message in zip(turns, messages, strict=True):
@@ -66,24 +81,16 @@ def conversation(served: Served, messages: Sequence[Message]) -> list[int]:
                 "message of role user, or use /v1/completions",
                 param="messages",
             )
-        return _tokens(served, served.template, turns[0]["content"], "messages")
-    if not served.tokenizer.chat_template:
+    elif not served.tokenizer.chat_template:
         raise ApiError(
             400,
             "this model has no chat template; write the prompt yourself and use /v1/completions",
             param="messages",
         )
-    return _tokens(served, CHAT, turns, "messages")
+    return turns
 
 
 def _content(message: Message) -> str:
     if isinstance(message.content, str):
         return message.content
     return "".join(part.text for part in message.content)
-
-
-def _tokens(served: Served, template: str, prompt: object, where: str) -> list[int]:
-    try:
-        return list(render(served.tokenizer, template, prompt, where)[1])
-    except DataError as error:
-        raise ApiError(400, str(error), param=where.split()[0]) from None

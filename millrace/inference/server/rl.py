@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from millrace import __version__
 from millrace.inference.async_engine import EngineClosed, Piece
-from millrace.inference.server.errors import ApiError, Json, encode
+from millrace.inference.server.errors import ApiError, Json, encode, shown
 from millrace.inference.server.replies import Streamed, completed
 from millrace.inference.server.schemas import (
     AbortBody,
@@ -82,7 +82,7 @@ class Verbs:
         """End a request; whoever waits for it gets what there is, and so does the caller."""
         ended = await self._service.abort(body.id)
         if not ended:
-            raise ApiError(404, f"there is no unfinished request {body.id}", param="id")
+            raise ApiError(404, f"there is no unfinished request {shown(body.id)}", param="id")
         return Json({"id": body.id, "completions": [_tree(i, one) for i, one in enumerate(ended)]})
 
     async def pause(self, body: PauseBody) -> Response:
@@ -162,11 +162,14 @@ def allowed_folder(root: Path | None, path: str) -> Path:
     if root is None:
         raise ApiError(403, "this server loads no weights; start it with --weights-root FOLDER")
     outside = ApiError(
-        403, f"{path} is not below the server's weights root; put the folder there", param="path"
+        403, f"{shown(path)} is not below the server's weights root; put the folder there", param="path"
     )
     if "\0" in path:
         raise outside
-    folder = (root / path).resolve()
+    try:
+        folder = (root / path).resolve()
+    except (OSError, RuntimeError):  # its links go in a circle
+        raise outside from None
     if not folder.is_relative_to(root.resolve()):
         raise outside
     return folder

@@ -7,18 +7,25 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from millrace.inference.server.address import url_of
 from millrace.inference.server.app import create_app
+from millrace.inference.server.connections import Connection, connection_bounds, open_descriptors
 from millrace.inference.server.errors import ApiError
 from millrace.inference.server.limits import Limits
+from millrace.inference.server.logs import LOG_CONFIG
 from millrace.inference.server.service import Service
 
 # After the running requests were ended, so long is waited for their answers to be sent.
 LAST_ANSWERS_S = 10
+KEPT_CONNECTIONS = 4
 
 
 class Server(uvicorn.Server):
@@ -31,6 +38,7 @@ class Server(uvicorn.Server):
         *,
         grace_s: float = 5.0,
         ready: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A server that is not started; `run` it on sockets from `address.bind`.
 
@@ -39,18 +47,29 @@ class Server(uvicorn.Server):
             limits: what it takes.
             grace_s: seconds that running requests get when the server is told to end.
             ready: is told the URL once the server listens.
+            clock: that the deadlines of connections go by.
+
+        Raises:
+            ValueError: the limit of open files is too low.
         """
-        super().__init__(
-            uvicorn.Config(
-                create_app(service, limits),
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                ws="none",
-                timeout_graceful_shutdown=round(grace_s) + LAST_ANSWERS_S,
-            )
+        max_connections, backlog = connection_bounds(*open_descriptors())
+        # Some connections are left for `/health` and for what steers.
+        most = min(limits.max_concurrent, max_connections - KEPT_CONNECTIONS)
+        config = uvicorn.Config(
+            create_app(service, replace(limits, max_concurrent=most)),
+            log_config=LOG_CONFIG,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            backlog=backlog,
+            timeout_graceful_shutdown=round(grace_s) + LAST_ANSWERS_S,
         )
+        super().__init__(config)
+        config.load()
+        # uvicorn calls it as it would the class.
+        factory: Any = partial(Connection, limits=limits, max_connections=max_connections, clock=clock)
+        config.http_protocol_class = factory
         self._service = service
         self._grace_s = grace_s
         self._ready = ready
@@ -60,6 +79,13 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._ready(url_of(self.servers[0].sockets[0]))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; every fifth time look after the connections."""
+        if counter % 5 == 0:
+            for connection in list(self.server_state.connections):
+                cast(Connection, connection).check()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End: running requests get the grace, then what they have drawn."""

@@ -10,11 +10,21 @@ from pydantic_core import PydanticCustomError
 
 MAX_SAMPLES = 128
 MAX_STOPS = 64
+# Held back text is compared with each beginning of a stop string, at every token.
+MAX_STOP_LETTERS = 256
 MAX_NAME = 60
+# Beyond these, logits of 1e4 are no longer finite numbers somewhere between here and a probability.
+MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 1e4
+MAX_REPETITION_PENALTY = 100.0
+MAX_INT = (1 << 31) - 1
 Count = Annotated[int, Field(ge=0)]
 # One mistake is enough: a list of another kind must not give a million of them.
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_LETTERS)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Share = Annotated[float, Field(le=1.0)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 
 
@@ -25,6 +35,8 @@ class Body(BaseModel):
 
     # OpenAI's options that this server has not, with the values that ask for nothing and so may stand.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # OpenAI's options that change no answer: notes for its own bookkeeping, caches and bills.
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -35,7 +47,10 @@ class Body(BaseModel):
         for name, value in given.items():
             if name in cls.model_fields:
                 if value is not None:
+                    _check_text(name, value)
                     kept[name] = value
+            elif name in cls.ignored:
+                continue
             elif name not in cls.unsupported:
                 # As it can be shown: neither endless nor with half a character.
                 name = ascii(name)[1:-1][:MAX_NAME]
@@ -45,6 +60,18 @@ class Body(BaseModel):
             elif value is not None and not any(value is v or value == v for v in cls.unsupported[name]):
                 raise _field(name, f"{name} is not supported by this server; leave it out")
         return kept
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Refuse half characters, which JSON can hold and neither a tokenizer nor a path can."""
+    texts = value if isinstance(value, list) and value and isinstance(value[0], str) else [value]
+    for text in texts:
+        if isinstance(text, str) and not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                sentence = f"{name} holds half a character (at {error.start}) that is not Unicode text"
+                raise _field(name, sentence) from None
 
 
 def _field(name: str, sentence: str) -> PydanticCustomError:
@@ -75,18 +102,20 @@ class Sampling(Body):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Count = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: Annotated[float, Field(le=MAX_TEMPERATURE)] = 1.0
+    top_k: Annotated[int, Field(le=MAX_INT)] = 0
+    top_p: Share = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = (
+        1.0
+    )
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     allowed_token_ids: Tokens = []
     forbidden_token_ids: Tokens = []
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, Penalty] = {}
     stop_token_ids: Tokens = []
-    stop: str | Annotated[Texts, Field(max_length=MAX_STOPS)] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = []
     ignore_eos: bool = False
     stream: bool = False
     request_id: Name | None = None
@@ -95,6 +124,20 @@ class Sampling(Body):
 
 class OpenAIBody(Sampling):
     """What OpenAI's two endpoints share."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "metadata",
+            "parallel_tool_calls",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+        }
+    )
 
     model: str | None = None
     stream_options: StreamOptions | None = None
@@ -113,7 +156,6 @@ class CompletionBody(OpenAIBody):
         "best_of": (1,),
         "echo": (False,),
         "suffix": ("",),
-        "user": (),
     }
 
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
@@ -148,22 +190,13 @@ class ChatBody(OpenAIBody):
         "audio": (),
         "function_call": ("none",),
         "functions": ([],),
-        "metadata": ({},),
         "modalities": (["text"],),
         "moderation": (),
-        "parallel_tool_calls": (True, False),
         "prediction": (),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
-        "safety_identifier": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
         "tool_choice": ("none",),
         "tools": ([],),
-        "user": (),
         "verbosity": (),
         "web_search_options": (),
     }

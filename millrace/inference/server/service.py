@@ -19,6 +19,7 @@ from millrace.inference.async_engine import AsyncEngine, EngineClosed, EngineFul
 from millrace.inference.server.errors import ApiError, bad_request
 from millrace.inference.server.metrics import Meter
 from millrace.inference.server.schemas import Sampling
+from millrace.inference.server.text_process import TextProcess, TextService
 from millrace.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Served:
         template: how a conversation is written: `chat`, the tokenizer's own template, or text around
             `{prompt}`, which takes a single message.
         weights_root: the folder that `/load_weights` may read below; None allows none.
+        tokenizer_folder: that the tokenizer was loaded from; None where it was made in memory.
     """
 
     engine: AsyncEngine
@@ -64,6 +66,7 @@ class Served:
     stop_token_ids: tuple[int, ...]
     template: str = CHAT
     weights_root: Path | None = None
+    tokenizer_folder: Path | None = None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Tokens to text, special tokens left out."""
@@ -180,18 +183,26 @@ class Service:
 
     Attributes:
         served: the model.
+        texts: renders and tokenizes.
         meter: counts what happens.
         closing: no new requests are taken.
     """
 
-    def __init__(self, served: Served, *, max_samples: int) -> None:
+    def __init__(self, served: Served, *, max_samples: int, texts: TextService | None = None) -> None:
         """A service with nothing under way.
 
         Args:
             served: the model.
             max_samples: that the engine can hold, running and waiting; a request for more never fits.
+            texts: renders and tokenizes; by default a process of its own.
         """
         self.served = served
+        self.texts = texts or TextProcess(
+            served.tokenizer,
+            served.tokenizer_folder,
+            template=served.template,
+            max_length=served.max_length,
+        )
         self.meter = Meter(served.name, served.engine)
         self.closing = False
         self._max_samples = max_samples
@@ -222,12 +233,7 @@ class Service:
             raise ApiError(
                 400, f"request_id {id} is taken by an unfinished request; choose another", param="request_id"
             )
-        if len(params) > self._max_samples:
-            raise ApiError(
-                400,
-                f"the request asks for {len(params)} samples and the server holds {self._max_samples} at "
-                "once; split it",
-            )
+        self.check_count(len(params))
         engine, streams = self.served.engine, list[Stream]()
         each = len(params) // len(prompts)
         try:
@@ -245,6 +251,19 @@ class Service:
         lengths = [len(prompt) for prompt in prompts for _ in range(each)]
         samples = self._running[id] = Samples(self, id, lengths, streams)
         return samples
+
+    def check_count(self, num_samples: int) -> None:
+        """Refuse more samples than fit, before anything is made for each.
+
+        Raises:
+            ApiError: they can never fit.
+        """
+        if num_samples > self._max_samples:
+            raise ApiError(
+                400,
+                f"the request asks for {num_samples} samples and the server holds {self._max_samples} at "
+                "once; split it",
+            )
 
     @property
     def num_requests(self) -> int:

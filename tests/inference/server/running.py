@@ -15,9 +15,12 @@ import torch
 
 from millrace.data.tokenizers import train_tokenizer
 from millrace.inference.server.address import bind
+from millrace.inference.server.errors import ApiError
 from millrace.inference.server.limits import Limits
 from millrace.inference.server.run import Server
 from millrace.inference.server.service import Served, Service
+from millrace.inference.server.text_process import TextService
+from millrace.inference.server.text_worker import Refused, Texts
 from tests.inference.server.fake import FakeEngine
 
 TEXTS = ["the wheel turns, the water runs; käse, naïve, 水車 and 🛞"] * 3
@@ -46,6 +49,23 @@ def fake_served(**options) -> Served:
         dtype=torch.float32,
         stop_token_ids=(words.eos_token_id,),
     )
+
+
+class LocalTexts:
+    """What the text process does, in the server's own process: a start takes no second."""
+
+    def __init__(self, served: Served) -> None:
+        self._texts = Texts(served.tokenizer, served.template, served.max_length)
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def ask(self, do: str, value: object) -> bytes:
+        try:
+            return self._texts.answer(do, value)
+        except Refused as error:
+            raise ApiError(400, str(error), param=error.param) from None
 
 
 @dataclass
@@ -86,12 +106,18 @@ def asking(mill: Running, **body) -> Iterator[httpx.Response]:
 
 @contextmanager
 def running(
-    served: Served | None = None, *, limits: Limits | None = None, grace_s=0.2, **changes
+    served: Served | None = None,
+    *,
+    limits: Limits | None = None,
+    grace_s=0.2,
+    texts: TextService | None = None,
+    clock=time.monotonic,
+    **changes,
 ) -> Iterator[Running]:
     served = replace(served or fake_served(), **changes)
-    service = Service(served, max_samples=8)
+    service = Service(served, max_samples=8, texts=texts or LocalTexts(served))
     urls: list[str] = []
-    server = Server(service, limits or Limits(), grace_s=grace_s, ready=urls.append)
+    server = Server(service, limits or Limits(), grace_s=grace_s, ready=urls.append, clock=clock)
     thread = threading.Thread(target=server.run, args=([bind("127.0.0.1", 0)],))
     thread.start()
     wait_until(lambda: bool(urls) or not thread.is_alive())

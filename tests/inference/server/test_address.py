@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from millrace.inference.server.address import bind, check_address, is_loopback, url_of
+from millrace.inference.server.address import bind, check_address, is_allowed_host, is_loopback, url_of
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,43 @@ def test_a_token_that_no_header_can_carry_is_refused(token):
         ValueError, match="the token must be printable ASCII without spaces, or no header could carry it"
     ):
         check_address("127.0.0.1", token)
+
+
+def test_the_two_tokens_differ_and_either_lets_others_in():
+    with pytest.raises(ValueError, match="the admin token must be printable ASCII without spaces"):
+        check_address("127.0.0.1", None, "a b")
+    with pytest.raises(ValueError, match="the token and the admin token are the same, so whoever asks could"):
+        check_address("127.0.0.1", "same", "same")
+    check_address("192.168.1.5", None, "steers")
+    check_address("192.168.1.5", "asks", "steers")
+
+
+@pytest.mark.parametrize(
+    ("header", "host", "expected"),
+    [
+        ("127.0.0.1:8000", "127.0.0.1", True),
+        ("127.0.0.2", "127.0.0.1", True),
+        ("LOCALHOST:8000", "127.0.0.1", True),
+        ("localhost.", "127.0.0.1", True),
+        ("[::1]:8000", "127.0.0.1", True),
+        ("", "127.0.0.1", False),
+        ("evil.example", "127.0.0.1", False),
+        ("localhost.evil.example", "127.0.0.1", False),
+        ("127.0.0.1.evil.example", "127.0.0.1", False),
+        ("192.168.1.5", "127.0.0.1", False),
+        ("0x7f.1", "127.0.0.1", False),
+        ("[::1", "::1", True),
+        ("mill.example:8000", "127.0.0.1", True),
+        ("192.168.1.5:8000", "192.168.1.5", True),
+        ("10.0.0.1", "0.0.0.0", True),
+        ("localhost", "0.0.0.0", True),
+        ("evil.example", "0.0.0.0", False),
+        ("server", "server", True),
+        ("server.evil.example", "server", False),
+    ],
+)
+def test_names_that_others_own_are_not_answered_to(header, host, expected):
+    assert is_allowed_host(header, host, ["Mill.example"]) is expected
 
 
 @pytest.mark.world

@@ -51,7 +51,7 @@ def mill():
             "/v1/completions",
             {"prompt": "\ud800"},
             "prompt",
-            "prompt: the prompt holds half a character (at 0) that is not Unicode text",
+            "prompt holds half a character (at 0) that is not Unicode text",
         ),
         (
             "/v1/completions",
@@ -274,10 +274,109 @@ def test_a_route_that_is_not_there_says_so(mill):
     assert (answer.status_code, answer.json()["error"]["message"]) == (405, "there is no GET /v1/completions")
 
 
-def test_half_a_character_in_a_name_comes_back_readable(mill):
-    answer = mill.post("/v1/completions", content='{"model": "\\ud800", "prompt": "a"}')
-    assert answer.status_code == 404
-    assert "\\ud800" in answer.text
+HALF = "a\ud800"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", TEXT | {"model": HALF}, "model"),
+        ("/v1/completions", {"prompt": HALF}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", HALF]}, "prompt"),
+        ("/v1/completions", TEXT | {"stop": HALF}, "stop"),
+        ("/v1/completions", TEXT | {"stop": ["a", HALF]}, "stop"),
+        ("/v1/completions", TEXT | {"request_id": HALF}, "request_id"),
+        ("/v1/chat/completions", {"messages": [{"role": HALF, "content": "a"}]}, "role"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": HALF}]}, "content"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": HALF}]}, "name"),
+        ("/tokenize", {"prompt": HALF}, "prompt"),
+        ("/tokenize", {"model": HALF, "prompt": "a"}, "model"),
+        ("/abort", {"id": HALF}, "id"),
+        ("/load_weights", {"path": HALF, "version": 1}, "path"),
+    ],
+)
+def test_half_a_character_is_refused_wherever_text_is_taken(mill, path, body, field):
+    answer = mill.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        f"{field} holds half a character (at 1) that is not Unicode text"
+    )
+    assert answer.json()["error"]["param"] == field
+
+
+def test_half_a_character_in_a_part_of_a_message_is_refused(mill):
+    parts = [{"type": "text", "text": HALF}]
+    answer = mill.post("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith(
+        "text holds half a character (at 1) that is not Unicode text"
+    )
+
+
+@pytest.mark.parametrize("text", [HALF, "x" * 100_000, "\x1b[2J\r\n"])
+def test_what_comes_back_in_a_message_is_short_and_has_no_control_characters(mill, text):
+    for path, body in (
+        ("/abort", {"id": text}),
+        ("/v1/completions", TEXT | {"model": text}),
+        ("/v1/completions", TEXT | {"logit_bias": {text: 1.0}}),
+        ("/v1/completions", TEXT | {"n": text}),
+        ("/v1/completions", TEXT | {text: 1}),
+    ):
+        message = mill.post(path, body).json()["error"]["message"]
+        assert len(message) < 200
+        assert message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 1e308),
+        ("presence_penalty", -1e308),
+        ("frequency_penalty", 1e308),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e300),
+        ("temperature", 1e308),
+        ("temperature", 1e-300),
+        ("top_k", 10**30),
+        ("top_p", 1.5),
+        ("min_p", 1.5),
+        ("stop", "x" * 257),
+        ("stop", ["x" * 257]),
+    ],
+)
+def test_a_value_without_a_distribution_is_refused(mill, name, value):
+    answer = mill.post("/v1/completions", TEXT | {name: value})
+    assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, name)
+    assert mill.post("/v1/completions", TEXT | {"logit_bias": {"5": 1e308}}).status_code == 400
+
+
+def test_too_many_prompts_are_refused_before_anything_is_made_for_each(mill):
+    answer = mill.post("/v1/completions", {"prompt": ["a"] * 100_000, "n": 128})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "the request asks for 12800000 samples and the server holds 8 at once; split it"
+    )
+
+
+HARMLESS = {
+    "metadata": {"run": "1"},
+    "parallel_tool_calls": False,
+    "prompt_cache_key": "key",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "me",
+    "service_tier": "flex",
+    "store": True,
+    "user": "me",
+}
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_an_option_that_changes_no_answer_is_taken(mill, name):
+    expected = mill.post("/v1/chat/completions", CHAT | {"seed": 1}).json()["choices"]
+    answer = mill.post("/v1/chat/completions", CHAT | {"seed": 1, name: HARMLESS[name]})
+    assert answer.json()["choices"] == expected
+    refused = mill.post("/generate", TOKENS | {name: HARMLESS[name]})
+    assert refused.json()["error"]["param"] == name
 
 
 def test_a_field_with_half_a_character_or_an_endless_name_is_named_as_far_as_it_can_be():

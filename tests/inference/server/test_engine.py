@@ -153,6 +153,10 @@ def test_whoever_leaves_gives_the_blocks_back(mill):
     ("body", "message"),
     [
         ({"prompt_token_ids": [10**6]}, "1000000"),
+        ({"prompt_token_ids": [10**30]}, "1000000"),
+        ({"prompt_token_ids": [5], "stop_token_ids": [10**30]}, "1000000"),
+        ({"prompt_token_ids": [5], "priority": 10**30}, "1000000"),
+        ({"prompt_token_ids": [5], "max_tokens": 10**30}, "1000000"),
         ({"prompt_token_ids": [5], "max_tokens": 128}, "128"),
         ({"prompt_token_ids": [5], "allowed_token_ids": [10**6]}, "1000000"),
         ({"prompt_token_ids": [5], "logit_bias": {"1000000": 1.0}}, "1000000"),
@@ -162,6 +166,30 @@ def test_what_the_engine_cannot_serve_is_refused_with_its_numbers(mill, body, me
     refused = mill.post("/generate", {"max_tokens": 4} | body)
     assert refused.status_code == 400
     assert message in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"presence_penalty": 1e4},
+        {"presence_penalty": -1e4, "frequency_penalty": -1e4},
+        {"frequency_penalty": 1e4, "temperature": 1e-5},
+        {"repetition_penalty": 100.0, "temperature": 1e-5},
+        {"repetition_penalty": 0.01, "presence_penalty": -1e4, "temperature": 1e-5},
+        {"temperature": 100.0, "top_p": 1e-300},
+        {"temperature": 1e-5, "min_p": 1.0},
+        {"min_p": 5e-324, "top_p": 5e-324, "top_k": 2**31 - 1},
+        {"logit_bias": {"5": 1e4, "6": -1e4}, "temperature": 1e-5},
+        {"logit_bias": {"5": -1e4}, "allowed_token_ids": [5], "temperature": 1e-5},
+        {"priority": -(10**9), "seed": 2**63 - 1},
+    ],
+)
+@pytest.mark.parametrize("logprobs", ["processed", "raw"])
+def test_the_most_extreme_values_that_are_taken_have_a_distribution(mill, extreme, logprobs):
+    ask = {"prompt_token_ids": [5, 6, 5], "max_tokens": 12, "ignore_eos": True, "logprobs": logprobs}
+    answer = mill.post("/generate", ask | extreme)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["completions"][0]["token_ids"]) == 12
 
 
 def test_logits_that_are_no_numbers_fail_the_request_and_not_the_server(mill):

@@ -1,4 +1,4 @@
-"""The door: tokens, bodies, and how many at once."""
+"""Middleware: hosts, tokens, bodies, and how many at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from millrace.inference.server import limits
+from millrace.inference.server.app import create_app
 from millrace.inference.server.limits import Limits
+from millrace.inference.server.service import Service
 from tests.inference.server.running import DEADLINE_S, asking, fake_served, running, wait_until
 
 pytestmark = pytest.mark.world
@@ -48,6 +51,113 @@ def test_without_the_token_only_health_answers():
         assert mill.get("/metrics", headers=right).status_code == 200
 
 
+STEERING = {
+    "/abort": {"id": "gone"},
+    "/pause": {"mode": "keep"},
+    "/resume": None,
+    "/sleep": {"tags": ["weights"]},
+    "/wake": {"tags": ["weights"]},
+    "/load_weights": {"path": "a", "version": 1},
+    "/fingerprint": None,
+}
+
+
+def steer(mill, path, **headers):
+    if path == "/fingerprint":
+        return mill.get(path, headers=headers)
+    return mill.post(path, STEERING[path], headers=headers)
+
+
+def test_every_route_that_steers_is_known():
+    paths = create_app(Service(fake_served(), max_samples=1), Limits()).openapi()["paths"]
+    asks = ("/v1/", "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/version")
+    steers = {path for path in paths if not path.startswith(asks)}
+    assert steers == set(limits.STEERING) == set(STEERING)
+
+
+@pytest.mark.parametrize("path", sorted(STEERING))
+def test_what_steers_needs_the_admin_token(path):
+    with running(limits=Limits(token="asks", admin_token="steers")) as mill:
+        refused = steer(mill, path, Authorization="Bearer asks")
+        assert refused.status_code == 403
+        assert refused.json()["error"]["message"] == f"{path} needs the admin token; send that one"
+        assert steer(mill, path, Authorization="Bearer wrong").status_code == 401
+        assert steer(mill, path, Authorization="Bearer steers").status_code in (200, 403, 404)
+        assert mill.engine.calls == [] or path not in ("/abort", "/load_weights", "/fingerprint")
+        # It asks, too.
+        both = {"Authorization": "Bearer steers"}
+        assert mill.post("/v1/completions", TEXT, headers=both).status_code == 200
+
+
+def test_a_server_with_one_token_says_what_is_missing():
+    with running(limits=Limits(token="asks")) as mill:
+        refused = steer(mill, "/pause", Authorization="Bearer asks")
+        assert (refused.status_code, mill.engine.calls) == (403, [])
+        assert refused.json()["error"]["message"] == (
+            "/pause needs the admin token; start the server with --admin-token or the environment variable "
+            "MILLRACE_ADMIN_TOKEN"
+        )
+    with running(limits=Limits(admin_token="steers")) as mill:
+        for given, status in (("Bearer steers", 200), ("Bearer", 401), ("steers", 401)):
+            headers = {"Authorization": given}
+            assert mill.post("/v1/completions", TEXT, headers=headers).status_code == status
+            assert steer(mill, "/pause", **headers).status_code == status
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "bEaReR"])
+def test_the_scheme_is_read_in_any_case(scheme):
+    with running(limits=Limits(token="right")) as mill:
+        headers = {"Authorization": f"{scheme} right"}
+        assert mill.get("/v1/models", headers=headers).status_code == 200
+        headers = {"Authorization": f"{scheme} RIGHT"}
+        assert mill.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_a_page_whose_name_leads_here_is_refused():
+    with running() as mill:
+        for path in ("/health", "/docs", "/v1/models"):
+            answer = mill.get(path, headers={"Host": "evil.example"})
+            assert answer.status_code == 421
+            assert answer.json()["error"]["message"] == (
+                "this server does not answer as evil.example; ask for it by its address, or start it with "
+                "--allowed-host NAME"
+            )
+        for host in ("localhost", "localhost:80", "127.9.9.9", "[::1]:8000"):
+            assert mill.get("/v1/models", headers={"Host": host}).status_code == 200
+        shown = mill.get("/health", headers={"Host": "e" * 9000}).json()["error"]["message"]
+        assert len(shown) < 200
+    with running(limits=Limits(allowed_hosts=("mill.example",))) as mill:
+        assert mill.get("/health", headers={"Host": "mill.example:8000"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", ""]
+)
+@pytest.mark.parametrize("path", ["/pause", "/v1/completions", "/generate", "/tokenize"])
+def test_what_a_form_of_another_site_can_send_is_refused(path, kind):
+    with running() as mill:
+        answer = mill.client.post(path, content='{"mode": "keep"}', headers={"Content-Type": kind})
+        assert answer.status_code == 415
+        assert "send JSON with Content-Type: application/json" in answer.json()["error"]["message"]
+        assert mill.engine.calls == []
+
+
+def test_a_web_page_cannot_send_what_has_no_body():
+    with running() as mill:
+        for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+            answer = mill.client.post("/resume", headers={"Origin": origin})
+            assert answer.status_code == 403
+            assert answer.json()["error"]["message"] == (
+                f"requests of web pages are refused, and this one comes from {origin}"
+            )
+        assert mill.engine.calls == []
+        assert mill.client.post("/resume", headers={"Origin": mill.url}).status_code == 200
+        assert mill.client.post("/resume").status_code == 200
+        assert mill.client.post(
+            "/resume", headers={"Content-Type": "application/json; charset=utf-8"}
+        ).is_success
+
+
 def test_a_body_may_be_as_long_as_the_limit_and_no_longer():
     with running(limits=Limits(max_body_bytes=2_000)) as mill:
         for size, status in ((2_000, 200), (2_001, 413), (12_000, 413)):
@@ -62,9 +172,9 @@ def test_a_body_may_be_as_long_as_the_limit_and_no_longer():
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for():
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: mill\r\nContent-Length: 100\r\n\r\n{"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with running(limits=Limits(body_timeout_s=0.1)) as mill:
-        answer = exchange(mill.url, head)
+        answer = exchange(mill.url, head + b"Content-Length: 100\r\n\r\n{")
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"the body did not arrive within 0.1 s" in answer
 
@@ -147,7 +257,7 @@ def test_whoever_leaves_while_waiting_is_forgotten():
     with running(served) as mill:
         place = urlsplit(mill.url)
         body = b'{"prompt": "the", "n": 3, "request_id": "gone"}'
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: mill\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection((place.hostname, place.port)) as wire:
             wire.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             wait_until(lambda: mill.engine.num_live == 3)

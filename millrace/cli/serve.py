@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,7 +28,21 @@ Host = Annotated[str, typer.Option(help="Address to listen on; any but this mach
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 Token = Annotated[
     str | None,
-    typer.Option(envvar="MILLRACE_TOKEN", help="Clients must send it: Authorization: Bearer TOKEN."),
+    typer.Option(
+        envvar="MILLRACE_TOKEN",
+        help="For requests that ask: Authorization: Bearer TOKEN. By default a new one is made and printed.",
+    ),
+]
+AdminToken = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MILLRACE_ADMIN_TOKEN",
+        help="For all requests, also those that steer (/load_weights, /pause, ...).",
+    ),
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A further name by which clients reach this server; may be repeated."),
 ]
 ServedName = Annotated[
     str | None, typer.Option(help="By which clients ask for the model; its folder's name by default.")
@@ -58,6 +73,8 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     token: Token = None,
+    admin_token: AdminToken = None,
+    allowed_host: AllowedHost = None,
     served_name: ServedName = None,
     max_concurrent: MaxConcurrent = 256,
     max_waiting: MaxWaiting = 1024,
@@ -74,7 +91,7 @@ def serve(
     if weights_root is not None and not weights_root.is_dir():
         raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
     try:
-        check_address(host, token)
+        check_address(host, token, admin_token)
         listening = bind(host, port)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -92,11 +109,21 @@ def serve(
             device=device,
             weights_root=weights_root,
         )
-        limits = Limits(token=token, max_concurrent=max_concurrent + max_waiting)
-        _listen(served, limits, max_waiting, listening)
+        made = token is None and admin_token is None
+        limits = Limits(
+            token=secrets.token_urlsafe(24) if made else token,
+            admin_token=secrets.token_urlsafe(24) if made else admin_token,
+            host=host,
+            allowed_hosts=tuple(allowed_host or ()),
+            max_concurrent=max_concurrent + max_waiting,
+        )
+        _listen(served, limits, max_waiting, listening, show_tokens=made)
 
 
-def _listen(served: Served, limits: Limits, max_samples: int, listening: socket) -> None:
+def _listen(
+    served: Served, limits: Limits, max_samples: int, listening: socket, *, show_tokens: bool
+) -> None:
+    from millrace.config.recipe import ConfigError
     from millrace.inference.server.run import Server
     from millrace.inference.server.service import Service
 
@@ -105,8 +132,15 @@ def _listen(served: Served, limits: Limits, max_samples: int, listening: socket)
             f"{served.name} answers at {url}/v1 (a prompt and its answer have at most {served.max_length:,} "
             "tokens); Ctrl-C ends it"
         )
+        if show_tokens:
+            typer.echo(f"token for requests: {limits.token} (new at each start; --token sets one)")
+            typer.echo(f"admin token, to steer it: {limits.admin_token} (--admin-token sets one)")
 
-    Server(Service(served, max_samples=max_samples), limits, ready=ready).run([listening])
+    try:
+        server = Server(Service(served, max_samples=max_samples), limits, ready=ready)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    server.run([listening])
 
 
 def open_served(
@@ -165,6 +199,7 @@ def open_served(
         stop_token_ids=stop_token_ids(tokenizer, getattr(weights.generation_config, "eos_token_id", None)),
         template=template,
         weights_root=weights_root,
+        tokenizer_folder=folder,
     )
 
 

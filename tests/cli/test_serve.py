@@ -28,7 +28,8 @@ def best_model(run):
 def test_a_run_is_served_until_sigterm(trained):
     run = trained.folder / "runs" / "tiny-1"
     best = best_model(run)
-    words = ["--served-name", "sums", "--port", "0", "--token", "secret", "--weights-root", str(run)]
+    words = ["--served-name", "sums", "--port", "0", "--weights-root", str(run)]
+    words += ["--token", "asks", "--admin-token", "steers"]
     server = trained.start("serve", str(run), *words)
     try:
         line = server.stdout.readline()
@@ -39,7 +40,7 @@ def test_a_run_is_served_until_sigterm(trained):
         ), line + server.stderr.read()
         url = line.split()[3].removesuffix("/v1")
         assert httpx.get(f"{url}/version").status_code == 401
-        with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+        with httpx.Client(base_url=url, headers={"Authorization": "Bearer steers"}, timeout=60) as client:
             ask = {"prompt": "1+1=", "temperature": 0, "max_tokens": 3}
             choice = client.post("/v1/completions", json=ask).json()["choices"][0]
             (expected,) = trained("generate", "runs/tiny-1", "1+1=").out.splitlines() or ("",)
@@ -47,10 +48,40 @@ def test_a_run_is_served_until_sigterm(trained):
             chat = {"messages": [{"role": "user", "content": "1+1="}], "temperature": 0, "max_tokens": 3}
             answer = client.post("/v1/chat/completions", json=chat)
             assert answer.json()["choices"][0]["message"]["content"] == choice["text"]
+            asks = {"Authorization": "Bearer asks"}
+            assert client.post("/v1/completions", json=ask, headers=asks).status_code == 200
+            assert client.get("/fingerprint", headers=asks).status_code == 403
             before = client.get("/fingerprint").json()
             loaded = client.post("/load_weights", json={"path": str(best.relative_to(run)), "version": 7})
             assert loaded.json()["version"] == 7
             assert client.get("/fingerprint").json() == before | {"version": 7}
+    finally:
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=30)
+    assert (server.returncode, errors) == (0, "")
+
+
+@pytest.mark.world
+def test_without_tokens_new_ones_are_made_and_printed(trained):
+    model = best_model(trained.folder / "runs" / "tiny-1")
+    server = trained.start("serve", str(model), "--port", "0")
+    try:
+        url = server.stdout.readline().split()[3].removesuffix("/v1")
+        lines = [server.stdout.readline() for _ in range(2)]
+        asks, steers = (re.search(r": ([\w-]{32}) \(", line)[1] for line in lines)
+        assert lines == [
+            f"token for requests: {asks} (new at each start; --token sets one)\n",
+            f"admin token, to steer it: {steers} (--admin-token sets one)\n",
+        ]
+        assert asks != steers
+        for token, path, status in (
+            ("", "/v1/models", 401),
+            (asks, "/v1/models", 200),
+            (asks, "/fingerprint", 403),
+            (steers, "/fingerprint", 200),
+        ):
+            answer = httpx.get(url + path, headers={"Authorization": f"Bearer {token}".strip()}, timeout=60)
+            assert answer.status_code == status
     finally:
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=30)
@@ -63,6 +94,7 @@ def test_a_model_folder_is_served_under_its_own_name_and_template(trained):
     served = open_served(str(folder), None, cache_tokens=100, weights_root=None, **options)
     assert (served.name, served.template, served.dtype) == ("model", "chat", torch.bfloat16)
     assert served.max_length == 64
+    assert served.tokenizer_folder == folder
     assert served.vocab_size > max(served.tokenizer.get_vocab().values())
     assert served.stop_token_ids[0] == served.tokenizer.eos_token_id
     # Whole blocks alone can be used.

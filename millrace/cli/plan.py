@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -100,16 +99,19 @@ def read_shape(config: RunConfig) -> ModelShape:
         PlanError: the folder has no readable config.json, or the model is not one that can be planned for.
         ModelError: the architecture or one of its fields is unknown.
     """
+    from millrace.observability.files import RESTORE, FileError, read_json
     from millrace.planner.errors import PlanError
     from millrace.planner.model_shape import ModelShape
 
     if config.model.path is not None:
         path = Path(config.model.path) / "config.json"
         try:
-            described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise PlanError(f"{path} cannot be read: {error}") from None
-        return ModelShape.of(described)
+            return ModelShape.of(read_json(path, dict[str, Any]))
+        except FileError as error:
+            raise PlanError(str(error)) from None
+        except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
+            # Fields of other types than a config has.
+            raise PlanError(f"{path} is damaged: {error}; {RESTORE}") from None
     from millrace.models.load import fresh_config
 
     # Defaults are transformers' own; a tokenizer that is yet to be trained has at most so many entries.

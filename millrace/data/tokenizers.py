@@ -42,6 +42,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     kind: Any = PreTrainedTokenizerFast if _is_plain(folder) else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        # Some settings of a wrong type show only here.
+        tokenizer("a", verbose=False)
     except Exception as error:
         # The parsers below raise bare Exception among others.
         reason = str(error).strip().partition("\n")[0]
@@ -152,7 +154,7 @@ def _is_plain(folder: Path) -> bool:
         return False
     try:
         settings = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded: {config.name} is not JSON: {error}"
         ) from error

@@ -20,6 +20,7 @@ from millrace.models.fsdp import whole
 from millrace.models.fused import Linear
 from millrace.models.load import Model, ModelError, Weights
 from millrace.models.saving import host_copy
+from millrace.observability.files import FileError, read_json, read_tensor_header, read_text
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -57,8 +58,9 @@ def load_adapter(model: Model, folder: str | Path) -> None:
     if not (path / WEIGHTS).is_file():
         raise ModelError(f"adapter folder {path} has no {WEIGHTS} (pickles are not read)")
     try:
+        read_tensor_header(path / WEIGHTS)
         tensors = load_file(path / WEIGHTS)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, FileError) as error:
         raise ModelError(f"adapter {path}: {WEIGHTS} is damaged: {error}") from None
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -142,19 +144,17 @@ def write_pairs(pairs: Weights, folder: Path) -> Path:
 def saved_base(folder: Path) -> str:
     """The checksum that `save_adapter` was given; empty where there is none."""
     path = folder / BASE
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return read_text(path) if path.is_file() else ""
 
 
 def _read_config(path: Path, base: str) -> dict[str, Any]:
     """The fields of a peft configuration, if they mean a plain LoRA adapter for this base."""
+    if not (path / CONFIG).is_file():
+        raise ModelError(f"adapter folder {path} has no {CONFIG}")
     try:
-        fields = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except OSError:
-        raise ModelError(f"adapter folder {path} has no {CONFIG}") from None
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
-        raise ModelError(f"adapter {path}: {CONFIG} is damaged; it must hold one JSON object")
+        fields = read_json(path / CONFIG, dict[str, Any])
+    except FileError:
+        raise ModelError(f"adapter {path}: {CONFIG} is damaged; it must hold one JSON object") from None
     if fields.get("peft_type") != "LORA":
         kind = fields.get("peft_type")
         raise ModelError(f"adapter {path} is of peft_type {kind!r}; millrace trains LORA alone")

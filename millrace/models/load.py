@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -19,10 +18,14 @@ from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
 from millrace.models.fused import fuse
+from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import hidden_states, output_head
+from millrace.observability.files import RESTORE, FileError, shown
 
 # Its progress bars would be drawn over the console of the run.
 transformers_logging.disable_progress_bar()
+# What it would tell of a folder whose weights do not fit is an error here, and one sentence.
+transformers_logging.set_verbosity_error()
 
 # The one name by which other packages call a transformers model, and its weights by name.
 Model = PreTrainedModel
@@ -138,6 +141,8 @@ def load_kind(kind: ModelKind, folder: str | Path, *, dtype: torch.dtype) -> Pre
     path = kind.folder(folder)
     attention.register()
     with sentences(path):
+        stored = check_files(path)
+        check_total(path, _num_elements(path, kind), stored)
         model, info = kind.auto.from_pretrained(
             path,
             attn_implementation=attention.NAME,
@@ -168,8 +173,20 @@ def sentences(path: Path) -> Iterator[None]:
     """What transformers raises on a bad folder, as one sentence that names it."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model folder {path} cannot be loaded: {_first_line(error)}") from None
+    except FileError as error:
+        raise ModelError(str(error)) from None
+    except Exception as error:  # whatever a field of the wrong type led to
+        raise ModelError(
+            f"model folder {shown(path)} cannot be loaded: {_first_line(error)}; {RESTORE}"
+        ) from None
+
+
+def _num_elements(path: Path, kind: ModelKind) -> int:
+    """Weights of the model that a config makes, which has no memory."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = kind.auto.from_config(config, attn_implementation=attention.NAME)
+    return num_parameters(model)
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:

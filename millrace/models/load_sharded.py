@@ -32,7 +32,16 @@ from transformers.core_model_loading import (
 from millrace.models import attention
 from millrace.models.fsdp import Root, local
 from millrace.models.fused import fuse
-from millrace.models.load import LANGUAGE, Model, ModelError, ModelKind, named_weights, sentences
+from millrace.models.load import (
+    LANGUAGE,
+    Model,
+    ModelError,
+    ModelKind,
+    named_weights,
+    num_parameters,
+    sentences,
+)
+from millrace.models.load_check import check_files, check_total
 
 # Where a part begins and ends along each dimension of a whole weight.
 Part = tuple[slice, ...]
@@ -52,8 +61,10 @@ def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LAN
     """
     path = kind.folder(folder)
     with sentences(path):
+        stored = check_files(path)
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model = empty_of(config, dtype=dtype, kind=kind)
+        check_total(path, num_parameters(model), stored)
         if (path / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return model

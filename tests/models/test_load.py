@@ -151,8 +151,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (as_pickle, "model folder FOLDER has no .safetensors file; convert its weights (pickles are not read)"),
     (
         truncate,
-        "model folder FOLDER cannot be loaded: Error while deserializing header: incomplete metadata, "
-        "file not fully covered",
+        "FOLDER/model.safetensors is damaged: its tensors have ",
     ),
     (
         with_weights(model__layers__1__mlp__up_proj__weight=None, model__norm__weight=None),
@@ -164,8 +163,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     ),
     (
         with_config("{"),
-        "model folder FOLDER cannot be loaded: It looks like the config file at 'FOLDER/config.json' is not "
-        "a valid JSON file.",
+        "FOLDER/config.json is damaged: not JSON: ",
     ),
     (
         with_config(json.dumps({"model_type": "nope"})),

@@ -30,6 +30,8 @@ RESTORE = "restore it from a copy"
 MAX_TEXT_BYTES = 1 << 31
 MAX_HEADER_BYTES = 100_000_000
 MAX_PATH_SHOWN = 300
+# So deep a model or its adapter lies in a checkpoint.
+MAX_DEPTH = 2
 # Bits of a number by its name in the header of a safetensors file.
 DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -194,7 +196,9 @@ def _first(error: ValidationError) -> str:
     """The first mistake in one line."""
     found = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(str(part) for part in found["loc"])
-    message = found["msg"][:1].lower() + found["msg"][1:]
+    # Names of our classes say nothing to a user.
+    is_object = found["type"] in ("model_type", "model_attributes_type", "dataclass_type", "dict_type")
+    message = "input should be an object" if is_object else found["msg"][:1].lower() + found["msg"][1:]
     return plain_text(f"{place}: {message}" if place else message, 200)
 
 
@@ -340,15 +344,16 @@ def check_saved_model(folder: Path) -> None:
     Raises:
         FileError: a file is missing or is not what was saved.
     """
-    above = folder.resolve()
-    if not (above.parent / MANIFEST).is_file():
+    folder = folder.resolve()
+    above = next((path for path in (*folder.parents,)[:MAX_DEPTH] if (path / MANIFEST).is_file()), None)
+    if above is None:
         return
-    mend = f"take another checkpoint than {shown(above.parent.name)}"
-    prefix = f"{above.name}/"
-    entries = {n: e for n, e in read_manifest(above.parent, mend=mend).items() if n.startswith(prefix)}
-    changed = first_changed(above.parent, entries)
+    mend = f"take another checkpoint than {shown(above.name)}"
+    prefix = f"{folder.relative_to(above).as_posix()}/"
+    entries = {n: e for n, e in read_manifest(above, mend=mend).items() if n.startswith(prefix)}
+    changed = first_changed(above, entries)
     if changed is not None:
-        raise FileError(f"checkpoint {shown(above.parent)} is damaged: {changed}; {mend}")
+        raise FileError(f"checkpoint {shown(above)} is damaged: {changed}; {mend}")
 
 
 def check_name(path: str | Path) -> str | None:

@@ -53,6 +53,6 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             rows: list[dict[str, Any]] = file.read().to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
-        reason = plain_text(str(error).partition("\n")[0], 200)
+        reason = plain_text(str(error).partition("\n")[0], 200).rstrip(".")
         raise FileError(f"{shown(path)} is not a Parquet file that is whole: {reason}; {RESTORE}") from None
     return rows

@@ -130,17 +130,17 @@ def test_text_is_neither_markup_nor_control_codes(monkeypatch):
     for file in (io.StringIO(), Terminal()):
         with Console("[bold]run[/bold]", [], file=file) as console:
             console.say("[red]answer[/red] \x1b[2Jclears")
-        assert "[red]answer[/red]  [2Jclears" in file.getvalue()
+        assert r"[red]answer[/red] \x1b[2Jclears" in file.getvalue()
         assert "[bold]run[/bold]" in file.getvalue()
         assert "\x1b[2J" not in file.getvalue()
 
 
-def test_letters_that_the_output_cannot_hold_are_replaced():
+def test_letters_that_the_output_cannot_hold_are_escaped():
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     with Console("größe", [], file=file) as console:
         console.say("60 → 61")
-    assert raw.getvalue().decode("ascii").splitlines() == ["gr??e", "60 ? 61"]
+    assert raw.getvalue().decode("ascii").splitlines() == [r"gr\xf6\xdfe", r"60 \u2192 61"]
 
 
 def test_an_output_that_goes_away_silences_the_console_and_not_the_run():

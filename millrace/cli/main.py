@@ -34,6 +34,8 @@ from millrace.observability.plain import plain_text
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 # Characters of one line of an error.
 MAX_SHOWN = 5000
+# Python's own option.
+UTF8 = ["-X", "utf8"]
 
 # What a user can mend, and the exit code. By full name, since to import the classes is to wait for torch.
 # A bare ValueError or RuntimeError is a bug, not a message to a user, and keeps its traceback.
@@ -156,7 +158,9 @@ def in_utf8(encoding: str, words: list[str]) -> list[str] | None:
 
     In a locale such as C, Python reads names as ASCII, and libraries refuse to write to what comes of it.
     """
-    return None if encoding.lower() == "utf-8" else [sys.executable, "-X", "utf8", *words[1:]]
+    if encoding.lower() == "utf-8" or words[1:3] == UTF8:
+        return None
+    return [sys.executable, *UTF8, *words[1:]]
 
 
 def main() -> None:

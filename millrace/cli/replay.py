@@ -9,6 +9,7 @@ import typer
 
 from millrace.cli.resume import Run
 from millrace.cli.train import Quiet, as_a_rank, show_result, speaks, start_ranks
+from millrace.observability.files import shown
 
 FromStep = Annotated[
     int | None,
@@ -42,7 +43,7 @@ def replay(
     if speaks():
         weights = f" and the weights of {', '.join(found.weights)}" if found.weights else ""
         typer.echo(
-            f"replayed {found.num_batches} batches in {shlex.quote(str(found.run))}: every decision, "
+            f"replayed {found.num_batches} batches in {shown(shlex.quote(str(found.run)))}: every decision, "
             f"{found.num_records} records, all samples{weights} are the same bit for bit"
         )
     if found.report is not None:

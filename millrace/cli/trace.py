@@ -20,7 +20,7 @@ def trace(run: Run, output: Output = None) -> None:
 
     The run may still be going on. Open the file in https://ui.perfetto.dev or chrome://tracing.
     """
-    from millrace.observability.files import notice
+    from millrace.observability.files import notice, shown
     from millrace.orchestration.events import read_events, read_spans
     from millrace.orchestration.run_folder import RunFolder, RunFolderError
     from millrace.orchestration.trace import chrome_trace
@@ -39,6 +39,6 @@ def trace(run: Run, output: Output = None) -> None:
     slices = [one for one in told["traceEvents"] if one["ph"] == "X"]
     num_workers = len({one["pid"] for one in slices})
     typer.echo(
-        f"{path}: {len(slices)} slices of {num_workers} workers; open it in https://ui.perfetto.dev or "
-        "chrome://tracing"
+        f"{shown(path)}: {len(slices)} slices of {num_workers} workers; open it in "
+        "https://ui.perfetto.dev or chrome://tracing"
     )

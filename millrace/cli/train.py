@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from millrace.observability.plain import plain_text
+
 if TYPE_CHECKING:
     from millrace.config.mesh import MeshConfig
     from millrace.orchestration.progress import RunReport
@@ -106,7 +108,7 @@ def show_result(report: RunReport) -> None:
     """
     if speaks():
         for line in result_lines(report):
-            typer.echo(line)
+            typer.echo(plain_text(line, 2000))
     if report.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

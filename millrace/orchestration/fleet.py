@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from millrace.observability.plain import plain_text
 from millrace.orchestration.flow import Note
 from millrace.orchestration.runtime.base import Draw, Drawn, Loaded, Lost, Runtime, Wanted
 
@@ -37,7 +38,8 @@ class Engines:
         lines += [f"  {name} {doing}" for name, doing in self.doing.items()]
         if there < self.wanted:
             lines.append(f"  {self.wanted - there} starting")
-        return lines + [f"  no more: {self.reason}"] * bool(self.reason)
+        lines += [f"  no more: {self.reason}"] * bool(self.reason)
+        return [plain_text(line, 2000) for line in lines]
 
 
 class DrawFailed(RuntimeError):

@@ -17,7 +17,7 @@ from millrace.config.recipe import settings, to_yaml
 from millrace.config.settings import RunConfig
 from millrace.inference.engine import RequestFailed
 from millrace.observability.console import Console
-from millrace.observability.files import FileError, notice, read_text, shown
+from millrace.observability.files import FileError, check_saved_model, notice, read_text, shown
 from millrace.observability.plain import plain_text
 from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_wandb import WandbSink
@@ -97,6 +97,8 @@ def train(
     with _met(config, ranks) as ranks:
         config = _as_then(config, repeats, ranks)
         # Everything that can be wrong with a recipe is found before a folder is made for it.
+        if ranks.first:
+            _check_taken(config)
         with explained(config):
             parts = build(config, None, ranks)
         make = partial(RunFolder.create, config.output, config.name, recipe)
@@ -137,6 +139,18 @@ def resume(
         with closing(parts):
             start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+
+
+def _check_taken(config: RunConfig) -> None:
+    """Refuse weights of an earlier run that are not what it saved.
+
+    Raises:
+        FileError: they are not.
+    """
+    adapter = config.model.adapter
+    for path in (config.model.path, None if adapter is None else adapter.path):
+        if path is not None:
+            check_saved_model(Path(path))
 
 
 def run_config(path: str | Path) -> RunConfig:

@@ -48,15 +48,12 @@ class Status:
         """For people."""
         at = f", {self.stage} step {self.step} of {self.steps}" if self.stage else ""
         by = f" (process {self.pid})" if self.state == "running" else ""
-        lines = [
-            f"run {self.run}: {self.state}{by}{at}",
-            *(f"  {plain_text(str(wait))}" for wait in self.waits),
-        ]
+        lines = [f"run {self.run}: {self.state}{by}{at}", *(f"  {wait}" for wait in self.waits)]
         if self.reason:
-            lines.append(f"  {plain_text(self.reason, 2000)}")
+            lines.append(f"  {self.reason}")
         if self.state in ("interrupted", "failed", "killed"):
             lines.append(f"continue with: millrace resume {self.run}")
-        return lines
+        return [plain_text(line, 2000) for line in lines]
 
 
 def read_status(run: str | Path) -> Status:

@@ -261,6 +261,8 @@ class _Child:
 
     def kill(self) -> str:
         """End it and its workers, and give back what was held; the last it printed, in brackets."""
+        if self._output.closed:
+            return ""
         with contextlib.suppress(ProcessLookupError):  # nothing may be left of the group
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait(KILL_S)

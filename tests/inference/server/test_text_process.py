@@ -191,6 +191,18 @@ def test_a_request_that_is_cancelled_does_not_answer_the_next_one():
     using(process(LOOPING, cpu_s=100.0), use)
 
 
+def test_a_request_under_way_at_the_end_is_told():
+    async def use(made: TextProcess) -> None:
+        assert json.loads(await made.ask("messages", say("a")))
+        asking = asyncio.create_task(refusal(made, "messages", say("loop")))
+        while not made._child.is_waiting:
+            await asyncio.sleep(0.01)
+        await made.close()
+        assert (await asking).status == 503
+
+    using(process(LOOPING, cpu_s=100.0), use)
+
+
 def test_whoever_waits_too_long_for_others_is_told(monkeypatch):
     monkeypatch.setattr(text_process, "TURN_S", 0.1)
 

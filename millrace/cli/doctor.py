@@ -131,6 +131,7 @@ def machine(problems: list[str]) -> Iterator[tuple[str, str]]:
     if free < LEAST_MEMORY_BYTES:
         problems.append(f"only {free / GIB:.1f} GiB of memory are free; end other programs")
     yield "GPU", gpu()
+    yield "bubblewrap", bubblewrap()
     place = next(
         path for path in (Path(OUTPUT).absolute(), *Path(OUTPUT).absolute().parents) if path.is_dir()
     )
@@ -169,6 +170,17 @@ def gpu() -> str:
         return f"none: {there}this torch is built without CUDA; the CPU is used"
     why = "the driver finds no device" if driver else "there is no NVIDIA driver"
     return f"none: this torch is built for CUDA {torch.version.cuda}, but {why}; the CPU is used"
+
+
+def bubblewrap() -> str:
+    """What holds rewards and the programs that they start."""
+    from millrace.rewards.sandbox import find_bubblewrap
+
+    path = find_bubblewrap()
+    if path is not None:
+        return f"{path}: rewards run without network, processes and files of others"
+    why = "does not work here" if shutil.which("bwrap") else "is not installed"
+    return f"{why}, so that programs a reward function starts are not confined"
 
 
 def self_check(problems: list[str]) -> str:

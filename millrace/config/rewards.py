@@ -4,54 +4,57 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, PositiveFloat, field_validator
+from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, field_validator
 
 from millrace.config.section import Section, compiled, is_function
+
+Weight = Annotated[FiniteFloat, Field(description="factor in the sum of rewards")]
+Timeout = Annotated[
+    PositiveFloat, Field(description="one answer may take so long before its judge is killed")
+]
+Workers = Annotated[PositiveInt, Field(description="processes that score at the same time, at most")]
 
 
 class ExactReward(Section):
     """1 where the completion is the answer, white space at the ends aside."""
 
     kind: Literal["exact"]
-    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
+    weight: Weight = 1.0
 
 
 class Gsm8kReward(Section):
     """1 where the number after the last `####` is the answer's."""
 
     kind: Literal["gsm8k"]
-    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
+    weight: Weight = 1.0
 
 
 class NumberReward(Section):
     """1 where math-verify finds the completion's final expression equal to the answer."""
 
     kind: Literal["number"]
-    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
-    timeout_s: PositiveFloat = Field(
-        10.0, description="one answer may take so long before its judge is killed"
-    )
+    weight: Weight = 1.0
+    timeout_s: Timeout = 10.0
+    workers: Workers = 2
 
 
 class TaskReward(Section):
     """The score of the reasoning-gym task the prompts come from."""
 
     kind: Literal["task"]
-    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
-    timeout_s: PositiveFloat = Field(
-        10.0, description="one answer may take so long before its judge is killed"
-    )
+    weight: Weight = 1.0
+    timeout_s: Timeout = 10.0
+    workers: Workers = 2
 
 
 class FormatReward(Section):
     """1 where a regular expression matches the whole completion."""
 
     kind: Literal["format"]
-    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
+    weight: Weight = 1.0
     pattern: str = Field(description="regular expression for the whole completion")
-    timeout_s: PositiveFloat = Field(
-        10.0, description="one answer may take so long before its judge is killed"
-    )
+    timeout_s: Timeout = 10.0
+    workers: Workers = 2
 
     @field_validator("pattern")
     @classmethod
@@ -63,13 +66,20 @@ class FunctionReward(Section):
     """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer."""
 
     kind: Literal["function"]
-    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
+    weight: Weight = 1.0
     function: str = Field(
         description="module:function; the module is looked up from the folder you start in too"
     )
-    timeout_s: PositiveFloat = Field(
-        10.0, description="one answer may take so long before its judge is killed"
+    timeout_s: Timeout = 10.0
+    workers: Workers = 2
+    network: bool = Field(False, description="it may open network connections")
+    env_vars: tuple[str, ...] = Field(
+        (), description="environment variables that it sees beside harmless ones such as PATH, secrets too"
     )
+    writable: tuple[str, ...] = Field(
+        (), description="folders that it may write to, beside one of its own for temporary files"
+    )
+    memory_gb: PositiveFloat = Field(4.0, description="GiB that each of its processes may allocate")
 
     @field_validator("function")
     @classmethod
@@ -83,7 +93,7 @@ class ModelReward(Section):
     """The score of a reward model, such as `millrace reward-model` trains."""
 
     kind: Literal["model"]
-    weight: FiniteFloat = Field(1.0, description="factor in the sum of rewards")
+    weight: Weight = 1.0
     path: str = Field(description="sequence-classification folder with one label, and its tokenizer")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from millrace.config.inputs import TASK_PREFIX
-from millrace.config.rewards import RewardConfig
+from millrace.config.rewards import FunctionReward, RewardConfig
 from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
@@ -44,7 +46,9 @@ from millrace.orchestration.shared import FirstEngine, Onlooker, SharedEngine, S
 from millrace.orchestration.trainable import check_base, choose_weights, save_policy
 from millrace.protocols import Engine, Reward, WeightTransport
 from millrace.rewards.combine import CombinedReward
+from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
@@ -264,13 +268,44 @@ def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) ->
         spec["pattern"] = entry.pattern
     elif entry.kind == "function":
         spec["function"] = entry.function
-    reward = IsolatedReward(spec, timeout_s=entry.timeout_s)
+    permissions = function_permissions(entry) if entry.kind == "function" else None
+    reward = IsolatedReward(
+        spec, timeout_s=entry.timeout_s, num_workers=entry.workers, permissions=permissions
+    )
     try:
         reward.check()
     except ValueError:
         reward.close()
         raise
     return reward
+
+
+def function_permissions(entry: FunctionReward) -> Permissions:
+    """What a reward function may do.
+
+    Raises:
+        RewardError: a variable is not set, or a folder is not there.
+    """
+    for name in entry.env_vars:
+        if name not in os.environ:
+            raise RewardError(
+                f"reward function {entry.function} is to see the variable {name}, which is not set; set it "
+                "or take it out of env_vars"
+            )
+    folders = [str(Path(folder).expanduser().resolve()) for folder in entry.writable]
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise RewardError(
+                f"reward function {entry.function} is to write to {folder}, which is not a folder; make it "
+                "first"
+            )
+    return replace(
+        FUNCTION_PERMISSIONS,
+        network=entry.network,
+        env_vars=entry.env_vars,
+        writable=tuple(folders),
+        memory_bytes=round(entry.memory_gb * 2**30),
+    )
 
 
 def choose_device(wanted: str) -> torch.device:

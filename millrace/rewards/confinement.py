@@ -1,18 +1,21 @@
-"""What the worker of a built-in reward may not do while it scores a completion.
+"""What the worker of a reward may not do while it scores a completion.
 
-An audit hook sees each of these before it happens and cannot be removed again. It is the second defence; the
-first is that built-in rewards evaluate nothing (`scorers`). The worker of a user's function is not confined.
+Audit hooks see each of these before it happens and cannot be removed again. For built-in rewards they are
+the second defence; the first is that these evaluate nothing (`scorers`). For a user's function they say in
+one sentence what bubblewrap would refuse with an error of the system, and hold Python code to it where
+bubblewrap is not installed.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
+import tempfile
+from collections.abc import Sequence
 from typing import Any
 
-# A worker with SymPy, NumPy and a task's data takes a tenth.
-MEMORY_BYTES = 2 << 30
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 # Of functions that open no file; sockets have a family of events.
 REFUSED = frozenset(
@@ -57,11 +60,32 @@ GENERATORS = frozenset(
 )
 
 
-def limit_resources() -> None:
-    """At most 2 GiB of memory, no file written, no core dump: more is an error in this process alone."""
+# What a user's function may do with the files that it may write; the first arguments are their paths.
+_CHANGES = {
+    "os.chmod": 1,
+    "os.chown": 1,
+    "os.link": 2,
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rename": 2,
+    "os.rmdir": 1,
+    "os.symlink": 2,
+    "os.truncate": 1,
+}
+_LOOK_UPS = frozenset({"socket.getaddrinfo", "socket.gethostbyname"})
+_CONNECTIONS = frozenset({"socket.bind", "socket.connect", "socket.sendmsg", "socket.sendto"})
+
+
+def limit_resources(memory_bytes: int, file_bytes: int) -> None:
+    """Limit this process and those it starts, each: more is an error in it alone. No core is dumped.
+
+    Args:
+        memory_bytes: it may allocate. A worker with SymPy, NumPy and a task's data takes 0.2 GiB.
+        file_bytes: of each file it writes.
+    """
     for kind, most in (
-        (resource.RLIMIT_DATA, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_DATA, memory_bytes),
+        (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(kind)
@@ -72,6 +96,50 @@ def limit_resources() -> None:
 def refuse_effects() -> None:
     """From now on, raise PermissionError where this process evaluates text, starts a program or writes."""
     sys.addaudithook(_refuse)
+
+
+def refuse_beyond(writable: Sequence[str], *, network: bool) -> None:
+    """From now on, raise PermissionError where Python code writes elsewhere, or connects without leave.
+
+    Args:
+        writable: folders it may write to, beside the one for temporary files and /dev.
+        network: whether it may connect.
+    """
+    allowed = [os.path.realpath(folder) for folder in (*writable, tempfile.gettempdir(), "/dev")]
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & WRITING and not isinstance(path, int):
+                _check_path(path, allowed)
+        elif event in _CHANGES:
+            folder = arguments[-1] if event != "os.truncate" else -1
+            # Of a symbolic link only the second path is changed.
+            for path in arguments[event == "os.symlink" : _CHANGES[event]]:
+                _check_path(path, allowed, folder)
+        elif not network and (event in _LOOK_UPS or _connects(event, arguments)):
+            raise PermissionError(
+                "a reward function may not use the network; set network: true for it in the recipe"
+            )
+
+    sys.addaudithook(refuse)
+
+
+def _connects(event: str, arguments: tuple[Any, ...]) -> bool:
+    return event in _CONNECTIONS and arguments[0].family != socket.AF_UNIX
+
+
+def _check_path(path: Any, allowed: Sequence[str], folder: int = -1) -> None:
+    """Refuse what lies elsewhere; the path may be an open file, or lie below an open folder."""
+    where = os.fsdecode(path) if not isinstance(path, int) else f"/proc/self/fd/{path}"
+    if folder >= 0 and not os.path.isabs(where):
+        where = f"/proc/self/fd/{folder}/{where}"
+    itself = os.path.join(os.path.realpath(os.path.dirname(where)), os.path.basename(where))
+    for real in (itself,) if itself.startswith("/dev/") else (itself, os.path.realpath(where)):
+        if not any(real == one or real.startswith(one + os.sep) for one in allowed):
+            raise PermissionError(
+                f"a reward function may not write {real}; name its folder under writable in the recipe"
+            )
 
 
 def _caller() -> str:

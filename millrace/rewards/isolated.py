@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace.rewards.errors import RewardError
 from millrace.rewards.process import JudgeProcess
+from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.wire import encode_row
 from millrace.types import Outcome, Prompt
 
@@ -53,6 +54,8 @@ class IsolatedReward:
         spec: kind and options of the judge.
         timeout_s: one answer may take so long before its judge is killed.
         num_workers: at most so many children.
+        permissions: what the judge may do beside computing and reading files. By default a function may write
+            temporary files and has 4 GiB; a built-in judge writes nothing and has 2 GiB.
         clock: seconds, never going back.
 
     Raises:
@@ -65,6 +68,7 @@ class IsolatedReward:
         *,
         timeout_s: float,
         num_workers: int = 2,
+        permissions: Permissions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Check the settings; no child is started yet."""
@@ -83,6 +87,7 @@ class IsolatedReward:
         self._spec = dict(spec)
         self._timeout_s = timeout_s
         self._num_workers = num_workers
+        self._permissions = permissions or (FUNCTION_PERMISSIONS if kind == "function" else Permissions())
         self._clock = clock
         self._processes: list[JudgeProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -149,7 +154,7 @@ class IsolatedReward:
         return any(process.ready for process in self._processes)
 
     def _start(self) -> None:
-        process = JudgeProcess(self._spec, self._selector)
+        process = JudgeProcess(self._spec, self._permissions, self._selector)
         process.deadline = self._clock() + _START_UP_S
         self._processes.append(process)
 
@@ -180,7 +185,9 @@ class IsolatedReward:
             for message in process.exchange():
                 self._receive(process, message, work)
         for process in list(self._processes):
-            if process.ended:
+            if process.broken:
+                self._bury(process, work, process.broken)
+            elif process.ended:
                 self._bury(process, work, process.obituary())
             elif process.deadline <= now:
                 limit_s = self._timeout_s if process.ready else _START_UP_S

@@ -18,6 +18,7 @@ from numbers import Real
 from typing import Any
 
 from millrace.data.functions import FunctionError, explain, imported
+from millrace.observability.plain import plain_text
 from millrace.rewards.errors import RewardError
 
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
@@ -52,6 +53,13 @@ def verdict(
     judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
 ) -> tuple[str, float, str]:
     """Kind, value and reason of one answer, as in `Outcome`; a failure carries 0, since JSON has no NaN."""
+    kind, value, reason = _verdict(judge, prompt, completion, answer, row)
+    return kind, value, plain_text(reason)
+
+
+def _verdict(
+    judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
+) -> tuple[str, float, str]:
     try:
         value = judge(prompt, completion, answer, row)
         if isinstance(value, Invalid):

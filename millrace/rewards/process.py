@@ -3,67 +3,82 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
-import json
 import math
 import os
+import secrets
+import select
 import selectors
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
-from millrace.rewards.wire import encode_line
+from millrace.keeper import keeper_command
+from millrace.observability.plain import plain_text
+from millrace.rewards.sandbox import Permissions, find_bubblewrap, sandboxed, visible_environment
+from millrace.rewards.wire import encode_line, unseal
 
 _WORKER = Path(__file__).with_name("worker.py")
-_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
 _KILL_TIMEOUT_S = 10.0
 _TAIL_CHARACTERS = 2000
+_ECHO_CHARACTERS = 1 << 20
+# A verdict has a reason of at most a few hundred characters.
+_LINE_BYTES = 1 << 16
 
 
 class JudgeProcess:
     """A child that judges the answers it is asked about, in order, and what it has not answered yet.
 
     What a judge prints never reaches the protocol; what a user's own function prints appears on this
-    process's standard error.
+    process's standard error, without control characters and up to 2^20 characters.
 
     Args:
         spec: kind and options of the judge.
+        permissions: what it may do beside computing.
         selector: told which pipes to watch, with this object as data.
 
     Attributes:
         ready: it has started and can judge.
         ended: it has closed its end, or was never able to start.
+        broken: what is wrong with a line that came in place of a verdict; nothing if every line was one.
         batch: numbers of the answers it was asked about and has not judged yet, in order.
         deadline: time of the reward's clock by which it must report again; infinite while nothing is asked.
     """
 
-    def __init__(self, spec: Mapping[str, Any], selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self, spec: Mapping[str, Any], permissions: Permissions, selector: selectors.BaseSelector
+    ) -> None:
         """Start the child; it says `ready` later."""
         self.ready = False
         self.ended = False
+        self.broken = ""
         self.batch: deque[int] = deque()
         self.deadline = math.inf
         self._selector = selector
         own_function = spec["kind"] == "function"
-        self._echo = own_function
+        self._echo = _ECHO_CHARACTERS if own_function else 0
         self._outgoing = bytearray()
         self._incoming = b""
+        self._key, self._num_read = secrets.token_bytes(32), 0
         self._tail = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._popen, self._lifeline = _start(
-            dict(os.environ) if own_function else _without_secrets(os.environ)
-        )
+        self._ending = threading.Lock()
+        self._popen, self._lifeline = _start(permissions)
         for pipe in (self._pipe(0), self._pipe(1), self._pipe(2)):
             os.set_blocking(pipe.fileno(), False)
         selector.register(self._pipe(1), selectors.EVENT_READ, self)
         selector.register(self._pipe(2), selectors.EVENT_READ, self)
         # A user's module is looked up from the current folder first; no other judge may find a json.py there.
         path = [os.getcwd(), *sys.path] if own_function else sys.path
-        self._send({"spec": dict(spec), "path": path})
+        given = {"spec": dict(spec), "permissions": asdict(permissions)}
+        self._send({**given, "path": path, "key": self._key.hex()})
 
     def ask(self, numbers: Sequence[int], message: Mapping[str, Any]) -> None:
         """Send a batch of answers; `numbers` are theirs, in the same order."""
@@ -79,11 +94,26 @@ class JudgeProcess:
             self.ended = True
             self._forget(self._pipe(1))
         *lines, self._incoming = (self._incoming + (data or b"")).split(b"\n")
-        return [json.loads(line) for line in lines]
+        messages = []
+        for line in lines if not self.broken else ():
+            try:
+                messages.append(unseal(self._key, self._num_read, line))
+            except ValueError:
+                self.broken = f"wrote into the pipe of its verdicts: {plain_text(repr(line), 100)}"
+                break
+            self._num_read += 1
+        if len(self._incoming) > _LINE_BYTES:
+            self.broken, self._incoming = self.broken or "wrote a line without end into its pipe", b""
+        return messages
 
     def is_gone(self) -> bool:
         """Whether the process has exited, also where something it left behind keeps its pipes open."""
-        return self.ended or self._popen.poll() is not None
+        if self.ended or self._popen.poll() is not None:
+            return True
+        # Its keeper may not have seen it yet.
+        closed = select.poll()
+        closed.register(self._pipe(1), 0)
+        return bool(closed.poll(0))
 
     def obituary(self) -> str:
         """How it ended and the last it printed; only after it has closed its end."""
@@ -99,23 +129,31 @@ class JudgeProcess:
         else:
             how = f"ended with exit code {code}"
         last = self._tail.strip()
-        return f"its process {how}" + (f" after printing: {last}" if last else " without a word")
+        return f"its process {how}" + (
+            f" after printing: {plain_text(last, _TAIL_CHARACTERS)}" if last else " without a word"
+        )
 
     def end(self) -> None:
-        """End the process and every one it started in its group; any thread may."""
-        with contextlib.suppress(ProcessLookupError):  # nothing may be left of the group
-            os.killpg(self._popen.pid, signal.SIGKILL)
+        """Have its keeper end the process and every one it started; any thread may."""
+        with self._ending:
+            if self._lifeline is not None:
+                os.close(self._lifeline)
+                self._lifeline = None
 
     def kill(self) -> None:
         """End it, and give back what was held."""
         for pipe in (self._pipe(0), self._pipe(1), self._pipe(2)):
             self._forget(pipe)
         self.end()
-        self._popen.wait(_KILL_TIMEOUT_S)
+        try:
+            self._popen.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # something stopped or ended the keeper
+            with suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait(_KILL_TIMEOUT_S)
         self._listen()
         for pipe in (self._pipe(0), self._pipe(1), self._pipe(2)):
             pipe.close()
-        os.close(self._lifeline)
 
     def _pipe(self, number: int) -> IO[bytes]:
         pipe = (self._popen.stdin, self._popen.stdout, self._popen.stderr)[number]
@@ -146,22 +184,40 @@ class JudgeProcess:
         while data := _read(self._pipe(2)):
             text = self._decoder.decode(data)
             self._tail = (self._tail + text)[-_TAIL_CHARACTERS:]
-            if self._echo:
-                sys.stderr.write(text)
+            self._show(text)
         if data == b"":
             self._forget(self._pipe(2))
+
+    def _show(self, text: str) -> None:
+        if not self._echo:
+            return
+        shown, self._echo = text[: self._echo], self._echo - len(text[: self._echo])
+        sys.stderr.write("\n".join(plain_text(line, len(line)) for line in shown.split("\n")))
+        if not self._echo:
+            sys.stderr.write(f"\n(a reward function printed more than {_ECHO_CHARACTERS:,} characters)\n")
 
     def _forget(self, pipe: IO[bytes]) -> None:
         if pipe in self._selector.get_map():
             self._selector.unregister(pipe)
 
 
-def _start(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int]:
-    """The child, in a session of its own, and the end of its lifeline that this process keeps."""
+def _start(permissions: Permissions) -> tuple[subprocess.Popen[bytes], int | None]:
+    """The child behind its keeper, and the end of its lifeline that this process keeps.
+
+    Temporary files go to a folder of its own, which the keeper removes.
+    """
+    temporary = tempfile.mkdtemp(prefix="millrace-reward-")
+    permissions = replace(permissions, writable=(*permissions.writable, temporary))
+    environment = visible_environment(os.environ, permissions.env_vars) | {"TMPDIR": temporary}
+    command = [sys.executable, "-P", "-u", str(_WORKER)]
+    bubblewrap = find_bubblewrap()
+    if bubblewrap is not None:
+        command = sandboxed(bubblewrap, command, permissions)
     read_end, lifeline = os.pipe()
+    codes = "own" if bubblewrap is None else "shell"
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-u", str(_WORKER), str(read_end)],
+            keeper_command(read_end, command, remove=temporary, codes=codes),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -172,18 +228,11 @@ def _start(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int
         )
     except OSError:
         os.close(lifeline)
+        os.rmdir(temporary)
         raise
     finally:
         os.close(read_end)
     return popen, lifeline
-
-
-def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environment.items()
-        if not any(word in name.upper() for word in _SECRETS)
-    }
 
 
 def _read(pipe: IO[bytes]) -> bytes | None:

@@ -1,5 +1,8 @@
 """How the two sides of a judge process write to each other: one JSON value a line, ASCII only.
 
+What the worker writes is numbered and signed with a key that only the two sides know, since what it runs
+could write into its pipe, too.
+
 JSON alone would turn tuples into lists and number keys into text, and some reasoning-gym tasks compare
 tuples. So a row that JSON changes travels with its containers named.
 """
@@ -8,12 +11,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from hashlib import blake2b
+from hmac import compare_digest
 from typing import Any
+
+_DIGEST_BYTES = 16
 
 
 def encode_line(value: Any) -> bytes:
     """One line of the protocol; a line break inside a text is escaped."""
     return json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def seal(key: bytes, number: int, value: Any) -> bytes:
+    """A line that `unseal` takes as the one of this number, from 0; it cannot be made without the key."""
+    line = encode_line(value)
+    return _digest(key, number, line[:-1]) + b" " + line
+
+
+def unseal(key: bytes, number: int, line: bytes) -> Any:
+    """The value of a line without its end.
+
+    Raises:
+        ValueError: it is not the one of this number, or was written without the key.
+    """
+    digest, _, text = line.partition(b" ")
+    if not compare_digest(digest, _digest(key, number, text)):
+        raise ValueError("the line has another number or another author")
+    return json.loads(text)
+
+
+def _digest(key: bytes, number: int, text: bytes) -> bytes:
+    return (
+        blake2b(number.to_bytes(8, "little") + text, key=key, digest_size=_DIGEST_BYTES).hexdigest().encode()
+    )
 
 
 def encode_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,46 +1,53 @@
-"""The child process of an isolated reward: reads questions, judges them one by one, writes verdicts.
+"""The child process of an isolated reward: reads questions, scores them one by one, writes verdicts.
 
-Started as a file by `process.JudgeProcess`, with the number of the lifeline's descriptor. Nothing but the
-standard library is imported before the parent has said where modules are looked up.
+Started as a file by `process.JudgeProcess`. Nothing but the standard library is imported before the parent
+has said where modules are looked up.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import os
-import signal
 import sys
 from typing import BinaryIO
 
+PR_SET_DUMPABLE = 4
 
-def main(lifeline: int) -> None:
-    """Judge until the parent closes its end.
 
-    Args:
-        lifeline: read end of a pipe that carries nothing; its other end closes when the parent is gone.
-    """
-    die_with_parent(lifeline)
+def main() -> None:
+    """Score until the parent closes its end."""
     requests, replies = _take_channel()
     import json
 
     hello = json.loads(requests.readline())
     sys.path[:] = hello["path"]
-    from millrace.rewards.confinement import limit_resources, refuse_effects
+    from millrace.observability.plain import plain_text
+    from millrace.rewards.confinement import limit_resources, refuse_beyond, refuse_effects
     from millrace.rewards.errors import RewardError
     from millrace.rewards.judges import make_judge, verdict
-    from millrace.rewards.wire import decode_row, encode_line
+    from millrace.rewards.sandbox import Permissions
+    from millrace.rewards.wire import decode_row, seal
+
+    key, num_written = bytes.fromhex(hello["key"]), 0
 
     def reply(value: object) -> None:
-        replies.write(encode_line(value))
+        nonlocal num_written
+        replies.write(seal(key, num_written, value))
         replies.flush()
+        num_written += 1
 
+    permissions = Permissions(**hello["permissions"])
+    own_function = hello["spec"]["kind"] == "function"
+    if own_function:
+        limit_resources(permissions.memory_bytes, permissions.file_bytes)
+        refuse_beyond(permissions.writable, network=permissions.network)
     try:
         judge = make_judge(hello["spec"])
     except RewardError as error:
-        reply({"error": str(error)})
+        reply({"error": plain_text(str(error), 2000)})
         return
-    if hello["spec"]["kind"] != "function":
-        limit_resources()
+    if not own_function:  # only now, since its libraries write caches where they are imported
+        limit_resources(permissions.memory_bytes, permissions.file_bytes)
         refuse_effects()
     reply({"ready": True})
     for line in requests:
@@ -51,33 +58,20 @@ def main(lifeline: int) -> None:
             reply(verdict(judge, text, completion, answer, row))
 
 
-def die_with_parent(lifeline: int) -> None:
-    """Have this process group killed when the lifeline's other end closes.
-
-    The kernel does it, since a judge that hangs inside C code would never get to look at a closed pipe.
-    """
-    signal.signal(signal.SIGIO, lambda *_: os.killpg(0, signal.SIGKILL))
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere SIGIO comes, and the handler above
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
-    try:
-        os.read(lifeline, 1)
-    except BlockingIOError:
-        return
-    sys.exit(0)  # the parent was gone before the signal was asked for
-
-
 def _take_channel() -> tuple[BinaryIO, BinaryIO]:
-    """The protocol's two ends, moved off descriptors 0 and 1 so that no `print` or `input` reaches them."""
+    """The protocol's two ends, moved off descriptors 0 and 1 so that no `print` or `input` reaches them.
+
+    Programs that a reward starts do not inherit them, and do not find them in /proc either.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     return requests, replies
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -212,6 +214,15 @@ class Undisturbed:
         shutil.rmtree(folder)
 
 
+def _end_with(lifeline: int, folder: str) -> None:
+    """As a keeper does: end this process once the lifeline's other end closes."""
+    poll = select.poll()
+    poll.register(lifeline, 0)
+    poll.poll()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 class SpareEngines:
     """Engines that are forked before a trainer has threads, each of which serves once it is asked to.
 
@@ -281,8 +292,10 @@ class ForkedEngine:
                 *given, log = numbers
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                told = dict(zip(("line", "lifeline", "weights"), given, strict=True))
-                engine_process.main(json.dumps(json.loads(text) | told))
+                line_number, lifeline, weights = given
+                told = json.loads(text) | {"line": line_number, "weights": weights}
+                threading.Thread(target=_end_with, args=(lifeline, told["folder"]), daemon=True).start()
+                engine_process.main(json.dumps(told))
             code = 0
         except BaseException:
             traceback.print_exc()

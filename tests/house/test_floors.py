@@ -13,7 +13,7 @@ import pytest
 from tests.house.source import PACKAGE, dotted, parse, python_files, write
 
 FLOORS = [
-    ["types", "config", "kernels", "tabular", "planner", "observability"],
+    ["types", "keeper", "config", "kernels", "tabular", "planner", "observability"],
     ["algorithms"],
     ["data"],
     ["protocols", "models", "transport", "rewards"],

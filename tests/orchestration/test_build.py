@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from millrace.config.rewards import FunctionReward
 from millrace.data.rows import DataError
 from millrace.inference.engine import PagedEngine
 from millrace.inference.reference import ReferenceEngine
 from millrace.models.heads import save_scalar_model
 from millrace.models.load import ModelError
-from millrace.orchestration.build import build, build_reward, choose_device
+from millrace.orchestration.build import build, build_reward, choose_device, function_permissions
 from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.parts import SetupError
 from millrace.rewards.errors import RewardError
+from millrace.rewards.sandbox import Permissions
 from millrace.training.optimizer import start_optimizer
 from millrace.transport.local import WeightSyncError
 from millrace.types import Prompt
@@ -255,12 +257,36 @@ def test_reward_functions_judge_side_by_side(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     entries = [
-        {"kind": "function", "function": f"meeting:{name}", "timeout_s": 60} for name in ("one", "two")
+        {"kind": "function", "function": f"meeting:{name}", "timeout_s": 60, "writable": ["."]}
+        for name in ("one", "two")
     ]
     config = tiny_recipe(tmp_path, {"rewards": [*entries, {"kind": "exact", "weight": 4}]})
     with closing(build_reward(config, torch.device("cpu"))) as reward:
         (outcome,) = reward.score([Prompt("train:0", (1,), "1+1=", "2")], ["2"])
     assert (outcome.kind, outcome.value) == ("score", 6.0)
+
+
+def test_what_a_reward_function_may_do_is_what_the_recipe_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "x")
+    monkeypatch.chdir(tmp_path)
+    given = {"env_vars": ["MY_KEY"], "writable": ["."], "network": True, "memory_gb": 0.5}
+    found = function_permissions(FunctionReward(kind="function", function="a:b", **given))
+    assert found == Permissions(True, ("MY_KEY",), (str(tmp_path),), 2**29, 2**30)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"env_vars": ["NOT_SET"]},
+            "a:b is to see the variable NOT_SET, which is not set; set it or take it out",
+        ),
+        ({"writable": ["nowhere"]}, "/nowhere, which is not a folder; make it first"),
+    ],
+)
+def test_a_permission_that_cannot_be_given_is_refused(given, message):
+    with pytest.raises(RewardError, match=message):
+        function_permissions(FunctionReward(kind="function", function="a:b", **given))
 
 
 def test_cuda_where_there_is_none_is_refused(monkeypatch):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millrace.rewards import process
 from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.sandbox import FUNCTION_PERMISSIONS
 from tests.rewards.helpers import LIMIT_S, Often
 
 FUNCTIONS = '''
-import glob, os, re, subprocess, sys, time
+import glob, os, re, socket, subprocess, sys, tempfile, time
 
 def write(name, number):
     """Write a whole file at once."""
@@ -49,6 +52,33 @@ def grade(prompt, completion, answer, row):
         re.fullmatch("(a+)+b", "a" * 40)
     if word == "raise":
         raise KeyError(rest)
+    if word == "forge":  # a verdict, into everything that is open
+        line = b'["score",1.0,""]\\n' if rest != "endless" else b"x" * (1 << 17)
+        for number in range(3, 30):
+            try:
+                os.write(number, line)
+            except OSError:
+                pass
+        return 0.0
+    if word == "daemon":
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        write("child.pid", subprocess.Popen(command, start_new_session=True).pid)
+        return 1.0
+    if word == "allocate":
+        return float(len(bytearray(int(rest) << 20)))
+    if word == "write":
+        open(rest, "w").close()
+        return 1.0
+    if word == "connect":
+        socket.create_connection(("127.0.0.1", int(rest)), 5).close()
+        return 1.0
+    if word == "temporary":
+        with tempfile.TemporaryDirectory() as folder:
+            open(folder + "/file", "w").close()
+            os.rename(folder + "/file", folder + "/other")
+        return 1.0
+    if word == "error":
+        raise ValueError(rest)
     if word == "leave":
         sys.exit(rest)
     if word == "die":
@@ -77,14 +107,22 @@ def grade(prompt, completion, answer, row):
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., IsolatedReward]]:
-    """Make rewards that are closed afterwards; the default judges with the functions above."""
+    """Make rewards that are closed afterwards; the default judges with the functions above.
+
+    Without bubblewrap, which not every machine has; `test_sandbox.py` is about that.
+    """
+    monkeypatch.setattr(process, "find_bubblewrap", lambda: None)
     (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     made: list[IsolatedReward] = []
 
     def reward(spec: dict[str, Any] | None = None, **options: Any) -> IsolatedReward:
         spec = spec or {"kind": "function", "function": "my_rewards:grade"}
-        made.append(IsolatedReward(spec, **({"timeout_s": LIMIT_S, "num_workers": 1} | options)))
+        allowed = replace(FUNCTION_PERMISSIONS, writable=(str(tmp_path),))
+        default = {"timeout_s": LIMIT_S, "num_workers": 1}
+        if spec["kind"] == "function":
+            default["permissions"] = allowed
+        made.append(IsolatedReward(spec, **(default | options)))
         if "clock" in options:
             made[-1]._selector = Often()
         return made[-1]

@@ -60,8 +60,26 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def ends_within(pid: int, limit_s: float = LIMIT_S) -> bool:
+def comes(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
+    """Whether a condition is met before a time that nothing here takes."""
     deadline = time.monotonic() + limit_s
-    while is_running(pid) and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not is_running(pid)
+    return condition()
+
+
+def ends_within(pid: int, limit_s: float = LIMIT_S) -> bool:
+    return comes(lambda: not is_running(pid), limit_s)
+
+
+def child_of(keeper: int) -> int:
+    """What a keeper has started, once it has."""
+    children = Path(f"/proc/{keeper}/task/{keeper}/children")
+    comes(lambda: bool(children.read_text()))
+    return int(children.read_text())
+
+
+def worker_of(reward: IsolatedReward) -> int:
+    """The worker of a reward that has one, which its keeper has started."""
+    (one,) = reward._processes
+    return child_of(one._popen.pid)

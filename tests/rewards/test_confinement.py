@@ -24,7 +24,7 @@ TRIED = """
         return len(bytearray(3 << 30))
 
     disarm_sympy()
-    confinement.limit_resources()
+    confinement.limit_resources(2 << 30, 0)
     confinement.refuse_effects()
     found = {}
     for name, action in {
@@ -65,6 +65,7 @@ TRIED = """
 """
 
 
+@pytest.mark.attack("a built-in reward starts programs, writes, connects, takes 3 GB")
 @pytest.mark.world
 def test_what_has_effects_is_refused_and_what_computes_is_not(tmp_path):
     (tmp_path / "kept").write_text("text")
@@ -115,6 +116,7 @@ def test_what_computing_needs_is_allowed(event, arguments):
     assert confinement._refuse(event, arguments) is None
 
 
+@pytest.mark.attack("a completion is code")
 @pytest.mark.world
 def test_a_completion_that_is_code_is_an_ordinary_wrong_answer(tmp_path, monkeypatch):
     """In the worker itself, as a run asks it."""

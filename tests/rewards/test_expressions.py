@@ -93,6 +93,7 @@ def test_sympy_itself_reads_text_so():
             sympy.sympify(text)
 
 
+@pytest.mark.attack("a completion is code, in an expression")
 @pytest.mark.parametrize("text", CODE + HUGE + ["", "x +", "'a'", "True", "None", "1; 2", "\0"])
 def test_nothing_else_is_read_as_an_expression(text):
     with pytest.raises(UnreadableError):
@@ -104,6 +105,7 @@ def test_a_literal_is_what_python_reads(text):
     assert read_literal(text) == ast.literal_eval(text)
 
 
+@pytest.mark.attack("a completion is code, in an expression")
 @pytest.mark.parametrize("text", [*CODE, "x", "[x]", "[1, f(2)]", "", "[" * 500 + "]" * 500, "1" * 20_000])
 def test_nothing_else_is_read_as_a_literal(text):
     with pytest.raises(UnreadableError):
@@ -118,6 +120,7 @@ def test_integers_and_their_operators_are_computed(text, value):
     assert read_integers(text) == value
 
 
+@pytest.mark.attack("a completion is code, in an expression")
 @pytest.mark.parametrize(
     "text",
     [

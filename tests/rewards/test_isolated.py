@@ -6,17 +6,20 @@ import datetime
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from millrace.rewards import isolated
+from millrace.rewards import isolated, process
 from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.sandbox import Permissions
 from millrace.types import Outcome
 from tests.rewards.helpers import LIMIT_S, Clock, calls, ends_within, hangs, is_running, prompts, score
 
@@ -93,6 +96,82 @@ def test_what_a_function_prints_is_shown_and_harms_nothing(make, capsys):
     assert '{"error": "no"}\n[raw]from a child\n[0, 1]\n[raw]from a child\n' in shown
 
 
+@pytest.mark.attack("control characters for the terminal")
+def test_what_a_function_prints_is_shown_without_control_characters_and_not_without_end(
+    make, capsys, monkeypatch
+):
+    monkeypatch.setattr(process, "_ECHO_CHARACTERS", 20)
+    score(make(), "print \x1b[2Jgone\x07 and much more", "print again")
+    assert capsys.readouterr().err == (
+        "\\x1b[2Jgone\\x07 and much m\n(a reward function printed more than 20 characters)\n"
+    )
+
+
+@pytest.mark.attack("a completion forges a verdict")
+@pytest.mark.parametrize("what", ["line", "endless"])
+def test_a_forged_verdict_is_one_failed_answer(make, what):
+    outcomes = score(make(), "value 0.5", f"forge {what}", "value 0.25", "value 0.125")
+    assert [outcome.kind for outcome in outcomes] == ["score", "failed", "score", "score"]
+    assert [outcomes[index].value for index in (0, 2, 3)] == [0.5, 0.25, 0.125]
+    assert outcomes[1].reason in (
+        'wrote into the pipe of its verdicts: b\'["score",1.0,""]\'',
+        "wrote a line without end into its pipe",
+    )
+
+
+@pytest.mark.attack("a reward leaves a daemon behind")
+def test_a_daemon_ends_with_the_reward(make):
+    reward = make()
+    assert score(reward, "daemon")[0].value == 1.0
+    daemon = int(Path("child.pid").read_text())
+    assert is_running(daemon)
+    reward.close()
+    assert not is_running(daemon)
+
+
+@pytest.mark.attack("a reward takes 3 GB of memory")
+def test_a_function_that_takes_too_much_memory_fails_alone(make, tmp_path):
+    allowed = Permissions(memory_bytes=1 << 30, writable=(str(tmp_path),), file_bytes=1 << 20)
+    outcomes = score(make(permissions=allowed), "allocate 3000", "allocate 10")
+    assert outcomes[0].kind == "failed" and outcomes[0].reason.startswith("raised MemoryError")
+    assert outcomes[1] == Outcome("score", float(10 << 20))
+
+
+@pytest.mark.attack("a reward function writes elsewhere or connects")
+def test_a_function_writes_only_where_it_may(make, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    Path("link").symlink_to(elsewhere / "file")
+    outcomes = score(make(), f"write {elsewhere}/file", "write link", "write here", "temporary")
+    refused = (
+        f"raised PermissionError: a reward function may not write {elsewhere}/file; name its folder under"
+    )
+    assert [outcome.reason.startswith(refused) for outcome in outcomes] == [True, True, False, False]
+    assert [outcome.value for outcome in outcomes[2:]] == [1.0, 1.0]
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.attack("a reward function writes elsewhere or connects")
+def test_a_function_connects_only_if_it_may(make, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asked = f"connect {server.getsockname()[1]}"
+        (refused,) = score(make(), asked)
+        allowed = Permissions(network=True, writable=(str(tmp_path),), file_bytes=1 << 20)
+        (done,) = score(make(permissions=allowed), asked)
+    assert refused.kind == "failed" and refused.reason.startswith(
+        "raised PermissionError: a reward function may not use the network; set network: true for it"
+    )
+    assert done == Outcome("score", 1.0)
+
+
+def test_nothing_is_left_of_temporary_files(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    reward = make()
+    score(reward, "value 1")
+    (folder,) = tmp_path.glob("millrace-reward-*")
+    reward.close()
+    assert not folder.exists()
+
+
 def test_a_function_cannot_read_the_questions(make):
     empty, after = score(make(), "input", "value 2")
     assert (empty.value, after.value) == (0.0, 2.0)
@@ -103,11 +182,18 @@ def test_a_function_is_given_prompt_answer_and_row_with_their_types(make):
     assert outcome.value == 1.0
 
 
-@pytest.mark.parametrize("text", ["line\nbreak", "\ud800", "\x00", "é" * 100_000])
+@pytest.mark.parametrize("text", ["line\nbreak", "\ud800", "\x00"])
 def test_any_text_reaches_the_judge_and_comes_back(make, text):
-    (outcome,) = score(make(), f"raise {text}" if len(text) > 99 else f"text {text}")
+    (outcome,) = score(make(), f"text {text}")
     assert outcome.kind == "failed"
     assert repr(text) in outcome.reason
+
+
+@pytest.mark.attack("control characters for the terminal")
+def test_a_reason_is_cut_and_holds_no_control_characters(make):
+    cut, clean = score(make(), "raise " + "é" * 100_000, "error \x1b[2J\x07\u202e")
+    assert cut.reason.startswith("raised KeyError: 'ééé") and len(cut.reason) < 600
+    assert clean.reason.startswith(r"raised ValueError: \x1b[2J\x07\u202e (")
 
 
 def test_a_row_that_json_cannot_carry_fails_with_its_type(make):
@@ -205,9 +291,14 @@ def test_an_interrupted_call_leaves_no_judge_behind(make, monkeypatch):
 @pytest.mark.parametrize("judging", ["nothing", "hang", "loop", "regex", "child"])
 def test_a_judge_dies_with_its_parent(make, judging, tmp_path):
     script = (
+        "from millrace.rewards import process\n"
         "from millrace.rewards.isolated import IsolatedReward\n"
+        "from millrace.rewards.sandbox import Permissions\n"
         "from millrace.types import Prompt\n"
-        "reward = IsolatedReward({'kind': 'function', 'function': 'my_rewards:grade'}, timeout_s=600)\n"
+        "process.find_bubblewrap = lambda: None\n"
+        f"allowed = Permissions(writable=({str(tmp_path)!r},), file_bytes=1 << 20)\n"
+        "spec = {'kind': 'function', 'function': 'my_rewards:grade'}\n"
+        "reward = IsolatedReward(spec, timeout_s=600, permissions=allowed)\n"
         "ask = lambda text: reward.score([Prompt('train:0', (1,), '')], [text])\n"
         "print(int(ask('pid')[0].value), flush=True)\n"
         f"ask({judging!r})\n"

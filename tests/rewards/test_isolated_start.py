@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from millrace.data.tasks import load_reasoning_gym
-from millrace.rewards import process
 from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.sandbox import Permissions, visible_environment
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64
-from tests.rewards.helpers import Clock, hangs, prompts, score
+from tests.rewards.helpers import Clock, hangs, prompts, score, worker_of
 
 
 @pytest.mark.world
@@ -108,19 +108,37 @@ def test_each_completion_needs_its_prompt(make):
     assert make().score([], []) == []
 
 
+SECRETS = ("HF_TOKEN", "aws_secret_id", "DB_PASSWORD", "PYTHON_API_KEY", "DATABASE_URL")
+
+
+def test_only_harmless_and_named_variables_are_visible():
+    given = dict.fromkeys((*SECRETS, "PATH", "LC_ALL", "OMP_NUM_THREADS"), "x")
+    harmless = {"PATH": "x", "LC_ALL": "x", "OMP_NUM_THREADS": "x"}
+    assert visible_environment(given, ()) == harmless
+    assert visible_environment(given, ("HF_TOKEN",)) == harmless | {"HF_TOKEN": "x"}
+
+
+@pytest.mark.attack("a reward reads secrets of the environment")
 @pytest.mark.world
-def test_secrets_stay_with_this_process_except_for_a_users_own_function(make, monkeypatch):
-    for name in ("HF_TOKEN", "aws_secret_id", "DB_PASSWORD", "API_KEY", "HARMLESS"):
+def test_a_function_sees_no_secret_that_the_recipe_does_not_name(make, monkeypatch):
+    for name in SECRETS:
         monkeypatch.setenv(name, "x")
-    kept = process._without_secrets(os.environ)
-    assert kept["HARMLESS"] == "x" and not {"HF_TOKEN", "aws_secret_id", "DB_PASSWORD", "API_KEY"} & set(kept)
-    reward = make()
-    assert score(reward, "environment HF_TOKEN")[0].value == 1.0
-    format_reward = make({"kind": "format", "pattern": "x"})
-    format_reward.check()
-    child = format_reward._processes[0]._popen.pid
-    given = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-    assert b"HARMLESS=x" in given and b"HF_TOKEN=x" not in given and b"API_KEY=x" not in given
+    asked = [f"environment {name}" for name in SECRETS]
+    assert [outcome.value for outcome in score(make(), *asked)] == [0.0] * 5
+    named = make(permissions=Permissions(env_vars=("HF_TOKEN",), writable=(os.getcwd(),), file_bytes=1 << 20))
+    assert [outcome.value for outcome in score(named, *asked)] == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.attack("a reward reads secrets of the environment")
+@pytest.mark.world
+def test_a_built_in_reward_sees_no_secret(make, monkeypatch):
+    for name in SECRETS:
+        monkeypatch.setenv(name, "x")
+    reward = make({"kind": "format", "pattern": "x"})
+    reward.check()
+    given = Path(f"/proc/{worker_of(reward)}/environ").read_bytes().split(b"\0")
+    assert not {name.encode() + b"=x" for name in SECRETS} & set(given)
+    assert [one for one in given if one.startswith(b"PATH=")]
 
 
 @pytest.mark.world
@@ -164,8 +182,9 @@ def test_a_pattern_that_never_ends_is_stopped(make):
         """Whether the judge has computed for 0.3 s since it answered the first of three."""
         for judge in reward._processes:
             if len(judge.batch) == 2:
-                used_s = cpu_s(judge._popen.pid)
-                return used_s - begun_s.setdefault(judge._popen.pid, used_s) > 0.3
+                pid = worker_of(reward)
+                used_s = cpu_s(pid)
+                return used_s - begun_s.setdefault(pid, used_s) > 0.3
         return False
 
     reward = make({"kind": "format", "pattern": "(a+)+b"}, timeout_s=200.0, clock=Clock(computes))

@@ -129,6 +129,7 @@ def equal(one: str, other: str) -> bool:
         return one.lower() == other.strip().lower()
 
 
+@pytest.mark.attack("a completion is code, for every task of reasoning-gym")
 @pytest.mark.parametrize("task", TASKS)
 def test_no_scorer_evaluates_a_completion(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -225,12 +226,14 @@ def test_four_other_numbers_do_not_solve_a_puzzle_of_24():
         assert score(wrong, row) == 0.01
 
 
+@pytest.mark.attack("a scorer that nobody has reviewed")
 def test_a_scorer_that_was_not_reviewed_is_refused(monkeypatch):
     monkeypatch.setattr(scorers, "reviewed", lambda: {})
     with pytest.raises(RewardError, match="scorer of n_queens is not among those that millrace has reviewed"):
         open_scorer("n_queens", {})
 
 
+@pytest.mark.attack("a scorer that nobody has reviewed")
 def test_a_scorer_that_has_changed_is_refused(monkeypatch):
     monkeypatch.setattr(scorers, "reviewed", lambda: {"n_queens": "0" * 32})
     with pytest.raises(RewardError, match=r"differs from the one .* install reasoning_gym==0.1.25"):

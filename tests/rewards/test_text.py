@@ -101,6 +101,7 @@ def test_outcomes_keep_the_order_of_the_completions(reward):
     reward.close()
 
 
+@pytest.mark.attack("2,000 spaces, and other long completions")
 @pytest.mark.parametrize(
     "tail",
     [

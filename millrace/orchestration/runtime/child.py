@@ -23,6 +23,7 @@ from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
+from millrace.keeper import keeper_command
 from millrace.orchestration.runtime.frames import REPORTS, Line
 from millrace.orchestration.runtime.script import DIRECT, LETTERS, Gate, Script
 
@@ -65,7 +66,6 @@ class Start:
         kv: likewise.
         interrupt: likewise.
         line: its end of a socket pair.
-        lifeline: read end of a pipe that carries nothing; its other end closes when the trainer is gone.
         weights: the memory through which they come.
     """
 
@@ -74,7 +74,6 @@ class Start:
     kv: Literal["recompute", "keep"]
     interrupt: bool
     line: int
-    lifeline: int
     weights: int
 
 
@@ -84,9 +83,9 @@ class Child:
 
     Attributes:
         name: of the engine.
-        process: its process, first of a group of its own.
+        process: its process, or the keeper of that, which ends as it does.
         line: to it.
-        lifeline: while this descriptor is open, the process may live.
+        lifeline: while this descriptor is open, the process may live; see `millrace.keeper`.
         log: what it printed; the file has no name.
         num_barren: how many before it, one after the other, drew nothing and were lost.
         ready: it has started.
@@ -197,12 +196,15 @@ class Child:
 
     def kill(self) -> None:
         """End the process and every one it started, and give back what was held for it."""
-        with contextlib.suppress(ProcessLookupError):  # nothing may be left of the group
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(END_S)
+        os.close(self.lifeline)
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:  # something stopped the keeper
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(END_S)
         self.line.close()
         self.log.close()
-        os.close(self.lifeline)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -241,15 +243,17 @@ def start(name: str, settings: Settings, weights: int, *, num_barren: int = 0) -
     log = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
     folder = tempfile.mkdtemp(prefix="millrace-engine-")
     shared = (settings.threads, settings.kv, settings.interrupt)
-    given = Start(folder, *shared, theirs.fileno(), read_end, weights)
+    given = Start(folder, *shared, theirs.fileno(), weights)
     try:
         write_files(settings.files, Path(folder))
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, json.dumps(asdict(given))],
+            keeper_command(
+                read_end, [sys.executable, "-m", MODULE, json.dumps(asdict(given))], remove=folder
+            ),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=(given.line, given.lifeline, given.weights),
+            pass_fds=(given.line, read_end, given.weights),
             # Read when torch is imported.
             env={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
             start_new_session=True,

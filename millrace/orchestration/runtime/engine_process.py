@@ -1,7 +1,7 @@
 """The process of one engine: it steps without a pause, and reads its mailbox between two steps.
 
 Started by `child.start`, with one argument in JSON. It ends when the trainer's end of its line is closed, and
-is killed by the kernel when the trainer is gone, once it has made its engine and removed the files of it.
+its keeper kills it when the trainer is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from millrace.orchestration.engines import open_engine
 from millrace.orchestration.runtime.child import Start
 from millrace.orchestration.runtime.frames import ORDERS, Frame, Line, drawn_as_frame, draws_of
 from millrace.orchestration.runtime.script import LETTERS
-from millrace.rewards.worker import die_with_parent
 from millrace.transport.local import WeightSyncError
 from millrace.transport.memory import MappedWeights
 from millrace.transport.sync import Note, WeightReceiver
@@ -44,9 +43,7 @@ def main(text: str) -> None:
     try:
         engine = open_engine(Path(start.folder))
     finally:
-        # From here on nothing is left of a process that is killed.
         shutil.rmtree(start.folder)
-    die_with_parent(start.lifeline)
     line = Line(socket.socket(fileno=start.line), ORDERS)
     Mailbox(engine, line, start.weights, kv=start.kv, interrupt=start.interrupt).serve()
 

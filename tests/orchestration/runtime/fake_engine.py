@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from millrace.orchestration.runtime.frames import ORDERS, Line, drawn_as_frame, draws_of
-from millrace.rewards.worker import die_with_parent
 from millrace.types import Completion
 
 TOKENS = (3, 1, 2)
@@ -32,7 +31,6 @@ def main(text: str) -> None:
     start = json.loads(text)
     manner = (Path(start["folder"]) / "manner").read_text()
     shutil.rmtree(start["folder"])
-    die_with_parent(start["lifeline"])
     if manner == "stillborn":
         sys.exit("no such model")
     if manner.startswith("late "):

@@ -371,10 +371,11 @@ import select
 import sys
 from millrace.orchestration.runtime import child
 from millrace.orchestration.runtime.child import Settings
+from tests.rewards.helpers import child_of
 child.MODULE = {FAKE!r}
 one = child.start("engine-0", Settings({{"manner": b"obedient"}}, 1), 1)
 select.select([one.line], [], [])  # it is ready, and ends with its parent
-print(one.process.pid, flush=True)
+print(child_of(one.process.pid), flush=True)
 sys.stdin.read()
 """
 

@@ -1,0 +1,101 @@
+"""What the worker of a reward may see and use: its environment, and bubblewrap where there is one."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+# Seconds in which `bwrap ... true` must have ended; it takes a hundredth.
+_PROBE_S = 10.0
+_GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
+_NAMES = frozenset(
+    name
+    for line in (
+        "PATH HOME USER LOGNAME LANG LANGUAGE TZ LD_LIBRARY_PATH DYLD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX",
+        "SSL_CERT_FILE SSL_CERT_DIR CUDA_VISIBLE_DEVICES CUDA_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE TOKENIZERS_PARALLELISM",
+    )
+    for name in line.split()
+)
+_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "XDG_")
+_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """What a reward may do beside computing and reading files.
+
+    Attributes:
+        network: it may open connections.
+        env_vars: variables of the environment that it sees beside harmless ones.
+        writable: folders that it may write to, with those below; absolute.
+        memory_bytes: of each of its processes.
+        file_bytes: of each file it writes.
+    """
+
+    network: bool = False
+    env_vars: tuple[str, ...] = ()
+    writable: tuple[str, ...] = ()
+    memory_bytes: int = 2 << 30
+    file_bytes: int = 0
+
+
+FUNCTION_PERMISSIONS = Permissions(memory_bytes=4 << 30, file_bytes=1 << 30)
+
+
+def visible_environment(environment: Mapping[str, str], env_vars: Sequence[str]) -> dict[str, str]:
+    """The variables a worker is started with: those named, and harmless ones such as where programs are."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in env_vars
+        or (
+            (name in _NAMES or name.startswith(_FAMILIES))
+            and not any(word in name.upper() for word in _SECRETS)
+        )
+    }
+
+
+@lru_cache(maxsize=1)
+def find_bubblewrap() -> str | None:
+    """The path of bubblewrap, where it is installed and this system lets it work; None elsewhere."""
+    path = shutil.which("bwrap")
+    if path is None:
+        return None
+    try:
+        found = subprocess.run(
+            sandboxed(path, ["true"], Permissions()), capture_output=True, timeout=_PROBE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return path if found.returncode == 0 else None
+
+
+def sandboxed(bubblewrap: str, command: Sequence[str], permissions: Permissions) -> list[str]:
+    """A command line that runs another one in namespaces of its own.
+
+    It sees files read-only, no process but its own, no network and no socket in /run, has no capability, and
+    ends with its parent.
+
+    Args:
+        bubblewrap: its path.
+        command: what runs in it.
+        permissions: what it may do all the same.
+    """
+    # The order counts: later mounts cover earlier ones.
+    mounts = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/run"]
+    for device in (path for pattern in _GPUS for path in sorted(glob.glob(pattern))):
+        mounts += ["--dev-bind-try", device, device]
+    if permissions.network:
+        # There resolv.conf often points to.
+        mounts += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
+    for folder in permissions.writable:
+        mounts += ["--bind", folder, folder]
+    shared = ["--share-net"] if permissions.network else []
+    fences = ["--unshare-all", *shared, "--die-with-parent", "--cap-drop", "ALL"]
+    return [bubblewrap, *fences, *mounts, "--chdir", os.getcwd(), "--", *command]

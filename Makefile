@@ -8,7 +8,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 MORE_WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench wheels mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench attack wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ chaos: setup ## 100,000 fault schedules of the controller on a virtual clock, so
 kills: setup ## 30 processes of a Ray run of the quickstart killed, some twenty minutes on two cores
 	@$(PYTHON) scripts/kills.py $(ARGS)
 
+attack: setup ## try what a model, a client or a damaged file could do, and print a table
+	@$(PYTHON) scripts/attack.py $(MORE_WORKERS) $(ARGS)
+
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
@@ -51,10 +54,8 @@ type: setup ## check types
 warm: setup ## compile all kernels, which a first run would do otherwise
 	@.venv/bin/millrace warm $(ARGS)
 
-bench: setup ## run every script in benchmarks/, each prints its measurement
-	@set -e; for script in benchmarks/*.py; do \
-		[ -e "$$script" ] || continue; echo "== $$script"; \
-		$(PYTHON) "$$script" $(ARGS) || [ $$? -eq 2 ]; done  # 2: it needs what this machine has not
+bench: setup ## run every script in benchmarks/ and examples/, hours; with ARGS=--quick some minutes
+	@$(PYTHON) scripts/bench.py $(ARGS)
 
 wheels: setup ## check that everything installs without a compiler, after a change of constraints.txt
 	@$(PYTHON) scripts/wheels.py

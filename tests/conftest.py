@@ -113,7 +113,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the eighth that is asked for."""
+    """Keep the eighth that is asked for, and have reports say which attack a test plays."""
+    for item in items:
+        if (attack := item.get_closest_marker("attack")) is not None:
+            item.user_properties.append(("attack", attack.args[0]))
     salt = config.getoption("eighth")
     if salt is not None:
         left = [item for item in items if not in_eighth(salt, item.nodeid)]

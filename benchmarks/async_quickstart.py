@@ -2,7 +2,7 @@
 
     python benchmarks/async_quickstart.py                          # everything, about half an hour
     python benchmarks/async_quickstart.py --seeds 1 --staleness 0 4
-    python benchmarks/async_quickstart.py --quick                  # a few batches of two runs, writes nothing
+    python benchmarks/async_quickstart.py --quick                  # two batches of two runs, writes nothing
 
 All runs start from the weights of one supervised warm-up, that of `methods.py`, at about half of the held-out
 sums, and train on the same number of batches, one run at a time: sampling and training have a core each.
@@ -26,11 +26,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from methods import REDUCED, ROOT, machine, millrace, warm_up
+from methods import QUICK, QUICK_WARM, REDUCED, ROOT, machine, millrace, warm_up, words_of
 
 from millrace.observability.charts import Series, curve_svg
 from millrace.observability.sinks import read_metrics
@@ -53,7 +55,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "decoupled, faster": DECOUPLED | FASTER,
 }
 EVERYWHERE, ELSE_AT = ("plain", "decoupled"), 4
-QUICK_BATCHES = 4
 FIGURES = ("before", "after", "staleness_mean", "staleness_max", "mismatch_k3", "seconds")
 
 
@@ -71,24 +72,24 @@ class Run:
         """Of the run."""
         return self.work / f"{self.kind.replace(', ', '-').replace(' ', '-')}-{self.staleness}-{self.seed}"
 
-    def work_through(self, start: Path, batches: int) -> dict[str, float]:
+    def work_through(self, start: Path, changes: Mapping[str, Any]) -> dict[str, float]:
         """Run it, or what is left of it; its figures."""
         summary = self.folder / "summary.json"
         if not summary.is_file() or json.loads(summary.read_text(encoding="utf-8"))["status"] != "finished":
             if (self.folder / "recipe.yaml").is_file():
                 millrace("resume", str(self.folder))
             else:
-                millrace("train", "quickstart", *self._words(start, batches))
+                millrace("train", "quickstart", *self._words(start, changes))
         return figures(self.folder)
 
-    def _words(self, start: Path, batches: int) -> list[str]:
+    def _words(self, start: Path, changes: Mapping[str, Any]) -> list[str]:
         given = REDUCED | {"policy.optimizer.learning_rate": RATE, "policy.optimizer.ramp_steps": 20}
-        given |= {"steps": batches, "model.path": str(start), "seed": self.seed} | KINDS[self.kind]
+        given |= {**changes, "model.path": str(start), "seed": self.seed} | KINDS[self.kind]
         given |= {"output": str(self.work), "name": self.folder.name, "flow.staleness": self.staleness}
         # What the quickstart says of a fresh model and tokenizer, as it is by default.
         given |= {"model.shape": {}, "model.architecture": "qwen3", "tokenizer.vocab_size": 1024}
         given |= {"tokenizer.alphabet": "bytes", "tokenizer.across_words": False}
-        return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+        return words_of(given)
 
 
 def figures(run: Path) -> dict[str, float]:
@@ -173,32 +174,44 @@ def picture(told: list[dict[str, Any]]) -> str:
     )
 
 
+def quick() -> None:
+    """One run synchronous and one ahead and corrected, in a folder that goes; print the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        start = warm_up(work, QUICK_WARM)
+        runs = [Run("plain", 0, 0, work), Run("decoupled", 2, 0, work)]
+        print(table(rows({run: run.work_through(start, QUICK) for run in runs})))
+
+
 def main() -> None:
     """Run what is missing, then print the table and write figures and picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind and bound")
     parser.add_argument("--staleness", type=int, nargs="+", default=list(BOUNDS), help="bounds to run")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "async", help="folder of the runs")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_BATCHES} batches at staleness 0 and 2")
+    parser.add_argument(
+        "--quick", action="store_true", help="some batches at staleness 0 and 2; nothing is written"
+    )
     given = parser.parse_args()
-    work = given.work / "quick" if given.quick else given.work
-    work.mkdir(parents=True, exist_ok=True)
+    if given.quick:
+        quick()
+        return
+    given.work.mkdir(parents=True, exist_ok=True)
     start = warm_up(WARM)
-    batches = QUICK_BATCHES if given.quick else REDUCED["steps"]
-    runs = wanted(1, [0, 2], work) if given.quick else wanted(given.seeds, given.staleness, work)
+    runs = wanted(given.seeds, given.staleness, given.work)
     found: dict[Run, dict[str, float]] = {}
     for run in runs:
-        found[run] = run.work_through(start, batches)
+        found[run] = run.work_through(start, {})
         told = ", ".join(f"{name} {value:.3g}" for name, value in found[run].items())
         print(f"{run.kind}, staleness {run.staleness}, seed {run.seed}: {told}", flush=True)
     told = rows(found)
     print(table(told))
-    if given.quick or set(given.staleness) != set(BOUNDS):
+    if set(given.staleness) != set(BOUNDS):
         return
     written = {
         "benchmark": "async_quickstart",
         **machine(),
-        "batches": batches,
+        "batches": REDUCED["steps"],
         "learning_rate": RATE,
         "seeds": given.seeds,
         "rows": told,

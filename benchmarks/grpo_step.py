@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py            # millrace alone
     python benchmarks/grpo_step.py --peers    # and TRL, in an environment that is made once
+    python benchmarks/grpo_step.py --quick    # two steps after a first one, writes nothing
 
 Both train the same shape (Qwen3, 0.80 M parameters, 16 prompts `a+b=` x 8 samples, 8 tokens each, float32)
 from random weights. A step is sampling, scoring, loss, update, and handing over the weights. TRL runs twice:
@@ -35,9 +36,12 @@ REWARD = '"""The same arithmetic as on the other side."""\n\n\n' + (
 )
 OURS = "millrace"
 DEADLINE_S = 600.0
+# The words that start a process of our side, with the steps it warms up with and those it measures.
+SIDE, QUICK_SIDE = "--side", "--quick-side"
+NUM_STEPS = {SIDE: (WARM, STEPS), QUICK_SIDE: (1, 2)}
 
 
-def our_parts(threads: int) -> tuple[Any, Any]:
+def our_parts(threads: int, num_steps: int) -> tuple[Any, Any]:
     """The configuration and parts of a run in the current folder."""
     from millrace.config.recipe import validate
     from millrace.orchestration.build import build
@@ -47,7 +51,7 @@ def our_parts(threads: int) -> tuple[Any, Any]:
     Path("benchmark_reward.py").write_text(REWARD, encoding="utf-8")
     config = validate(
         {
-            "steps": WARM + STEPS,
+            "steps": num_steps,
             "threads": threads,
             "data": {"train": "sums.jsonl"},
             "tokenizer": {"alphabet": "seen", "vocab_size": 32},
@@ -61,7 +65,7 @@ def our_parts(threads: int) -> tuple[Any, Any]:
     return config, build(config, None)
 
 
-def our_steps(threads: int) -> list[tuple[float, dict[str, float]]]:
+def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float]]]:
     """Seconds of each step, and of its parts."""
     from millrace.data.prompts import PromptStream
     from millrace.observability.metrics import Spans
@@ -69,7 +73,7 @@ def our_steps(threads: int) -> list[tuple[float, dict[str, float]]]:
     from millrace.orchestration.runtime.inline import InlineRuntime
     from millrace.orchestration.source import as_sampled, rollouts_of
 
-    config, built = our_parts(threads)
+    config, built = our_parts(threads, num_steps)
     trainer = built.reinforcer(0, None, None)
     built.newest.trainer = trainer
     learner = Learner(trainer, built.method)
@@ -84,10 +88,10 @@ def our_steps(threads: int) -> list[tuple[float, dict[str, float]]]:
         built.transport.send(trainer.named_tensors(), version)
 
     runtime = InlineRuntime(built.engine, built.reward, send, spans)
-    rollouts = rollouts_of(config, built, stream, runtime, num_batches=WARM + STEPS)
+    rollouts = rollouts_of(config, built, stream, runtime, num_batches=num_steps)
     rollouts.begin(trainer.version)
     found = []
-    for step in range(WARM + STEPS):
+    for step in range(num_steps):
         start = time.perf_counter()
         sampled = as_sampled(rollouts.next_batch(DEADLINE_S))
         with parts("batch"):
@@ -110,9 +114,9 @@ class Side:
     preload: str = ""
 
 
-def sides(peers: bool, folder: Path, scratch: Path) -> dict[str, Side]:
+def sides(peers: bool, quick: bool, folder: Path, scratch: Path) -> dict[str, Side]:
     """Every side by its name."""
-    found = {OURS: Side(sys.executable, Path(__file__).resolve(), ("--side",))}
+    found = {OURS: Side(sys.executable, Path(__file__).resolve(), (QUICK_SIDE if quick else SIDE,))}
     if peers:
         python = str(environments.ensure("trl", folder))
         script = Path(__file__).resolve().parent / "peers" / "trl_grpo.py"
@@ -196,10 +200,12 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print, and write results/grpo_step.json."""
-    if sys.argv[2:] == ["--side"]:  # the process of our own side
+    if len(sys.argv) == 3 and sys.argv[2] in NUM_STEPS:  # the process of our own side
+        num_warm, num_measured = NUM_STEPS[sys.argv[2]]
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            tell(our_steps(int(sys.argv[1])), (OURS, "torch", "transformers"))
+            steps = our_steps(int(sys.argv[1]), num_warm + num_measured)
+            tell(steps[num_warm:], ("millrace-rl", "torch", "transformers"))
             os.chdir("/")
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -207,12 +213,13 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=environments.home(), help="where it lies")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3, help="processes of each side")
+    parser.add_argument("--quick", action="store_true", help="few steps, one turn; nothing is written")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        every = sides(given.peers, given.environments, Path(scratch))
+        every = sides(given.peers, given.quick, given.environments, Path(scratch))
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in every}
         # Turn by turn, so that a busy minute of the machine hits all sides.
-        for _ in range(given.turns):
+        for _ in range(1 if given.quick else given.turns):
             for name, side in every.items():
                 runs[name].append(run_side(name, side, given.threads))
     machine = f"{processor()}, {given.threads} of {os.cpu_count()} cores"
@@ -226,6 +233,8 @@ def main() -> None:
     }
     for name, ratio in result["ratios"].items():
         print(f"millrace is {ratio:.2f} times as fast as {name}")
+    if given.quick:
+        return
     target = Path(__file__).parent / "results" / "grpo_step.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

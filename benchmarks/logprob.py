@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens, forward and backward: memory and time against full logits.
 
     python benchmarks/logprob.py                  # T = 4k and 16k on the CPU, ten minutes
-    python benchmarks/logprob.py --quick          # T = 512, to see that it works; nothing is written
+    python benchmarks/logprob.py --quick          # a small case, to see that it works; nothing is written
     python benchmarks/logprob.py --full           # up to T = 64k
     python benchmarks/logprob.py --device cuda    # bfloat16, width 4096; the Triton kernels
 
@@ -64,7 +64,7 @@ WARM_TOKENS = 64
 def cases(device: str, full: bool, quick: bool = False) -> list[tuple[int, int, int]]:
     """Tokens, words and width."""
     if quick:
-        return [(512, words, 128) for words in WORDS]
+        return [(128, 4000, 64)]
     sizes = [(tokens, words) for tokens in (TOKENS if full else TOKENS[:2]) for words in WORDS]
     if device == "cuda":
         return [(tokens, words, 4096) for tokens, words in sizes]
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=3, help="turns of all sides")
     parser.add_argument("--full", action="store_true", help="up to 65,536 tokens")
-    parser.add_argument("--quick", action="store_true", help="512 tokens, and nothing is written")
+    parser.add_argument("--quick", action="store_true", help="a small case, one turn; nothing is written")
     given = parser.parse_args()
     torch.set_num_threads(1)
     machine = torch.cuda.get_device_name() if given.device == "cuda" else f"{processor()}, one thread"
@@ -242,7 +242,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     name = "logprob_cuda.json" if given.device == "cuda" else "logprob.json"
     for size in cases(given.device, given.full, given.quick):
-        written["cases"].append(measure(size, given.device, given.repeats))
+        written["cases"].append(measure(size, given.device, 1 if given.quick else given.repeats))
         show(written["cases"][-1])
         if given.quick:
             continue

@@ -2,6 +2,7 @@
 
     python benchmarks/methods.py                    # about 30 s a run, two runs at once on two cores
     python benchmarks/methods.py --only ppo grpo    # some of them; what is finished is not run again
+    python benchmarks/methods.py --quick            # two batches of one method, writes nothing
 
 One supervised warm-up is shared: every run starts from the same weights, at about half of the held-out sums,
 and has the same number of batches of 128 prompts. A run that was stopped goes on where it was; when all are
@@ -18,13 +19,15 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from millrace.config.recipe import load_recipe, recipe_names
@@ -48,6 +51,16 @@ REDUCED = {
     "policy.optimizer.learning_rate": 1e-3,
     "policy.optimizer.ramp_steps": 5,
 }
+# Of a quick run: what it changes of a run, and of the warm-up. Weights that have learned nothing earn this
+# reward about every other time, so that there is something to train on.
+QUICK = {
+    "steps": 2,
+    "rollout.prompts_per_step": 4,
+    "data.eval_size": 8,
+    "data.task_size": 64,
+    "rewards": [{"kind": "format", "pattern": ".*[0-4].*"}],
+}
+QUICK_WARM = {"warmup.steps": 2, "warmup.gate": None, **QUICK}
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,12 @@ def millrace(*words: str) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def warm_up(work: Path) -> Path:
+def words_of(given: Mapping[str, Any]) -> list[str]:
+    """Settings for the command line."""
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+
+
+def warm_up(work: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Path:
     """The weights every run starts from."""
     folder = work / "warmup"
     checkpoint = folder / "checkpoints" / "step-000000"
@@ -98,11 +116,14 @@ def warm_up(work: Path) -> Path:
         if folder.exists():
             millrace("resume", str(folder))
         else:
-            millrace("train", "quickstart", "steps=1", "threads=1", "name=warmup", f"output={work}")
+            given = {"steps": 1, "threads": 1, "name": "warmup", "output": str(work), **changes}
+            millrace("train", "quickstart", *words_of(given))
     return checkpoint / "model"
 
 
-def work_through(run: Run, start: Path, teacher: Path) -> Run:
+def work_through(
+    run: Run, start: Path, teacher: Path, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Run:
     """Run it, or what is left of it."""
     if run.finished:
         return run
@@ -119,8 +140,7 @@ def work_through(run: Run, start: Path, teacher: Path) -> Run:
         }
         if run.recipe == "distillation":
             given["advantage.path"] = str(teacher)
-        words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
-        millrace("train", run.recipe, *words)
+        millrace("train", run.recipe, *words_of(given | changes))
     took_s = time.monotonic() - began
     print(f"{run.recipe:22} seed {run.seed}: {run.summary['eval_after']:.3f} in {took_s:.0f} s", flush=True)
     return run
@@ -244,6 +264,15 @@ def machine() -> dict[str, str]:
     }
 
 
+def quick() -> None:
+    """Warm-up and teacher in small, in a folder that goes; print the rows of the table and draw nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        run = Run(TEACHER, 0, work / f"{TEACHER}-0")
+        work_through(run, warm_up(work, QUICK_WARM), run.folder, QUICK)
+        print(table(list(rows([run])), machine()).splitlines()[-1])
+
+
 def main() -> None:
     """Run what is missing, then write table and pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -251,7 +280,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each recipe")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "methods", help="folder of the runs")
     parser.add_argument("--at-once", type=int, default=len(os.sched_getaffinity(0)), help="runs at once")
+    parser.add_argument("--quick", action="store_true", help="two batches of one method; nothing is written")
     words = parser.parse_args()
+    if words.quick:
+        quick()
+        return
     unknown = set(words.only or ()) - set(methods())
     if unknown:
         raise SystemExit(

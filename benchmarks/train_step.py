@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py            # millrace alone, and the bare matrix products
     python benchmarks/train_step.py --peers    # and the others; TRL in an environment that is made once
+    python benchmarks/train_step.py --quick    # float32 on one core, one turn, a small model; writes nothing
 
 An update is forward, clipped loss of the drawn tokens, backward, gradient clipped to a norm, AdamW. All sides
 have the same weights (Qwen3's shape, 32.5 M) and the same 16 samples in groups of 8 with lengths of a long
@@ -34,7 +35,7 @@ from typing import Any
 
 from grpo_step import processor, without_brake
 from peers import environments
-from peers.update_task import SHAPE, batch
+from peers.update_task import QUICK_SHAPE, SHAPE, batch
 from peers.workers import Command, Worker
 from rollout import save_model
 
@@ -115,6 +116,7 @@ class Run:
     commands: dict[str, Command]
     turns: int
     cores: list[int]
+    shape: str = SHAPE
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def measure(self, dtype: str, threads: int, num_tokens: int) -> dict[str, Any]:
@@ -123,7 +125,7 @@ class Run:
             os.sched_setaffinity(0, self.cores[:threads])
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
-            save_model(SHAPE, dtype, folder / "model")
+            save_model(self.shape, dtype, folder / "model")
             words = [str(folder / "model"), dtype, str(threads)]
             workers = {
                 name: Worker(command, words, threads, folder / f"{number}.log")
@@ -167,15 +169,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(cores) or 1}))
     parser.add_argument("--dtypes", nargs="+", choices=list(AGREEMENT), default=list(AGREEMENT))
     parser.add_argument("--turns", type=int, default=3, help="measured updates of each side")
+    parser.add_argument("--quick", action="store_true", help="a small model, one turn; nothing is written")
     given = parser.parse_args()
+    if given.quick:
+        given.threads, given.dtypes, given.turns = [1], ["float32"], 1
     lengths = [len(sample.tokens) for sample in batch()]
     machine = f"{processor()}, {os.cpu_count()} cores"
     print(f"{machine}; {len(lengths)} samples, {sum(lengths)} tokens, the longest has {max(lengths)}")
     cases = []
     with tempfile.TemporaryDirectory() as scratch:
-        run = Run(commands(given.peers, given.environments, Path(scratch)), given.turns, cores)
+        sides = commands(given.peers, given.environments, Path(scratch))
+        run = Run(sides, given.turns, cores, QUICK_SHAPE if given.quick else SHAPE)
         for dtype in given.dtypes:
             cases += [run.measure(dtype, threads, sum(lengths)) for threads in given.threads]
+    if given.quick:
+        return
     told = {"benchmark": "train_step", "date": date.today().isoformat(), "machine": machine}
     told |= {"versions": run.versions, "turns": given.turns, "lengths": lengths, "cases": cases}
     RESULTS.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py              # 128 MB of weights, half a minute
     python benchmarks/weight_sync.py --size-mb 2048
+    python benchmarks/weight_sync.py --quick      # 8 MB, one turn, writes nothing
 
 A trainer (this process) hands weights to a sampler, which copies them into its own tensors: in this process,
 or in another one through shared memory (both as recipes do), files or gloo. Everything in one run, turn by
@@ -288,7 +289,10 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=128, help="of all weights, a multiple of 4")
     parser.add_argument("--rounds", type=int, default=7, help="turns of all sides")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each learning rate")
+    parser.add_argument("--quick", action="store_true", help="8 MB, one turn; nothing is written")
     given = parser.parse_args()
+    if given.quick:
+        given.size_mb, given.rounds, given.steps = 8, 1, 1
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         sides = measure(Path(folder), given.size_mb, given.rounds)
@@ -298,6 +302,8 @@ def main() -> None:
     for rate in LEARNING_RATES:
         shares[str(rate)] = list(payload_shares(rate, given.steps))
         print(f"delta at learning rate {rate:g}: {statistics.mean(shares[str(rate)]):.3f} of the bytes")
+    if given.quick:
+        return
     written = {
         "benchmark": "weight_sync",
         "date": date.today().isoformat(),

@@ -86,6 +86,7 @@ def groups(digest: str) -> list[list[Stage]]:
             Stage("kills", 900, kills),
             Stage("soak", 300, f"--seconds 75 --seed {number}"),
             Stage("mutants", 600, mutants, yields=True),
+            Stage("bench", 600, f"--quick --eighth {digest[:16]}", yields=True),
         ],
     ]
 

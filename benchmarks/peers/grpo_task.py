@@ -66,10 +66,10 @@ class Parts:
 
 
 def tell(steps: list[tuple[float, dict[str, float]]], packages: tuple[str, ...]) -> None:
-    """Print one side's result: for each step after the warm-up, its seconds and those of its parts."""
+    """Print one side's result: for each measured step, its seconds and those of its parts."""
     told = {
-        "seconds": [seconds for seconds, _ in steps[WARM:]],
-        "parts": [parts for _, parts in steps[WARM:]],
+        "seconds": [seconds for seconds, _ in steps],
+        "parts": [parts for _, parts in steps],
         "versions": {name: metadata.version(name) for name in packages},
     }
     print("\n" + MARK + json.dumps(told), flush=True)

@@ -79,7 +79,7 @@ def main() -> None:
         trainer.compute_loss = parts.around("forward", trainer.compute_loss)
         trainer.accelerator.backward = parts.around("backward", trainer.accelerator.backward)
         trainer.train()
-    tell(steps, ("trl", "torch", "transformers"))
+    tell(steps[WARM:], ("trl", "torch", "transformers"))
 
 
 if __name__ == "__main__":

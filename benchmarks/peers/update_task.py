@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-SHAPE, VOCAB_SIZE = "rollout", 8192
+SHAPE, QUICK_SHAPE, VOCAB_SIZE = "rollout", "small", 8192
 GROUPS, SAMPLES, LONGEST = 2, 8, 256
 CLIP, LEARNING_RATE, BETAS, MAX_GRADIENT_NORM = 0.2, 1e-4, (0.9, 0.999), 1.0
 

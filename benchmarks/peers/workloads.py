@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Fields of transformers' Qwen3Config. `nano` is Qwen3-0.6B.
+# Fields of transformers' Qwen3Config. `nano` is Qwen3-0.6B, `small` is for quick runs.
 SHAPES: dict[str, dict[str, Any]] = {
     "rollout": {
         "vocab_size": 8192,
@@ -18,6 +18,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 64,
         "intermediate_size": 1536,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+    },
+    "small": {
+        "vocab_size": 8192,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": False,
     },

@@ -25,11 +25,9 @@ def test_inner_parts_are_not_counted_in_outer_ones(monkeypatch):
 def test_our_side_takes_whole_steps(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(grpo_step, "WARM", 1)
-    monkeypatch.setattr(grpo_step, "STEPS", 1)
     threads = torch.get_num_threads()
     try:
-        steps = grpo_step.our_steps(1)
+        steps = grpo_step.our_steps(1, 2)
     finally:
         torch.set_num_threads(threads)
     assert len(steps) == 2

@@ -27,11 +27,12 @@ def trace(run: Run, output: Output = None) -> None:
 
     folder = RunFolder.open(run)
     if not folder.events.is_file():
-        raise RunFolderError(f"run {run} has no event log: it has not come to its first batch")
+        raise RunFolderError(f"run {shown(run)} has no event log: it has not come to its first batch")
     events = read_events(folder.events, notice)
     if not any(event["kind"] == "dispatch" for event in events):
         raise RunFolderError(
-            f"run {run}: its event log does not say what was asked of engines; an older millrace wrote it"
+            f"run {shown(run)}: its event log does not say what was asked of engines; an older millrace wrote "
+            "it"
         )
     told = chrome_trace(events, [read_spans(path, notice) for path in folder.spans_of_ranks()])
     path = output or folder.path / "trace.json"

@@ -181,7 +181,8 @@ def _locked(folder: RunFolder) -> RunFolder:
     folder.lock()
     if _status(folder) == "finished":
         folder.unlock()
-        raise RunFolderError(f"run {folder.path} is finished; look at {folder.path / 'report.html'}")
+        report = shown(folder.path / "report.html")
+        raise RunFolderError(f"run {shown(folder.path)} is finished; look at {report}")
     return folder
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.config.recipe import load_recipe, to_yaml
 from millrace.config.settings import RunConfig
+from millrace.observability.files import shown
 from millrace.observability.sinks import read_records
 from millrace.orchestration import launch
 from millrace.orchestration.build import choose_device
@@ -108,7 +109,7 @@ def replay(
             repeated = _repeat(original, config, parts, ranks=ranks, name=name, quiet=quiet)
             weights = _compare(original, repeated) if ranks.first else []
         except ReplayError as error:
-            raise ReplayError(f"run {original.path}: {error}{_others(summary)}") from None
+            raise ReplayError(f"run {shown(original.path)}: {error}{_others(summary)}") from None
         num_batches = sum(event["kind"] == "take" for part in parts for event in part.lines)
         found = Replay(repeated.path, num_batches, len(read_records(repeated.metrics)), tuple(weights), None)
         if changed is None:
@@ -162,7 +163,7 @@ def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if not any(event["kind"] == "heard" for event in events):
             raise LogError("its event log does not say what was heard; an older millrace wrote it")
     except ValueError as error:
-        raise ReplayError(f"run {original.path}: {error}") from error
+        raise ReplayError(f"run {shown(original.path)}: {error}") from error
     return summary, events
 
 
@@ -205,15 +206,16 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
     """
     if (original.path / BRANCH).is_file():
         raise SetupError(
-            f"run {original.path} is a branch ({BRANCH}); replay the run that it is of, and branch that again"
+            f"run {shown(original.path)} is a branch ({BRANCH}); replay the run that it is of, and branch that "
+            "again"
         )
     if choose_device(config.device).type != "cpu":
         raise SetupError(
-            f"run {original.path} would be replayed on CUDA, where sums have no fixed order; only runs on a "
-            "CPU are replayed (if it was one, hide the GPUs with CUDA_VISIBLE_DEVICES=)"
+            f"run {shown(original.path)} would be replayed on CUDA, where sums have no fixed order; only runs "
+            "on a CPU are replayed (if it was one, hide the GPUs with CUDA_VISIBLE_DEVICES=)"
         )
     if not original.events.is_file() or not original.events.stat().st_size:
-        raise ReplayError(f"run {original.path} has no event log: it has not come to its first batch")
+        raise ReplayError(f"run {shown(original.path)} has no event log: it has not come to its first batch")
 
 
 def _check_ranks(parts: Sequence[Part], num_ranks: int) -> None:

@@ -106,7 +106,7 @@ class RunFolder:
                     if name is not None:
                         raise RunFolderError(_occupied(path)) from None
         except OSError as error:
-            raise RunFolderError(f"run folder {root} cannot be made: {error.strerror}") from error
+            raise RunFolderError(f"run folder {shown(root)} cannot be made: {error.strerror}") from error
         folder = cls(path)
         folder.lock()
         return folder
@@ -159,9 +159,11 @@ class RunFolder:
                 raise
             self._lock = file
         except BlockingIOError:
-            raise RunFolderError(f"run {self.path} is being trained by another process") from None
+            raise RunFolderError(f"run {shown(self.path)} is being trained by another process") from None
         except OSError as error:
-            raise RunFolderError(f"run folder {self.path} cannot be written: {error.strerror}") from error
+            raise RunFolderError(
+                f"run folder {shown(self.path)} cannot be written: {error.strerror}"
+            ) from error
 
     def is_busy(self) -> bool:
         """Whether a process works on the run; nothing is written.
@@ -235,8 +237,9 @@ class RunFolder:
 
 def _occupied(path: Path) -> str:
     if (path / "recipe.yaml").is_file():
-        return f"run {path} exists; choose another name, or continue it with: millrace resume {path}"
-    return f"{path} exists and is not a run; choose another name, or remove it"
+        go_on = f"continue it with: millrace resume {shown(path)}"
+        return f"run {shown(path)} exists; choose another name, or {go_on}"
+    return f"{shown(path)} exists and is not a run; choose another name, or remove it"
 
 
 def find_checkpoint(folder: RunFolder, name: str) -> Path:

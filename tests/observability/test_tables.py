@@ -3,8 +3,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from millrace.observability.files import FileError
 from millrace.observability.tables import read_table, write_table
 
 ROW = {
@@ -69,3 +72,24 @@ def test_a_missing_or_broken_table_is_named(tmp_path: Path):
     (tmp_path / "bad.parquet").write_bytes(b"not a table at all")
     with pytest.raises(ValueError, match=r"bad.parquet is not a Parquet file"):
         read_table(tmp_path / "bad.parquet")
+
+
+def test_a_flipped_byte_within_a_table_is_found(tmp_path):
+    path = tmp_path / "t.parquet"
+    write_table(path, [{"text": f"answer {number}", "reward": number / 7} for number in range(200)])
+    whole = path.read_bytes()
+    rows, found = read_table(path), 0
+    for place in range(4, len(whole), 23):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            # Some bytes, such as the name of what wrote the file, mean nothing.
+            assert read_table(path) == rows
+        except FileError as error:
+            assert "t.parquet is not a Parquet file that is whole: " in str(error)
+            found += 1
+    assert found > len(range(4, len(whole), 23)) // 2
+
+
+def test_a_table_without_checksums_is_read_too(tmp_path):
+    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "old.parquet")
+    assert read_table(tmp_path / "old.parquet") == [{"a": 1}, {"a": 2}]

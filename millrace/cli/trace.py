@@ -31,8 +31,8 @@ def trace(run: Run, output: Output = None) -> None:
     events = read_events(folder.events, notice)
     if not any(event["kind"] == "dispatch" for event in events):
         raise RunFolderError(
-            f"run {shown(run)}: its event log does not say what was asked of engines; an older millrace wrote "
-            "it"
+            f"run {shown(run)}: its event log does not say what was asked of engines; an older millrace "
+            "wrote it"
         )
     told = chrome_trace(events, [read_spans(path, notice) for path in folder.spans_of_ranks()])
     path = output or folder.path / "trace.json"

@@ -206,13 +206,13 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
     """
     if (original.path / BRANCH).is_file():
         raise SetupError(
-            f"run {shown(original.path)} is a branch ({BRANCH}); replay the run that it is of, and branch that "
-            "again"
+            f"run {shown(original.path)} is a branch ({BRANCH}); replay the run that it is of, and branch "
+            "that again"
         )
     if choose_device(config.device).type != "cpu":
         raise SetupError(
-            f"run {shown(original.path)} would be replayed on CUDA, where sums have no fixed order; only runs "
-            "on a CPU are replayed (if it was one, hide the GPUs with CUDA_VISIBLE_DEVICES=)"
+            f"run {shown(original.path)} would be replayed on CUDA, where sums have no fixed order; only "
+            "runs on a CPU are replayed (if it was one, hide the GPUs with CUDA_VISIBLE_DEVICES=)"
         )
     if not original.events.is_file() or not original.events.stat().st_size:
         raise ReplayError(f"run {shown(original.path)} has no event log: it has not come to its first batch")

@@ -154,23 +154,23 @@ class Support:
     Attributes:
         token_ids: int32 [sum of counts], ascending within each draw.
         counts: int32 [tokens of the completion], how many each draw had.
-        log_mass: float32 [tokens of the completion], logarithm of the probability that they hold together, so
-            that a drawn token's log-probability among them is its `logprobs` entry less this.
+        logprobs: float32 [tokens of the completion], the drawn token's log-probability among them, divided by the
+            temperature or raw like the completion's own.
     """
 
     token_ids: np.ndarray
     counts: np.ndarray
-    log_mass: np.ndarray
+    logprobs: np.ndarray
 
     def __post_init__(self) -> None:
-        """Refuse counts and masses that do not fit."""
+        """Refuse counts and log-probabilities that do not fit."""
         if len(self.token_ids) != self.counts.sum():
             raise ValueError(
                 f"support has {len(self.token_ids)} tokens, but its counts add up to {int(self.counts.sum())}"
             )
-        if len(self.log_mass) != len(self.counts):
+        if len(self.logprobs) != len(self.counts):
             raise ValueError(
-                f"support has {len(self.counts)} counts and {len(self.log_mass)} masses; the two must agree"
+                f"support has {len(self.counts)} counts and {len(self.logprobs)} logprobs; the two must agree"
             )
 
 

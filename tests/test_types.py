@@ -105,7 +105,7 @@ def test_a_support_that_does_not_fit_is_refused() -> None:
     ids, zeros = np.array([3, 1, 2], np.int32), np.zeros(2, np.float32)
     with pytest.raises(ValueError, match=r"^support has 3 tokens, but its counts add up to 4$"):
         Support(ids, np.array([1, 3]), zeros)
-    with pytest.raises(ValueError, match=r"^support has 2 counts and 1 masses; the two must agree$"):
+    with pytest.raises(ValueError, match=r"^support has 2 counts and 1 logprobs; the two must agree$"):
         Support(ids, np.array([1, 2]), zeros[:1])
     support = Support(ids, np.array([1, 2]), zeros)
     with pytest.raises(ValueError, match=r"^completion has 3 tokens, its support is of 2$"):

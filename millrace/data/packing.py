@@ -184,7 +184,7 @@ def _positions(lengths: Sequence[int]) -> Tensor:
 
 def _logprobs(drawn: Completion) -> np.ndarray:
     """Log-probabilities of the drawn tokens over what they were drawn among."""
-    return drawn.logprobs if drawn.support is None else drawn.logprobs - drawn.support.log_mass
+    return drawn.logprobs if drawn.support is None else drawn.support.logprobs
 
 
 def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:

@@ -83,7 +83,7 @@ class Drawing:
             token_N[part], logprob_N[part] = found.token_N, found.logprob_N
             for n, support in enumerate(found.support or ()):
                 if support is not None:
-                    self._results.add_support(requests[first + n], support, float(found.log_mass_N[n]))
+                    self._results.add_support(requests[first + n], support, float(found.within_N[n]))
             for n in (first + np.flatnonzero(~found.finite_N)).tolist():
                 layer = self._runner.first_nonfinite(inputs, int(plan.draw_from_N[n]))
                 failed.append((requests[n], f"its logits are not finite, first in {layer}"))

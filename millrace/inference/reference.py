@@ -266,7 +266,7 @@ class ReferenceEngine:
             request.logprobs.append(float(drawn.logprob_N[n]))
             support = drawn.support[n] if drawn.support is not None else None
             if support is not None:
-                request.supports.append((support, float(drawn.log_mass_N[n])))
+                request.supports.append((support, float(drawn.within_N[n])))
             params = request.params
             if token in params.stop_token_ids:
                 request.finish_reason = "stop"

@@ -43,11 +43,11 @@ class Results:
         if drawn.support is not None:
             ends = np.cumsum(drawn.support.counts)[:-1]
             tokens = np.split(drawn.support.token_ids, ends)
-            self._extra(request).supports = list(zip(tokens, drawn.support.log_mass.tolist(), strict=True))
+            self._extra(request).supports = list(zip(tokens, drawn.support.logprobs.tolist(), strict=True))
 
-    def add_support(self, request: Request, token_ids: np.ndarray, log_mass: float) -> None:
-        """Keep the tokens that a draw chose among, and the logarithm of their mass."""
-        self._extra(request).supports.append((token_ids, log_mass))
+    def add_support(self, request: Request, token_ids: np.ndarray, logprob: float) -> None:
+        """Keep the tokens that a draw chose among, and its log-probability among them."""
+        self._extra(request).supports.append((token_ids, logprob))
 
     def add_prompt_logprobs(self, request: Request, logprob_N: np.ndarray) -> None:
         """Keep the log-probabilities of the prompt's next tokens."""
@@ -109,12 +109,12 @@ class Results:
 
 
 def joined(supports: Sequence[tuple[np.ndarray, float]]) -> Support | None:
-    """A completion's supports as one; each is (tokens, logarithm of their mass). None without any."""
+    """A completion's supports as one; each is (tokens, log-probability of the draw). None without any."""
     if not supports:
         return None
-    token_ids, log_masses = zip(*supports, strict=True)
+    token_ids, logprobs = zip(*supports, strict=True)
     counts = np.array([len(ids) for ids in token_ids], dtype=np.int32)
-    return Support(np.concatenate(token_ids), counts, np.array(log_masses, dtype=np.float32))
+    return Support(np.concatenate(token_ids), counts, np.array(logprobs, dtype=np.float32))
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:

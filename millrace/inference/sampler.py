@@ -75,15 +75,14 @@ class Drawn:
         support: for each entry the tokens it was drawn among, int32, ascending; None where nothing truncates,
             and one None where that holds for all.
         finite_N: False where logits hold NaN or plus infinity, or all tokens are ruled out.
-        log_mass_N: float32, logarithm of the probability of the support, so that `logprob_N - log_mass_N` is
-            the log-probability among the support; 0 without one.
+        within_N: float32, likewise, but among the support; `logprob_N` without one.
     """
 
     token_N: np.ndarray
     logprob_N: np.ndarray
     support: list[np.ndarray | None] | None
     finite_N: np.ndarray
-    log_mass_N: np.ndarray
+    within_N: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +219,11 @@ class SamplingTable:
                 edits.apply(drawn_NV[n], int(position_N[n]), partial(history, n))
             self._truncate(drawn_NV, row_N, np.flatnonzero(truncated_N))
         token_N, among_N = draw(drawn_NV, temperature_N, uniform_N)
-        raw_N, logprob_N, log_mass_N = self._raw_R[row_N], among_N, torch.zeros_like(among_N)
+        raw_N, logprob_N, within_N = self._raw_R[row_N], among_N, among_N
         support = None
         if drawn_NV is not logit_NV or raw_N.any():
             judged_N = temperature_N.masked_fill(torch.from_numpy(raw_N).to(self._device), 1)
-            logprob_N = row_logprob(logit_NV, token_N, judged_N)
+            within_N = logprob_N = row_logprob(logit_NV, token_N, judged_N)
             limited_N = truncated_N | self._limited_R[row_N]
             if limited_N.any():
                 support = _supports(drawn_NV, limited_N)
@@ -234,11 +233,11 @@ class SamplingTable:
                 within_MV = logit_NV[again_M].masked_fill(ruled_out_MV, -torch.inf)
                 within_M = row_logprob(within_MV, token_N[again_M], judged_N[again_M])
                 limited_M = self._indices(limited_N)
-                log_mass_N[limited_M] = (logprob_N - among_N.index_copy(0, again_M, within_M))[limited_M]
+                within_N = logprob_N.index_copy(0, limited_M, among_N[limited_M]).index_copy(0, again_M, within_M)
         finite_N = among_N.isfinite() & logprob_N.isfinite()
-        columns = (token_N, logprob_N.float(), finite_N, log_mass_N.float())
-        token, logprob, finite, log_mass = (column_N.cpu().numpy() for column_N in columns)
-        return Drawn(token, logprob, support, finite, log_mass)
+        columns = (token_N, logprob_N.float(), finite_N, within_N.float())
+        token, logprob, finite, within = (column_N.cpu().numpy() for column_N in columns)
+        return Drawn(token, logprob, support, finite, within)
 
     def _column(self, column_R: np.ndarray, row_N: np.ndarray) -> Tensor:
         return torch.from_numpy(column_R[row_N]).to(self._device)

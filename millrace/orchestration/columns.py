@@ -36,7 +36,7 @@ def to_columns(completions: Sequence[Completion]) -> tuple[list[Words], dict[str
         "versions": _joined([c.versions for c in completions], np.int32),
         "support_token_ids": _joined([support.token_ids for support in supports], np.int32),
         "support_counts": _joined([support.counts for support in supports], np.int32),
-        "support_log_mass": _joined([support.log_mass for support in supports], np.float32),
+        "support_logprobs": _joined([support.logprobs for support in supports], np.float32),
         "prompt_logprobs": _joined(scored, np.float32),
         "experts": _joined([c.experts.ravel() for c in completions if c.experts is not None], np.int16),
     }
@@ -61,7 +61,7 @@ def from_columns(words: Sequence[Words], columns: Mapping[str, np.ndarray]) -> l
         support = None
         if one["support"] is not None:
             tokens = take("support_token_ids", one["support"])
-            support = Support(tokens, take("support_counts", count), take("support_log_mass", count))
+            support = Support(tokens, take("support_counts", count), take("support_logprobs", count))
         completions.append(
             Completion(
                 token_ids=tuple(take("token_ids", count).tolist()),

@@ -61,17 +61,17 @@ def drawn_among(
     token_ids: Sequence[int],
     among: Sequence[Sequence[int]] | None,
     *,
-    log_mass: Sequence[float] | None = None,
+    within: Sequence[float] | None = None,
 ) -> Completion:
-    """A completion whose tokens were drawn among these; None: among all."""
+    """A completion whose tokens were drawn among these, with these log-probabilities; None: among all."""
     length = len(token_ids)
     logprobs = np.array([-1 - token / 8 for token in token_ids], dtype=np.float32)
     support = None
     if among is not None:
-        mass = np.zeros(length) if log_mass is None else np.array(log_mass)
+        own = logprobs if within is None else np.array(within, np.float32)
         flat = np.array([token for one in among for token in one], dtype=np.int32)
         counts = np.array([len(one) for one in among], dtype=np.int32)
-        support = Support(flat, counts, mass.astype(np.float32))
+        support = Support(flat, counts, own)
     versions = np.zeros(length, dtype=np.int32)
     return Completion(tuple(token_ids), logprobs, versions, "stop", "", support=support)
 

@@ -22,14 +22,14 @@ def episode(*turns: tuple[Sequence[int], Completion]) -> Trajectory:
 
 
 def test_each_token_gets_what_it_was_drawn_among_and_its_share_of_that() -> None:
-    some = drawn_among([3, 4], [[3, 9, 2], [4]], log_mass=[-0.25, -1.5])
+    some = drawn_among([3, 4], [[3, 9, 2], [4]], within=[-1.125, 0.0])
     every = drawn_among([8], None)
-    last = drawn_among([16, 24], [[7, 16], [24, 25]], log_mass=[0.0, -2.0])
+    last = drawn_among([16, 24], [[7, 16], [24, 25]], within=[-3.0, -2.0])
     batch = pack([episode(([1, 2], some), ([5], every)), episode(([6], last))])
     assert batch.support is not None and batch.chosen_support is not None
     assert words(batch.support) == [[], [], [3, 9, 2], [4], [], [], [], [7, 16], [24, 25]]
     assert words(batch.chosen_support) == [[3, 9, 2], [4], [], [7, 16], [24, 25]]
-    # -1 - token / 8 over all words, without the logarithm of the support's mass.
+    # Over all words it would be -1 - token / 8.
     close_fp32(batch.sampler_logprob_T, [0, 0, -1.125, 0, 0, -2, 0, -3, -2])
     assert batch.support.count_N.dtype == torch.int64
 

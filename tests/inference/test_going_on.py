@@ -55,7 +55,7 @@ def test_a_request_goes_on_from_what_was_drawn_elsewhere(llama: Model, num_steps
             assert completion.support is not None
             assert completion.support.counts.tolist() == whole.support.counts.tolist()
             assert completion.support.token_ids.tolist() == whole.support.token_ids.tolist()
-            close_fp32(completion.support.log_mass, whole.support.log_mass, atol=1e-5)
+            close_fp32(completion.support.logprobs, whole.support.logprobs, atol=1e-5)
 
 
 def test_siblings_that_go_on_stand_beside_those_that_begin(llama: Model) -> None:

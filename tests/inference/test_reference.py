@@ -140,7 +140,7 @@ def test_every_sampling_parameter_reaches_the_sampler(engine: ReferenceEngine) -
     assert set(among.token_ids) <= {3, 8} and among.support is not None
     assert among.support.token_ids.tolist() == [3, 8] * 4 and among.support.counts.tolist() == [2] * 4
     assert among.support.token_ids.dtype == among.support.counts.dtype == np.int32
-    assert (among.support.log_mass >= among.logprobs).all() and (among.support.log_mass < 0).all()
+    assert (among.support.logprobs > among.logprobs).all() and (among.support.logprobs <= 0).all()
 
 
 def test_a_stop_string_is_not_looked_for_before_min_tokens(engine: ReferenceEngine) -> None:

@@ -86,7 +86,7 @@ def test_temperature_0_takes_the_likeliest_token_whatever_truncates() -> None:
         drawn = drawn_by(seeds, torch.tensor([0.2, 0.7, 0.1]).log().expand(50, -1))
         assert set(drawn.token_N.tolist()) == {1} and drawn.support is None
         close_fp32(drawn.logprob_N, [math.log(0.7)] * 50)
-        assert drawn.log_mass_N.tolist() == [0] * 50
+        assert drawn.within_N.tolist() == drawn.logprob_N.tolist()
 
 
 EVERYTHING = {
@@ -122,7 +122,7 @@ def test_logprobs_are_those_of_the_whole_distribution(params: dict[str, Any], te
     ],
     ids=str,
 )
-def test_where_sampling_truncates_the_support_and_its_mass_go_along(
+def test_where_sampling_truncates_the_support_and_the_share_of_it_go_along(
     params: dict[str, Any], support: list[int], kind: Any
 ) -> None:
     plain, wanted = SamplingParams(), SamplingParams(**params, logprobs=kind, seed=7)
@@ -130,22 +130,24 @@ def test_where_sampling_truncates_the_support_and_its_mass_go_along(
     assert drawn.support is not None and drawn.support[0] is None and drawn.support[2] is None
     ids = drawn.support[1]
     assert ids is not None and ids.tolist() == support and ids.dtype == np.int32
-    close_fp32(drawn.log_mass_N, [0, math.log(sum(SHARES[token] for token in support)), 0])
-    assert drawn.log_mass_N.dtype == np.float32
+    mass = [0, math.log(sum(SHARES[token] for token in support)), 0]
+    close_fp32(drawn.within_N, drawn.logprob_N - np.array(mass, np.float32))
+    assert drawn.within_N.dtype == np.float32
 
 
-def test_the_mass_of_a_support_is_taken_at_the_temperature() -> None:
+def test_the_share_of_a_support_is_taken_at_the_temperature() -> None:
     params = [SamplingParams(top_k=2, temperature=0.5, logprobs=kind) for kind in ("processed", "raw")]
     params += [replace(one, logit_bias=((4, -1.0),)) for one in params]
     drawn = drawn_by(params, torch.tensor(SHARES).log().expand(4, -1))
     squares = 0.25 / sum(share**2 for share in SHARES)
-    close_fp32(drawn.log_mass_N, [math.log(squares), math.log(0.7)] * 2)
+    masses = np.array([math.log(squares), math.log(0.7)] * 2, np.float32)
+    close_fp32(drawn.within_N, drawn.logprob_N - masses)
 
 
 def test_without_truncation_there_is_no_support() -> None:
     params = [SamplingParams(), SamplingParams(forbidden_token_ids=(1,), logit_bias=((0, 1.0),))]
     drawn = drawn_by(params, torch.zeros(2, 5))
-    assert drawn.support is None and drawn.log_mass_N.tolist() == [0, 0]
+    assert drawn.support is None and drawn.within_N.tolist() == drawn.logprob_N.tolist()
     assert (drawn.token_N.dtype, drawn.logprob_N.dtype) == (np.int64, np.float32)
 
 
@@ -213,7 +215,8 @@ def test_every_edit_equals_its_definition(seed: int) -> None:
         assert (allowed is None) == (not one.allowed_token_ids)
         if allowed is not None:
             assert allowed.tolist() == np.flatnonzero(changed_V > -np.inf).tolist()
-            close_fp32(drawn.log_mass_N[n], whole_V[torch.from_numpy(allowed).long()].logsumexp(0))
+            mass = whole_V[torch.from_numpy(allowed).long()].logsumexp(0)
+            close_fp32(drawn.within_N[n], whole_V[expected] - mass)
     assert torch.equal(logit_NV, before_NV)
 
 
@@ -287,7 +290,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None
     together = draw(list(range(50)))
     for chosen in [[n] for n in range(50)] + [[2, 9, 16], [49, 0, 20, 13]]:
         apart = draw(chosen)
-        for name in ("token_N", "logprob_N", "finite_N", "log_mass_N"):
+        for name in ("token_N", "logprob_N", "finite_N", "within_N"):
             assert getattr(apart, name).tobytes() == getattr(together, name)[chosen].tobytes()
         for m, n in enumerate(chosen):
             ids = None if apart.support is None else apart.support[m]

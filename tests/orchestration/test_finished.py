@@ -44,7 +44,7 @@ def groups():
 def numbers(drawn):
     held = [drawn.logprobs, drawn.versions]
     if drawn.support is not None:
-        held += [drawn.support.token_ids, drawn.support.counts, drawn.support.log_mass]
+        held += [drawn.support.token_ids, drawn.support.counts, drawn.support.logprobs]
     return [(column.dtype, column.tobytes()) for column in held]
 
 

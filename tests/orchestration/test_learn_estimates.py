@@ -48,7 +48,7 @@ def test_the_same_answer_drawn_among_other_tokens_is_scored_apart():
     among = [[7, 3], [7, 3], [7, 9, 20], None]
     group = group_of(*[((7,), reward) for reward in (1.0, 0.5, 2.0, 0.0)])
     trajectories = [
-        replace(one, turns=(Turn((5, 6), drawn_among([7], few and [few], log_mass=[-0.25])),))
+        replace(one, turns=(Turn((5, 6), drawn_among([7], few and [few], within=[-1.625])),))
         for one, few in zip(group.trajectories, among, strict=True)
     ]
     one = learner(recipe(advantage=CENTRED, policy={"kl": {"coefficient": 0.2}, "proximal": "recompute"}))

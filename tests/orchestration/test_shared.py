@@ -50,7 +50,7 @@ def check_same(one: Completion, other: Completion) -> None:
     pairs = [(getattr(one, name), getattr(other, name)) for name in ARRAYS]
     assert (one.support is None) == (other.support is None)
     if one.support is not None and other.support is not None:
-        names = ("token_ids", "counts", "log_mass")
+        names = ("token_ids", "counts", "logprobs")
         pairs += [(getattr(one.support, name), getattr(other.support, name)) for name in names]
     for mine, theirs in pairs:
         assert (mine is None) == (theirs is None)

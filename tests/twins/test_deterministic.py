@@ -14,7 +14,7 @@ from millrace.data.packing import pack
 from millrace.models.fused import fuse, set_deterministic
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_logprobs
-from millrace.types import Completion, Outcome, Trajectory, Turn
+from millrace.types import Completion, Outcome, SamplingParams, Trajectory, Turn
 from tests.close import close_fp64
 from tests.inference.fresh import paged, random_requests
 from tests.models.tiny import SHAPES, tiny_model
@@ -41,12 +41,15 @@ def drawn(model: Model, seed: int, **sizes: Any) -> tuple[list[tuple[int, ...]],
 
 
 def recomputed(
-    model: Model, prompts: list[tuple[int, ...]], completions: list[Completion]
+    model: Model,
+    prompts: list[tuple[int, ...]],
+    completions: list[Completion],
+    temperature: float = TEMPERATURE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The trainer's log-probabilities and the engine's, of all drawn tokens."""
     pairs = zip(prompts, completions, strict=True)
     batch = pack([Trajectory((Turn(prompt, said),), Outcome("score", 1.0)) for prompt, said in pairs])
-    logprob_N, _ = chosen_logprobs(model, batch, temperature=TEMPERATURE)
+    logprob_N, _ = chosen_logprobs(model, batch, temperature=temperature)
     return logprob_N.detach().float(), batch.sampler_logprob_T[batch.action_mask_T]
 
 
@@ -58,6 +61,27 @@ def test_the_trainer_finds_every_bit_of_the_engines_log_probabilities(
     model = deterministic_model(architecture, dtype)
     ours_N, theirs_N = recomputed(model, *drawn(model, 1))
     assert len(ours_N) > 200
+    assert torch.equal(ours_N, theirs_N)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_the_trainer_finds_every_bit_where_sampling_is_truncated(
+    limits: dict[str, Any], temperature: float
+) -> None:
+    model = deterministic_model("qwen3")
+    prompts, params = random_requests(3, 60)
+    params = [
+        SamplingParams(max_tokens=20, seed=one.seed, temperature=temperature, **limits) for one in params
+    ]
+    completions = paged(copy.deepcopy(model).requires_grad_(False)).generate(prompts, params)
+    assert all(one.support is not None for one in completions)
+    ours_N, theirs_N = recomputed(model, prompts, completions, temperature)
+    assert len(ours_N) > 1000
     assert torch.equal(ours_N, theirs_N)
 
 

@@ -85,7 +85,7 @@ def test_openai_and_token_endpoints_give_what_the_engine_draws(mill):
         close_fp32(choice.logprobs.token_logprobs, one.logprobs)
         assert sample["support"]["counts"] == [20] * len(one.token_ids)
         assert sample["support"]["token_ids"] == one.support.token_ids.tolist()
-        close_fp32(sample["support"]["log_mass"], one.support.log_mass)
+        close_fp32(sample["support"]["logprobs"], one.support.logprobs)
     check_nothing_is_left(mill)
 
 

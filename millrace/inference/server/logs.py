@@ -94,7 +94,7 @@ LOG_CONFIG: dict[str, Any] = {
         }
     },
     "loggers": {
-        "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
-        "asyncio": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
+        name: {"handlers": ["stderr"], "level": "WARNING", "propagate": True}
+        for name in ("uvicorn", "asyncio", "millrace.inference.server")
     },
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from millrace.inference.server.text_worker import (
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 _WORKER = Path(__file__).with_name("text_worker.py")
 # CPU time of a short request; see `text_worker.allowed_s`.
 CPU_S = 2.0
@@ -112,7 +114,9 @@ class TextProcess:
             async with asyncio.timeout(TURN_S):
                 await self._turn.acquire()
         except TimeoutError:
-            raise ApiError(503, f"the tokenizer has been busy with other requests for {TURN_S:g} s") from None
+            raise ApiError(
+                503, f"the tokenizer is loading or has been busy for {TURN_S:g} s; ask again"
+            ) from None
         try:
             return await self._exchange(do, value)
         except BaseException:
@@ -133,7 +137,8 @@ class TextProcess:
         except _LOST as error:
             self._child = None
             how = f"has not answered for {ANSWER_S:g} s" if isinstance(error, TimeoutError) else "has ended"
-            raise ApiError(503, f"the process that tokenizes {how}{child.kill()}; ask again") from None
+            _LOG.warning("the process that tokenizes %s and is started again%s", how, child.kill())
+            raise ApiError(503, f"the process that tokenizes {how}; ask again") from None
         if kind == DONE:
             return reply
         if kind == DIED:
@@ -163,13 +168,13 @@ class TextProcess:
                 if isinstance(error, TimeoutError)
                 else f"failed: {error}"
             )
-            raise ApiError(503, f"the start of the process that tokenizes {how}{child.kill()}") from None
+            raise _not_started(f"{how}{child.kill()}") from None
         except BaseException:
             child.kill()
             raise
         if kind != READY:
             child.kill()
-            raise ApiError(503, f"the process that tokenizes cannot start: {json.loads(reply)}")
+            raise _not_started(json.loads(reply))
         self._child = child
         return child
 
@@ -187,6 +192,12 @@ class TextProcess:
         if self._child is not None:
             self._child.kill()
             self._child = None
+
+
+def _not_started(why: str) -> ApiError:
+    """What to tell the client. The reason, with the server's paths, is for the log."""
+    _LOG.warning("the process that tokenizes did not start: %s", why)
+    return ApiError(503, "the process that tokenizes did not start; the server's log says why")
 
 
 def _encode(value: dict[str, Any]) -> bytes:
@@ -260,7 +271,11 @@ class _Child:
         return kind, reply
 
     def kill(self) -> str:
-        """End it and its workers, and give back what was held; the last it printed, in brackets."""
+        """End it and its workers, and give back what was held.
+
+        Returns:
+            The last it printed, in brackets; nothing the second time.
+        """
         if self._output.closed:
             return ""
         with contextlib.suppress(ProcessLookupError):  # nothing may be left of the group

@@ -119,7 +119,7 @@ def test_a_character_the_terminal_lacks_does_not_end_the_program(lab):
     lab.write("arrow.yaml", ["# a → b"])
     lab.patch.setenv("PYTHONIOENCODING", "latin-1")
     process = lab.start("recipes", "arrow.yaml")
-    assert process.communicate(timeout=60) == ("# a ? b\n", "")
+    assert process.communicate(timeout=60) == ("# a \\u2192 b\n", "")
 
 
 def test_no_words_at_all_show_the_commands(lab):

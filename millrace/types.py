@@ -154,8 +154,8 @@ class Support:
     Attributes:
         token_ids: int32 [sum of counts], ascending within each draw.
         counts: int32 [tokens of the completion], how many each draw had.
-        logprobs: float32 [tokens of the completion], the drawn token's log-probability among them, divided by the
-            temperature or raw like the completion's own.
+        logprobs: float32 [tokens of the completion], the drawn token's log-probability among them, divided by
+            the temperature or raw like the completion's own.
     """
 
     token_ids: np.ndarray

@@ -232,8 +232,8 @@ class SamplingTable:
                 ruled_out_MV = drawn_NV[again_M] == -torch.inf
                 within_MV = logit_NV[again_M].masked_fill(ruled_out_MV, -torch.inf)
                 within_M = row_logprob(within_MV, token_N[again_M], judged_N[again_M])
-                limited_M = self._indices(limited_N)
-                within_N = logprob_N.index_copy(0, limited_M, among_N[limited_M]).index_copy(0, again_M, within_M)
+                within_N = torch.where(torch.from_numpy(limited_N).to(self._device), among_N, logprob_N)
+                within_N = within_N.index_copy(0, again_M, within_M)
         finite_N = among_N.isfinite() & logprob_N.isfinite()
         columns = (token_N, logprob_N.float(), finite_N, within_N.float())
         token, logprob, finite, within = (column_N.cpu().numpy() for column_N in columns)

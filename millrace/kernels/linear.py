@@ -95,7 +95,12 @@ def _in_tiles(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, tile: int) ->
     product = _onednn if x.dtype != torch.float64 and _onednn_has(x_MD, weight_ND) else F.linear
     weight_ND = _laid_out(weight_ND, 1)
     parts = [product(part, weight_ND, bias_N) for part in _laid_out(x_MD, tile).split(tile)]
-    return torch.cat(parts)[: len(x_MD)].view(*x.shape[:-1], len(weight_ND))
+    if parts:
+        parts[-1] = parts[-1][: len(x_MD) - tile * (len(parts) - 1)]
+    # No view, since a model may write over it.
+    result = x.new_empty(*x.shape[:-1], len(weight_ND))
+    torch.cat(parts, out=result.view(-1, len(weight_ND)))
+    return result
 
 
 def _laid_out(x_MD: Tensor, tile: int) -> Tensor:

@@ -227,6 +227,16 @@ def test_tiles_give_the_ordinary_product_and_slopes(num_rows: int, tile: int) ->
         close_fp32(one, other, atol=1e-5)
 
 
+def test_what_comes_in_tiles_may_be_written_over() -> None:
+    """As OLMo does with queries, keys and values."""
+    x, weight = torch.ones(5, 4), torch.ones(3, 4, requires_grad=True)
+    invariant_linear(x, weight, tile=2).clamp_(max=3.0).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [[0.0] * 4] * 3
+    weight.grad = None
+    invariant_linear(x, weight, tile=2).clamp_(max=5.0).sum().backward()
+    assert weight.grad.tolist() == [[5.0] * 4] * 3
+
+
 def test_whole_tiles_in_good_order_are_not_copied() -> None:
     x = torch.zeros(64, 16)
     assert module._laid_out(x, 32) is x

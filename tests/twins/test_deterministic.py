@@ -12,12 +12,12 @@ import torch
 
 from millrace.data.packing import pack
 from millrace.models.fused import fuse, set_deterministic
-from millrace.models.load import Model
+from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.models.logprobs import chosen_logprobs
 from millrace.types import Completion, Outcome, SamplingParams, Trajectory, Turn
 from tests.close import close_fp64
 from tests.inference.fresh import paged, random_requests
-from tests.models.tiny import SHAPES, tiny_model
+from tests.models.tiny import SHAPES, SIZES, VOCABULARY, tiny_model
 
 DENSE = [name for name in SHAPES if name not in ("qwen3_moe", "mixtral")]
 DTYPES = [torch.float32, torch.float64]
@@ -102,6 +102,21 @@ def test_batch_chunks_prefixes_and_preemptions_change_no_bit(seed: int) -> None:
         for one, other in zip(completions, expected, strict=True):
             assert one.token_ids == other.token_ids, sizes
             assert np.array_equal(one.logprobs, other.logprobs), sizes
+
+
+def test_a_model_that_writes_over_its_products_trains() -> None:
+    shape = {**SIZES, "clip_qkv": 0.5}
+    model = fresh_model(
+        fresh_config("olmo", shape, vocab_size=VOCABULARY, eos_token_id=0), seed=0, dtype=torch.float32
+    )
+    fuse(model)
+    set_deterministic(model)
+    prompts, completions = drawn(model, 1)
+    ours_N, theirs_N = recomputed(model, prompts, completions)
+    assert torch.equal(ours_N, theirs_N)
+    batch = pack([Trajectory((Turn(prompts[0], completions[0]),), Outcome("score", 1.0))])
+    chosen_logprobs(model, batch, temperature=TEMPERATURE)[0].sum().backward()
+    assert all(float(p.grad.abs().sum()) > 0 for p in model.parameters() if p.grad is not None)
 
 
 def test_without_it_bits_differ() -> None:

@@ -368,11 +368,6 @@ def check_name(path: str | Path) -> str | None:
     return f"the name {shown(path)} holds a NUL; choose another one" if "\0" in str(path) else None
 
 
-def one_of(value: Any, choices: Iterable[str]) -> bool:
-    """Whether a value read from a file is one of some words."""
-    return isinstance(value, str) and value in choices
-
-
 def finite(value: Any) -> bool:
     """Whether a value read from a file is a number that is finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -27,6 +27,7 @@ from millrace.inference.server.text_worker import (
     REQUEST,
     allowed_s,
 )
+from millrace.keeper import keeper_command
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -223,7 +224,7 @@ def _died(code: int, field: str | None, limit_s: float) -> ApiError:
 
 
 class _Child:
-    """The process, in a session of its own, and the socket to it.
+    """The process behind a keeper, which ends it and its workers with this one, and the socket to it.
 
     Attributes:
         is_waiting: a reply is due.
@@ -235,20 +236,25 @@ class _Child:
         self.is_waiting = False
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        read_end, self._lifeline = os.pipe()
         try:
             with theirs:
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-P", "-u", str(_WORKER)],
+                    keeper_command(read_end, [sys.executable, "-P", "-u", str(_WORKER)]),
                     stdin=theirs.fileno(),
                     stdout=self._output.fileno(),
                     stderr=self._output.fileno(),
+                    pass_fds=(read_end,),
                     env=environment | OFFLINE,
                     start_new_session=True,
                 )
         except BaseException:
+            os.close(self._lifeline)
             self._ours.close()
             self._output.close()
             raise
+        finally:
+            os.close(read_end)
 
     async def exchange(self, number: int, request: bytes) -> tuple[int, bytes]:
         """Send a request and read its reply.
@@ -278,8 +284,7 @@ class _Child:
         """
         if self._output.closed:
             return ""
-        with contextlib.suppress(ProcessLookupError):  # nothing may be left of the group
-            os.killpg(self._popen.pid, signal.SIGKILL)
+        os.close(self._lifeline)
         self._popen.wait(KILL_S)
         if self._streams is None:
             self._ours.close()

@@ -39,6 +39,7 @@ with running() as mill:
 """
 
 
+@pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_80_silent_clients_leave_health_and_the_log_alone_at_64_descriptors():
     """80 connections that send nothing, to a server that may have 64 open files."""
     server = subprocess.Popen(
@@ -60,6 +61,7 @@ def test_80_silent_clients_leave_health_and_the_log_alone_at_64_descriptors():
     assert len(errors) < 1000
 
 
+@pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_silent_clients_are_cut_off():
     """Connections that send nothing are closed without an answer."""
     with running(limits=Limits(header_timeout_s=0.2)) as mill, silent_clients(mill.url, 20) as wires:
@@ -67,6 +69,7 @@ def test_silent_clients_are_cut_off():
         assert mill.get("/health").status_code == 200
 
 
+@pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_connections_beyond_the_most_take_no_descriptors(monkeypatch):
     """200 connections to a server that has descriptors for 16."""
     monkeypatch.setattr(run, "open_descriptors", lambda: (64, 20))
@@ -75,6 +78,7 @@ def test_connections_beyond_the_most_take_no_descriptors(monkeypatch):
         wait_until(lambda: len(mill.server.server_state.connections) <= 16)
 
 
+@pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_headers_sent_byte_by_byte_are_cut_off():
     """Headers that never end."""
     with running(limits=Limits(header_timeout_s=0.3)) as mill:
@@ -83,6 +87,7 @@ def test_headers_sent_byte_by_byte_are_cut_off():
         assert b"the request's headers did not arrive within 0.3 s" in answer
 
 
+@pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_a_body_sent_byte_by_byte_is_cut_off():
     """A body that never ends."""
     with running(limits=Limits(body_timeout_s=0.3, header_timeout_s=0.3)) as mill:
@@ -91,12 +96,14 @@ def test_a_body_sent_byte_by_byte_is_cut_off():
         assert b"the body did not arrive within 0.3 s" in answer
 
 
+@pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_a_body_that_goes_on_after_its_refusal_is_cut_off():
     """A body that never ends of a request that was refused at once."""
     with running(limits=Limits(token="right", header_timeout_s=0.3)) as mill:
         assert slow_body(mill.url).startswith(b"HTTP/1.1 401 ")
 
 
+@pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_an_answer_that_nobody_reads_ends_its_request():
     """A client that asks for a long stream and does not read it."""
     served = fake_served(delay_s=0.0)
@@ -114,6 +121,7 @@ def test_an_answer_that_nobody_reads_ends_its_request():
         assert mill.get("/health").status_code == 200
 
 
+@pytest.mark.attack("a chat template that loops")
 def test_a_looping_chat_template_stops_one_request_only():
     """A template that never ends for one message."""
     served = fake_served()
@@ -138,6 +146,7 @@ def test_a_looping_chat_template_stops_one_request_only():
         assert chat(mill, "a").status_code == 200
 
 
+@pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_requests_that_are_no_http_write_one_line():
     """300 connections that speak another protocol."""
     server = subprocess.Popen(

@@ -277,6 +277,7 @@ def test_a_route_that_is_not_there_says_so(mill):
 HALF = "a\ud800"
 
 
+@pytest.mark.attack("values without a distribution, half characters")
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -327,6 +328,7 @@ def test_what_comes_back_in_a_message_is_short_and_has_no_control_characters(mil
         assert message.isprintable()
 
 
+@pytest.mark.attack("values without a distribution, half characters")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

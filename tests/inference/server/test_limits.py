@@ -31,6 +31,7 @@ def exchange(url: str, *parts: bytes) -> bytes:
         return answer
 
 
+@pytest.mark.attack("a request without the right token, or of a web page")
 def test_without_the_token_only_health_answers():
     with running(limits=Limits(token="right")) as mill:
         assert mill.get("/health").json() == {"status": "ok"}
@@ -75,6 +76,7 @@ def test_every_route_that_steers_is_known():
     assert steers == set(limits.STEERING) == set(STEERING)
 
 
+@pytest.mark.attack("a request without the right token, or of a web page")
 @pytest.mark.parametrize("path", sorted(STEERING))
 def test_what_steers_needs_the_admin_token(path):
     with running(limits=Limits(token="asks", admin_token="steers")) as mill:
@@ -113,6 +115,7 @@ def test_the_scheme_is_read_in_any_case(scheme):
         assert mill.get("/v1/models", headers=headers).status_code == 401
 
 
+@pytest.mark.attack("a request without the right token, or of a web page")
 def test_a_page_whose_name_leads_here_is_refused():
     with running() as mill:
         for path in ("/health", "/docs", "/v1/models"):
@@ -130,6 +133,7 @@ def test_a_page_whose_name_leads_here_is_refused():
         assert mill.get("/health", headers={"Host": "mill.example:8000"}).status_code == 200
 
 
+@pytest.mark.attack("a request without the right token, or of a web page")
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", ""]
 )
@@ -142,6 +146,7 @@ def test_what_a_form_of_another_site_can_send_is_refused(path, kind):
         assert mill.engine.calls == []
 
 
+@pytest.mark.attack("a request without the right token, or of a web page")
 def test_a_web_page_cannot_send_what_has_no_body():
     with running() as mill:
         for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):

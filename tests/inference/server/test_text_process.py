@@ -20,6 +20,7 @@ from millrace.inference.server.text_process import TextProcess
 from tests.house.source import ROOT
 from tests.inference.server.attacks import GROWING, LOOPING
 from tests.inference.server.running import tokenizer, wait_until
+from tests.rewards.helpers import child_of
 
 pytestmark = pytest.mark.world
 
@@ -112,7 +113,7 @@ def test_a_template_that_allocates_without_end_is_refused():
 def test_a_worker_that_is_killed_is_told_and_replaced():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
-        (worker,) = children(made._child._popen.pid)
+        (worker,) = children(child_of(made._child._popen.pid))
         asking = asyncio.create_task(refusal(made, "messages", say("loop")))
         while not made._child.is_waiting or not _is_busy(worker):
             await asyncio.sleep(0.01)
@@ -136,7 +137,10 @@ def test_a_process_that_is_lost_is_started_again(tmp_path):
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
         first = made._child._popen.pid
-        os.killpg(first, signal.SIGKILL)
+        (worker,) = children(child_of(first))
+        os.kill(child_of(first), signal.SIGKILL)
+        while is_alive(worker):
+            await asyncio.sleep(0.01)
         error = await refusal(made, "messages", say("a"))
         assert error.status == 503
         assert error.message.startswith("the process that tokenizes has ended")
@@ -164,8 +168,7 @@ def test_one_that_hangs_is_ended_after_a_while(monkeypatch):
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
         monkeypatch.setattr(text_process, "ANSWER_S", 0.2)
-        first = made._child._popen.pid
-        (worker,) = children(first)
+        (worker,) = children(child_of(made._child._popen.pid))
         os.kill(worker, signal.SIGSTOP)
         error = await refusal(made, "messages", say("a"))
         assert (error.status, error.message) == (
@@ -227,7 +230,8 @@ def test_it_has_no_secrets_and_little_memory(monkeypatch):
 
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
-        for pid in (made._child._popen.pid, *children(made._child._popen.pid)):
+        parent = child_of(made._child._popen.pid)
+        for pid in (parent, *children(parent)):
             assert b"hidden" not in Path(f"/proc/{pid}/environ").read_bytes()
             limits = Path(f"/proc/{pid}/limits").read_text()
             assert f"Max data size             {2 << 30}" in limits
@@ -238,13 +242,14 @@ def test_it_has_no_secrets_and_little_memory(monkeypatch):
 SCRIPT = """
 import asyncio
 from tests.inference.server.test_text_process import LOOPING, process, say
+from tests.rewards.helpers import child_of
 async def main():
     made = process(LOOPING, cpu_s=1.0)
     await made.ask("messages", say("a"))
     asking = asyncio.create_task(made.ask("messages", say("loop")))
     while not made._child.is_waiting:
         await asyncio.sleep(0.01)
-    print(made._child._popen.pid, flush=True)
+    print(child_of(made._child._popen.pid), flush=True)
     await asking
 asyncio.run(main())
 """

@@ -29,7 +29,7 @@ def test_the_default_ends_at_16k_tokens_and_the_first_case_has_the_width_of_a_re
         (16_384, 32_000, 128),
         (16_384, 152_064, 128),
     ]
-    assert logprob.cases("cpu", full=False, quick=True) == [(512, 32_000, 128), (512, 152_064, 128)]
+    assert logprob.cases("cpu", full=False, quick=True) == [(128, 4000, 64)]
     assert logprob.cases("cuda", full=True)[-1] == (65_536, 152_064, 4096)
 
 

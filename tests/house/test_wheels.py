@@ -16,7 +16,8 @@ from tests.house.source import ROOT
 
 wheels = load_script("wheels")
 PINNED = wheels.pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TOML = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = TOML["project"]
 PER_PYTHON = {python: {"numpy": "2.4", "torch": "2.13.0+cpu"} for python in wheels.PYTHONS}
 
 
@@ -45,11 +46,16 @@ def test_what_reasoning_gym_requires_is_ours_except_what_must_be_compiled():
     assert names(required) - ours == {"pycosat"}
 
 
-@pytest.mark.parametrize("name", [*wheels.PURE, PROJECT["name"]])
+@pytest.mark.parametrize("name", list(wheels.PURE))
 def test_what_pip_builds_itself_is_pure(name):
     assert "Root-Is-Purelib: true" in (metadata.distribution(name).read_text("WHEEL") or "")
-    if name in wheels.PURE:
-        assert names(metadata.requires(name) or []) == set(wheels.PURE[name])
+    assert names(metadata.requires(name) or []) == set(wheels.PURE[name])
+
+
+def test_the_package_itself_has_nothing_to_compile():
+    assert not (ROOT / "setup.py").exists()
+    assert set(TOML["tool"]["setuptools"]) == {"packages", "package-data"}
+    assert TOML["build-system"]["requires"] == ["setuptools>=77"]
 
 
 def test_requirements_resolve_extras_of_the_project_and_look_into_sources():

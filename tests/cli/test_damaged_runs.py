@@ -90,28 +90,32 @@ def check_same(name: str, file: str, run: Path, copy: Path) -> None:
         assert not file.startswith(f"checkpoints/{OLDER}/model/")
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 @pytest.mark.parametrize("seed", range(40))
 def test_commands_that_look_bear_any_damage(run, seed):
     check_damaged(run, seed, LOOKING)
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 @pytest.mark.parametrize("seed", range(6))
 def test_commands_that_load_bear_any_damage(run, seed):
     check_damaged(run, seed, LOADING)
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 @pytest.mark.parametrize("seed", range(3))
 def test_commands_that_train_bear_any_damage(run, seed):
     check_damaged(run, seed, TRAINING)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(40))
+@pytest.mark.parametrize("block", range(16))
 def test_every_command_bears_any_damage(run, block):
     for seed in range(1000 + 25 * block, 1025 + 25 * block):
         check_damaged(run, seed, LOOKING + LOADING + TRAINING)
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 @pytest.mark.parametrize("file", ["model/model.safetensors", "optimizer/model/rank-00000.safetensors"])
 def test_one_flipped_bit_of_weights_or_optimizer_is_found(run, file):
     copy = copy_of(run, "copy")
@@ -125,6 +129,7 @@ def test_one_flipped_bit_of_weights_or_optimizer_is_found(run, file):
     assert told.code == 1
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 def test_a_damaged_best_json_is_made_good_from_the_newest_checkpoint(run):
     copy = copy_of(run, "copy")
     before = millrace("evaluate", str(copy), "--json")
@@ -138,6 +143,7 @@ def test_a_damaged_best_json_is_made_good_from_the_newest_checkpoint(run):
     )
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 def test_a_best_json_that_names_a_file_elsewhere_is_not_followed(run):
     copy = copy_of(run, "copy")
     shutil.copytree(copy / "checkpoints" / OLDER, copy.with_name("copy-elsewhere"))
@@ -147,6 +153,7 @@ def test_a_best_json_that_names_a_file_elsewhere_is_not_followed(run):
     assert told.code == 0
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 def test_a_finished_run_whose_summary_is_damaged_can_be_resumed_and_has_one_again(run):
     copy = copy_of(run, "copy")
     (copy / "summary.json").write_text("[]")
@@ -157,6 +164,7 @@ def test_a_finished_run_whose_summary_is_damaged_can_be_resumed_and_has_one_agai
     assert weights(copy, NEWEST) == weights(run, NEWEST)
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 def test_a_damaged_line_is_left_out_of_a_trace_and_refused_by_a_replay(run):
     copy = copy_of(run, "copy")
     path = copy / "events.jsonl"
@@ -174,6 +182,7 @@ def test_a_damaged_line_is_left_out_of_a_trace_and_refused_by_a_replay(run):
     assert told.err.startswith(f"error: run {copy}: {path} line {place + 1} is not JSON: ")
 
 
+@pytest.mark.attack("a damaged file of a run or a model")
 def test_sizes_that_cannot_be_are_refused_before_memory_is_asked_for(run):
     base = run.parents[1]
     mine = base / "mine"
@@ -196,6 +205,7 @@ def test_sizes_that_cannot_be_are_refused_before_memory_is_asked_for(run):
         assert told in result.err and result.err.endswith("; restore it from a copy\n"), result.err
 
 
+@pytest.mark.attack("control characters for the terminal")
 def test_what_a_run_wrote_reaches_the_terminal_without_control_characters(run):
     copy = copy_of(run, "copy")
     summary = json.loads((copy / "summary.json").read_text())

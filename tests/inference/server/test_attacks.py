@@ -71,9 +71,9 @@ def test_silent_clients_are_cut_off():
 
 @pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_connections_beyond_the_most_take_no_descriptors(monkeypatch):
-    """200 connections to a server that has descriptors for 16."""
+    """60 connections to a server that has descriptors for 16."""
     monkeypatch.setattr(run, "open_descriptors", lambda: (64, 20))
-    with running() as mill, silent_clients(mill.url, 200):
+    with running() as mill, silent_clients(mill.url, 60):
         assert mill.get("/health").status_code == 200
         wait_until(lambda: len(mill.server.server_state.connections) <= 16)
 

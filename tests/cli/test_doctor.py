@@ -56,6 +56,7 @@ def test_too_little_disk_and_memory_are_problems(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**12, 10**12, 2**29))
     monkeypatch.setattr(doctor, "memory_bytes", lambda: (2**28, 2**34))
+    monkeypatch.setattr(doctor, "bubblewrap", lambda: "is not installed")
     problems: list[str] = []
     facts = dict(doctor.machine(problems))
     assert facts["memory"] == "0.2 of 16.0 GiB free"
@@ -64,6 +65,28 @@ def test_too_little_disk_and_memory_are_problems(monkeypatch, tmp_path):
         "only 0.2 GiB of memory are free; end other programs",
         f"only 0.5 GiB of disk are free in {tmp_path}; make room, or set output",
     ]
+
+
+@pytest.mark.parametrize(
+    ("found", "path", "fact"),
+    [
+        (
+            "/bin/bwrap",
+            "/bin/bwrap",
+            "/bin/bwrap: rewards run without network, processes and files of others",
+        ),
+        (
+            None,
+            "/bin/bwrap",
+            "does not work here, so that programs a reward function starts are not confined",
+        ),
+        (None, None, "is not installed, so that programs a reward function starts are not confined"),
+    ],
+)
+def test_it_says_whether_bubblewrap_holds_rewards(monkeypatch, found, path, fact):
+    monkeypatch.setattr("millrace.rewards.sandbox.find_bubblewrap", lambda: found)
+    monkeypatch.setattr("shutil.which", lambda name: path)
+    assert doctor.bubblewrap() == fact
 
 
 @pytest.mark.parametrize(
@@ -99,6 +122,7 @@ def test_a_self_check_that_fails_is_a_problem_and_leaves_with_1(lab):
         raise OSError("no room")
 
     lab.patch.setattr("millrace.orchestration.launch.train", train)
+    lab.patch.setattr(doctor, "bubblewrap", lambda: "is not installed")
     result = lab("doctor")
     assert result.code == 1
     assert result.out.endswith("problems\n  the self-check failed: OSError: no room\n")

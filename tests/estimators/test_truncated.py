@@ -6,7 +6,6 @@ is the output head, so that what is tested is what a training step runs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -122,13 +121,14 @@ class Truncated:
     def _trajectory(self, sequence: tuple[int, ...]) -> Trajectory:
         prefix_L, token_L = self.tree.path(sequence)
         supports = [self.kept_P[p] for p in prefix_L.tolist()]
-        mass = [math.exp(self.sampler_PV[p, self.kept_P[p]].logsumexp(0)) for p in prefix_L.tolist()]
+        mass_L = torch.stack([self.sampler_PV[p, self.kept_P[p]].logsumexp(0) for p in prefix_L.tolist()])
+        logprob_L = self.sampler_PV[prefix_L, token_L]
         support = Support(
             np.array(sum(supports, []), dtype=np.int32),
             np.array([len(one) for one in supports], dtype=np.int32),
-            np.log(mass).astype(np.float32),
+            (logprob_L - mass_L).numpy().astype(np.float32),
         )
-        logprobs = self.sampler_PV[prefix_L, token_L].numpy().astype(np.float32)
+        logprobs = logprob_L.numpy().astype(np.float32)
         versions = np.zeros(len(sequence), dtype=np.int32)
         said = Completion(
             sequence, logprobs, versions, "stop", "", support=support if self.truncation != (0, 1.0) else None

@@ -300,7 +300,7 @@ def wide(folder: Path) -> str:
 def cut(folder: Path) -> str:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    return f"model folder {folder} cannot be loaded: "
+    return f"{folder}/model.safetensors is damaged: its tensors have "
 
 
 def broken(folder: Path) -> str:

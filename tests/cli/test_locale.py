@@ -25,7 +25,7 @@ def in_c(*words: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_a_run_lives_in_a_folder_with_an_umlaut_in_the_c_locale(lab):
     done = in_c("train", "tiny.yaml", "output=grün", "--quiet")
     assert (done.returncode, done.stderr) == (0, b"")

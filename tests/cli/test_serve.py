@@ -61,7 +61,7 @@ def test_a_run_is_served_until_sigterm(trained):
     assert (server.returncode, errors) == (0, "")
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_without_tokens_new_ones_are_made_and_printed(trained):
     model = best_model(trained.folder / "runs" / "tiny-1")
     server = trained.start("serve", str(model), "--port", "0")

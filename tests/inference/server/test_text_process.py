@@ -164,6 +164,7 @@ def test_one_that_cannot_start_says_why(tmp_path, caplog):
     )
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_ended_after_a_while(monkeypatch):
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
@@ -182,6 +183,7 @@ def test_one_that_hangs_is_ended_after_a_while(monkeypatch):
     using(process(), use)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_cancelled_does_not_answer_the_next_one():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
@@ -255,6 +257,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_it_ends_with_a_server_that_is_killed_in_the_midst_of_a_loop():
     server = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],

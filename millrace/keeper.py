@@ -23,10 +23,12 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 # What a shell, and bubblewrap, make of a death by signal n is the exit code 128 + n.
 SIGNALLED = 128
+# How often processes are counted where their number is limited.
+LOOK_MS = 1000
 
 
 def keeper_command(
-    lifeline: int, command: Sequence[str], *, remove: str = "", codes: str = "own"
+    lifeline: int, command: Sequence[str], *, remove: str = "", codes: str = "own", most: int = 0
 ) -> list[str]:
     """The command line that runs `command` under a keeper. Start it in a session of its own.
 
@@ -36,14 +38,15 @@ def keeper_command(
         command: of the child, which inherits every other descriptor.
         remove: a folder that is removed at the end; none by default.
         codes: `own`, or `shell` where the command reports the death of what it runs as 128 + signal.
+        most: processes that the child and what it started may be together; more, and all end. 0 is no limit.
     """
     # Isolated and without site packages, it starts in a tenth of the time.
-    return [sys.executable, "-I", "-S", __file__, str(lifeline), remove, codes, *command]
+    return [sys.executable, "-I", "-S", __file__, str(lifeline), remove, codes, str(most), *command]
 
 
 def main(arguments: Sequence[str]) -> None:
     """Keep a child until it ends or the lifeline closes, and end as it did."""
-    lifeline, folder, codes, *command = arguments
+    lifeline, folder, codes, most, *command = arguments
     os.set_inheritable(int(lifeline), False)
     wakened, wake = os.pipe()
     for end in (wakened, wake):
@@ -60,7 +63,10 @@ def main(arguments: Sequence[str]) -> None:
     poll.register(int(lifeline), 0)  # a closed end is always reported
     poll.register(wakened, select.POLLIN)
     while status is None and not ended:
-        if any(descriptor == int(lifeline) for descriptor, _ in poll.poll()):
+        if any(descriptor == int(lifeline) for descriptor, _ in poll.poll(LOOK_MS if int(most) else None)):
+            break
+        if int(most) and _num_below(os.getpid()) > int(most):
+            sys.stderr.write(f"more than {most} processes\n")
             break
         with suppress(BlockingIOError):
             os.read(wakened, 4096)
@@ -141,6 +147,17 @@ def _descendants() -> list[int]:
         below = children.get(looked_at.pop(), [])
         found += below
         looked_at += below
+    return found
+
+
+def _num_below(process: int) -> int:
+    """How many processes there are below one."""
+    found = 0
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children", encoding="ascii") as file:
+                children = file.read().split()
+            found += sum(1 + _num_below(int(child)) for child in children)
     return found
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ time.sleep(600)
 
 
 @contextmanager
-def kept(command: Sequence[str], **options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def kept(command: Sequence[str], **options: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A keeper, and the end of its lifeline that a test may close."""
     read_end, lifeline = os.pipe()
     keeper = subprocess.Popen(
@@ -100,6 +101,23 @@ def test_nothing_is_left_of_what_the_child_started(tmp_path, end):
         assert keeper.wait(LIMIT_S) == -signal.SIGKILL
     assert not any(map(is_running, family))
     assert not folder.exists()
+
+
+@pytest.mark.attack("a reward starts more and more processes")
+def test_a_child_that_starts_too_many_processes_is_ended_with_them():
+    script = "for number in $(seq 20); do sleep 600 & done; echo $!; wait"
+    with kept(["sh", "-c", script], most=15) as (keeper, _):
+        assert keeper.stdout is not None and keeper.stderr is not None
+        last = int(keeper.stdout.readline())
+        assert keeper.wait(LIMIT_S) == -signal.SIGKILL
+        assert keeper.stderr.read() == "more than 15 processes\n"
+    assert not is_running(last)
+
+
+def test_a_child_with_as_many_processes_as_it_may_have_goes_on():
+    script = "for number in $(seq 14); do sleep 600 & done; echo started; sleep 2.5; kill $(jobs -p); exit 5"
+    with kept(["bash", "-c", script], most=16) as (keeper, _):
+        assert keeper.wait(LIMIT_S) == 5
 
 
 def test_a_child_ends_with_a_keeper_that_is_killed():

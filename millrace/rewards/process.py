@@ -27,6 +27,8 @@ from millrace.rewards.wire import encode_line, unseal
 
 _WORKER = Path(__file__).with_name("worker.py")
 _KILL_TIMEOUT_S = 10.0
+# That a worker and all it started may be together.
+_PROCESSES = 256
 _TAIL_CHARACTERS = 2000
 _ECHO_CHARACTERS = 1 << 20
 # A verdict has a reason of at most a few hundred characters.
@@ -217,7 +219,7 @@ def _start(permissions: Permissions) -> tuple[subprocess.Popen[bytes], int | Non
     codes = "own" if bubblewrap is None else "shell"
     try:
         popen = subprocess.Popen(
-            keeper_command(read_end, command, remove=temporary, codes=codes),
+            keeper_command(read_end, command, remove=temporary, codes=codes, most=_PROCESSES),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

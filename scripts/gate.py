@@ -79,10 +79,13 @@ def groups(digest: str) -> list[list[Stage]]:
         [Stage("lint", 120)],
         [Stage("type", 300), Stage("warm", 300)],
         [Stage("test", 900)],
-        [Stage("world", 900)],
-        [Stage("slow", 900, f"--eighth {digest[:16]}")],
+        # Tests of processes wait for much of their time, and so do killed runs: others compute meanwhile.
         [
+            Stage("world", 900),
             Stage("chaos", 600, f"--schedules 12500 --first {number} --workers 1", yields=True),
+        ],
+        [
+            Stage("slow", 900, f"--eighth {digest[:16]}"),
             Stage("kills", 900, kills),
             Stage("soak", 300, f"--seconds 75 --seed {number}"),
             Stage("mutants", 600, mutants, yields=True),

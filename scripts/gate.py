@@ -61,10 +61,19 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a stage ended; `problem` is empty where it passed."""
+    """How a stage ended; `problem` is empty where it passed.
+
+    Attributes:
+        stage: what ran.
+        seconds: from its start to its end.
+        cpu_s: of all its processes, but for those that nothing waited for.
+        problem: what went wrong.
+        tail: its last lines of output.
+    """
 
     stage: Stage
     seconds: float
+    cpu_s: float
     problem: str
     tail: str
 
@@ -134,16 +143,28 @@ def run(stage: Stage, prefix: str = "") -> Outcome:
     # Not this thread: a process that left the group may keep the output open after the stage has ended.
     reader = threading.Thread(target=show, args=(process.stdout,), daemon=True)
     reader.start()
-    try:
-        code = process.wait(stage.limit_s)
-        problem = f"exit code {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        problem = f"still running after {stage.limit_s:g} s"
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(stage.limit_s, end)
+    timer.start()
+    # `process.wait` does not say what the stage used. Its group exists until it is waited for below.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    timer.cancel()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = code = os.waitstatus_to_exitcode(status)
+    problem = f"exit code {code}" if code else ""
+    if late.is_set():
+        problem = f"still running after {stage.limit_s:g} s"
     reader.join(DRAIN_S)
-    return Outcome(stage, time.monotonic() - started_s, problem, "".join(lines))
+    seconds, cpu_s = time.monotonic() - started_s, used.ru_utime + used.ru_stime
+    return Outcome(stage, seconds, cpu_s, problem, "".join(lines))
 
 
 def run_groups(groups: Sequence[Sequence[Stage]]) -> list[Outcome]:
@@ -161,13 +182,16 @@ def run_groups(groups: Sequence[Sequence[Stage]]) -> list[Outcome]:
 def report(outcomes: Sequence[Outcome], groups: Sequence[Sequence[Stage]], total_s: float) -> str:
     """The last lines of every failed stage, then one line per stage."""
     parts = [f"--- end of {o.stage}: {o.problem}\n{o.tail}" for o in outcomes if o.problem]
-    parts.append(f"{'stage':<10} {'seconds':>8}  result")
-    parts += [f"{o.stage.name:<10} {o.seconds:8.0f}  {o.problem or 'passed'}" for o in outcomes]
+    parts.append(f"{'stage':<10} {'seconds':>8} {'CPU s':>7}  result")
+    parts += [
+        f"{o.stage.name:<10} {o.seconds:8.0f} {o.cpu_s:7.0f}  {o.problem or 'passed'}" for o in outcomes
+    ]
     every = [stage for group in groups for stage in group]
-    parts += [f"{stage.name:<10} {'':>8}  not run, since setup failed" for stage in every[len(outcomes) :]]
+    parts += [f"{stage.name:<10} {'':>16}  not run, since setup failed" for stage in every[len(outcomes) :]]
     failed = [str(o.stage) for o in outcomes if o.problem]
     verdict = f"failed; repeat with: {'; '.join(failed)}" if failed else "passed"
-    parts.append(f"{'gate':<10} {total_s:8.0f}  {verdict}")
+    cpu_s = sum(outcome.cpu_s for outcome in outcomes)
+    parts.append(f"{'gate':<10} {total_s:8.0f} {cpu_s:7.0f}  {verdict}")
     if FLAKY.is_file():
         parts.append(f"tests that failed once and passed alone, to be mended next: {FLAKY.read_text()}")
     return "\n".join(parts)

@@ -52,14 +52,14 @@ def test_each_test_is_in_the_eighth_of_some_salt_and_about_one_in_eight_of_each(
 def test_the_report_says_what_failed_and_how_to_repeat_it():
     groups = gate.groups("00" * 32)[:3]
     (setup,), (lint,), (types, warm) = groups
-    outcomes = [gate.Outcome(stage, 1.5, "", "") for stage in (setup, lint)]
-    outcomes.append(gate.Outcome(types, 70.0, "exit code 1", "the cause\n"))
+    outcomes = [gate.Outcome(stage, 1.5, 2.5, "", "") for stage in (setup, lint)]
+    outcomes.append(gate.Outcome(types, 70.0, 90.0, "exit code 1", "the cause\n"))
     text = gate.report(outcomes, groups, 73.2)
     assert "--- end of make type: exit code 1\nthe cause\n" in text
-    assert re.search(r"^lint +2  passed$", text, re.MULTILINE)
-    assert re.search(r"^type +70  exit code 1$", text, re.MULTILINE)
+    assert re.search(r"^lint +2 +2  passed$", text, re.MULTILINE)
+    assert re.search(r"^type +70 +90  exit code 1$", text, re.MULTILINE)
     assert re.search(r"^warm +not run, since setup failed$", text, re.MULTILINE)
-    assert re.search(r"^gate +73  failed; repeat with: make type$", text, re.MULTILINE)
+    assert re.search(r"^gate +73 +95  failed; repeat with: make type$", text, re.MULTILINE)
 
 
 @pytest.mark.world

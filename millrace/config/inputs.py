@@ -127,7 +127,7 @@ class DataConfig(Section):
     )
     prompt_column: str = Field(
         AUTO,
-        description="column that holds the prompt (text or chat messages); auto is the first that is there of "
+        description="column that holds the prompt (text or chat messages); auto is the first there is of "
         + ", ".join(PROMPT_COLUMNS),
     )
     answer_column: str | None = Field(

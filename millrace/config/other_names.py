@@ -1,4 +1,4 @@
-"""Names that other systems give to settings, and where millrace keeps them: hints for a key that is not known.
+"""Names that other systems give to settings, and what millrace calls them: hints for an unknown key.
 
 A name is matched by its last parts, the longest match first: `actor_rollout_ref.rollout.n` by `rollout.n`.
 """
@@ -139,7 +139,7 @@ _KEY_OF = {name: key for key, names in NAMES.items() for name in names.split()}
 
 
 def key_of(name: str) -> str | None:
-    """The setting that another system's name stands for, dotted as it was given; None if it is none of them."""
+    """The setting that another system's name, dotted as it was given, stands for; None if there is none."""
     return next((_KEY_OF[suffix] for suffix in _suffixes(name) if suffix in _KEY_OF), None)
 
 

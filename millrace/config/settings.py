@@ -47,10 +47,9 @@ from millrace.config.sections import (
     WarmupConfig,
 )
 
-
 NOTHING_TRAINED = (
-    "steps is 0, so that the warm-up alone would be trained, and there is no warmup; set warmup.steps, or steps "
-    "above 0"
+    "steps is 0, so that the warm-up alone would be trained, and there is no warmup; set warmup.steps, or "
+    "steps above 0"
 )
 
 

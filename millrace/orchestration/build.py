@@ -240,8 +240,8 @@ def check_batch(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -
     rollout = config.rollout
     if rollout.prompts_per_step > len(prompts):
         raise SetupError(
-            f"rollout.prompts_per_step is {rollout.prompts_per_step}, but there are {len(prompts)} prompts to "
-            f"train on besides those held out, so that a batch would hold one twice; lower it to "
+            f"rollout.prompts_per_step is {rollout.prompts_per_step}, but there are {len(prompts)} prompts "
+            f"to train on besides those held out, so that a batch would hold one twice; lower it to "
             f"{len(prompts)} or less, or give more data"
         )
     num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -249,8 +249,8 @@ def check_batch(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -
     if asked > there:
         raise SetupError(
             f"a batch of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples of up to "
-            f"{longest} tokens takes up to {asked / 1e9:.1f} GB of this machine's {there / 1e9:.1f} GB; lower "
-            "rollout.prompts_per_step, rollout.samples_per_prompt or rollout.max_tokens"
+            f"{longest} tokens takes up to {asked / 1e9:.1f} GB of this machine's {there / 1e9:.1f} GB; "
+            "lower rollout.prompts_per_step, rollout.samples_per_prompt or rollout.max_tokens"
         )
 
 
@@ -261,8 +261,8 @@ def _whole(config: RunConfig, tokenizer: Tokenizer, folder: str | Path | None) -
         return load_model(folder, dtype=dtype)
     if not config.model.shape:
         raise SetupError(
-            "no model is named; set model.path to a model folder (safetensors), or model.shape to the sizes of "
-            "a fresh one"
+            "no model is named; set model.path to a model folder (safetensors), or model.shape to the sizes "
+            "of a fresh one"
         )
     fresh = fresh_config(
         config.model.architecture,

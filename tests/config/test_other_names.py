@@ -108,8 +108,8 @@ def test_text_that_yaml_reads_otherwise_says_how_to_quote_it(word: str, read: st
     with pytest.raises(ConfigError) as error:
         load_recipe("quickstart", parse_overrides([word]))
     assert str(error.value) == (
-        f'recipe quickstart: {key} is {read} of what should be text; put it in quotes: "{quoted}", in a shell '
-        f"'{key}=\"{quoted}\"'"
+        f'recipe quickstart: {key} is {read} of what should be text; put it in quotes: "{quoted}", in a '
+        f"shell '{key}=\"{quoted}\"'"
     )
     if quoted.endswith("{prompt}"):
         assert load_recipe("quickstart", parse_overrides([f'{key}="{quoted}"'])).data.template == quoted

@@ -63,8 +63,8 @@ def test_every_setting_knows_where_it_came_from(recipe: Path) -> None:
     assert by_key["policy.optimizer.betas"].value == (0.9, 0.95)
     assert by_key["rewards.0.kind"].meaning == "which of its kinds"
     assert by_key["steps"].meaning == (
-        "batches of reinforcement; 0 is the warm-up alone (supervised training). Some hundreds show whether a "
-        "method works"
+        "batches of reinforcement; 0 is the warm-up alone (supervised training). Some hundreds show whether "
+        "a method works"
     )
     assert [(key, value) for key, value, _ in settings(config)] == [(s.key, s.value) for s in found]
 

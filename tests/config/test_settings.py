@@ -86,8 +86,8 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": 0},
-        "steps is 0, so that the warm-up alone would be trained, and there is no warmup; set warmup.steps, or "
-        "steps above 0",
+        "steps is 0, so that the warm-up alone would be trained, and there is no warmup; set warmup.steps, "
+        "or steps above 0",
     ),
     (
         {"rollout": {"samples_per_prompt": 1}},

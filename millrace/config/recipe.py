@@ -65,6 +65,11 @@ def recipe_names() -> list[str]:
     )
 
 
+def is_method(name: str) -> bool:
+    """Whether a recipe holds a method alone, without data and rewards to train on."""
+    return "data" not in _with_base(name)
+
+
 def recipe_text(name: str | Path) -> str:
     """The YAML of a shipped recipe, or of a file of the user's own.
 
@@ -125,8 +130,8 @@ def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tup
 def _without_task(name: str) -> str:
     return (
         f"recipe {name} is a method without a task: data and rewards are missing. Write a recipe of your own "
-        f"over it (base: {name}, and model.path, data.train, rewards), or take the quickstart's task: "
-        f"quickstart base={name} instead of {name}"
+        f"over it (base: {name}, and model.path, data.train, rewards), or try it on the quickstart's task: "
+        f"millrace train quickstart base={name}"
     )
 
 

@@ -106,11 +106,11 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
     train_prompts, num_dropped = prompts(split.train, prefix="train")
     eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
-    check_batch(config, train_prompts, longest=limit + config.rollout.max_tokens)
     demonstrations = {}
     if config.warmup:
         longest = longest_sequence(config, model)
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
+    check_batch(config, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
     sampling = _sampling(config, sampled, tokenizer, ranks, device)

@@ -151,8 +151,8 @@ def test_a_method_without_a_task_says_how_to_give_it_one() -> None:
             load_recipe(name, {"steps": 3})
         assert str(error.value) == (
             f"recipe {name} is a method without a task: data and rewards are missing. Write a recipe of your "
-            f"own over it (base: {name}, and model.path, data.train, rewards), or take the quickstart's "
-            f"task: quickstart base={name} instead of {name}"
+            f"own over it (base: {name}, and model.path, data.train, rewards), or try it on the quickstart's "
+            f"task: millrace train quickstart base={name}"
         )
     words = {"data.train": "mine.jsonl", "rewards": [{"kind": "exact"}], "model.path": "folder"}
     assert load_recipe("ppo", words).advantage.kind == "gae"

@@ -122,20 +122,19 @@ NOTES: dict[str, str] = {
     "data.template": "chat, or text around {prompt}",
 }
 
-# What millrace always does, or never.
+# What millrace always does, or never: by the reason, the names of switches for it.
 SETTLED: dict[str, str] = {
-    **dict.fromkeys(
-        ("use_remove_padding", "use_dynamic_bsz", "packing_samples", "pad_mode"), "always packed"
-    ),
-    **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), "the engine always does that"),
-    "val_before_train": "a run always evaluates first",
-    "balance_batch": "batches are always balanced",
-    "trust_remote_code": "code from model folders is never run",
-    "resume_mode": "millrace resume RUN takes a run up again",
-    "val_only": "millrace evaluate RUN scores without training",
+    "batches are always packed": "use_remove_padding use_dynamic_bsz packing_samples pad_mode",
+    "the engine always does that": "enable_prefix_caching enable_chunked_prefill",
+    "a run always evaluates first": "val_before_train",
+    "batches are always balanced": "balance_batch",
+    "code from model folders is never run": "trust_remote_code",
+    "millrace resume RUN takes a run up again": "resume_mode resume_from_checkpoint",
+    "millrace evaluate RUN scores without training": "val_only",
 }
 
 _KEY_OF = {name: key for key, names in NAMES.items() for name in names.split()}
+_REASON_OF = {name: reason for reason, names in SETTLED.items() for name in names.split()}
 
 
 def key_of(name: str) -> str | None:
@@ -145,7 +144,7 @@ def key_of(name: str) -> str | None:
 
 def hint(name: str) -> str:
     """What to write instead of another system's name; empty if it is none of them."""
-    reason = next((SETTLED[suffix] for suffix in _suffixes(name) if suffix in SETTLED), None)
+    reason = next((_REASON_OF[suffix] for suffix in _suffixes(name) if suffix in _REASON_OF), None)
     if reason is not None:
         return f"leave it out: {reason}"
     key = key_of(name)

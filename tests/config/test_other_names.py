@@ -18,7 +18,7 @@ def test_every_hint_names_a_setting_there_is() -> None:
 
 
 def test_every_name_has_one_meaning_and_is_no_setting_itself() -> None:
-    names = [name for many in NAMES.values() for name in many.split()] + list(SETTLED)
+    names = [name for many in (*NAMES.values(), *SETTLED.values()) for name in many.split()]
     assert sorted(names) == sorted(set(names))
     assert not set(names) & set(known_keys())
 
@@ -66,7 +66,8 @@ def test_a_name_is_matched_by_its_last_parts(name: str, key: str | None) -> None
             {"actor_rollout_ref": {"rollout": {"n": 8}, "model": {"use_remove_padding": True, "what": 1}}},
             [
                 "unknown key actor_rollout_ref.rollout.n; in millrace it is rollout.samples_per_prompt",
-                "unknown key actor_rollout_ref.model.use_remove_padding; leave it out: always packed",
+                "unknown key actor_rollout_ref.model.use_remove_padding; leave it out: batches are always "
+                "packed",
             ],
         ),
         # A kind's own settings are nearer than another system's.

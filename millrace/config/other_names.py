@@ -23,6 +23,7 @@ NAMES: dict[str, str] = {
     "data.max_prompt_tokens": "max_prompt_length prompt_max_len max_prompt_len max_model_len",
     "data.too_long": "truncation filter_overlong_prompts",
     "seed": "data_seed",
+    "device": "trainer.device",
     "steps": "max_steps total_training_steps total_epochs num_train_epochs num_episodes num_epochs "
     "total_rollout_steps total_episodes",
     "name": "run_name experiment_name",
@@ -36,6 +37,9 @@ NAMES: dict[str, str] = {
     "num_samples",
     "rollout.max_tokens": "max_completion_length max_response_length max_new_tokens generate_max_len "
     "response_length max_resp_len max_gen_len max_tokens",
+    "rollout.temperature": "actor_rollout_ref.rollout.temperature",
+    "rollout.top_p": "actor_rollout_ref.rollout.top_p",
+    "rollout.top_k": "actor_rollout_ref.rollout.top_k",
     "rollout.refill_rounds": "filter_groups.enable dynamic_filtering dynamic_sampling",
     "rollout.overlong_fraction": "overlong_tokens overlong_buffer_cfg.enable overlong_buffer_cfg.len "
     "overlong_buffer_len soft_punish_cache",
@@ -47,7 +51,8 @@ NAMES: dict[str, str] = {
     "engine.cuda_graphs": "enforce_eager vllm_enforce_eager",
     "engine.take_turns": "free_cache_engine vllm_mode vllm_enable_sleep vllm_enable_sleep_mode "
     "colocate_all_models enable_sleep_mode hybrid_engine",
-    "engine.processes": "vllm_num_engines num_engines",
+    "engine.processes": "vllm_num_engines num_engines data_parallel_size rollout.nnodes "
+    "rollout.n_gpus_per_node",
     "flow.staleness": "staleness_threshold max_staleness max_head_offpolicyness async_queue_size",
     "flow.interrupt": "partial_rollout",
     "rewards": "reward_funcs reward_weights reward_function reward_fn reward_model reward_pretrain "
@@ -77,8 +82,8 @@ NAMES: dict[str, str] = {
     "policy.kl.horizon": "kl_horizon kl_ctrl.horizon",
     "policy.entropy_coefficient": "entropy_coeff entropy_coef entropy_loss_coef",
     "policy.token_weights": "loss_agg_mode loss_type loss_aggregation",
-    "policy.optimizer_steps_per_batch": "ppo_mini_batch_size num_iterations steps_per_generation ppo_epochs "
-    "num_ppo_epochs max_epochs num_mini_batches trigger_parameter_sync_step require_batches",
+    "policy.optimizer_steps_per_batch": "ppo_mini_batch_size steps_per_generation num_mini_batches "
+    "trigger_parameter_sync_step require_batches",
     "policy.tokens_per_micro_batch": "ppo_micro_batch_size_per_gpu ppo_micro_batch_size micro_batch_size "
     "micro_train_batch_size gradient_accumulation_steps ppo_max_token_len_per_gpu "
     "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu max_token_len_per_gpu",
@@ -99,6 +104,7 @@ NAMES: dict[str, str] = {
     "mesh.pp_chunks": "virtual_pipeline_model_parallel_size",
     "mesh.cp": "context_parallel_size ulysses_sequence_parallel_size ring_attn_size",
     "mesh.ep": "expert_parallel_size expert_model_parallel_size",
+    "mesh.reshard_after_forward": "reshard_after_forward",
     "mesh.offload": "param_offload optimizer_offload adam_offload grad_offload",
     "mesh.checkpointing": "gradient_checkpointing enable_gradient_checkpointing recompute_granularity "
     "recompute_method recompute_num_layers",
@@ -126,6 +132,10 @@ NOTES: dict[str, str] = {
 SETTLED: dict[str, str] = {
     "batches are always packed": "use_remove_padding use_dynamic_bsz packing_samples pad_mode",
     "the engine always does that": "enable_prefix_caching enable_chunked_prefill",
+    "each batch is trained on once, in policy.optimizer_steps_per_batch steps": "ppo_epochs num_iterations "
+    "num_ppo_epochs max_epochs",
+    "evaluation is greedy": "val_kwargs.n val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k "
+    "val_kwargs.do_sample",
     "a run always evaluates first": "val_before_train",
     "batches are always balanced": "balance_batch",
     "code from model folders is never run": "trust_remote_code",

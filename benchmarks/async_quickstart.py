@@ -86,9 +86,6 @@ class Run:
         given = REDUCED | {"policy.optimizer.learning_rate": RATE, "policy.optimizer.ramp_steps": 20}
         given |= {**changes, "model.path": str(start), "seed": self.seed} | KINDS[self.kind]
         given |= {"output": str(self.work), "name": self.folder.name, "flow.staleness": self.staleness}
-        # What the quickstart says of a fresh model and tokenizer, as it is by default.
-        given |= {"model.shape": {}, "model.architecture": "qwen3", "tokenizer.vocab_size": 1024}
-        given |= {"tokenizer.alphabet": "bytes", "tokenizer.across_words": False}
         return words_of(given)
 
 

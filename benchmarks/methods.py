@@ -1,4 +1,4 @@
-"""Every method's recipe with three seeds on a reduced quickstart, one table and one picture.
+"""Every method with three seeds on a reduced quickstart, one table and one picture.
 
     python benchmarks/methods.py                    # about 30 s a run, two runs at once on two cores
     python benchmarks/methods.py --only ppo grpo    # some of them; what is finished is not run again
@@ -36,7 +36,8 @@ from millrace.observability.sinks import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "algorithms"
-PLAIN = ("quickstart", "gsm8k_smoke", "supervised")
+# Recipes that are tasks, and the quickstart's own method, whose curve is the quickstart's.
+PLAIN = ("quickstart", "gsm8k_smoke", "supervised", "grpo_token_mean")
 TEACHER = "grpo"  # distillation learns from the best checkpoint of its first seed
 BATCHES = 60
 REDUCED = {
@@ -50,6 +51,22 @@ REDUCED = {
     "checkpoint.every": 20,
     "policy.optimizer.learning_rate": 1e-3,
     "policy.optimizer.ramp_steps": 5,
+}
+# What this task changes in methods whose settings are for pretrained models, long answers and large batches.
+HERE: Mapping[str, Mapping[str, Any]] = {
+    "clip_cov": {"policy.loss.share": 2e-3},
+    "distillation": {"rollout.samples_per_prompt": 4},
+    "gmpo": {"policy.loss.low": 0.3, "policy.loss.high": 0.3},
+    "gspo": {"policy.loss.low": 0.2, "policy.loss.high": 0.28},
+    "kl_cov": {"policy.loss.coefficient": 0.5},
+    "ppo": {"rollout.samples_per_prompt": 4, "critic.learning_rate": 2e-3},
+    "remax": {"rollout.samples_per_prompt": 4},
+    "sapo": {"policy.loss.negative": 1.1},
+    "vapo": {
+        "rollout.samples_per_prompt": 4,
+        "critic.learning_rate": 2e-3,
+        "advantage.length_adaptive": 3.0,
+    },
 }
 # Of a quick run: what it changes of a run, and of the warm-up. Weights that have learned nothing earn this
 # reward about every other time, so that there is something to train on.
@@ -65,7 +82,7 @@ QUICK_WARM = {"warmup.steps": 2, "warmup.gate": None, **QUICK}
 
 @dataclass(frozen=True)
 class Run:
-    """One recipe with one seed."""
+    """One method with one seed."""
 
     recipe: str
     seed: int
@@ -89,7 +106,7 @@ class Run:
 
 
 def methods() -> list[str]:
-    """The recipes that are methods: all but the tasks and the presets, the teacher first."""
+    """The recipes that are methods, without the presets; the teacher first."""
     names = [name for name in recipe_names() if name not in PLAIN and "@" not in name]
     return sorted(names, key=lambda name: (name != TEACHER, name == "distillation", name))
 
@@ -131,16 +148,11 @@ def work_through(
     if (run.folder / "recipe.yaml").is_file():
         millrace("resume", str(run.folder))
     else:
-        given = REDUCED | {"model.path": str(start), "seed": run.seed, "name": run.folder.name}
-        given |= {"output": str(run.folder.parent), "model.shape": {}, "model.architecture": "qwen3"}
-        given |= {
-            "tokenizer.vocab_size": 1024,
-            "tokenizer.alphabet": "bytes",
-            "tokenizer.across_words": False,
-        }
+        given = REDUCED | {"base": run.recipe, **HERE.get(run.recipe, {}), "model.path": str(start)}
+        given |= {"seed": run.seed, "name": run.folder.name, "output": str(run.folder.parent)}
         if run.recipe == "distillation":
             given["advantage.path"] = str(teacher)
-        millrace("train", run.recipe, *words_of(given | changes))
+        millrace("train", "quickstart", *words_of(given | changes))
     took_s = time.monotonic() - began
     print(f"{run.recipe:22} seed {run.seed}: {run.summary['eval_after']:.3f} in {took_s:.0f} s", flush=True)
     return run
@@ -150,7 +162,8 @@ def rows(runs: list[Run]) -> Iterator[dict[str, Any]]:
     """One row of the table for each recipe, over its seeds."""
     for recipe in dict.fromkeys(run.recipe for run in runs):
         own = [run.summary for run in runs if run.recipe == recipe]
-        config = load_recipe(recipe)
+        teacher = {"advantage.path": TEACHER} if recipe == "distillation" else {}
+        config = load_recipe("quickstart", {"base": recipe, **teacher, **HERE.get(recipe, {})})
         yield {
             "recipe": recipe,
             "before": [one["eval_before"] for one in own],

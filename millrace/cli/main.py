@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from millrace import __version__
 from millrace.cli.config import config
@@ -117,6 +119,51 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+class Command(TyperCommand):
+    """A command that says how a setting is given to whoever gives it as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does it.
+
+        Raises:
+            typer.Exit: there is no such option, but such a setting.
+        """
+        parameters = self.get_params(ctx)
+        known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)}
+        if any(each.name == "overrides" for each in parameters):
+            for word in itertools.takewhile(lambda word: word != "--", args):
+                option = word.partition("=")[0]
+                if not option.startswith("--") or option in known:
+                    continue
+                told = as_setting(option, args)
+                if told is not None:
+                    typer.echo(f"error: {plain_text(told, MAX_SHOWN)}", err=True)
+                    raise typer.Exit(MISUSED)
+        return super().parse_args(ctx, args)
+
+
+def as_setting(option: str, words: Sequence[str]) -> str | None:
+    """How to give a setting that was given as an option; None if there is no such setting either.
+
+    Args:
+        option: as it was written, such as `--learning_rate`.
+        words: all that was given.
+    """
+    from millrace.config.explain import known_keys
+    from millrace.config.other_names import hint, key_of
+
+    name = option.lstrip("-").replace("-", "_")
+    key = name if name in known_keys() else key_of(name)
+    if key is None:
+        settled = hint(name)
+        return f"there is no option {option}; {settled}" if settled else None
+    value = "VALUE"
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.partition("=")[0] == option:
+            value = word.partition("=")[2] or (value if following.startswith("-") else following) or value
+    return f"there is no option {option}; settings are given without dashes: {key}={value}"
+
+
 for _command in (
     train,
     resume,
@@ -135,7 +182,7 @@ for _command in (
     doctor,
     warm,
 ):
-    app.command()(guarded(_command))
+    app.command(cls=Command)(guarded(_command))
 
 
 def _show_version(wanted: bool) -> None:

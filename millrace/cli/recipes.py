@@ -18,15 +18,24 @@ def recipes(name: Name = None) -> None:
 
     To make a recipe your own: millrace recipes quickstart > my.yaml
     """
-    from millrace.config.recipe import recipe_names, recipe_text
+    from millrace.config.recipe import is_method, recipe_names, recipe_text
 
     if name is not None:
         typer.echo(recipe_text(name), nl=False)
         return
-    for known in recipe_names():
-        typer.echo(known)
-        folded = textwrap.fill(purpose(recipe_text(known)), width() - 4, break_on_hyphens=False)
-        typer.echo(textwrap.indent(folded, "    "))
+    names = recipe_names()
+    for heading, known in (
+        ("Tasks: millrace train NAME", [each for each in names if not is_method(each)]),
+        (
+            "Methods: `base: NAME` in a recipe of your own, or millrace train quickstart base=NAME",
+            [each for each in names if is_method(each)],
+        ),
+    ):
+        typer.secho(textwrap.fill(heading, width(), break_on_hyphens=False), bold=True)
+        for each in known:
+            typer.echo(f"  {each}")
+            folded = textwrap.fill(purpose(recipe_text(each)), width() - 6, break_on_hyphens=False)
+            typer.echo(textwrap.indent(folded, "      "))
 
 
 def purpose(text: str) -> str:

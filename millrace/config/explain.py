@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from millrace.config.other_names import hint
 from millrace.config.settings import RunConfig
 
 
@@ -92,7 +94,9 @@ def explain(item: dict[str, Any], name: str) -> str:
     place = _place(item["loc"])
     key = place.key
     if item["type"] == "extra_forbidden":
-        return f"recipe {name}: unknown key {key}{_hint(place)}"
+        return "\n".join(f"recipe {name}: unknown key {found}" for found in _unknown(place, item["input"]))
+    if item["type"] == "string_type" and item["input"] is not None:
+        return f"recipe {name}: {key} is {item['input']!r}: {_unquoted(key, item['input'])}"
     if item["type"] == "missing":
         description = place.info.description if place.info else None
         return f"recipe {name}: {key} is missing; {f'it says: {description}' if description else 'add it'}"
@@ -106,10 +110,51 @@ def explain(item: dict[str, Any], name: str) -> str:
     return f"recipe {name}: {key} is {item['input']!r}: {message[0].lower() + message[1:]}"
 
 
+def _unknown(place: _Place, value: Any) -> Iterator[str]:
+    """An unknown key with its hint; of a section as other systems have it, each of its keys."""
+    below = [key for key in _leaves(place.key, value) if hint(key)] if isinstance(value, Mapping) else []
+    if below:
+        for key in below:
+            yield f"{key}; {hint(key)}"
+    else:
+        yield f"{place.key}{_hint(place)}"
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
+KINDS = {dict: "a mapping", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+
+
+def _unquoted(key: str, value: Any) -> str:
+    """What YAML made of text without quotes, and how to quote it."""
+    made = KINDS.get(type(value), f"a {type(value).__name__}")
+    quoted = json.dumps(_as_written(value), ensure_ascii=False)
+    return f"YAML made {made} of what should be text; put it in quotes: {quoted}, in a shell '{key}={quoted}'"
+
+
+def _as_written(value: Any) -> str:
+    """The text that YAML made a value of, as far as it can be told."""
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping) and all(inner is None for inner in value.values()):
+        return "{" + ", ".join(map(str, value)) + "}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_as_written(inner)}" for name, inner in value.items())
+    return str(value)
+
+
 def _hint(place: _Place) -> str:
     """The known key that resembles an unknown one most: within its section, then anywhere."""
     above, dot, last = place.key.rpartition(".")
     siblings = list(place.section.model_fields) if place.section else []
+    if "kind" not in siblings and (found := hint(place.key)):
+        return f"; {found}"
     near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
     if near:
         return f"; did you mean {above}{dot}{near[0]}?"

@@ -10,6 +10,13 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from millrace.config.section import Section, compiled, is_function
 
 TASK_PREFIX = "reasoning-gym:"
+# Of a setting that follows what the rows hold.
+AUTO = "auto"
+# Where prompts are looked for; datasets for TRL and verl call theirs prompt, chats messages.
+PROMPT_COLUMNS = ("question", "prompt", "messages")
+# Settings of a fresh model and of a tokenizer that is trained on the data, which folders bring along.
+FRESH_MODEL = ("architecture", "shape")
+TRAINED_TOKENIZER = ("vocab_size", "alphabet", "across_words")
 # The chance of a prompt that falls with what it earned.
 HARD = "hard"
 
@@ -113,10 +120,19 @@ class DataConfig(Section):
     task_size: PositiveInt = Field(
         10_000, description="problems drawn from a reasoning-gym task before removing twins"
     )
-    eval_size: PositiveInt = Field(256, description="most rows that are held out for evaluation")
-    prompt_column: str = Field("question", description="column that holds the prompt (text or chat messages)")
+    eval_size: PositiveInt | None = Field(
+        None,
+        description="most rows that are held out for evaluation; null is 256, and where they are split off "
+        "train at most a tenth of its problems",
+    )
+    prompt_column: str = Field(
+        AUTO,
+        description="column that holds the prompt (text or chat messages); auto is the first there is of "
+        + ", ".join(PROMPT_COLUMNS),
+    )
     answer_column: str | None = Field(
-        "answer", description="column that holds the reference answer; null has none"
+        AUTO,
+        description="column that holds the reference answer; auto is answer where it is there, null has none",
     )
     answer_pattern: str | None = Field(
         None, description="regular expression whose first group is the answer within its column"
@@ -128,7 +144,9 @@ class DataConfig(Section):
         None, description="column that tells problems apart, dotted into objects; null is the prompt"
     )
     template: str = Field(
-        "{prompt}", description="text around {prompt}, or `chat` for the tokenizer's own chat template"
+        AUTO,
+        description="text around {prompt}, or `chat` for the tokenizer's own chat template; auto is chat for "
+        "messages and {prompt} for text",
     )
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt")
     too_long: Literal["filter", "refuse"] = Field(
@@ -149,6 +167,6 @@ class DataConfig(Section):
     @field_validator("template")
     @classmethod
     def _names_prompt(cls, template: str) -> str:
-        if template != "chat" and "{prompt}" not in template:
+        if template not in ("chat", AUTO) and "{prompt}" not in template:
             raise ValueError(f"{template!r} does not contain {{prompt}}")
         return template

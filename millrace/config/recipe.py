@@ -1,6 +1,7 @@
 """From a recipe (YAML) and overrides to a RunConfig, and back to something a person can read.
 
-An unknown key stops with the nearest known one. Every resolved setting knows where it came from.
+A recipe is laid over its `base`, overrides over both. An unknown key stops with the nearest known one. Every
+resolved setting knows where it came from.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from millrace.config.explain import explain, is_echo
+from millrace.config.inputs import FRESH_MODEL, TASK_PREFIX, TRAINED_TOKENIZER
 from millrace.config.methods import DEFAULT_KIND
 from millrace.config.settings import RunConfig
 
@@ -35,6 +37,10 @@ for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("+-.0123456789")
     )
+
+
+# As the base of a recipe: the one that it names itself.
+OWN_BASE = "its own"
 
 
 class ConfigError(ValueError):
@@ -57,6 +63,11 @@ def recipe_names() -> list[str]:
     return sorted(
         entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
     )
+
+
+def is_method(name: str) -> bool:
+    """Whether a recipe holds a method alone, without data and rewards to train on."""
+    return "data" not in _with_base(name)
 
 
 def recipe_text(name: str | Path) -> str:
@@ -85,7 +96,8 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
     Args:
         name: a shipped recipe's name, or a path that ends in .yaml.
-        overrides: dotted key to value, such as `{"policy.optimizer.learning_rate": 3e-4}`.
+        overrides: dotted key to value, such as `{"policy.optimizer.learning_rate": 3e-4}`; `base` names
+            another recipe than the recipe's own base to lay it over.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or a setting that can have no effect.
@@ -95,13 +107,17 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[Setting]]:
     """As `load_recipe`, and every setting with its meaning and source."""
-    tree = _with_base(name)
+    given = dict(overrides or {})
+    tree = _with_base(name, base=given.pop("base")) if "base" in given else _with_base(name)
+    tree = _without_replaced(tree, _inputs(given))
     # Sections before what lies in them, and a kind before its settings: each replaces what was there.
-    for key in sorted(overrides or {}, key=lambda key: (key.count("."), not key.endswith(".kind"))):
-        _assign(tree, key, (overrides or {})[key])
+    for key in sorted(given, key=lambda key: (key.count("."), not key.endswith(".kind"))):
+        _assign(tree, key, given[key])
+    if "data" not in tree and str(name) in recipe_names():
+        raise ConfigError(_without_task(str(name)))
     in_recipe = set(_leaves(tree))
     config = validate(tree, str(name))
-    overridden = set(overrides or {})
+    overridden = set(given)
 
     def source(key: str) -> str:
         if any(_touches(given, key) for given in overridden):
@@ -111,8 +127,23 @@ def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tup
     return config, [Setting(key, value, meaning, source(key)) for key, value, meaning in settings(config)]
 
 
-def _with_base(name: str | Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
+def _without_task(name: str) -> str:
+    return (
+        f"recipe {name} is a method without a task: data and rewards are missing. Write a recipe of your own "
+        f"over it (base: {name}, and model.path, data.train, rewards), or try it on the quickstart's task: "
+        f"millrace train quickstart base={name}"
+    )
+
+
+def _with_base(
+    name: str | Path, above: tuple[str, ...] = (), *, base: str | Path | None = OWN_BASE
+) -> dict[str, Any]:
     """A recipe's tree, laid over that of its `base`.
+
+    Args:
+        name: of the recipe.
+        above: the recipes that are laid over it.
+        base: a recipe to lay it over in place of its own base; None is none.
 
     Raises:
         ConfigError: a recipe or its base cannot be read, or a recipe is its own base.
@@ -120,20 +151,20 @@ def _with_base(name: str | Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
     if str(name) in above:
         raise ConfigError(f"recipe {name} is its own base: {' -> '.join((*above, str(name)))}")
     tree = _parse(recipe_text(name), str(name))
-    base = tree.pop("base", None)
-    if base is None:
+    own = tree.pop("base", None)
+    below = own if base == OWN_BASE else base
+    if below is None:
         return tree
-    if not isinstance(base, str):
-        raise ConfigError(f"recipe {name}: base is {base!r}; it names a recipe, such as quickstart")
-    below: str | Path = base
-    if base.endswith((".yaml", ".yml")):
-        below = Path(os.path.normpath(Path(name).parent / base))  # beside the recipe that names it
+    if not isinstance(below, str):
+        raise ConfigError(f"recipe {name}: base is {below!r}; it names a recipe, such as grpo")
+    if base == OWN_BASE and below.endswith((".yaml", ".yml")):
+        below = os.path.normpath(Path(name).parent / below)  # beside the recipe that names it
     return _overlay(_with_base(below, (*above, str(name))), tree)
 
 
 def _overlay(below: dict[str, Any], above: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Sections are laid over one another key by key; an empty one, or one of another kind, replaces."""
-    merged = dict(below)
+    merged = dict(below) if path else _without_replaced(below, above)
     for key, value in above.items():
         under, place = merged.get(key), f"{path}{key}"
         if isinstance(under, dict) and isinstance(value, Mapping) and value:
@@ -141,6 +172,42 @@ def _overlay(below: dict[str, Any], above: Mapping[str, Any], path: str = "") ->
             value = _overlay(kept, value, f"{place}.")
         merged[key] = value
     return merged
+
+
+def _without_replaced(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree without what belongs to a task or a fresh model that is replaced by what is laid over it.
+
+    Other data than a reasoning-gym task replaces the section `data`, as another kind would. A model folder
+    brings architecture, sizes and tokenizer along.
+    """
+    kept = dict(below)
+    task, train = _at(below, "data", "train"), _at(above, "data", "train")
+    if isinstance(task, str) and task.startswith(TASK_PREFIX) and train not in (None, task):
+        del kept["data"]
+    idle = {
+        "model": FRESH_MODEL if _at(above, "model", "path") else (),
+        "tokenizer": TRAINED_TOKENIZER
+        if _at(above, "model", "path") or _at(above, "tokenizer", "path")
+        else (),
+    }
+    for section, names in idle.items():
+        if isinstance(kept.get(section), Mapping):
+            kept[section] = {name: value for name, value in kept[section].items() if name not in names}
+    return kept
+
+
+def _at(tree: Mapping[str, Any], section: str, name: str) -> Any:
+    inner = tree.get(section)
+    return inner.get(name) if isinstance(inner, Mapping) else None
+
+
+def _inputs(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of those overrides that say which data, model and tokenizer there are."""
+    tree: dict[str, Any] = {}
+    for key in sorted(overrides, key=lambda key: key.count(".")):
+        if key.partition(".")[0] in ("data", "model", "tokenizer"):
+            _assign(tree, key, overrides[key])
+    return tree
 
 
 def _changes_kind(section: Any, kind: Any, place: str) -> bool:
@@ -274,7 +341,8 @@ def _yaml_value(text: str, word: str) -> Any:
     try:
         return _read(text)
     except yaml.YAMLError:
-        raise ConfigError(f"the value of {word!r} is not YAML; quote it") from None
+        key, quoted = word.partition("=")[0], json.dumps(text, ensure_ascii=False)
+        raise ConfigError(f"the value of {word!r} is not YAML; quote it: '{key}={quoted}'") from None
 
 
 def _assign(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import (
@@ -25,7 +26,12 @@ class WarmupConfig(Section):
     steps: PositiveInt = Field(description="most optimizer steps")
     sequences_per_step: PositiveInt = Field(128, description="demonstrations per optimizer step")
     learning_rate: PositiveFloat = Field(
-        1e-3, description="peak learning rate of the warm-up's own optimizer"
+        1e-5,
+        description="peak learning rate of the warm-up's own optimizer; pretrained models are tuned at 1e-5 "
+        "(verl) to 2e-5 (TRL), a small fresh one learns at 1e-3 and above",
+    )
+    token_weights: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum"] = Field(
+        "token_mean", description="how tokens share the loss of an optimizer step of the warm-up"
     )
     gate: tuple[float, float] | None = Field(
         None,
@@ -42,10 +48,22 @@ class WarmupConfig(Section):
 class RolloutConfig(Section):
     """How the policy is sampled while it trains."""
 
-    prompts_per_step: PositiveInt = Field(32, description="prompts in a batch; each becomes a group")
-    samples_per_prompt: PositiveInt = Field(8, description="completions drawn for each prompt")
-    max_tokens: PositiveInt = Field(128, description="longest completion")
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature")
+    prompts_per_step: PositiveInt = Field(
+        32,
+        description="prompts in a batch; each becomes a group. 32 x 8 answers are a steady gradient of a few "
+        "minutes' sampling (verl: 1024 x 1, TRL: 8 answers a device)",
+    )
+    samples_per_prompt: PositiveInt = Field(
+        8, description="completions drawn for each prompt; as TRL, few waste less than many and still differ"
+    )
+    max_tokens: PositiveInt = Field(
+        1024,
+        description="longest completion; one that is cut off earns little, and pretrained models explain "
+        "before they answer (verl: 512, TRL: 256, both raise it to reason)",
+    )
+    temperature: PositiveFloat = Field(
+        1.0, description="sampling temperature; 1 samples what is trained, as verl and TRL"
+    )
     top_k: NonNegativeInt = Field(0, description="draw among the k most likely tokens; 0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="draw among the tokens that hold this mass; 1 is off")
     stop: tuple[str, ...] = Field(
@@ -55,21 +73,35 @@ class RolloutConfig(Section):
         0,
         description="times new prompts replace groups whose rewards are all equal (DAPO's dynamic sampling)",
     )
-    overlong_tokens: NonNegativeInt = Field(
-        0, description="over the last so many tokens of max_tokens the reward sinks by up to 1 (DAPO)"
+    overlong_fraction: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="over this last part of max_tokens the reward sinks by up to 1 (DAPO: 0.2)",
     )
+
+    @property
+    def overlong_tokens(self) -> int:
+        """Tokens before `max_tokens` over which the reward sinks."""
+        return math.ceil(round(self.overlong_fraction * self.max_tokens, 6))
 
 
 class OptimizerConfig(Section):
     """AdamW and the schedule of its learning rate."""
 
-    learning_rate: PositiveFloat = Field(1e-6, description="peak learning rate")
+    learning_rate: PositiveFloat = Field(
+        1e-6,
+        description="peak learning rate; 1e-6 moves a pretrained model without breaking it (verl, TRL), a "
+        "small fresh one learns at 1e-3",
+    )
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the first and second moments")
     weight_decay: NonNegativeFloat = Field(0.0, description="decoupled decay of matrices, not of vectors")
     max_gradient_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
     eight_bit: bool = Field(False, description="keep moments as 8-bit codes (needs bitsandbytes)")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="shape after the ramp; linear and cosine end at a tenth of the peak"
+        "constant",
+        description="shape after the ramp; constant (as verl) lets a run be prolonged, linear and cosine end "
+        "at a tenth of the peak",
     )
     ramp_steps: NonNegativeInt = Field(
         0, description="optimizer steps over which the learning rate rises from 0"

@@ -14,7 +14,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from millrace.config.engine import EngineConfig, idle_engine
 from millrace.config.flow import FlowConfig, idle_flow
-from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig, idle_model
+from millrace.config.inputs import (
+    FRESH_MODEL,
+    TASK_PREFIX,
+    TRAINED_TOKENIZER,
+    DataConfig,
+    ModelConfig,
+    TokenizerConfig,
+    idle_model,
+)
 from millrace.config.mesh import MeshConfig, idle_mesh
 from millrace.config.methods import (
     ACTING,
@@ -39,6 +47,11 @@ from millrace.config.sections import (
     WarmupConfig,
 )
 
+NOTHING_TRAINED = (
+    "steps is 0, so that the warm-up alone would be trained, and there is no warmup; set warmup.steps, or "
+    "steps above 0"
+)
+
 
 class RunConfig(Section):
     """One run: warm-up, then reinforcement. Sizes derive as `recipe.derivation` prints them."""
@@ -46,7 +59,11 @@ class RunConfig(Section):
     name: str | None = Field(None, description="folder of the run; null takes recipe-1, recipe-2, ...")
     output: str = Field("runs", description="folder that holds run folders")
     seed: NonNegativeInt = Field(0, description="of weights, data order and sampling")
-    steps: NonNegativeInt = Field(description="batches of reinforcement; 0 is supervised training alone")
+    steps: NonNegativeInt = Field(
+        200,
+        description="batches of reinforcement; 0 is the warm-up alone (supervised training). Some hundreds "
+        "show whether a method works",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
     deterministic: bool = Field(
         False,
@@ -134,7 +151,8 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     if config.deterministic and config.engine.name == "reference":
         found.append("deterministic needs engine.name paged; remove one of them")
     if config.steps == 0:
-        return [*found, *_idle_without_reinforcement(config)]
+        # All that belongs to reinforcement waits, so that steps=0 over any recipe is its warm-up alone.
+        return [*found, *([] if config.warmup else [NOTHING_TRAINED])]
     found += idle_flow(config.flow, corrected=config.policy.correction is not None)
     return [
         *found,
@@ -153,11 +171,11 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
     idle = {
         "because model.path names a folder that fixes it": (
             has_folder,
-            ("model.architecture", "model.shape"),
+            tuple(f"model.{name}" for name in FRESH_MODEL),
         ),
         "because the tokenizer comes from a folder": (
             untrained,
-            ("tokenizer.vocab_size", "tokenizer.alphabet", "tokenizer.across_words"),
+            tuple(f"tokenizer.{name}" for name in TRAINED_TOKENIZER),
         ),
         f"because data.train is not a {TASK_PREFIX} task": (not is_task, ("data.task", "data.task_size")),
         "without data.answer_column": (config.data.answer_column is None, ("data.answer_pattern",)),
@@ -174,22 +192,6 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
                 yield f"{key} has no effect {why}; remove it"
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
         yield f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
-
-
-def _idle_without_reinforcement(config: RunConfig) -> Iterator[str]:
-    if config.warmup is None:
-        yield "steps is 0 and there is no warmup, so nothing would be trained; set one of them"
-    supervised = {"tokens_per_micro_batch", "optimizer"}
-    idle = [f"policy.{name}" for name in type(config.policy).model_fields if name not in supervised]
-    idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
-    idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
-    idle += [name for name in ("advantage", "critic", "flow", "kernels") if name in _given(config)]
-    apart = {"mismatch_k3", "effective_share", "bounded_share"} & _given(config.limits)
-    idle += [f"limits.{name}" for name in sorted(apart)]
-    idle += ["profile_steps"] * bool(config.profile_steps)
-    idle += ["data.curriculum"] * (config.data.curriculum is not None)
-    for key in idle:
-        yield f"{key} has no effect because steps is 0 (supervised training alone); remove it"
 
 
 def _idle_ahead(config: RunConfig) -> Iterator[str]:
@@ -223,11 +225,6 @@ def _idle_sampling(config: RunConfig) -> Iterator[str]:
             "rollout.refill_rounds replaces groups whose rewards are all equal, which is every group of one "
             "sample; remove it, or raise rollout.samples_per_prompt"
         )
-    if rollout.overlong_tokens > rollout.max_tokens:
-        yield (
-            f"rollout.overlong_tokens {rollout.overlong_tokens} is more than rollout.max_tokens "
-            f"{rollout.max_tokens}; lower it"
-        )
     batch, parts = rollout.prompts_per_step, config.policy.optimizer_steps_per_batch
     if batch % parts:
         yield f"policy.optimizer_steps_per_batch {parts} does not divide rollout.prompts_per_step {batch}"
@@ -251,7 +248,7 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
     if advantage.kind in ("group_decoupled", "teacher"):
         in_reward = config.policy.kl is not None and config.policy.kl.place == "reward"
         idle = {
-            "rollout.overlong_tokens": config.rollout.overlong_tokens,
+            "rollout.overlong_fraction": config.rollout.overlong_fraction > 0,
             "policy.kl.place reward": in_reward,
             "data.curriculum": advantage.kind == "teacher" and config.data.curriculum,
         }

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from millrace.config.inputs import AUTO
 from millrace.data.rows import DataError, json_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHAT = "chat"
+
+
+def template_of(template: str, prompt: Any) -> str:
+    """The template that a prompt gets: `auto` is `chat` for messages, and the text itself for text."""
+    if template != AUTO:
+        return template
+    return CHAT if isinstance(prompt, list) else "{prompt}"
 
 
 def render(
@@ -22,15 +30,15 @@ def render(
 
     Args:
         tokenizer: of the policy.
-        template: text around `{prompt}`, or `chat`.
-        prompt: text; with `chat` also a list of `{role, content}` messages.
+        template: text around `{prompt}`, `chat`, or `auto`.
+        prompt: text; with `chat` and `auto` also a list of `{role, content}` messages.
         where: the row's place, for messages.
 
     Raises:
         DataError: the prompt is not text or a list of messages, is empty, holds a character that the
             tokenizer cannot spell, or the tokenizer has no chat template.
     """
-    if template == CHAT:
+    if template_of(template, prompt) == CHAT:
         text = _chat_text(tokenizer, prompt, where)
         token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     else:
@@ -52,14 +60,15 @@ def plain_text(template: str, prompt: Any, where: str) -> str:
     Raises:
         DataError: the template is `chat`, which a tokenizer must write, or the prompt is not text.
     """
-    if template == CHAT:
+    if template_of(template, prompt) == CHAT:
+        what = "data.template chat" if template == CHAT else f"{where}: a prompt that is a list of messages"
         raise DataError(
-            "data.template chat needs a tokenizer with a chat template, which one trained on the data has "
-            "not; set data.template to text around {prompt}, or tokenizer.path to a folder"
+            f"{what} needs a tokenizer with a chat template, which one trained on the data has not; set "
+            "data.template to text around {prompt}, or tokenizer.path to a folder"
         )
     if isinstance(prompt, list):
         raise DataError(f"{where}: the prompt is a list of messages; set data.template to chat")
-    return template.replace("{prompt}", as_text(prompt, "the prompt", where))
+    return template_of(template, prompt).replace("{prompt}", as_text(prompt, "the prompt", where))
 
 
 def as_text(value: Any, what: str, where: str) -> str:

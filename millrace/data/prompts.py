@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millrace.config.inputs import TASK_PREFIX, DataConfig
-from millrace.data.chat import as_text, plain_text, render
+from millrace.config.inputs import AUTO, PROMPT_COLUMNS, TASK_PREFIX, DataConfig
+from millrace.data.chat import as_text, plain_text, render, template_of
 from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
 from millrace.data.tasks import task_rows
 from millrace.types import Prompt
+
+# Rows that are held out where the recipe does not say how many, and the most of all problems.
+EVAL_SIZE, EVAL_FRACTION = 256, 0.1
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +48,8 @@ def read_split(config: DataConfig, *, seed: int) -> Split:
 
     Problems are told apart by `data.identity_column`, else by their prompt. With `data.eval`, the first
     `eval_size` rows of it are evaluated on and no problem anywhere in it is trained on; else `eval_size`
-    problems of `data.train` are drawn by seed, one row of each is evaluated on, and none is trained on.
+    problems of `data.train` (by default at most a tenth) are drawn by seed, one row of each is evaluated on,
+    and none is trained on.
 
     Raises:
         DataError: the data cannot be read, or nothing is left to train on.
@@ -60,16 +64,17 @@ def read_split(config: DataConfig, *, seed: int) -> Split:
     if config.eval is not None:
         held_rows = read_rows(config.eval)
         held = {_identity(row, config) for row in held_rows}
-        evaluated = held_rows[: config.eval_size]
+        evaluated = held_rows[: config.eval_size or EVAL_SIZE]
     else:
         first = _first_rows(rows, config)
-        if config.eval_size >= len(first):
+        size = config.eval_size or min(EVAL_SIZE, max(1, int(EVAL_FRACTION * len(first))))
+        if size >= len(first):
             raise DataError(
-                f"data.eval_size holds out {config.eval_size} problems and {config.train} has only "
+                f"data.eval_size holds out {size} problems and {config.train} has only "
                 f"{len(first)}, so nothing is left to train on; set data.eval_size below {len(first)}"
             )
         # The third number keeps this draw apart from the order of an epoch, which is seeded [seed, epoch].
-        chosen = np.random.default_rng([seed, 0, 1]).permutation(len(first))[: config.eval_size]
+        chosen = np.random.default_rng([seed, 0, 1]).permutation(len(first))[:size]
         identities = list(first)
         held = {identities[index] for index in chosen}
         evaluated = [row for identity, row in first.items() if identity in held]
@@ -90,7 +95,7 @@ def corpus(split: Split, config: DataConfig) -> Iterator[str]:
         DataError: the template is `chat`, or a row cannot be used, as in `make_prompts`.
     """
     for row in split.train:
-        yield plain_text(config.template, column(row, config.prompt_column, row.where), row.where)
+        yield plain_text(config.template, _prompt(row, config, row.where), row.where)
         demonstration = _demonstration(row, config, _answer(row, config))
         if demonstration:
             yield demonstration
@@ -124,8 +129,7 @@ def make_prompts(
     prompts = []
     shortest = None
     for number, row in enumerate(rows):
-        value = column(row, config.prompt_column, row.where)
-        text, token_ids = render(tokenizer, config.template, value, row.where)
+        text, token_ids = render(tokenizer, config.template, _prompt(row, config, row.where), row.where)
         if len(token_ids) > max_prompt_tokens:
             if config.too_long == "refuse":
                 raise DataError(
@@ -280,8 +284,41 @@ class PromptStream:
             self._lot = np.random.default_rng([self._seed, epoch, 1]).random(count).tolist()
 
 
+def settled(config: DataConfig, prompt: Prompt) -> DataConfig:
+    """The settings with the template that a prompt was made with, for text that comes without a row.
+
+    Args:
+        config: of the run.
+        prompt: one of those made with it.
+    """
+    if config.template != AUTO:
+        return config
+    template = template_of(config.template, _prompt(prompt.row, config, prompt.id))
+    return config.model_copy(update={"template": template})
+
+
+def _prompt(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:
+    """The prompt of a row: text, or a list of messages."""
+    if config.prompt_column != AUTO:
+        return column(row, config.prompt_column, where)
+    for name in PROMPT_COLUMNS:
+        if name in row:
+            return row[name]
+    raise DataError(
+        f"{where}: there is no column {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}; set "
+        f"data.prompt_column to the prompt's; there are: {', '.join(row) or 'none'}"
+    )
+
+
+def _answer_column(row: Row, config: DataConfig) -> str | None:
+    if config.answer_column != AUTO:
+        return config.answer_column
+    return "answer" if "answer" in row else None
+
+
 def _identity(row: Row, config: DataConfig) -> str:
-    value = column(row, config.identity_column or config.prompt_column, row.where)
+    name = config.identity_column
+    value = _prompt(row, config, row.where) if name is None else column(row, name, row.where)
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
@@ -294,17 +331,18 @@ def _first_rows(rows: Sequence[Row], config: DataConfig) -> dict[str, Row]:
 
 
 def _answer(row: Row, config: DataConfig) -> str:
-    if config.answer_column is None:
+    name = _answer_column(row, config)
+    if name is None:
         return ""
-    value = column(row, config.answer_column, row.where)
+    value = column(row, name, row.where)
     if value is None:
         raise DataError(
-            f"{row.where}: column {config.answer_column} is null; give every row an answer, or set "
+            f"{row.where}: column {name} is null; give every row an answer, or set "
             "data.answer_column to null if there are none"
         )
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
-    text = as_text(value, f"column {config.answer_column}", row.where)
+    text = as_text(value, f"column {name}", row.where)
     if config.answer_pattern is None:
         return text
     match = re.search(config.answer_pattern, text)
@@ -312,7 +350,7 @@ def _answer(row: Row, config: DataConfig) -> str:
         shown = text if len(text) <= 200 else f"...{text[-200:]}"
         raise DataError(
             f"{row.where}: data.answer_pattern {config.answer_pattern!r} finds no answer in column "
-            f"{config.answer_column}: {shown!r}"
+            f"{name}: {shown!r}"
         )
     return match[1]
 
@@ -321,4 +359,4 @@ def _demonstration(row: Row, config: DataConfig, answer: str) -> str | None:
     if config.demonstration_column is not None:
         value = column(row, config.demonstration_column, row.where)
         return as_text(value, f"column {config.demonstration_column}", row.where)
-    return answer if config.answer_column is not None else None
+    return answer if _answer_column(row, config) is not None else None

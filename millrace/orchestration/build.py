@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ from millrace.orchestration.canary import canary
 from millrace.orchestration.companions import critic, reference, teacher
 from millrace.orchestration.engines import engine_over
 from millrace.orchestration.lengths import longest_prompt, longest_sequence
+from millrace.orchestration.memory import total_memory
 from millrace.orchestration.methods import build_control, build_method, build_objective
 from millrace.orchestration.parts import Newest, Parts, SetupError
 from millrace.orchestration.ranks import Ranks
@@ -60,9 +61,14 @@ from millrace.training.schedule import learning_rate
 from millrace.training.scorer import ModelScorer
 from millrace.training.spread import Spread, mesh_of, spread_over
 from millrace.transport.local import LocalTransport
+from millrace.types import Prompt
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
+
+
+# What a token of a batch takes on the host at most: as a completion, and while batches are packed (measured).
+TOKEN_BYTES = 150
 
 
 class _Sampling(TypedDict):
@@ -104,8 +110,9 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     if config.warmup:
         longest = longest_sequence(config, model)
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
+    check_batch(config, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config, model, sampled)
-    asked = teacher(config, mesh, device, tokenizer)
+    asked = teacher(config, mesh, device, tokenizer) if config.steps else None
     sampling = _sampling(config, sampled, tokenizer, ranks, device)
     return Parts(
         **sampling,
@@ -211,11 +218,52 @@ def _policy(
     return spread, sampled, check_base(config.model, spread.model, saved)
 
 
+def check_batch(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -> None:
+    """Refuse a batch that the data or this machine's memory cannot hold, and rewards without an answer.
+
+    Args:
+        config: of the run.
+        prompts: to train on.
+        longest: tokens of the longest sequence, prompt and completion.
+
+    Raises:
+        SetupError: with the numbers, and what to change.
+    """
+    for kind in [reward.kind for reward in config.rewards if reward.kind in ("exact", "gsm8k", "number")]:
+        if not any(prompt.answer for prompt in prompts):
+            raise SetupError(
+                f"a reward of kind {kind} compares with the reference answer, and no row has one; set "
+                "data.answer_column to the answer's column, or choose another reward"
+            )
+    if not config.steps:
+        return
+    rollout = config.rollout
+    if rollout.prompts_per_step > len(prompts):
+        raise SetupError(
+            f"rollout.prompts_per_step is {rollout.prompts_per_step}, but there are {len(prompts)} prompts "
+            f"to train on besides those held out, so that a batch would hold one twice; lower it to "
+            f"{len(prompts)} or less, or give more data"
+        )
+    num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    asked, there = num_sequences * longest * TOKEN_BYTES, total_memory()
+    if asked > there:
+        raise SetupError(
+            f"a batch of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples of up to "
+            f"{longest} tokens takes up to {asked / 1e9:.1f} GB of this machine's {there / 1e9:.1f} GB; "
+            "lower rollout.prompts_per_step, rollout.samples_per_prompt or rollout.max_tokens"
+        )
+
+
 def _whole(config: RunConfig, tokenizer: Tokenizer, folder: str | Path | None) -> Model:
     """A model of a folder, or a fresh one."""
     dtype = getattr(torch, config.precision)
     if folder is not None:
         return load_model(folder, dtype=dtype)
+    if not config.model.shape:
+        raise SetupError(
+            "no model is named; set model.path to a model folder (safetensors), or model.shape to the sizes "
+            "of a fresh one"
+        )
     fresh = fresh_config(
         config.model.architecture,
         config.model.shape,

@@ -15,6 +15,7 @@ from typing import Any
 
 from millrace.config.recipe import settings, to_yaml
 from millrace.config.settings import RunConfig
+from millrace.data.prompts import settled
 from millrace.inference.engine import RequestFailed
 from millrace.observability.console import Console
 from millrace.observability.files import FileError, check_saved_model, notice, read_text, shown
@@ -103,6 +104,9 @@ def train(
             parts = build(config, None, ranks)
         make = partial(RunFolder.create, config.output, config.name, recipe)
         with closing(parts), _folder(ranks, make) as folder:
+            # A prompt that comes without a row, to generate or serve, gets the template of the rows.
+            data = settled(config.data, parts.train_prompts[0])
+            config = config.model_copy(update={"data": data})
             (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
             # Last, because it makes the folder one that can be resumed.
             folder.write_text(folder.recipe, to_yaml(config))

@@ -19,6 +19,7 @@ from millrace.orchestration.evaluate import is_right
 from millrace.orchestration.follower import Follower
 from millrace.orchestration.learn import BatchResult, Learner, train_on
 from millrace.orchestration.memory import fullest
+from millrace.orchestration.methods import SHARES
 from millrace.orchestration.source import Source
 from millrace.orchestration.utilization import reached
 
@@ -92,7 +93,7 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
         with controller.spans("train"):
             prompts = stream.next(warmup.sequences_per_step)
             pairs = [(prompt.token_ids, parts.demonstrations[prompt.id]) for prompt in prompts]
-            batch = pack_demonstrations(pairs, parts.method.token_weights)
+            batch = pack_demonstrations(pairs, SHARES[warmup.token_weights])
             trainer.forward_backward(batch)
             report = trainer.optim_step()
         progress.step += 1

@@ -51,6 +51,11 @@ def free_bytes(device: torch.device) -> int:
     return int(share * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))
 
 
+def total_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def owners(
     trainer: PolicyTrainer | None, learner: Learner | None, teacher: ModelScorer | None
 ) -> list[Owner]:

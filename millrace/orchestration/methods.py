@@ -33,6 +33,13 @@ from millrace.training.objective import (
 
 # log-probabilities before the step, what the ratio is taken to, advantages [N], seed -> tokens apart.
 Selection = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# How tokens share a loss, by the recipe's word; `fixed_length` needs the length besides.
+SHARES: dict[str, TokenWeights] = {
+    "token_mean": weights.token_mean,
+    "token_sum": weights.token_sum,
+    "sequence_mean": weights.sequence_mean,
+    "sequence_sum": weights.sequence_sum,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +141,10 @@ def build_control(config: RunConfig) -> KlControl | None:
 
 
 def build_token_weights(config: RunConfig) -> TokenWeights:
-    """How tokens share the loss of an optimizer step."""
+    """How tokens share the loss of an optimizer step of reinforcement."""
     if config.policy.token_weights == "fixed_length":
         return partial(weights.fixed_length, length=config.rollout.max_tokens)
-    shares: dict[str, TokenWeights] = {
-        "token_mean": weights.token_mean,
-        "token_sum": weights.token_sum,
-        "sequence_mean": weights.sequence_mean,
-        "sequence_sum": weights.sequence_sum,
-    }
-    return shares[config.policy.token_weights]
+    return SHARES[config.policy.token_weights]
 
 
 def build_estimator(config: RunConfig) -> Estimator:

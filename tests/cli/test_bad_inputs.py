@@ -85,6 +85,11 @@ def damage() -> None:
     file.write_bytes(content)
 
 
+def too_large_a_batch(lab: Lab) -> Result:
+    lab.patch.setattr("millrace.orchestration.build.total_memory", lambda: 10**9)
+    return lab.train("rollout.samples_per_prompt=40000")
+
+
 def taken_name(lab: Lab) -> Result:
     lab.train("name=mine", "steps=1")
     return lab.train("name=mine")
@@ -271,6 +276,15 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "every prompt is too long": overridden("data.max_prompt_tokens=2"),
     "there is no such curriculum": overridden("data.curriculum={chance: 'judges:gone'}"),
     "there is no such recipe": lambda lab: lab("train", "quickstrat"),
+    "a method has no task": lambda lab: lab("train", "ppo"),
+    "a key is called as in another system": overridden("num_generations=8"),
+    "a setting is given as an option": lambda lab: lab("train", "tiny.yaml", "--learning_rate", "1e-5"),
+    "YAML reads text as something else": overridden("data.template={prompt}"),
+    "there is nothing to train": overridden("steps=0"),
+    "a batch has more prompts than the data": overridden("rollout.prompts_per_step=64"),
+    "a batch is larger than the memory": too_large_a_batch,
+    "no model is named": overridden("model={}"),
+    "a reward compares with answers that are not there": overridden("data.answer_column=null"),
     "a key is unknown": overridden("policy.optimizer.learning_rat=1e-3"),
     "a value has the wrong type": overridden("steps=many"),
     "a setting can have no effect": overridden("data.task_size=5"),

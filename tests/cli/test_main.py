@@ -15,6 +15,33 @@ from millrace.cli.main import KNOWN, exit_code
 from tests.house.source import ROOT
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--learning_rate", "1e-5"],
+            "settings are given without dashes: policy.optimizer.learning_rate=1e-5",
+        ),
+        (["x=1", "--learning-rate=3"], "settings are given without dashes: policy.optimizer.learning_rate=3"),
+        (["--lr", "--quiet"], "settings are given without dashes: policy.optimizer.learning_rate=VALUE"),
+        (["--rollout.n"], "settings are given without dashes: rollout.samples_per_prompt=VALUE"),
+        (["--steps", "5"], "settings are given without dashes: steps=5"),
+        (["--balance_batch"], "leave it out: batches are always balanced"),
+    ],
+)
+def test_a_setting_given_as_an_option_is_told_how_to_give_it(lab, words, told):
+    for command in (["train", "tiny.yaml"], ["config", "tiny.yaml"], ["doctor", "--numerics", "tiny.yaml"]):
+        result = lab(*command, *words)
+        option = next(word for word in words if word.startswith("--")).partition("=")[0]
+        assert (result.code, result.err) == (2, f"error: there is no option {option}; {told}\n")
+
+
+def test_an_option_that_is_no_setting_is_left_to_typer(lab):
+    for words in (["train", "tiny.yaml", "--foo", "3"], ["recipes", "--beta", "3"]):
+        result = lab(*words)
+        assert result.code == 2 and "No such option" in result.err
+
+
 @pytest.fixture
 def failing(lab):
     """`millrace train tiny.yaml`, where training raises what it is given."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from millrace.cli.recipes import purpose
 from millrace.config.recipe import recipe_names, recipe_text
+from tests.config.trees import TASKS
 
 
 def test_every_recipe_is_listed_with_what_it_does(lab):
-    lines = lab("recipes").out.splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == recipe_names()
+    out = lab("recipes").out
+    lines = out.splitlines()
+    tasks, methods = (re.findall(r"^  (\S+)$", part, re.M) for part in out.split("Methods: "))
+    assert sorted(tasks) == sorted(TASKS)
+    assert sorted(tasks + methods) == recipe_names()
     assert max(map(len, lines)) <= 80
     for name in recipe_names():
         shown = " ".join(line.strip() for line in lines)

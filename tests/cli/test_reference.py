@@ -139,7 +139,11 @@ def test_the_recipe_on_the_page_loads_and_does_what_the_page_says(tmp_path: Path
     (block,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.M | re.S)
     (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
     config = load_recipe(tmp_path / "mine.yaml")
-    assert (config.data.train, config.data.task, config.data.max_prompt_tokens) == ("sums.jsonl", {}, 32)
+    assert (config.data.train, config.warmup, config.policy.optimizer.learning_rate) == (
+        "sums.jsonl",
+        None,
+        1e-6,
+    )
     assert config.critic is not None and (config.critic.clip, config.critic.warmup_steps) == (None, 5)
     assert config.advantage.model_dump(include={"kind", "lam"}) == {"kind": "gae", "lam": 0.9}
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from millrace.config.recipe import ConfigError, load_recipe, recipe_names, recipe_text, resolve, settings
+from millrace.config.inputs import DataConfig, ModelConfig, TokenizerConfig
+from millrace.config.recipe import (
+    ConfigError,
+    derivation,
+    load_recipe,
+    recipe_names,
+    recipe_text,
+    resolve,
+    settings,
+)
 
 ROOT_RECIPE = """
 steps: 9
@@ -101,12 +110,112 @@ def test_a_section_is_switched_off_by_null_and_set_to_its_defaults_by_an_empty_o
     assert (config.model.path, config.model.shape) == ("folder", {})
 
 
-def test_own_data_and_an_own_model_go_over_the_quickstart(write: Any) -> None:
-    text = "base: quickstart\ndata: {train: mine.jsonl, task: {}, task_size: 10000, identity_column: null}\n"
-    folder = write(mine=text + "model: {path: folder, shape: {}}\ntokenizer: {}\nrewards: [{kind: exact}]\n")
+SIX_LINES = """base: grpo
+model: {path: folder}
+data: {train: chats.jsonl}
+rewards:
+  - kind: function
+    function: "my_rewards:graded"
+"""
+
+
+def test_a_method_a_model_data_and_a_reward_are_a_recipe_that_trains_nothing_else(write: Any) -> None:
+    config = load_recipe(write(mine=SIX_LINES) / "mine.yaml")
+    assert config.warmup is None and config.steps == 200
+    optimizer, rollout = config.policy.optimizer, config.rollout
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.ramp_steps) == (1e-6, "constant", 0)
+    assert (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_tokens) == (32, 8, 1024)
+    assert (rollout.temperature, config.policy.token_weights) == (1.0, "sequence_mean")
+    told = {
+        setting.key
+        for setting in resolve(write(mine=SIX_LINES) / "mine.yaml")[1]
+        if setting.source != "default"
+    }
+    assert told == {
+        *("model.path", "data.train", "rewards.0.kind", "rewards.0.function", "advantage.kind"),
+        *("advantage.divide_by_std", "policy.token_weights", "policy.kl.coefficient", "policy.kl.estimator"),
+    }
+
+
+def test_supervised_training_takes_a_model_folder(write: Any) -> None:
+    folder = write(mine="base: supervised\nmodel: {path: folder}\ndata: {train: mine.jsonl}\n")
     config = load_recipe(folder / "mine.yaml")
-    assert (config.data.train, config.data.task, config.model.path) == ("mine.jsonl", {}, "folder")
-    assert (config.tokenizer.alphabet, config.data.max_prompt_tokens) == ("bytes", 32)
+    assert config == load_recipe("supervised", {"model.path": "folder", "data.train": "mine.jsonl"})
+    assert (config.steps, config.model.path, config.data.answer_column) == (0, "folder", "completion")
+    assert config.warmup is not None and config.warmup.learning_rate == 1e-5
+
+
+def test_a_method_without_a_task_says_how_to_give_it_one() -> None:
+    for name in ("ppo", "grpo@trl"):
+        with pytest.raises(ConfigError) as error:
+            load_recipe(name, {"steps": 3})
+        assert str(error.value) == (
+            f"recipe {name} is a method without a task: data and rewards are missing. Write a recipe of your "
+            f"own over it (base: {name}, and model.path, data.train, rewards), or try it on the quickstart's "
+            f"task: millrace train quickstart base={name}"
+        )
+    words = {"data.train": "mine.jsonl", "rewards": [{"kind": "exact"}], "model.path": "folder"}
+    assert load_recipe("ppo", words).advantage.kind == "gae"
+
+
+def test_another_base_takes_the_place_of_the_recipes_own(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert changes("quickstart", "quickstart") == {}
+    found = load_recipe("quickstart", {"base": "remax"})
+    assert (found.advantage.kind, found.policy.token_weights) == ("greedy_baseline", "sequence_sum")
+    assert (found.rollout.max_tokens, found.policy.optimizer.learning_rate) == (6, 2e-3)
+    assert load_recipe("quickstart", {"base": None}) == load_recipe("quickstart")  # its base is the defaults
+    # On the command line a file is looked for where the command runs, in a recipe beside the recipe.
+    folder = write(mine="base: root.yaml\nsteps: 2\n", other="advantage: {kind: gpg}\n")
+    monkeypatch.chdir(folder.parent)
+    words = {"data": {"train": "x.jsonl"}, "rewards": [{"kind": "exact"}]}
+    found = load_recipe(folder / "mine.yaml", {"base": f"{folder.name}/other.yaml", **words})
+    assert (found.steps, found.advantage.kind) == (2, "gpg")
+
+
+@pytest.mark.parametrize(
+    ("above", "data"),
+    [
+        ("{train: mine.jsonl}", {"train": "mine.jsonl"}),
+        ("{train: 'reasoning-gym:chain_sum'}", {"train": "reasoning-gym:chain_sum"}),
+        (
+            "{train: 'reasoning-gym:chain_sum', task: {min_terms: 3}}",
+            {"train": "reasoning-gym:chain_sum", "task": {"min_terms": 3}},
+        ),
+    ],
+    ids=["a file", "a task", "a task with options"],
+)
+def test_other_data_replaces_a_task_with_all_that_describes_it(write: Any, above: str, data: Any) -> None:
+    rewards = "rewards: [{kind: exact}]\n"
+    config = load_recipe(write(mine=f"base: quickstart\ndata: {above}\n{rewards}") / "mine.yaml")
+    assert config.data == DataConfig(**data)
+    words = {f"data.{key}": value for key, value in data.items()} | {"rewards": [{"kind": "exact"}]}
+    for given in (words, dict(reversed(words.items())), {"data": data, "rewards": [{"kind": "exact"}]}):
+        assert load_recipe("quickstart", given).data == config.data
+    # The same task keeps its options, and so do columns of a file that another one replaces.
+    same = {"data.train": "reasoning-gym:basic_arithmetic", "data.task.min_terms": 3}
+    assert load_recipe("quickstart", same).data.task["max_terms"] == 2
+    assert load_recipe("gsm8k_smoke", {"data.train": "mine.jsonl"}).data.demonstration_column == "answer"
+
+
+def test_a_model_folder_brings_sizes_and_tokenizer_along(write: Any) -> None:
+    config = load_recipe(write(mine="base: quickstart\nmodel: {path: folder}\n") / "mine.yaml")
+    assert (config.model, config.tokenizer) == (ModelConfig(path="folder"), TokenizerConfig())
+    for words in ({"model.path": "folder"}, {"model": {"path": "folder"}}):
+        assert load_recipe("quickstart", words) == config
+    config = load_recipe("quickstart", {"tokenizer.path": "folder"})
+    assert config.tokenizer == TokenizerConfig(path="folder") and config.model.shape["head_dim"] == 32
+    with pytest.raises(ConfigError, match="model.shape has no effect because model.path names a folder"):
+        load_recipe("quickstart", {"model.path": "folder", "model.shape.hidden_size": 8})
+
+
+def test_the_warm_up_of_any_recipe_can_be_trained_alone() -> None:
+    for method in ("ppo", "dapo", "decoupled_ppo", "distillation"):
+        words = {"base": method, "steps": 0, "advantage.path": "teacher"}
+        if method != "distillation":
+            del words["advantage.path"]
+        config = load_recipe("quickstart", words)
+        assert config.warmup is not None and config.warmup.token_weights == "token_mean"
+        assert [line.split(":")[0] for line in derivation(config)] == ["warm-up"]
 
 
 @pytest.mark.parametrize(
@@ -228,8 +337,8 @@ def test_a_circle_through_other_folders_is_found(tmp_path: Path) -> None:
         ),
         ("none.yaml", "recipe file none.yaml does not exist"),
         ("none.yml", "recipe file none.yml does not exist"),
-        ("3", "recipe mine.yaml: base is 3; it names a recipe, such as quickstart"),
-        ("[ppo]", "recipe mine.yaml: base is ['ppo']; it names a recipe, such as quickstart"),
+        ("3", "recipe mine.yaml: base is 3; it names a recipe, such as grpo"),
+        ("[ppo]", "recipe mine.yaml: base is ['ppo']; it names a recipe, such as grpo"),
     ],
 )
 def test_a_base_that_is_not_there_says_so(
@@ -246,16 +355,11 @@ def test_no_base_is_no_base(write: Any) -> None:
     assert changes(folder / "mine.yaml", folder / "root.yaml") == {}
 
 
-def test_a_base_is_a_matter_of_recipe_files(write: Any) -> None:
-    with pytest.raises(ConfigError, match="unknown key base"):
-        load_recipe(write() / "root.yaml", {"base": "quickstart"})
-
-
-def test_shipped_recipes_build_on_shipped_recipes_alone() -> None:
+def test_shipped_recipes_build_on_shipped_methods_alone() -> None:
     bases = {
         line.removeprefix("base: ")
         for name in recipe_names()
         for line in recipe_text(name).splitlines()
         if line.startswith("base:")
     }
-    assert bases == {"quickstart", "ppo"}
+    assert bases == {"grpo_token_mean", "ppo"}

@@ -124,7 +124,6 @@ def test_several_errors_are_several_lines() -> None:
     with pytest.raises(ConfigError) as error:
         validate(tree, "mine")
     assert str(error.value).splitlines() == [
-        "recipe mine: steps is missing; it says: batches of reinforcement; 0 is supervised training alone",
         "recipe mine: data.train is missing; it says: JSONL or Parquet file, Hugging Face dataset folder, or "
         "reasoning-gym:NAME",
         "recipe mine: unknown key rewards.0.wieght; did you mean rewards.0.weight?",

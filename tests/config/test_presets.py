@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.config.recipe import load_recipe, recipe_names, recipe_text
+from millrace.config.recipe import recipe_names, recipe_text
 from millrace.data.batch import Batch
 from millrace.orchestration.methods import build_method
 from tests.close import close_fp32
 from tests.config.steps import critic_loss, estimated, policy_loss
+from tests.config.trees import on_quickstart
 
 PRESETS = [name for name in recipe_names() if "@" in name]
 LENGTHS = [3, 1, 4, 2, 5, 2, 3, 1, 6]
@@ -80,7 +81,7 @@ def answers(seed: int, *, on_policy: bool = False) -> Answers:
 
 def advantages(name: str, of: Answers) -> Tensor:
     """What the preset makes of the rewards, for each token."""
-    return estimated(load_recipe(name), of.packed, of.reward_B, of.group_B)[0]
+    return estimated(on_quickstart(name), of.packed, of.reward_B, of.group_B)[0]
 
 
 def grouped(reward_B: Tensor, group_B: Tensor, of_group: Callable[[Tensor], Tensor]) -> Tensor:
@@ -199,7 +200,7 @@ def test_the_gradient_of_a_step_is_that_of_the_other_system(name: str, seed: int
     (gradient_BW,) = torch.autograd.grad(expected, new_BW)
     batch, new_T = of.packed, of.new_BW[of.mask_BW].requires_grad_()
     batch.advantage_T = advantages(name, of)
-    loss = policy_loss(load_recipe(name), batch, new_T, of.old_BW[of.mask_BW])
+    loss = policy_loss(on_quickstart(name), batch, new_T, of.old_BW[of.mask_BW])
     (gradient_T,) = torch.autograd.grad(loss, new_T)
     close_fp32(gradient_T, gradient_BW[of.mask_BW], rtol=5e-5, atol=1e-7)
     if name != "grpo@openrlhf":  # a penalty in the loss has a value of its own
@@ -208,7 +209,7 @@ def test_the_gradient_of_a_step_is_that_of_the_other_system(name: str, seed: int
 
 @pytest.mark.parametrize("name", ["grpo@trl", "grpo@areal"])
 def test_the_batches_above_hold_tokens_that_a_correction_leaves_out_and_others(name: str) -> None:
-    correction, left = build_method(load_recipe(name)).correction, []
+    correction, left = build_method(on_quickstart(name)).correction, []
     assert correction is not None
     for seed in range(5):
         of, batch = answers(seed), answers(seed).packed
@@ -268,7 +269,7 @@ def test_the_loss_of_the_critic_is_that_of_slime(seed: int) -> None:
     return_BW = of.reward_B[:, None].expand_as(moved_BW)
     held_BW = of.value_BW + (moved_BW - of.value_BW).clamp(-0.2, 0.2)
     expected = answer_mean(of, torch.max((moved_BW - return_BW) ** 2, (held_BW - return_BW) ** 2))
-    found = critic_loss(load_recipe("ppo@slime"), of.packed, moved_BW[of.mask_BW], return_BW[of.mask_BW])
+    found = critic_loss(on_quickstart("ppo@slime"), of.packed, moved_BW[of.mask_BW], return_BW[of.mask_BW])
     close_fp32(found, expected)
 
 

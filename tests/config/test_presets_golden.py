@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.config.recipe import load_recipe
 from millrace.data.batch import Batch
 from tests.close import close_fp32
 from tests.config.steps import critic_loss, estimated, policy_loss
+from tests.config.trees import on_quickstart
 from tests.golden.verl import CASES, rows
 
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: f"seed {case['seed']}")
@@ -43,7 +43,7 @@ def test_advantages_and_returns_are_the_numbers_verl_gave(
 ) -> None:
     row, batch = rows(case), batch_of(case)
     reward_B = torch.zeros(len(row.group_B), dtype=torch.float64).index_add(0, row.segment_T, batch.reward_T)
-    advantage_T, return_T = estimated(load_recipe(name), batch, reward_B, row.group_B)
+    advantage_T, return_T = estimated(on_quickstart(name), batch, reward_B, row.group_B)
     expected = {key: row.pack(padded) for key, padded in case["advantages"][golden].items()}
     close_fp32(advantage_T, expected["advantages"])
     assert (return_T is None) == (name == "grpo@verl")
@@ -56,7 +56,7 @@ def test_advantages_and_returns_are_the_numbers_verl_gave(
 def test_the_loss_and_its_gradient_are_the_numbers_verl_gave(name: str, case: dict[str, Any]) -> None:
     row, golden = rows(case), case["losses"]["vanilla {} token-mean is=False"]
     new_T = row.input("new").requires_grad_()
-    loss = policy_loss(load_recipe(name), batch_of(case), new_T, row.input("old"))
+    loss = policy_loss(on_quickstart(name), batch_of(case), new_T, row.input("old"))
     close_fp32(loss, golden["loss"])
     close_fp32(torch.autograd.grad(loss, new_T)[0], row.pack(golden["grad"]))
 
@@ -64,5 +64,7 @@ def test_the_loss_and_its_gradient_are_the_numbers_verl_gave(name: str, case: di
 @EACH_CASE
 def test_the_loss_of_the_critic_is_the_number_verl_gave(case: dict[str, Any]) -> None:
     row = rows(case)
-    loss = critic_loss(load_recipe("ppo@verl"), batch_of(case), row.input("new_values"), row.input("returns"))
+    loss = critic_loss(
+        on_quickstart("ppo@verl"), batch_of(case), row.input("new_values"), row.input("returns")
+    )
     close_fp32(loss, case["value_loss"]["token-mean"]["loss"])

@@ -7,12 +7,13 @@ import re
 import pytest
 
 from millrace.cli.config import written
-from millrace.config.recipe import load_recipe, recipe_names, settings
+from millrace.config.recipe import recipe_names, settings
+from tests.config.trees import on_quickstart
 from tests.house.source import ROOT
 
 TABLE = re.compile(r"^\| \| Setting \|.*\n\|[-|]+\n(?:\|.*\n)+", re.M)
-# What a recipe of its own length, or a section that is off, cannot be compared by.
-NOT_SHOWN = {"steps", "policy.kl", "policy.correction", "policy.correction.reject"}
+# What a section that is off cannot be compared by.
+NOT_SHOWN = {"policy.kl", "policy.correction", "policy.correction.reject"}
 
 
 def cells(line: str) -> list[str]:
@@ -30,7 +31,7 @@ def tables() -> list[dict[str, dict[str, str]]]:
 
 def set_by(name: str) -> dict[str, str]:
     """Every setting of a recipe as the page writes it."""
-    return {key: written(value) for key, value, _ in settings(load_recipe(name))}
+    return {key: written(value) for key, value, _ in settings(on_quickstart(name))}
 
 
 def test_the_page_compares_every_preset_with_our_own_recipe() -> None:

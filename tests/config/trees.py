@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
-from millrace.config.recipe import ConfigError, validate
+from millrace.config.recipe import ConfigError, load_recipe, validate
+from millrace.config.settings import RunConfig
 
 BASE: dict[str, Any] = {"steps": 3, "data": {"train": "sums.jsonl"}, "rewards": [{"kind": "exact"}]}
+# Shipped recipes that hold data and rewards; the others are methods.
+TASKS = ("quickstart", "gsm8k_smoke", "supervised")
+
+
+def on_quickstart(method: str) -> RunConfig:
+    """A shipped method, on the quickstart's task."""
+    path = {"advantage.path": "teacher"} if method == "distillation" else {}
+    return load_recipe("quickstart", {"base": method, **path})
 
 
 def message_of(tree: dict[str, Any]) -> str:

@@ -131,5 +131,16 @@ def test_a_trained_tokenizer_has_no_chat_template() -> None:
     )
 
 
+def test_messages_of_a_fresh_model_have_no_template() -> None:
+    assert plain_text("auto", "a {b}", "x") == "a {b}"
+    with pytest.raises(DataError) as caught:
+        plain_text("auto", [USER], "data.jsonl line 3")
+    assert str(caught.value) == (
+        "data.jsonl line 3: a prompt that is a list of messages needs a tokenizer with a chat template, "
+        "which one trained on the data has not; set data.template to text around {prompt}, or tokenizer.path "
+        "to a folder"
+    )
+
+
 def test_text_passes_unchanged() -> None:
     assert as_text(" é\n", "it", "x") == " é\n"

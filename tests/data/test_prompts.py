@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.config.inputs import DataConfig
-from millrace.data.prompts import PromptStream, corpus, make_prompts, read_split
+from millrace.data.prompts import PromptStream, corpus, make_prompts, read_split, settled
 from millrace.data.rows import DataError, Row
 from millrace.data.tokenizers import train_tokenizer
 from millrace.types import Prompt
@@ -160,6 +161,36 @@ def test_the_answer_is_the_demonstration_unless_a_column_is_named() -> None:
 def test_a_number_is_an_answer() -> None:
     rows = [{"question": "a", "answer": 72}, {"question": "b", "answer": 0.5}]
     assert [prompt.answer for prompt in made(rows)[0]] == ["72", "0.5"]
+
+
+CHAT = [{"role": "user", "content": "1+1="}]
+
+
+def test_by_default_columns_and_template_are_those_of_the_rows() -> None:
+    for rows in ([{"question": "a", "answer": 7}], [{"prompt": "a", "answer": 7, "messages": CHAT}]):
+        assert [(prompt.text, prompt.answer) for prompt in made(rows)[0]] == [("a", "7")]
+    (bare,) = made([{"prompt": "a"}])[0]
+    assert (bare.answer, bare.demonstration) == ("", None)
+    assert settled(config(), bare).template == "{prompt}"
+    for name in ("prompt", "messages"):
+        given = replace(bare, row=Row({name: CHAT}, "x"))
+        assert settled(config(), given).template == "chat"
+        assert settled(config(template="Q: {prompt}"), given).template == "Q: {prompt}"
+    assert refusal([{"problem": "a"}]) == (
+        "data.jsonl line 1: there is no column question, prompt or messages; set data.prompt_column to the "
+        "prompt's; there are: problem"
+    )
+    # A named column must be there.
+    assert "there is no column answer" in refusal([{"prompt": "a"}], answer_column="answer")
+
+
+@pytest.mark.parametrize(("num_rows", "held_out"), [(2, 1), (19, 1), (20, 2), (3000, 256)])
+def test_by_default_a_tenth_of_the_problems_is_held_out_and_256_at_most(
+    tmp_path: Path, num_rows: int, held_out: int
+) -> None:
+    file = saved(tmp_path, [{"question": str(number)} for number in range(num_rows)])
+    split = read_split(config(file), seed=0)
+    assert (len(split.train), len(split.eval)) == (num_rows - held_out, held_out)
 
 
 def test_longer_prompts_are_dropped_with_a_count_and_ids_stay() -> None:

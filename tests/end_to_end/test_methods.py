@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
         "policy.correction": {"reject": {"estimator": "k2", "level": "max", "high": 2.0}},
         "kernels.scan": "loop",
     },
-    "dapo": {"rollout.refill_rounds": 2, "rollout.overlong_tokens": 2},
+    "dapo": {"rollout.refill_rounds": 2, "rollout.overlong_fraction": 0.5},
     "distillation": {
         "advantage": {"kind": "teacher", "path": "runs/teacher"},
         "policy.loss.kind": "reinforce",

@@ -137,7 +137,7 @@ PINNED = {
         name: str | None = None
         output: str = 'runs'
         seed: NonNegativeInt = 0
-        steps: NonNegativeInt
+        steps: NonNegativeInt = 200
         device: Literal['auto', 'cpu', 'cuda'] = 'auto'
         deterministic: bool = False
         precision: Literal['float32', 'bfloat16', 'float64'] = 'float32'

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
+import yaml
 from pydantic import BaseModel, Field
 
 from millrace.config.recipe import ConfigError, load_recipe, settings
@@ -21,11 +22,35 @@ MAX_SETTINGS = 126
 MIN_WORDS = 5
 
 
+# What a method may say: how a batch becomes new weights, and of sampling what belongs to the arithmetic.
+METHOD = ("advantage.", "critic.", "policy.", "rollout.refill_rounds", "rollout.overlong_fraction")
+# Sizes and speeds of a task, a model and a machine.
+NO_METHOD = ("policy.optimizer.", "policy.tokens_per_micro_batch", "critic.learning_rate", "advantage.path")
+
+
+def is_method(key: str) -> bool:
+    return key.startswith(METHOD) and not key.startswith(NO_METHOD)
+
+
+def own_settings(path: Path) -> list[str]:
+    """What a recipe says itself, its base aside."""
+    return [key for key in leaves(yaml.safe_load(path.read_text(encoding="utf-8"))) if key != "base"]
+
+
+def leaves(tree: dict[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield from leaves(value, f"{above}{key}.") if isinstance(value, dict) else (f"{above}{key}",)
+
+
 def recipe_faults(folder: Path) -> list[str]:
     found = []
     for path in sorted(folder.glob("*.yaml")):
+        is_task = any(key.startswith("data.") for key in own_settings(path))
+        for key in own_settings(path):
+            if is_method(key) == is_task:
+                found.append(f"{path.name} sets {key}, which is for {'methods' if is_task else 'tasks'}")
         try:
-            config = load_recipe(path)
+            config = load_recipe(path) if is_task else load_recipe("quickstart", over(path))
         except ConfigError as error:
             found.append(f"{path.name} does not load: {str(error).replace(str(path), path.name)}")
             continue
@@ -36,6 +61,12 @@ def recipe_faults(folder: Path) -> list[str]:
         if count > MAX_SETTINGS:
             found.append(f"{path.name} has {count} settings; the limit is {MAX_SETTINGS}")
     return found
+
+
+def over(path: Path) -> dict[str, Any]:
+    """A method as the quickstart's base, with a teacher where it needs one."""
+    needs_teacher = "kind: teacher" in path.read_text(encoding="utf-8")
+    return {"base": str(path), **({"advantage.path": "teacher"} if needs_teacher else {})}
 
 
 def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -85,10 +116,11 @@ def test_a_setting_without_a_description_is_found_inside_unions():
 
 
 GOOD = "# Trains nothing at all, as a test.\nsteps: 1\ndata: {train: x.jsonl}\nrewards: [{kind: exact}]\n"
+METHOD_ALONE = "# Trains nothing at all, as a test.\nadvantage: {kind: gpg}\n"
 
 
-def test_a_good_recipe_passes(tmp_path):
-    assert recipe_faults(write(tmp_path, {"good.yaml": GOOD})) == []
+def test_good_recipes_pass(tmp_path):
+    assert recipe_faults(write(tmp_path, {"good.yaml": GOOD, "method.yaml": METHOD_ALONE})) == []
 
 
 @pytest.mark.parametrize(
@@ -97,6 +129,9 @@ def test_a_good_recipe_passes(tmp_path):
         (GOOD.replace("steps:", "stepz:"), "bad.yaml: unknown key stepz"),
         (GOOD.split("\n", 1)[1], "bad.yaml does not open with a comment that says what it does"),
         (GOOD.replace(" nothing at all, as a test", ""), "bad.yaml does not open with a comment"),
+        (GOOD + "critic: {clip: 0.3}\n", "bad.yaml sets critic.clip, which is for methods"),
+        (METHOD_ALONE + "steps: 5\n", "bad.yaml sets steps, which is for tasks"),
+        (METHOD_ALONE + "critic: {learning_rate: 1.0}\n", "bad.yaml sets critic.learning_rate, which is for"),
         (GOOD.replace("[{", "[" + "{kind: exact}, " * 20 + "{"), f"settings; the limit is {MAX_SETTINGS}"),
     ],
 )

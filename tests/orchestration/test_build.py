@@ -137,6 +137,14 @@ def test_a_prompt_without_a_demonstration_is_named(tmp_path):
     )
 
 
+def test_a_batch_holds_no_prompt_twice(tmp_path):
+    assert len(build(tiny_recipe(tmp_path, {"rollout.prompts_per_step": 32}), None).train_prompts) == 32
+    with pytest.raises(SetupError, match="prompts_per_step is 33, but there are 32 prompts to train on"):
+        build(tiny_recipe(tmp_path, {"rollout.prompts_per_step": 33}), None)
+    # Where nothing is sampled, nothing is asked of it.
+    build(tiny_recipe(tmp_path, {"rollout.prompts_per_step": 33, "steps": 0}), None)
+
+
 def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(tmp_path):
     lines = "".join(f'{{"question": "{"x " * n}{n}", "answer": "1"}}\n' for n in range(1, 41))
     (tmp_path / "long.jsonl").write_text(lines)

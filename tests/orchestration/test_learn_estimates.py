@@ -31,7 +31,7 @@ from tests.training.pieces import tiny_model
 
 
 def test_an_over_long_answer_loses_reward_before_anything_is_estimated():
-    config = recipe(advantage=CENTRED, rollout={"max_tokens": 6, "overlong_tokens": 4})
+    config = recipe(advantage=CENTRED, rollout={"max_tokens": 6, "overlong_fraction": 0.6})
     one = learner(config)
     batches = watched(one.trainer)
     answers = [((7,) * length, 0.5) for length in (1, 2, 3, 5, 6)]

@@ -18,6 +18,7 @@ from millrace.orchestration.alarms import RunStopped
 from millrace.training.objective import imitation
 from millrace.training.policy import PolicyTrainer
 from millrace.transport.local import WeightSyncError
+from tests.close import close_fp32
 from tests.end_to_end.runs import OVERRIDES
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
 from tests.training.pieces import NORMS
@@ -191,6 +192,18 @@ def test_supervised_training_alone_has_a_before_an_after_and_a_best(tmp_path, mo
     best = json.loads((Path(report.run) / "best.json").read_text())
     assert best == {"checkpoint": "warmup-000004", "accuracy": 0.6}
     assert sorted(p.stem for p in (Path(report.run) / "evaluations").iterdir()) == ["after", "before"]
+
+
+def test_the_warm_up_weighs_tokens_by_its_own_setting(tmp_path):
+    def losses(name, **overrides):
+        report = run(tmp_path, name=name, steps=0, **{"warmup.steps": 2, **overrides})
+        return [record["loss"] for record in metrics_of(report.run) if record["stage"] == "warmup"]
+
+    plain = losses("plain")
+    assert losses("policy", **{"policy.token_weights": "sequence_sum"}) == plain
+    other = losses("own", **{"warmup.token_weights": "token_sum"})
+    # Eight answers of a digit and the end of text: sixteen tokens in each step.
+    close_fp32(torch.tensor(other[0]), 16 * plain[0])
 
 
 def test_supervised_training_alone_stops_at_its_gate(tmp_path, monkeypatch):

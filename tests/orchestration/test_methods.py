@@ -361,7 +361,7 @@ def test_a_method_knows_what_must_be_computed_before_an_update():
     other = build_method(
         recipe(
             advantage={"kind": "token_baseline"},
-            rollout={"overlong_tokens": 3},
+            rollout={"max_tokens": 7, "overlong_fraction": 0.4},
             policy={"optimizer_steps_per_batch": 4, "proximal": "recompute", "correction": {"high": 3.0}},
         )
     )

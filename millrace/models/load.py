@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
+from millrace.models.facts import record_facts
 from millrace.models.fused import fuse
 from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import hidden_states, output_head
@@ -256,6 +257,7 @@ def checked(
     position_T = torch.cat([torch.arange(n, device=device) for n in lengths])
     problem = f"model type {model.config.model_type} cannot be trained by millrace"
     try:
+        record_facts(model)
         with torch.no_grad():
             model.set_attn_implementation("eager")
             own_T = torch.cat([plain(part[None])[0] for part in token_T.split(lengths)])

@@ -17,9 +17,11 @@ from transformers.utils import logging as transformers_logging
 from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
+from millrace.models.facts import record_facts
 from millrace.models.fused import fuse
 from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import hidden_states, output_head
+from millrace.models.own_attention import adopt
 from millrace.observability.files import RESTORE, FileError, shown
 
 # Its progress bars would be drawn over the console of the run.
@@ -87,6 +89,7 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
         ModelError: the shape is impossible, or the architecture cannot run packed.
     """
     attention.register()
+    adopt(config.model_type)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -142,6 +145,7 @@ def load_kind(kind: ModelKind, folder: str | Path, *, dtype: torch.dtype) -> Pre
     attention.register()
     with sentences(path):
         stored = check_files(path)
+        adopt(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).model_type)
         check_total(path, _num_elements(path, kind), stored)
         model, info = kind.auto.from_pretrained(
             path,
@@ -256,6 +260,7 @@ def checked(
     position_T = torch.cat([torch.arange(n, device=device) for n in lengths])
     problem = f"model type {model.config.model_type} cannot be trained by millrace"
     try:
+        record_facts(model)
         with torch.no_grad():
             model.set_attn_implementation("eager")
             own_T = torch.cat([plain(part[None])[0] for part in token_T.split(lengths)])

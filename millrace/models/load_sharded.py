@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from millrace.models import attention
+from millrace.models.facts import record_facts
 from millrace.models.fsdp import Root, local
 from millrace.models.fused import fuse
 from millrace.models.load import (
@@ -42,6 +43,7 @@ from millrace.models.load import (
     sentences,
 )
 from millrace.models.load_check import check_files, check_total
+from millrace.models.own_attention import adopt
 
 # Where a part begins and ends along each dimension of a whole weight.
 Part = tuple[slice, ...]
@@ -73,6 +75,7 @@ def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LAN
 def empty_of(config: PretrainedConfig, *, dtype: torch.dtype, kind: ModelKind = LANGUAGE) -> Model:
     """The model of a config; otherwise as `empty_model`."""
     attention.register()
+    adopt(config.model_type)
     with torch.device("meta"):
         model: Model = kind.auto.from_config(config, attn_implementation=attention.NAME, dtype=dtype)
     # Dropout off for good: the sampler and the trainer must be one function.
@@ -149,6 +152,21 @@ def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
 
 
 @torch.no_grad()
+def record_model(root: Root) -> None:
+    """Record a model's facts; all ranks call it in step.
+
+    Raises:
+        ValueError: as `record_facts`.
+    """
+
+    def record(model: Model) -> tuple[Tensor, ...]:
+        record_facts(model)
+        return ()
+
+    root(record)
+
+
+@torch.no_grad()
 def take_weights(
     roots: Sequence[Root],
     model: Model,
@@ -189,16 +207,21 @@ def _compute_buffers(model: Model) -> None:
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
-            module._buffers[name] = torch.full_like(buffer, float("nan"), device="cpu")
+            module._buffers[name] = torch.full_like(buffer, _unknown(buffer), device="cpu")
         if buffers:
             # Its parameters have no memory yet, so nothing is drawn.
             model._init_weights(module)
     for name, buffer in model.named_non_persistent_buffers():
-        if buffer.isnan().any():
+        if (buffer.isnan() | (buffer == _unknown(buffer))).any():
             raise ModelError(
                 f"a {model.config.model_type} cannot be loaded in parts, since transformers does not say how "
                 f"its {name} is computed; load it whole"
             )
+
+
+def _unknown(buffer: Tensor) -> float:
+    """What stands in a buffer until it is computed."""
+    return torch.iinfo(buffer.dtype).min if buffer.dtype in (torch.int32, torch.int64) else float("nan")
 
 
 def _without_numbers(model: Model) -> set[str]:

@@ -8,9 +8,8 @@ from typing import Any
 
 from millrace import resume, train
 from millrace.config.recipe import load_recipe
-from millrace.observability.sinks import read_metrics
 from millrace.observability.tables import read_table
-from millrace.orchestration.events import check_log
+from millrace.orchestration.events import check_log, read_events
 from millrace.orchestration.progress import RunReport
 from millrace.orchestration.runtime.child import MODULE
 from tests.end_to_end.rank_runs import processes_below
@@ -46,7 +45,7 @@ def engines_below(process: int) -> Iterator[int]:
 
 def events_of(path: Path) -> list[dict[str, Any]]:
     """The event log of a run."""
-    return read_metrics(path / "events.jsonl")
+    return read_events(path / "events.log")
 
 
 def trained(path: Path) -> list[list[dict[str, Any]]]:

@@ -135,6 +135,17 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         found.append("deterministic needs engine.name paged; remove one of them")
     if config.steps == 0:
         return [*found, *_idle_without_reinforcement(config)]
+    limits = config.limits
+    if limits.mismatch is not None and limits.mismatch < (limits.mismatch_warning or 0.0):
+        found.append(
+            f"limits.mismatch_warning {limits.mismatch_warning:g} is above limits.mismatch "
+            f"{limits.mismatch:g}, at which a run stops; lower it"
+        )
+    if limits.mismatch is not None and config.flow.staleness:
+        found.append(
+            "limits.mismatch has no effect with flow.staleness above 0, where a mismatch alone stops no run; "
+            "set limits.mismatch_warning"
+        )
     found += idle_flow(config.flow, corrected=config.policy.correction is not None)
     return [
         *found,
@@ -184,7 +195,8 @@ def _idle_without_reinforcement(config: RunConfig) -> Iterator[str]:
     idle = [key for key in idle if key.partition(".")[2] in _given(config.policy)]
     idle += ["policy.optimizer.learning_rate"] * ("learning_rate" in _given(config.policy.optimizer))
     idle += [name for name in ("advantage", "critic", "flow", "kernels") if name in _given(config)]
-    apart = {"mismatch_k3", "effective_share", "bounded_share"} & _given(config.limits)
+    apart = {"mismatch", "mismatch_warning", "mismatch_k3", "effective_share", "bounded_share"}
+    apart &= _given(config.limits)
     idle += [f"limits.{name}" for name in sorted(apart)]
     idle += ["profile_steps"] * bool(config.profile_steps)
     idle += ["data.curriculum"] * (config.data.curriculum is not None)

@@ -7,13 +7,15 @@ prompts are drawn with the same seeds, and timing alone decides which weights dr
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from millrace.config.sections import WarmupConfig
 from millrace.data.packing import pack_demonstrations
 from millrace.observability.profile import Profiler
 from millrace.observability.tables import write_table
-from millrace.orchestration.alarms import check_mismatch, check_rewards, check_steps
+from millrace.orchestration.alarms import check_current, check_mismatch, check_rewards, check_steps
+from millrace.orchestration.canary import rounding
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.evaluate import is_right
 from millrace.orchestration.follower import Follower
@@ -257,3 +259,14 @@ def _account(controller: Controller, learner: Learner, result: BatchResult, told
         folder=folder,
     ):
         controller.warn(sentence)
+    most = config.limits.mismatch or rounding(config, config.rollout.temperature)
+    controller.warn(
+        check_current(
+            result.record,
+            result.compared,
+            warning=config.limits.mismatch_warning or most / 4,
+            # Ahead of training nothing rests on it: what is older is corrected, or told as staleness.
+            limit=math.inf if config.flow.staleness else most,
+            folder=folder,
+        )
+    )

@@ -134,16 +134,17 @@ def build_control(config: RunConfig) -> KlControl | None:
 
 
 def build_token_weights(config: RunConfig) -> TokenWeights:
-    """How tokens share the loss of an optimizer step."""
+    """How tokens share the loss of an optimizer step, in float64 where the weights are."""
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
     if config.policy.token_weights == "fixed_length":
-        return partial(weights.fixed_length, length=config.rollout.max_tokens)
-    shares: dict[str, TokenWeights] = {
+        return partial(weights.fixed_length, length=config.rollout.max_tokens, dtype=dtype)
+    shares: dict[str, Callable[..., Tensor]] = {
         "token_mean": weights.token_mean,
         "token_sum": weights.token_sum,
         "sequence_mean": weights.sequence_mean,
         "sequence_sum": weights.sequence_sum,
     }
-    return shares[config.policy.token_weights]
+    return partial(shares[config.policy.token_weights], dtype=dtype)
 
 
 def build_estimator(config: RunConfig) -> Estimator:

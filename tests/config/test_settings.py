@@ -105,7 +105,16 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ({"steps": 0, "warmup": {"steps": 1}, "critic": {}}, f"critic {IDLE}"),
     *(
         ({"steps": 0, "warmup": {"steps": 1}, "limits": {name: 0.5}}, f"limits.{name} {IDLE}")
-        for name in ("mismatch_k3", "effective_share", "bounded_share")
+        for name in ("mismatch", "mismatch_warning", "mismatch_k3", "effective_share", "bounded_share")
+    ),
+    (
+        {"limits": {"mismatch": 0.1, "mismatch_warning": 0.2}},
+        "limits.mismatch_warning 0.2 is above limits.mismatch 0.1, at which a run stops; lower it",
+    ),
+    (
+        {"limits": {"mismatch": 0.1}, "flow": {"staleness": 1}},
+        "limits.mismatch has no effect with flow.staleness above 0, where a mismatch alone stops no run; set "
+        "limits.mismatch_warning",
     ),
     ({"steps": 0, "warmup": {"steps": 1}, "kernels": {"scan": "loop"}}, f"kernels {IDLE}"),
     (

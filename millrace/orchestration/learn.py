@@ -117,11 +117,7 @@ def train_on(
         policy_moves: False trains the critic alone.
     """
     groups, baselines = sampled.groups, sampled.baselines
-    kept = [
-        g
-        for g in range(len(groups))
-        if g not in sampled.left_out and not (baselines and math.isnan(baselines[g]))
-    ]
+    kept = _kept(sampled)
     every, group_of_every = usable(groups)
     inside = torch.isin(group_of_every, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0].tolist()
     trajectories, group_N = [every[i] for i in inside], group_of_every[inside]
@@ -164,6 +160,16 @@ def train_on(
         done.tokens_trained,
         done.operations,
     )
+
+
+def _kept(sampled: Sampled) -> list[int]:
+    """The groups that are trained on."""
+    baselines = sampled.baselines
+    return [
+        g
+        for g in range(len(sampled.groups))
+        if g not in sampled.left_out and not (baselines and math.isnan(baselines[g]))
+    ]
 
 
 @dataclass(slots=True)

@@ -223,11 +223,11 @@ def _rows(names: list[str], columns: list[list[Any]]) -> Iterator[Event]:
 def _pack(column: list[Any], name: str = "") -> list[Any]:
     """A column of values as JSON: a letter of how, and what `_unpack` needs."""
     kinds = set(map(type, column))
+    if kinds in ({int}, {str}) and column.count(column[0]) == len(column):
+        return ["s", len(column), column[0]]
     if kinds == {int}:
         return ["i", _steps(column)]
     if kinds == {str}:
-        if column.count(column[0]) == len(column):
-            return ["s", len(column), column[0]]
         return _pack_texts(column)
     if kinds == {list}:
         return ["l", _steps(list(map(len, column))), _pack([one for row in column for one in row])]
@@ -246,8 +246,8 @@ def _unpack(packed: list[Any]) -> list[Any]:
         case "t":
             return [tick / _MICRO for tick in _sums(*rest)]
         case "s":
-            count, text = rest
-            return [text] * count
+            count, value = rest
+            return [value] * count
         case "x":
             return _unpack_texts(*rest)
         case "l":

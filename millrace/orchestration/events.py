@@ -52,7 +52,7 @@ from millrace.orchestration.proof import FACTS, LogError, read, wrong_fact
 
 # A block is written at the latest after so many events.
 MAX_PENDING = 20_000
-_SCALARS = (int, str, float, bool, type(None))
+_SCALARS = frozenset((int, str, float, bool, type(None)))
 
 
 class EventLog:
@@ -112,13 +112,14 @@ class EventLog:
         Raises:
             ValueError: the kind is unknown, or a fact is missing.
         """
-        if missing := [name for name in FACTS.get(kind, {"such a kind": None}) if name not in facts]:
+        needed = FACTS.get(kind)
+        if needed is None or not needed.keys() <= facts.keys():
+            missing = [name for name in needed or ("such a kind",) if name not in facts]
             raise ValueError(f"event {kind} lacks {missing[0]}")
-        event: dict[str, Any] = {"kind": kind, "time_s": round(self._clock(), 6)}
         for name, value in facts.items():
-            # As it is now, whatever becomes of it.
-            event[name] = value if type(value) in _SCALARS else json.loads(json.dumps(value, allow_nan=False))
-        self._pending.append(event)
+            if type(value) not in _SCALARS:
+                facts[name] = _as_now(value)
+        self._pending.append({"kind": kind, "time_s": round(self._clock(), 6), **facts})
         if kind in ("take", "save") or len(self._pending) == MAX_PENDING:
             self._write()
 
@@ -173,6 +174,13 @@ class EventLog:
             self._write()
         finally:
             self._file.close()
+
+
+def _as_now(value: Any) -> Any:
+    """What JSON makes of a value, whatever becomes of it later."""
+    if isinstance(value, list | tuple) and _SCALARS.issuperset(map(type, value)):
+        return list(value)
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 def read_events(path: Path, tell: Callable[[str], None] | None = None) -> list[dict[str, Any]]:

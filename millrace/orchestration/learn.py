@@ -148,10 +148,9 @@ def train_on(
     shown = [math.nan] * len(every)
     for i, advantage in zip(inside, _advantages(whole), strict=True):
         shown[i] = advantage
-    rows = rollout_rows(step, groups, shown)
     return BatchResult(
         record,
-        rows,
+        rollout_rows(step, groups, shown),
         done.reports,
         whole,
         done.compared,

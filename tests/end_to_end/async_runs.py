@@ -67,6 +67,8 @@ def check_run(path: Path, *, steps: int, bound: int, warmup: int = OVERRIDES["wa
     events, batches = events_of(path), [r for r in metrics_of(path) if r["stage"] == "reinforcement"]
     assert check_log(events) == []
     assert [batch["step"] for batch in batches] == list(range(1, steps + 1))
+    # Rounding is no news, whatever else is older.
+    assert all(batch.get("mismatch/current", 0.0) < 1e-5 for batch in batches)
     # The weights of each publish; the first ones are the warm-up's.
     versions = [warmup, *(batch["version"] for batch in batches)]
     assert versions == sorted(set(versions))

@@ -40,7 +40,7 @@ from millrace.config.recipe import load_recipe
 from millrace.data.prompts import PromptStream
 from millrace.observability.sinks import read_metrics
 from millrace.orchestration.build import build
-from millrace.orchestration.events import check_log
+from millrace.orchestration.events import check_log, read_events
 from millrace.orchestration.source import rollouts_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -133,7 +133,7 @@ def measure(run: Path, first: int = FIRST, last: int = LAST) -> dict[str, float]
         "staleness_mean": statistics.fmean(one.get("staleness/mean", 0.0) for one in counted),
         "staleness_max": max(one.get("staleness/max", 0) for one in records),
     }
-    events = read_metrics(run / "events.jsonl")
+    events = read_events(run / "events.log")
     if open_groups := check_log(events):
         raise SystemExit(f"groups {open_groups} of {run} came to no end")
     # Synchronous engines wait for the trainer between two batches, so their steps tell nothing of updates.

@@ -27,7 +27,7 @@ from typing import Any
 
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
-from millrace.orchestration.events import EventLog, check_log
+from millrace.orchestration.events import EventLog, check_log, read_events
 from millrace.orchestration.flow import Flow, FlowRules
 from millrace.orchestration.rollouts import Rollouts
 from millrace.orchestration.runtime.base import Event
@@ -75,7 +75,7 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
     runtime = Watched(num_engines, costs)
     for order in ORDERS:
         setattr(runtime, order, timed(runtime, getattr(runtime, order)))
-    log = EventLog(folder / "events.jsonl", runtime.now)
+    log = EventLog(folder / "events.log", runtime.now)
     log.add("begin", rules=asdict(rules), num_batches=NUM_BATCHES)
     flow = Flow(rules, num_batches=NUM_BATCHES, note=log.add)
     params = SamplingParams(max_tokens=1000)
@@ -103,8 +103,7 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
     rollouts.wait_until_published(DEADLINE_S)
     spent = time.process_time() - begun_s
     log.close()
-    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    assert check_log([json.loads(line) for line in lines]) == []
+    assert check_log(read_events(folder / "events.log")) == []
     num_trajectories = NUM_BATCHES * size * NUM_SAMPLES
     controller_s = spent - runtime.seconds
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -117,7 +116,7 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
         "simulation_us_per_trajectory": 1e6 * runtime.seconds / num_trajectories,
         "virtual_s": runtime.now(),
         "memory_bytes_per_trajectory_in_flight": (peak_bytes - before_bytes) / num_flying,
-        "log_bytes_per_trajectory": sum(map(len, lines)) / num_trajectories,
+        "log_bytes_per_trajectory": (folder / "events.log").stat().st_size / num_trajectories,
     }
 
 

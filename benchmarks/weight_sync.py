@@ -1,20 +1,20 @@
-"""Weight sync within a process and between two: each transport against a plain copy of the same bytes.
+"""Weight sync within a process and between two: both ways of recipes against a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py              # 128 MB of weights, half a minute
     python benchmarks/weight_sync.py --size-mb 2048
     python benchmarks/weight_sync.py --quick      # 8 MB, one turn, writes nothing
 
 A trainer (this process) hands weights to a sampler, which copies them into its own tensors: in this process,
-or in another one through shared memory (both as recipes do), files or gloo. Everything in one run, turn by
-turn, medians; each process has one torch thread.
+or in another one through shared memory. Everything in one run, turn by turn, medians; each process has one
+torch thread.
 
 - `copy`: the bytes copied from one set of tensors to another in this process.
 - `put`: until all bytes lie where the sampler can read them. Its rate over that of the copy is what the
-  transport costs; with gloo the sampler has received them by then, and in one process it has copied them.
+  transport costs; in one process the sampler has copied them by then.
 - `whole`: until the sampler has loaded them, has proved it, and the trainer knows. It holds at least one copy
   more, the sampler's own.
 - `verify`: seconds that both sides spend on fingerprints, as a share of `whole`. Between processes the
-  trainer takes its own within `put`: in shared memory of what was just copied, else on a second thread.
+  trainer takes its own within `put`, of what was just copied.
 
 After that the delta: a policy in bfloat16 takes optimizer steps by imitation at several learning rates, and
 what must travel after each of them is counted, as a share of all bytes.
@@ -26,11 +26,11 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import date
 from importlib import metadata
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -39,7 +39,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from grpo_step import processor
 from torch import Tensor
 
@@ -48,20 +47,15 @@ from millrace.models.load import fresh_config, fresh_model
 from millrace.training.objective import imitation
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
-from millrace.transport.broadcast import BroadcastReceiver, BroadcastSender
 from millrace.transport.canary import Canary
-from millrace.transport.delta import Delta
 from millrace.transport.fingerprint import fingerprint
-from millrace.transport.folder import FolderReceiver, FolderSender
 from millrace.transport.local import LocalTransport
 from millrace.transport.memory import MappedWeights, SharedWeights
-from millrace.transport.sync import Note, Outgoing, WeightReceiver, WeightSender
+from millrace.transport.sync import WeightReceiver
 from millrace.types import Completion, Outcome, Trajectory, Turn
 
 RESULTS = Path(__file__).parent / "results"
-APART = ("shared memory", "files", "gloo")
-SIDES = ("in process", *APART)
-DEADLINE_S = 300.0
+SIDES = ("in process", "shared memory")
 # Of one weight: a matrix of 1024 by 1024 in float32.
 WEIGHT_BYTES = 1 << 22
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
@@ -72,35 +66,6 @@ def weights(size_mb: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     count = size_mb * 2**20 // WEIGHT_BYTES
     return {f"layers.{place}.weight": torch.randn(1024, 1024, generator=generator) for place in range(count)}
-
-
-class Timed:
-    """A carrier that remembers how long the last `put` took."""
-
-    def __init__(self, carrier: Outgoing) -> None:
-        """Around a carrier."""
-        self._carrier, self.device, self.put_s = carrier, carrier.device, 0.0
-
-    def put(
-        self, opening: Note, named_tensors: Iterable[tuple[str, Tensor]], closing: Callable[[], Note]
-    ) -> int:
-        """As the carrier does."""
-        start = time.perf_counter()
-        num_bytes = self._carrier.put(opening, named_tensors, closing)
-        self.put_s = time.perf_counter() - start
-        return num_bytes
-
-    def answers(self) -> list[Note]:
-        """The carrier's."""
-        return self._carrier.answers()
-
-
-def join(rank: int, folder: Path) -> None:
-    """Trainer and sampler as ranks of a gloo group."""
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE_S)
-    )
 
 
 class Loader:
@@ -123,25 +88,15 @@ class Loader:
         return fingerprint(self._held.items())
 
 
-def sample(folder: Path, pipe: Connection, size_mb: int, rounds: int) -> None:
-    """The other process: a receiver for each side, asked in the order in which the trainer sends."""
+def sample(pipe: Connection, size_mb: int, rounds: int) -> None:
+    """The other process: a receiver, which loads what the trainer says lies in the memory."""
     torch.set_num_threads(1)
-    join(1, folder)
     memory = MappedWeights(recv_handle(pipe), lambda note: pipe.send_bytes(json.dumps(note).encode()))
-    carriers = {
-        "shared memory": memory,
-        "files": FolderReceiver(folder / "files", deadline_s=DEADLINE_S),
-        "gloo": BroadcastReceiver(),
-    }
     held = Loader(size_mb)
-    receivers = {side: WeightReceiver(carriers[side], held.load, held.fingerprint) for side in APART}
+    receiver = WeightReceiver(memory, held.load, held.fingerprint)
     for _ in range(rounds):
-        for side in APART:
-            if side == "shared memory":
-                memory.note = json.loads(pipe.recv_bytes())
-            receivers[side].receive()
-    dist.barrier()
-    dist.destroy_process_group()
+        memory.note = json.loads(pipe.recv_bytes())
+        receiver.receive()
 
 
 def through_memory(
@@ -173,42 +128,24 @@ def in_process(held: Loader, sent: Mapping[str, Tensor], version: int) -> dict[s
     return {"whole": whole_s, "put": held.load_s, "verify": whole_s - held.load_s}
 
 
-def sent_by(
-    sender: WeightSender, carrier: Timed, sent: Mapping[str, Tensor], version: int
-) -> dict[str, float]:
-    """Seconds of one hand-over over a carrier."""
-    start = time.perf_counter()
-    sender.send(sent.items(), version)
-    whole_s = time.perf_counter() - start
-    return {"whole": whole_s, "put": carrier.put_s, "verify": sender.metrics["time/verify_s"]}
-
-
-def measure(folder: Path, size_mb: int, rounds: int) -> dict[str, dict[str, float]]:
+def measure(size_mb: int, rounds: int) -> dict[str, dict[str, float]]:
     """Medians over the rounds but the first, in which memory is taken: seconds, and what they come to."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=sample, args=(folder, theirs, size_mb, rounds + 1))
+    process = context.Process(target=sample, args=(theirs, size_mb, rounds + 1))
     process.start()
     memory = SharedWeights()
     send_handle(pipe, memory.handle, process.pid)
-    join(0, folder)
     sent, held = weights(size_mb), Loader(size_mb)
     copied = {name: torch.zeros_like(weight) for name, weight in sent.items()}
     seconds: dict[str, list[dict[str, float]]] = {side: [] for side in ("copy", *SIDES)}
-    with FolderSender(folder / "files", deadline_s=DEADLINE_S) as files:
-        carriers = {"files": Timed(files), "gloo": Timed(BroadcastSender())}
-        senders = {side: WeightSender(carrier) for side, carrier in carriers.items()}
-        for version in range(rounds + 1):
-            start = time.perf_counter()
-            for name, weight in sent.items():
-                copied[name].copy_(weight)
-            seconds["copy"].append({"whole": time.perf_counter() - start})
-            seconds["in process"].append(in_process(held, sent, version))
-            seconds["shared memory"].append(through_memory(memory, pipe, sent, version))
-            for side, sender in senders.items():
-                seconds[side].append(sent_by(sender, carriers[side], sent, version))
-    dist.barrier()
-    dist.destroy_process_group()
+    for version in range(rounds + 1):
+        start = time.perf_counter()
+        for name, weight in sent.items():
+            copied[name].copy_(weight)
+        seconds["copy"].append({"whole": time.perf_counter() - start})
+        seconds["in process"].append(in_process(held, sent, version))
+        seconds["shared memory"].append(through_memory(memory, pipe, sent, version))
     process.join()
     memory.close()
     return summary(seconds, size_mb * 2**20)
@@ -272,15 +209,13 @@ def policy(learning_rate: float) -> tuple[PolicyTrainer, Any]:
 def payload_shares(learning_rate: float, num_steps: int) -> Iterator[float]:
     """What must travel after each optimizer step, as a share of all bytes."""
     trainer, batch = policy(learning_rate)
-    delta = Delta()
-    for version in range(num_steps + 1):
-        whole = sum(tensor.nbytes for _, tensor in trainer.named_tensors())
-        payload = sum(tensor.nbytes for _, tensor in delta.encode(trainer.named_tensors()))
-        delta.version = version
-        if version:
-            yield payload / whole
-        trainer.forward_backward(batch)
-        trainer.optim_step()
+    with closing(SharedWeights(delta=True)) as shared:
+        for version in range(num_steps + 1):
+            shared.write(trainer.named_tensors(), version)
+            if version:
+                yield shared.metrics["sync/payload_share"]
+            trainer.forward_backward(batch)
+            trainer.optim_step()
 
 
 def main() -> None:
@@ -294,8 +229,7 @@ def main() -> None:
     if given.quick:
         given.size_mb, given.rounds, given.steps = 8, 1, 1
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        sides = measure(Path(folder), given.size_mb, given.rounds)
+    sides = measure(given.size_mb, given.rounds)
     for side, found in sides.items():
         print(f"{side:14s}", "  ".join(f"{name} {value:.3g}" for name, value in found.items()))
     shares = {}

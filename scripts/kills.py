@@ -28,8 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.observability.sinks import read_metrics
-from millrace.orchestration.events import check_log
+from millrace.orchestration.events import check_log, read_events
 
 MILLRACE = [sys.executable, "-m", "millrace.cli.main"]
 SETTINGS = ["mesh.launcher=ray", "mesh.dp_shard=2", "flow.staleness=2", "engine.processes=1", "trackers=[]"]
@@ -226,7 +225,7 @@ def check(run: Path, accuracy: float) -> str:
     told = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     if told["status"] != "finished":
         raise Failed(f"the run is {told['status']}")
-    if left := check_log(read_metrics(run / "events.jsonl")):
+    if left := check_log(read_events(run / "events.log")):
         raise Failed(f"the groups {left} have no end")
     if told["eval_after"] < accuracy:
         raise Failed(f"accuracy {told['eval_after']:.3f} is below {accuracy}")
@@ -235,7 +234,7 @@ def check(run: Path, accuracy: float) -> str:
 
 def recoveries_s(run: Path) -> list[float]:
     """Seconds from the loss of each engine until another one may draw, of those that no resume forgot."""
-    events = read_metrics(run / "events.jsonl")
+    events = read_events(run / "events.log")
     lost_s = [event["time_s"] for event in events if event["kind"] == "lost"]
     loads_s = [event["time_s"] for event in events if event["kind"] == "load"]
     return [min(s for s in loads_s if s > since_s) - since_s for since_s in lost_s]

@@ -1,7 +1,8 @@
 """Token shares: how the tokens of one optimizer step divide its loss.
 
 The loss is `(loss_T * weight_T).sum()` whatever the micro-batches, so these are computed once, over the whole
-optimizer step. T = packed tokens, B = segments with at least one chosen token, N = chosen tokens.
+optimizer step, in `dtype`: float64 where the policy's weights are. T = packed tokens, B = segments with at
+least one chosen token, N = chosen tokens.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from torch import Tensor
 from millrace.algorithms.checks import check_shapes, require
 
 
-def token_mean(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
+def token_mean(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Every chosen token weighs the same: 1 / number of chosen tokens. Long answers weigh more.
 
     Raises:
         ValueError: no token was chosen.
     """
-    return action_mask_T.float() / len(_segments(action_mask_T, segment_T))
+    return action_mask_T.to(dtype) / len(_segments(action_mask_T, segment_T))
 
 
-def token_sum(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
+def token_sum(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Every chosen token weighs 1: the gradient grows with the batch.
 
     Raises:
         ValueError: no token was chosen.
     """
     _segments(action_mask_T, segment_T)
-    return action_mask_T.float()
+    return action_mask_T.to(dtype)
 
 
-def sequence_mean(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
+def sequence_mean(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Every segment weighs the same, its tokens share it: 1 / (B n_b). GRPO's original form.
 
     Raises:
@@ -39,27 +40,29 @@ def sequence_mean(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
     """
     segment_N = _segments(action_mask_T, segment_T)
     count_N = torch.bincount(segment_N)[segment_N]
-    share_N = 1 / (count_N * len(segment_N.unique()))
+    share_N = 1 / (count_N * len(segment_N.unique())).to(dtype)
     return share_N.new_zeros(len(segment_T)).masked_scatter(action_mask_T, share_N)
 
 
-def sequence_sum(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:
+def sequence_sum(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Tokens of a segment add up, segments are averaged: 1 / B.
 
     Raises:
         ValueError: no token was chosen.
     """
-    return action_mask_T.float() / len(_segments(action_mask_T, segment_T).unique())
+    return action_mask_T.to(dtype) / len(_segments(action_mask_T, segment_T).unique())
 
 
-def fixed_length(action_mask_T: Tensor, segment_T: Tensor, *, length: int) -> Tensor:
+def fixed_length(
+    action_mask_T: Tensor, segment_T: Tensor, *, length: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Tokens of a segment add up and are divided by one constant: 1 / (B length). Dr. GRPO.
 
     Raises:
         ValueError: no token was chosen, or length is not above 0.
     """
     require(length > 0, "length", length, "above 0")
-    return sequence_sum(action_mask_T, segment_T) / length
+    return sequence_sum(action_mask_T, segment_T, dtype=dtype) / length
 
 
 def _segments(action_mask_T: Tensor, segment_T: Tensor) -> Tensor:

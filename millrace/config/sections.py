@@ -186,6 +186,17 @@ class LimitConfig(Section):
     failed_rewards: float = Field(
         0.2, ge=0, le=1, description="share of a batch whose rewards may fail, else stop"
     )
+    mismatch: PositiveFloat | None = Field(
+        None,
+        description="mean difference between the trainer's and the sampler's log-probabilities of tokens "
+        "that the current weights sampled (mismatch/current) above which a run with flow.staleness 0 stops, "
+        "in nats; null is what rounding in the recipe's dtypes explains: 0.0014, in bfloat16 0.35",
+    )
+    mismatch_warning: PositiveFloat | None = Field(
+        None,
+        description="likewise, above which a run warns, also with flow.staleness above 0; null is a quarter "
+        "of limits.mismatch",
+    )
     mismatch_k3: PositiveFloat | None = Field(
         None,
         description="divergence between trainer and sampler (mismatch/k3) above which a batch is kept as "

@@ -153,6 +153,17 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     if config.steps == 0:
         # All that belongs to reinforcement waits, so that steps=0 over any recipe is its warm-up alone.
         return [*found, *([] if config.warmup else [NOTHING_TRAINED])]
+    limits = config.limits
+    if limits.mismatch is not None and limits.mismatch < (limits.mismatch_warning or 0.0):
+        found.append(
+            f"limits.mismatch_warning {limits.mismatch_warning:g} is above limits.mismatch "
+            f"{limits.mismatch:g}, at which a run stops; lower it"
+        )
+    if limits.mismatch is not None and config.flow.staleness:
+        found.append(
+            "limits.mismatch has no effect with flow.staleness above 0, where a mismatch alone stops no run; "
+            "set limits.mismatch_warning"
+        )
     found += idle_flow(config.flow, corrected=config.policy.correction is not None)
     return [
         *found,

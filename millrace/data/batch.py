@@ -33,7 +33,8 @@ class Batch:
         version_T: int64, version of those weights; -1 elsewhere.
         reward_T: float32, the trajectory's reward on its last chosen token; 0 elsewhere.
         advantage_T: float32; 0 where the action mask is not set.
-        weight_T: float32, the token's share of the scalar loss over the whole optimizer step.
+        weight_T: float32, or float64 where the weights are: the token's share of the scalar loss over
+            the whole optimizer step.
         reference_logprob_T: float32, under the reference policy; 0 where the action mask is not set.
         proximal_logprob_T: float32, under the weights at the start of the batch; 0 likewise.
         value_T: float32, the critic's value of the state each token was chosen in; 0 likewise.

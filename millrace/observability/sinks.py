@@ -97,7 +97,7 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, such as an event log or `metrics.jsonl`.
+    """The objects of a file of JSON lines, such as `metrics.jsonl` or `spans.jsonl`.
 
     A last line without its line break is one still being written, or cut by a kill; it is left out.
 

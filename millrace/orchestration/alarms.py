@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from millrace.config.methods import COMPARING
 from millrace.data.batch import Batch
 from millrace.orchestration.evaluate import Evaluation
+from millrace.orchestration.learn import Compared
 from millrace.orchestration.progress import Progress
 from millrace.protocols import StepReport
 
@@ -172,6 +175,47 @@ def check_mismatch(
     return told
 
 
+def check_current(
+    record: dict[str, float],
+    compared: Compared | None,
+    *,
+    warning: float,
+    limit: float,
+    folder: Path,
+) -> str | None:
+    """A warning where the sampler is not the trainer's policy: by more than rounding, on its own tokens.
+
+    Args:
+        record: of the batch just trained on.
+        compared: the tokens whose log-probabilities were compared.
+        warning: most that `mismatch/current` may be.
+        limit: likewise, before the run stops.
+        folder: for evidence, the first such batch.
+
+    Raises:
+        RunStopped: it is above `limit`.
+    """
+    found = record.get("mismatch/current")
+    # Where a number is not finite, the gradient is not either, and that has an alarm of its own.
+    if found is None or compared is None or not math.isfinite(found) or found <= min(warning, limit):
+        return None
+    path = folder / "mismatch"
+    if not path.with_suffix(".json").exists():
+        numbers = {name: record[name] for name in record if name.startswith("mismatch/")}
+        _keep_evidence(path, compared.batch, numbers, trainer_logprob_N=compared.trainer_logprob_N)
+    stops = found > limit
+    setting, most = ("mismatch", limit) if stops else ("mismatch_warning", warning)
+    told = (
+        f"the sampler does not sample from the trainer's policy: their log-probabilities of "
+        f"{compared.num_current} tokens that the current weights sampled differ by {found:.2g} nats in the "
+        f"mean (mismatch/current), and limits.{setting} is {most:.2g}; the batch is in {path}.safetensors. "
+        "Run millrace doctor --numerics RECIPE, which names what differs"
+    )
+    if stops:
+        raise RunStopped(f"{told}, or raise limits.mismatch where the sampler differs on purpose")
+    return told
+
+
 def check_accuracy(progress: Progress, accuracy: float) -> str | None:
     """A warning if the policy has collapsed since its best evaluation."""
     best = progress.eval_best
@@ -183,7 +227,7 @@ def check_accuracy(progress: Progress, accuracy: float) -> str | None:
     )
 
 
-def _keep_evidence(path: Path, batch: Batch, numbers: dict[str, float]) -> None:
+def _keep_evidence(path: Path, batch: Batch, numbers: dict[str, float], **more: Tensor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     names = (
         "token_T",
@@ -195,6 +239,7 @@ def _keep_evidence(path: Path, batch: Batch, numbers: dict[str, float]) -> None:
         "weight_T",
     )
     # Copies, because a file of tensors may not hold one twice.
-    save_file({name: getattr(batch, name).clone() for name in names}, path.with_suffix(".safetensors"))
+    kept = {name: getattr(batch, name) for name in names} | more
+    save_file({name: value.clone() for name, value in kept.items()}, path.with_suffix(".safetensors"))
     told = {key: str(value) for key, value in numbers.items()}
     path.with_suffix(".json").write_text(json.dumps(told, indent=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which tokens trainer and sampler both judge after a hand-over, and how alike they must be."""
+"""Which tokens trainer and sampler both judge after a hand-over, and how alike they must be everywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ def canary(config: RunConfig, model: Model) -> tuple[tuple[int, ...], float]:
     """
     vocab_size = model.config.get_text_config().vocab_size
     count = min(NUM_TOKENS, longest_sequence(config, model))
+    most = config.limits.canary or rounding(config)
+    return tuple(n * STRIDE % vocab_size for n in range(1, count + 1)), most
+
+
+def rounding(config: RunConfig, temperature: float = 1.0) -> float:
+    """How far log-probabilities lie apart in the mean by the rounding of the recipe's dtypes, at the most.
+
+    Args:
+        config: of the run.
+        temperature: of sampling; one below 1 enlarges what rounding made of the logits.
+    """
     names = ("float32", config.precision, config.mesh.compute or "float32")
     digit = max(torch.finfo(getattr(torch, name)).eps for name in names)
-    most = config.limits.canary or ROUNDINGS * digit**0.5
-    return tuple(n * STRIDE % vocab_size for n in range(1, count + 1)), most
+    return float(ROUNDINGS * digit**0.5 / min(1.0, temperature))

@@ -110,7 +110,8 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]
                     "oldest_version": min(int(turn.completion.versions[0]) for turn in trajectory.turns),
                     "advantage": float("nan") if outcome.kind == "failed" else next(left),
                     "token_ids": list(last.token_ids),
-                    "logprobs": last.logprobs.tolist(),
+                    # An array keeps its dtype in a table.
+                    "logprobs": last.logprobs,
                 }
             )
     return rows

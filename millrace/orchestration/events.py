@@ -1,4 +1,4 @@
-"""The event log of a run: one line for each decision, with its cause.
+"""The event log of a run: one event for each decision, with its cause.
 
 | kind | facts |
 |---|---|
@@ -38,27 +38,53 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.observability.files import finite, parse_json, read_json_lines
-from millrace.observability.sinks import JsonlSink
+from millrace.observability.files import FileError, finite, read_json_lines, shown
+from millrace.orchestration.event_file import (
+    HEADER,
+    blocks,
+    check_header,
+    check_old,
+    encode,
+    read_log,
+    whole_bytes,
+)
 from millrace.orchestration.proof import FACTS, LogError, read, wrong_fact
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+# A block is written at the latest after so many events.
+MAX_PENDING = 20_000
+_SCALARS = frozenset((int, str, float, bool, type(None)))
 
 
-class EventLog(JsonlSink):
-    """`events.jsonl`: events are kept back and handed to the operating system at each take and save.
+class EventLog:
+    """`events.log`: events are kept back, and handed to the operating system at each take and save.
 
     A killed process loses those since then, which belong to no checkpoint. `rewind` it to the `position` that
-    the checkpoint was saved with.
+    the checkpoint was saved with. A block that a killed process left half written is cut off when the file is
+    opened.
 
     Args:
         path: the file; made if missing, continued if there.
         clock: seconds, for `time_s` of each event.
+
+    Raises:
+        FileError: the file is of another version of millrace, or no event log.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        super().__init__(path)
-        self._clock = clock
+        self._path, self._clock = path, clock
+        self._pending: list[dict[str, Any]] = []
+        check_old(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        self._file.seek(0)
+        content = self._file.read()
+        try:
+            check_header(path, content)
+        except FileError:
+            self._file.close()
+            raise
+        self._file.truncate(whole_bytes(content))
+        self._file.seek(0, 2)
 
     @property
     def replays(self) -> bool:
@@ -74,35 +100,87 @@ class EventLog(JsonlSink):
         """Whether the trainer may do what this kind says; a replay waits until the run did."""
         return True
 
+    @property
+    def position(self) -> int:
+        """Bytes in the file, with all events so far: where to `rewind` to when a run resumes from now."""
+        self._write()
+        return self._file.tell()
+
     def add(self, kind: str, /, **facts: Any) -> None:
         """Append one event.
 
         Raises:
             ValueError: the kind is unknown, or a fact is missing.
         """
-        if missing := [name for name in FACTS.get(kind, {"such a kind": None}) if name not in facts]:
+        needed = FACTS.get(kind)
+        if needed is None or not needed.keys() <= facts.keys():
+            missing = [name for name in needed or ("such a kind",) if name not in facts]
             raise ValueError(f"event {kind} lacks {missing[0]}")
-        event = {"kind": kind, "time_s": round(self._clock(), 6), **facts}
-        self._file.write(_ENCODER.encode(event).encode() + b"\n")
-        if kind in ("take", "save"):
-            self._file.flush()
+        for name, value in facts.items():
+            if type(value) not in _SCALARS:
+                facts[name] = _as_now(value)
+        self._pending.append({"kind": kind, "time_s": round(self._clock(), 6), **facts})
+        if kind in ("take", "save") or len(self._pending) == MAX_PENDING:
+            self._write()
+
+    def _write(self) -> None:
+        """Hand all events to the operating system as one block."""
+        if not self._pending:
+            return
+        block = encode(self._pending)
+        self._pending = []
+        self._file.write(block if self._file.tell() else HEADER + block)
+        self._file.flush()
+
+    def rewind(self, position: int) -> None:
+        """Forget every event after the first `position` bytes.
+
+        Raises:
+            FileError: the file is shorter than that, or no block of events ends there.
+        """
+        self._pending = []
+        self._file.seek(0)
+        content = self._file.read()
+        if position > len(content):
+            raise FileError(
+                f"{shown(self._path)} has {len(content)} bytes but the checkpoint was saved after "
+                f"{position}; it was cut or replaced since, so put the original file back or start a new run"
+            )
+        if position and (position <= len(HEADER) or whole_bytes(content[:position]) != position):
+            raise FileError(
+                f"no block of {shown(self._path)} ends where the checkpoint was saved; the file was changed "
+                "since then, so put the original file back or start a new run"
+            )
+        self._file.truncate(position)
+        self._file.seek(0, 2)
 
     def events(self) -> Iterator[dict[str, Any]]:
         """What the file holds, one event at a time.
 
         Raises:
-            LogError: a line is no JSON object.
+            LogError: a part of it is damaged.
         """
-        self._file.flush()
-        with self._path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    event = parse_json(line)
-                except ValueError:
-                    event = None
-                if not isinstance(event, dict):
-                    raise LogError(f"line {number} of the event log is not a JSON object")
-                yield event
+        self._write()
+        self._file.seek(0)
+        content = self._file.read()
+        for block in blocks(content):
+            if block.events is None:
+                raise LogError(f"block {block.number} of the event log is damaged")
+            yield from block.events
+
+    def close(self) -> None:
+        """Write what is kept back, and close the file."""
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+
+def _as_now(value: Any) -> Any:
+    """What JSON makes of a value, whatever becomes of it later."""
+    if isinstance(value, list | tuple) and _SCALARS.issuperset(map(type, value)):
+        return list(value)
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 def read_events(path: Path, tell: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
@@ -110,12 +188,12 @@ def read_events(path: Path, tell: Callable[[str], None] | None = None) -> list[d
 
     Args:
         path: of the log.
-        tell: is told of damaged lines, which are left out.
+        tell: is told of damaged parts, which are left out.
 
     Raises:
-        FileError: it cannot be read; or a line is damaged, and there is no `tell`.
+        FileError: it cannot be read, or is of another version; or a part is damaged, and there is no `tell`.
     """
-    return read_json_lines(path, _unseen, tell=tell)
+    return list(read_log(path, _unseen, tell=tell))
 
 
 def read_spans(path: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -146,7 +224,7 @@ def check_log(events: Iterable[Mapping[str, Any]]) -> list[int]:
     """Prove from its log alone that a run lost no group, trained none twice and kept its staleness bound.
 
     Args:
-        events: in order, as `observability.sinks.read_metrics` reads them.
+        events: in order, as `read_events` reads them.
 
     Returns:
         the groups that are neither trained on nor dropped where the log ends; a finished run has none.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.algorithms.ratios import mismatch, mismatch_metrics
+from millrace.algorithms.ratios import mismatch, mismatch_metrics, typical
 from millrace.algorithms.shaping import overlong_penalty
 from millrace.data.batch import Batch
 from millrace.data.packing import once_each, pack, with_gradient, without_twins
@@ -29,6 +29,9 @@ from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer
 from millrace.types import Group, Trajectory
+
+# Segments of a batch that teaches nothing, whose tokens trainer and sampler still compare.
+NUM_COMPARED = 8
 
 
 @dataclass(slots=True)
@@ -55,6 +58,21 @@ class Learner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """What trainer and sampler both gave a log-probability, before the first update of a batch.
+
+    Attributes:
+        batch: with the sampler's.
+        trainer_logprob_N: the trainer's, of the chosen tokens.
+        num_current: chosen tokens of segments that the trainer's own version sampled as a whole.
+    """
+
+    batch: Batch
+    trainer_logprob_N: Tensor
+    num_current: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchResult:
     """What one batch did.
 
@@ -63,6 +81,7 @@ class BatchResult:
         rows: one for each trajectory, for a table.
         reports: of the optimizer steps.
         batch: what was trained on, packed; None where nothing was.
+        compared: what was compared with the sampler's numbers; likewise.
         skipped: the packed batches whose optimizer step was skipped, as evidence.
         tokens_sampled: tokens drawn.
         tokens_trained: chosen tokens a gradient was computed for.
@@ -73,6 +92,7 @@ class BatchResult:
     rows: list[dict[str, Any]]
     reports: list[StepReport]
     batch: Batch | None
+    compared: Compared | None
     skipped: list[Batch]
     tokens_sampled: int
     tokens_trained: int
@@ -97,11 +117,7 @@ def train_on(
         policy_moves: False trains the critic alone.
     """
     groups, baselines = sampled.groups, sampled.baselines
-    kept = [
-        g
-        for g in range(len(groups))
-        if g not in sampled.left_out and not (baselines and math.isnan(baselines[g]))
-    ]
+    kept = _kept(sampled)
     every, group_of_every = usable(groups)
     inside = torch.isin(group_of_every, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0].tolist()
     trajectories, group_N = [every[i] for i in inside], group_of_every[inside]
@@ -132,10 +148,27 @@ def train_on(
     shown = [math.nan] * len(every)
     for i, advantage in zip(inside, _advantages(whole), strict=True):
         shown[i] = advantage
-    rows = rollout_rows(step, groups, shown)
     return BatchResult(
-        record, rows, done.reports, whole, done.skipped, tokens_sampled, done.tokens_trained, done.operations
+        record,
+        rollout_rows(step, groups, shown),
+        done.reports,
+        whole,
+        done.compared,
+        done.skipped,
+        tokens_sampled,
+        done.tokens_trained,
+        done.operations,
     )
+
+
+def _kept(sampled: Sampled) -> list[int]:
+    """The groups that are trained on."""
+    baselines = sampled.baselines
+    return [
+        g
+        for g in range(len(sampled.groups))
+        if g not in sampled.left_out and not (baselines and math.isnan(baselines[g]))
+    ]
 
 
 @dataclass(slots=True)
@@ -146,6 +179,7 @@ class _Done:
     critic_reports: list[StepReport] = field(default_factory=list)
     skipped: list[Batch] = field(default_factory=list)
     mismatch: dict[str, float] = field(default_factory=dict)
+    compared: Compared | None = None
     num_corrected: int = 0
     num_bounded: int = 0
     tokens_trained: int = 0
@@ -170,14 +204,20 @@ def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
 def _update(learner: Learner, batch: Batch, seed: int, done: _Done) -> None:
     """One optimizer step of the policy."""
     moving = moving_part(learner, batch, seed)
+    compared = moving
     if moving is not None:
         logprob_N = learner.trainer.forward_backward(moving)
         num_chosen = int(moving.action_mask_T.sum())
         done.tokens_trained += num_chosen
         done.operations += _operations(learner.shape, moving, num_predicted=num_chosen)
-        if not done.reports:
-            # Only before the first update is what is compared not of this batch's own making.
-            done.mismatch = _mismatch(logprob_N, moving, learner.trainer.version)
+    elif not done.reports:
+        # A sampler that writes nonsense earns the same everywhere; that must not hide it.
+        compared = batch.select(list(range(min(NUM_COMPARED, batch.num_segments))))
+        logprob_N = learner.trainer.scorer.logprobs(compared)[compared.action_mask_T]
+    if compared is not None and not done.reports:
+        # Only before the first update is what is compared not of this batch's own making.
+        done.mismatch, num_current = _mismatch(logprob_N, compared, learner.trainer.version)
+        done.compared = Compared(compared, logprob_N, num_current)
     done.reports.append(learner.trainer.optim_step())
     if done.reports[-1].skipped and moving is not None:
         done.skipped.append(moving)
@@ -244,7 +284,7 @@ def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
         mask_T = batch.action_mask_T
         log_ratio_N = (batch.proximal_logprob_T - batch.sampler_logprob_T)[mask_T]
         factor_N = method.correction(log_ratio_N, batch.segment_T[mask_T], batch.num_segments)
-        batch.correction_T = torch.ones_like(batch.weight_T).masked_scatter(mask_T, factor_N)
+        batch.correction_T = factor_N.new_ones(len(mask_T)).masked_scatter(mask_T, factor_N)
     return batch
 
 
@@ -277,7 +317,7 @@ def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:
     )
 
 
-def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> dict[str, float]:
+def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> tuple[dict[str, float], int]:
     """How far the trainer's log-probabilities are from the sampler's, before the first update.
 
     Args:
@@ -285,6 +325,10 @@ def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> dict[str, float]
         batch: with the sampler's.
         version: of the trainer's weights. Where older ones drew a part of the tokens, the rest is also
             compared alone: there nothing but arithmetic differs.
+
+    Returns:
+        the metrics, and how many tokens `current` is of: those of segments that this version sampled as a
+        whole, because a later token also depends on what an engine kept of the older weights.
     """
     mask_T = batch.action_mask_T
     trainer_N, sampler_N = logprob_N.cpu(), batch.sampler_logprob_T[mask_T]
@@ -293,7 +337,13 @@ def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> dict[str, float]
     if fresh_N.any() and not fresh_N.all():
         fresh = mismatch(trainer_N[fresh_N], sampler_N[fresh_N])
         found |= {"fresh_mean": fresh["mean"], "fresh_max": fresh["max"]}
-    return {f"mismatch/{key}": value for key, value in found.items()}
+    segment_N = batch.segment_T[mask_T]
+    num_older_B = torch.bincount(segment_N[~fresh_N], minlength=batch.num_segments)
+    current_N = num_older_B[segment_N] == 0
+    num_current = int(current_N.sum())
+    if num_current:
+        found["current"] = typical(trainer_N[current_N] - sampler_N[current_N])
+    return {f"mismatch/{key}": value for key, value in found.items()}, num_current
 
 
 def _count_bounded(method: Method, batch: Batch, done: _Done) -> None:

@@ -7,19 +7,21 @@ prompts are drawn with the same seeds, and timing alone decides which weights dr
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from millrace.config.sections import WarmupConfig
 from millrace.data.packing import pack_demonstrations
 from millrace.observability.profile import Profiler
 from millrace.observability.tables import write_table
-from millrace.orchestration.alarms import check_mismatch, check_rewards, check_steps
+from millrace.orchestration.alarms import check_current, check_mismatch, check_rewards, check_steps
+from millrace.orchestration.canary import rounding
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.evaluate import is_right
 from millrace.orchestration.follower import Follower
 from millrace.orchestration.learn import BatchResult, Learner, train_on
 from millrace.orchestration.memory import fullest
-from millrace.orchestration.methods import SHARES
+from millrace.orchestration.methods import build_warmup_token_weights
 from millrace.orchestration.source import Source
 from millrace.orchestration.utilization import reached
 
@@ -80,7 +82,7 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
     warmup = config.warmup
     assert warmup is not None
     trainer = controller.adopt(parts.imitator(progress.version), checkpoint)
-    stream = controller.stream()
+    stream, token_weights = controller.stream(), build_warmup_token_weights(config)
     controller.console.stage("warm-up", warmup.steps, progress.step)
     if progress.step == 0 and not config.steps:
         controller.publish()
@@ -93,7 +95,7 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
         with controller.spans("train"):
             prompts = stream.next(warmup.sequences_per_step)
             pairs = [(prompt.token_ids, parts.demonstrations[prompt.id]) for prompt in prompts]
-            batch = pack_demonstrations(pairs, SHARES[warmup.token_weights])
+            batch = pack_demonstrations(pairs, token_weights)
             trainer.forward_backward(batch)
             report = trainer.optim_step()
         progress.step += 1
@@ -258,3 +260,14 @@ def _account(controller: Controller, learner: Learner, result: BatchResult, told
         folder=folder,
     ):
         controller.warn(sentence)
+    most = config.limits.mismatch or rounding(config, config.rollout.temperature)
+    controller.warn(
+        check_current(
+            result.record,
+            result.compared,
+            warning=config.limits.mismatch_warning or most / 4,
+            # Ahead of training nothing rests on it: what is older is corrected, or told as staleness.
+            limit=math.inf if config.flow.staleness else most,
+            folder=folder,
+        )
+    )

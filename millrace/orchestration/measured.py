@@ -90,14 +90,14 @@ def read_measured(run: str | Path) -> Measured:
             f"run {run} drew its answers in the trainer's process, so nothing tells what a step of an engine "
             "costs; run the recipe with engine.processes=1"
         )
-    events = _lines(read_events, folder / "events.jsonl")
+    events = _lines(read_events, folder / "events.log")
     try:
         return _measured(run, config, records, events)
     except (KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
         # Of sound files, those of an older millrace lack some of it.
         reason = plain_text(f"{type(error).__name__}: {error}", 200)
         raise PlanError(
-            f"run {run}: its metrics.jsonl and events.jsonl do not tell together how long things took "
+            f"run {run}: its metrics.jsonl and events.log do not tell together how long things took "
             f"({reason}); measure another run"
         ) from None
 

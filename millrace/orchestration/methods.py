@@ -34,7 +34,7 @@ from millrace.training.objective import (
 # log-probabilities before the step, what the ratio is taken to, advantages [N], seed -> tokens apart.
 Selection = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 # How tokens share a loss, by the recipe's word; `fixed_length` needs the length besides.
-SHARES: dict[str, TokenWeights] = {
+SHARES: dict[str, Callable[..., Tensor]] = {
     "token_mean": weights.token_mean,
     "token_sum": weights.token_sum,
     "sequence_mean": weights.sequence_mean,
@@ -141,10 +141,20 @@ def build_control(config: RunConfig) -> KlControl | None:
 
 
 def build_token_weights(config: RunConfig) -> TokenWeights:
-    """How tokens share the loss of an optimizer step of reinforcement."""
+    """How tokens share the loss of an optimizer step of reinforcement, in float64 where the weights are."""
     if config.policy.token_weights == "fixed_length":
-        return partial(weights.fixed_length, length=config.rollout.max_tokens)
-    return SHARES[config.policy.token_weights]
+        return partial(weights.fixed_length, length=config.rollout.max_tokens, dtype=_weight_dtype(config))
+    return partial(SHARES[config.policy.token_weights], dtype=_weight_dtype(config))
+
+
+def build_warmup_token_weights(config: RunConfig) -> TokenWeights:
+    """How tokens share the loss of an optimizer step of the warm-up, which the recipe has."""
+    assert config.warmup is not None
+    return partial(SHARES[config.warmup.token_weights], dtype=_weight_dtype(config))
+
+
+def _weight_dtype(config: RunConfig) -> torch.dtype:
+    return torch.float64 if config.precision == "float64" else torch.float32
 
 
 def build_estimator(config: RunConfig) -> Estimator:

@@ -1,4 +1,4 @@
-"""What is known after each line of an event log, where no line may contradict those before it. No torch."""
+"""What is known after each event of a log, where none may contradict those before it. No torch."""
 
 from __future__ import annotations
 
@@ -121,17 +121,17 @@ def read(events: Iterable[Mapping[str, Any]]) -> _Reader:
         LogError: the first event that contradicts those before it, and why.
     """
     reader = _Reader()
-    for line, event in enumerate(events, start=1):
+    for number, event in enumerate(events, start=1):
         kind = event.get("kind", "without a kind")
         try:
             wrong = wrong_fact(event)
             _demand(wrong is None, str(wrong))
-            _demand((line == 1) == (kind == "begin"), "a log has one event begin, the first")
+            _demand((number == 1) == (kind == "begin"), "a log has one event begin, the first")
             if kind not in UNPROVED:
                 getattr(reader, kind)(event)
         except LogError as error:
             about = plain_text(str(kind), 100)
-            raise LogError(f"line {line} of the event log, {about}: {error}") from None
+            raise LogError(f"event {number} of the event log, {about}: {error}") from None
     return reader
 
 

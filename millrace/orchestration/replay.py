@@ -15,6 +15,7 @@ from millrace.observability.sinks import read_records
 from millrace.orchestration import launch
 from millrace.orchestration.build import choose_device
 from millrace.orchestration.comparison import check_evaluations, check_weights
+from millrace.orchestration.event_file import check_old
 from millrace.orchestration.events import check_log, read_events
 from millrace.orchestration.parts import SetupError
 from millrace.orchestration.progress import RunReport
@@ -214,6 +215,7 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
             f"run {shown(original.path)} would be replayed on CUDA, where sums have no fixed order; only "
             "runs on a CPU are replayed (if it was one, hide the GPUs with CUDA_VISIBLE_DEVICES=)"
         )
+    check_old(original.events)
     if not original.events.is_file() or not original.events.stat().st_size:
         raise ReplayError(f"run {shown(original.path)} has no event log: it has not come to its first batch")
 
@@ -227,7 +229,7 @@ def _check_ranks(parts: Sequence[Part], num_ranks: int) -> None:
     for part in parts:
         if len(part.threads) != num_ranks:
             raise ReplayError(
-                f"its event log is of {len(part.threads)} ranks from line {part.first} on, and the mesh of "
+                f"its event log is of {len(part.threads)} ranks from event {part.first} on, and the mesh of "
                 f"its recipe of {num_ranks}; a run whose mesh was changed on the way cannot be replayed"
             )
 

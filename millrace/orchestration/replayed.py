@@ -100,7 +100,7 @@ def _before(events: Sequence[Mapping[str, Any]], take: int) -> int:
 
 
 class Replayed(EventLog):
-    """The log of a run that repeats a part of another one: every line must be as it was there.
+    """The log of a run that repeats a part of another one: every event must be as it was there.
 
     What the log says next is the only clock: who waits for his turn asks `reached`.
     """
@@ -129,7 +129,7 @@ class Replayed(EventLog):
     @property
     def place(self) -> str:
         """Where the replay stands."""
-        return f"line {self._part.first + self._next} of the run's event log"
+        return f"event {self._part.first + self._next} of the run's event log"
 
     @property
     def script(self) -> Script:

@@ -66,7 +66,7 @@ class RunFolder:
         self.path = path
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
-        self.events = path / "events.jsonl"
+        self.events = path / "events.log"
         self.spans = shared / (f"spans-rank-{rank}.jsonl" if rank else "spans.jsonl")
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"

@@ -63,6 +63,74 @@ def chrome_trace(
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Steps of a run, and when they were.
+
+    Attributes:
+        first: step, counted from 1.
+        last: step.
+        num_steps: of the log; the last may be under way.
+        begin_s: second of the run at which the first began.
+        end_s: likewise.
+    """
+
+    first: int
+    last: int
+    num_steps: int
+    begin_s: float
+    end_s: float
+
+
+def window_of(events: Iterable[Mapping[str, Any]], first: int, last: int) -> Window:
+    """When the steps from `first` to `last` were, as far as there are any; each ends with its update.
+
+    Raises:
+        ValueError: the log ends before the first.
+    """
+    # When each step ended; the last one has not, as far as the log goes.
+    ends_s, taken, now_s = [], False, 0.0
+    for event in events:
+        now_s = event["time_s"]
+        if event["kind"] == "take":
+            taken = True
+        elif event["kind"] == "send" and taken:
+            ends_s.append(now_s)
+            taken = False
+    num_steps = len(ends_s) + taken
+    if first > max(num_steps, 1):
+        raise ValueError(f"the event log has {num_steps} steps, so none is from {first} to {last}")
+    begin_s = ends_s[first - 2] if first > 1 else 0.0
+    end_s = ends_s[last - 1] if last <= len(ends_s) else now_s
+    return Window(first, min(last, max(num_steps, 1)), num_steps, begin_s, end_s)
+
+
+def latest_window(events: Sequence[Mapping[str, Any]], most_slices: int) -> Window:
+    """The latest steps whose turns of the policy are not more than so many, and at least one step."""
+    counts = [0]
+    for event in events:
+        counts[-1] += event["kind"] in ("arrive", "part")
+        if event["kind"] == "take":
+            counts.append(0)
+    if not counts[-1] and len(counts) > 1:
+        counts.pop()
+    first, total = len(counts), counts[-1]
+    while first > 1 and total + counts[first - 2] <= most_slices:
+        first -= 1
+        total += counts[first - 1]
+    return window_of(events, first, len(counts))
+
+
+def within(trace: Mapping[str, Any], window: Window) -> dict[str, Any]:
+    """What of a trace was going on in a window: whole slices, and the names of the workers that have some."""
+    begin, end = window.begin_s * _MICRO, window.end_s * _MICRO
+    told = [one for one in trace["traceEvents"] if one["ph"] != "M"]
+    kept = [one for one in told if one["ts"] <= end and one["ts"] + one.get("dur", 0.0) >= begin]
+    workers = {one["pid"] for one in kept}
+    names = [one for one in trace["traceEvents"] if one["ph"] == "M" and one["pid"] in workers]
+    return {**trace, "traceEvents": names + kept}
+
+
 class _Reader:
     """Slices and moments of an event log."""
 

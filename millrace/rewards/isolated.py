@@ -19,6 +19,8 @@ from millrace.types import Outcome, Prompt
 
 _START_UP_S = 60.0
 _BATCH = 64
+# Answers of a call that still wait after so long are slow, and worth the start of more children.
+PATIENCE_S = 0.25
 _OPTIONS: Mapping[str, frozenset[str]] = {
     "number": frozenset(),
     "task": frozenset({"name", "options"}),
@@ -30,13 +32,17 @@ _NEEDS_ROW = frozenset({"task", "function"})
 
 @dataclass(slots=True)
 class _Work:
-    """One call of `score`: what was asked, which answers wait for a judge, and the outcomes so far."""
+    """One call of `score`: what was asked, which answers wait for a judge, and the outcomes so far.
+
+    Once `patient_s` of the clock is over, every answer that waits may have a child of its own.
+    """
 
     prompts: Sequence[Prompt]
     completions: Sequence[str]
     rows: dict[int, Any]
     waiting: deque[int]
     outcomes: dict[int, Outcome]
+    patient_s: float = math.inf
 
 
 class IsolatedReward:
@@ -47,8 +53,9 @@ class IsolatedReward:
     `{"kind": "function", "function": "module:function"}`.
 
     An answer whose judge takes too long, raises, dies or returns no finite number is `failed`; the others are
-    still scored, each judged once. Children start when first needed and end with `close` or with this
-    process, however it ends. Calls from several threads wait for each other.
+    still scored, each judged once. Children start when first needed, more of them where answers are many or
+    take long, and end with `close` or with this process, however it ends. Outcomes do not depend on how many
+    there are. Calls from several threads wait for each other.
 
     Args:
         spec: kind and options of the judge.
@@ -138,6 +145,7 @@ class IsolatedReward:
         with self._lock:
             try:
                 now = self._clock()
+                work.patient_s = now + PATIENCE_S
                 for process in self._processes:
                     if not process.ready:  # nobody listened to it since the last call
                         process.deadline = now + _START_UP_S
@@ -159,19 +167,20 @@ class IsolatedReward:
         self._processes.append(process)
 
     def _feed(self, work: _Work) -> None:
-        """Give every idle child a batch; start another child while there is more than a batch for each."""
+        """Give every idle child its part; start another one where there is more than they get done soon."""
         for process in list(self._processes):
             if process.ready and not process.batch and process.is_gone():
                 self._bury(process, work, process.obituary())
         free = [process for process in self._processes if not process.batch]
+        most = 1 if self._clock() >= work.patient_s else _BATCH
         while not self._processes or (
-            len(self._processes) < self._num_workers and len(work.waiting) > _BATCH * len(free)
+            len(self._processes) < self._num_workers and len(work.waiting) > most * len(free)
         ):
             self._start()
             free.append(self._processes[-1])
         for process in free:
             if process.ready and work.waiting:
-                share = min(_BATCH, math.ceil(len(work.waiting) / len(self._processes)))
+                share = min(_BATCH, math.ceil(len(work.waiting) / self._num_workers))
                 numbers = [work.waiting.popleft() for _ in range(share)]
                 process.deadline = self._clock() + self._timeout_s
                 process.ask(numbers, _message(work, numbers))
@@ -180,8 +189,10 @@ class IsolatedReward:
         """Wait for news or the next deadline, and act on it."""
         # Only who was late before this look at the pipes is late: news may have lain there unread.
         now = self._clock()
-        next_deadline = min(process.deadline for process in self._processes)
-        for process in {key.data for key, _ in self._selector.select(max(0.0, next_deadline - now))}:
+        next_s = min(process.deadline for process in self._processes)
+        if work.waiting and len(self._processes) < self._num_workers and work.patient_s > now:
+            next_s = min(next_s, work.patient_s)
+        for process in {key.data for key, _ in self._selector.select(max(0.0, next_s - now))}:
             for message in process.exchange():
                 self._receive(process, message, work)
         for process in list(self._processes):

@@ -17,7 +17,6 @@ from torch import Tensor
 from millrace.transport.canary import Canary
 from millrace.transport.delta import apply_changes, changes
 from millrace.transport.fingerprint import digest
-from millrace.transport.folder import give_size
 from millrace.transport.local import WeightSyncError
 from millrace.transport.sync import Note, Parcel
 
@@ -104,7 +103,7 @@ class SharedWeights:
 
     def _reserve(self, num_bytes: int) -> None:
         if num_bytes > len(self._memory):
-            give_size(self.handle, num_bytes, "memory that processes share")
+            _give_size(self.handle, num_bytes)
             self._memory = _mapped(self.handle, num_bytes)
 
 
@@ -163,9 +162,8 @@ class MappedWeights:
         """What `note` describes; see `sync.Incoming`."""
         note = self.note
         # Whoever ordered this has it taken again, from the same memory.
-        opening = {"version": note["version"], "again": False, "delta": False}
         proof = {name: note[name] for name in ("fingerprint", "canary")}
-        return Parcel(opening, self._read(note), lambda: proof)
+        return Parcel(note["version"], self._read(note), proof)
 
     def answer(self, note: Note) -> None:
         """Tell the trainer; see `sync.Incoming`."""
@@ -209,6 +207,21 @@ def pieces(note: Note, most_bytes: int) -> Iterator[tuple[int, int]]:
     for first, last in joined:
         for begin in range(first, last, most_bytes):
             yield begin, min(begin + most_bytes, last)
+
+
+def _give_size(handle: int, num_bytes: int) -> None:
+    """Give memory its size, and take the room: a mapped page for which there is none kills the process.
+
+    Raises:
+        WeightSyncError: there is no room.
+    """
+    os.ftruncate(handle, num_bytes)
+    try:
+        os.posix_fallocate(handle, 0, num_bytes)
+    except OSError as error:
+        raise WeightSyncError(
+            f"no room for {num_bytes} bytes in memory that processes share: {error.strerror}"
+        ) from error
 
 
 def _mapped(handle: int, num_bytes: int) -> Tensor:

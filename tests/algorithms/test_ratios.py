@@ -22,6 +22,7 @@ from millrace.algorithms.ratios import (
     normalise,
     rejection,
     truncate,
+    typical,
 )
 from tests.close import close_fp32, close_fp64
 
@@ -326,3 +327,16 @@ def test_bounds_at_the_edge_are_taken() -> None:
     close_fp32(icepop(ONE, low=0.0, high=0.5), [0.0])
     assert reject(estimator="k2", low=None, high=0.5).tolist() == [True]
     assert reject(low=0.3, high=0.4).tolist() == [True]  # e^-1 = 0.37
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [([-3.0], 3.0), ([1.0, -9.0], 1.0), ([1.0] * 150 + [-99.0], 1.0), ([1.0, -2.0] * 150 + [9.0] * 3, 1.5)],
+)
+def test_the_typical_difference_leaves_out_the_few_that_are_far(x, expected):
+    close_fp64(typical(torch.tensor(x)), expected)
+
+
+def test_there_is_no_typical_difference_of_no_tokens():
+    with pytest.raises(ValueError, match="of no tokens is not defined"):
+        typical(torch.zeros(0))

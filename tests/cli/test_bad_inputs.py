@@ -20,6 +20,7 @@ from tests.cli.lab import Lab, Result
 from tests.cli.preferences import language_model, pair_lines
 from tests.cli.test_engines import ENGINES
 from tests.cli.test_stopped_runs import STOPPED
+from tests.event_logs import change_events
 from tests.house.source import ROOT
 
 ROW = re.compile(r"^\| (?P<wrong>.+?) \| `(?P<seen>[^`]+)` \| (?P<code>\d+) \|$", re.M)
@@ -28,7 +29,6 @@ PAGE = {
     for row in ROW.finditer((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
 }
 DEADLINE_S = 60
-ENDS = '"number": 3, "births"', '"number": 2, "births"'  # in as many bytes
 LONG = json.dumps({"question": "1+" * 40 + "1", "answer": "41"})
 
 
@@ -155,10 +155,27 @@ def limited_file_size(lab: Lab) -> Result:
 def changed(name: str, change: Callable[[list[str]], list[str]]) -> Callable[[], None]:
     def do() -> None:
         path = Path("runs/tiny-1", name)
+        if path.suffix == ".log":
+            change_events(path, change)
+            return
         lines = change(path.read_text().splitlines())
         path.write_text("".join(f"{line}\n" for line in lines))
 
     return do
+
+
+def flipped() -> None:
+    """A byte of the first block of the event log."""
+    path = Path("runs/tiny-1/events.log")
+    content = bytearray(path.read_bytes())
+    content[60] ^= 1
+    path.write_bytes(content)
+
+
+def older_log() -> None:
+    """The event log has the name and the words of version 1."""
+    path = Path("runs/tiny-1/events.log")
+    path.rename(path.with_name("events.jsonl"))
 
 
 def without(text: str) -> Callable[[list[str]], list[str]]:
@@ -321,18 +338,19 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the checkpoint is of another model than the recipe's": resumed_after(
         changed("recipe.yaml", instead("hidden_size: 16", "hidden_size: 32"))
     ),
-    "the event log was changed since the checkpoint": resumed_after(changed("events.jsonl", instead(*ENDS))),
+    "the event log was changed since the checkpoint": resumed_after(flipped),
     "there is no such checkpoint": after_a_run("evaluate", "runs/tiny-1", "--checkpoint", "step-9"),
     "the disk is full": full_disk,
     "a file may not grow that large": limited_file_size,
     "the folder is read-only": read_only,
     **ENGINES,
-    "the run to replay has no event log": replayed(changed("events.jsonl", lambda lines: [])),
-    "a line of its event log is gone": replayed(changed("events.jsonl", without('"number": 3, "births"'))),
-    "its event log was written by an older version": replayed(changed("events.jsonl", without('"heard"'))),
-    "its event log does not tell threads": replayed(changed("events.jsonl", without('"threads"'))),
+    "the run to replay has no event log": replayed(changed("events.log", lambda lines: [])),
+    "a line of its event log is gone": replayed(changed("events.log", without('"number": 3, "births"'))),
+    "its event log is of an older version": replayed(older_log),
+    "its event log does not say what was heard": replayed(changed("events.log", without('"heard"'))),
+    "its event log does not tell threads": replayed(changed("events.log", without('"threads"'))),
     "its mesh was changed on the way": replayed(
-        changed("events.jsonl", instead('"ranks": [1]', '"ranks": [1, 1]'))
+        changed("events.log", instead('"ranks": [1]', '"ranks": [1, 1]'))
     ),
     "the repetition is not the run": replayed(changed("metrics.jsonl", with_a_better_reward)),
     "a branch is to begin after the last whole batch": replayed(None, "--from-step=3", "--set=steps=9"),

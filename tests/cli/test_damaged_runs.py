@@ -11,6 +11,7 @@ import pytest
 
 from millrace.observability.files import FileError
 from millrace.observability.report import write_report
+from millrace.orchestration.event_file import MARK
 from tests.cli.damage import Told, check_told, copy_of, damage, files_of, make_run, millrace
 
 # Commands that only look, some milliseconds each; then those that load weights, and those that train.
@@ -165,21 +166,20 @@ def test_a_finished_run_whose_summary_is_damaged_can_be_resumed_and_has_one_agai
 
 
 @pytest.mark.attack("a damaged file of a run or a model")
-def test_a_damaged_line_is_left_out_of_a_trace_and_refused_by_a_replay(run):
+def test_a_damaged_block_is_left_out_of_a_trace_and_refused_by_a_replay(run):
     copy = copy_of(run, "copy")
-    path = copy / "events.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    place = next(i for i, line in enumerate(lines) if '"arrive"' in line)
-    lines[place] = lines[place].replace('"sample": ', '"sample": x')
-    path.write_text("".join(lines) + '{"kind": "ta')
+    path = copy / "events.log"
+    content = bytearray(path.read_bytes())
+    content[60] ^= 1
+    path.write_bytes(content + MARK + b"\x09")
     seen = millrace("trace", str(copy), "--output", str(copy / "t.json"))
     assert seen.code == 0
     first, last = seen.err.splitlines()
-    assert first.startswith(f"note: {path}: line {place + 1} is not JSON: ")
-    assert last == f"note: {path}: the last line is not whole; left out"
+    assert first == f"note: {path}: block 1 is damaged; left out"
+    assert last == f"note: {path}: the last block is not whole; left out"
     told = millrace("replay", str(copy), "--quiet")
     assert told.code == 1
-    assert told.err.startswith(f"error: run {copy}: {path} line {place + 1} is not JSON: ")
+    assert told.err == f"error: run {copy}: {path}: block 1 is damaged; restore it from a copy\n"
 
 
 @pytest.mark.attack("a damaged file of a run or a model")

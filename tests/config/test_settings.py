@@ -90,6 +90,15 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "or steps above 0",
     ),
     (
+        {"limits": {"mismatch": 0.1, "mismatch_warning": 0.2}},
+        "limits.mismatch_warning 0.2 is above limits.mismatch 0.1, at which a run stops; lower it",
+    ),
+    (
+        {"limits": {"mismatch": 0.1}, "flow": {"staleness": 1}},
+        "limits.mismatch has no effect with flow.staleness above 0, where a mismatch alone stops no run; set "
+        "limits.mismatch_warning",
+    ),
+    (
         {"rollout": {"samples_per_prompt": 1}},
         "rollout.samples_per_prompt is 1, but advantage kind group compares the samples of a prompt; raise "
         "it to 2 or more, or choose another kind",

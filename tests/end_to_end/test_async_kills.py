@@ -96,7 +96,7 @@ def test_a_trainer_that_dies_before_any_effect_is_resumed_and_leaves_nothing_beh
     chunk: int, undisturbed: Undisturbed
 ) -> None:
     # Before that it does what the run of `test_kill` does.
-    first = undisturbed.effects.index("open events.jsonl")
+    first = undisturbed.effects.index("open events.log")
     for place in range(first + chunk, len(undisturbed.effects), NUM_CHUNKS):
         undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=place // NUM_CHUNKS % 3)
 

@@ -21,7 +21,7 @@ DEATHS = [
     (1, "write checkpoints/.aside-step-000000/model/model-00002-of-00002.safetensors"),
     (1, "all_gather (20)"),
     (1, "write checkpoints/.aside-step-000002/optimizer/critic/rank-00001.safetensors"),
-    (0, "append events.jsonl (4)"),
+    (0, "append events.log (4)"),
     (0, "rename .summary.json.aside to summary.json"),
 ]
 

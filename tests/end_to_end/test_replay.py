@@ -13,12 +13,14 @@ import pytest
 
 from millrace.observability.sinks import read_metrics
 from millrace.orchestration.controller import Controller
-from millrace.orchestration.events import check_log
+from millrace.orchestration.event_file import encode
+from millrace.orchestration.events import check_log, read_events
 from millrace.orchestration.replay import Replay, replay
 from millrace.orchestration.runtime.script import ReplayError
 from tests.end_to_end.async_runs import engines_below, events_of, go_on, run
 from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
+from tests.event_logs import write_events
 
 AHEAD: dict[str, Any] = {"flow.staleness": 2, "steps": 8, "engine.processes": 2}
 # Longer answers, so that weights mostly arrive while they are drawn.
@@ -121,10 +123,12 @@ def test_a_killed_run_is_repeated_as_far_as_its_log_goes(folder):
     path = folder / "runs" / "killed"
     shutil.copytree(folder / "runs" / "recompute", path)
     (path / "summary.json").unlink()
-    events = (path / "events.jsonl").read_bytes().split(b"\n")
-    takes = [place for place, line in enumerate(events) if b'"take"' in line]
-    # In the middle of a line after the sixth batch.
-    (path / "events.jsonl").write_bytes(b"\n".join(events[: takes[5] + 2]) + b'\n{"kind')
+    log = path / "events.log"
+    events = read_events(log)
+    takes = [place for place, event in enumerate(events) if event["kind"] == "take"]
+    # In the middle of a block after the sixth batch.
+    write_events(log, events[: takes[5] + 2])
+    log.write_bytes(log.read_bytes() + encode(events[takes[5] + 2 :])[:-9])
     found = replay(path, quiet=True)
     assert found.num_batches == 5
     summary = json.loads((found.run / "summary.json").read_text())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -93,3 +94,20 @@ def test_a_flipped_byte_within_a_table_is_found(tmp_path):
 def test_a_table_without_checksums_is_read_too(tmp_path):
     pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "old.parquet")
     assert read_table(tmp_path / "old.parquet") == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_column_of_arrays_keeps_their_dtype(tmp_path, dtype):
+    """Log-probabilities in float32 take half the room."""
+    import pyarrow.parquet as pq
+
+    values = np.array([-0.1, -1e-9], dtype)
+    write_table(tmp_path / "t.parquet", [{"logprobs": values}])
+    assert (
+        str(pq.read_schema(tmp_path / "t.parquet").field("logprobs").type.value_type)
+        == {
+            "float32": "float",
+            "float64": "double",
+        }[dtype]
+    )
+    assert read_table(tmp_path / "t.parquet") == [{"logprobs": values.tolist()}]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.observability.sinks import read_metrics
-from millrace.orchestration.events import EventLog, check_log, flow_after
+from millrace.orchestration.events import EventLog, check_log, flow_after, read_events
 from millrace.orchestration.proof import LogError
 
 Events = list[dict[str, Any]]
@@ -303,12 +301,12 @@ def test_no_event_can_be_lost_or_doubled():
 
 
 def test_events_are_flushed_at_each_take_and_rewound(tmp_path: Path):
-    path, times = tmp_path / "events.jsonl", iter(range(9))
+    path, times = tmp_path / "events.log", iter(range(9))
     log = EventLog(path, lambda: next(times) + 0.1234567)
     log.add("start", number=0, prompt="ä", published=0, engine="a")
     assert path.read_bytes() == b""
     log.add("take", batch=0, numbers=[0], staleness=[0], left_out=[], withheld={})
-    first, second = read_metrics(path)
+    first, second = read_events(path)
     assert first == {
         "kind": "start", "time_s": 0.123457, "number": 0, "prompt": "ä", "published": 0, "engine": "a",
     }  # fmt: skip
@@ -319,25 +317,14 @@ def test_events_are_flushed_at_each_take_and_rewound(tmp_path: Path):
     log.rewind(position)
     log.add("save", name="step-000001")
     log.close()
-    assert [line["kind"] for line in read_metrics(path)] == ["start", "take", "save"]
+    assert [line["kind"] for line in read_events(path)] == ["start", "take", "save"]
 
 
 def test_an_event_without_its_facts_is_refused(tmp_path: Path):
-    log = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
+    log = EventLog(tmp_path / "events.log", lambda: 0.0)
     with pytest.raises(ValueError, match="event lost lacks reason"):
         log.add("lost", engine="a")
     with pytest.raises(ValueError, match="event gossip lacks such a kind"):
         log.add("gossip")
     log.close()
-    assert read_metrics(tmp_path / "events.jsonl") == []
-
-
-@pytest.mark.parametrize("line", [b"{cut", b"[1, 2]"])
-def test_a_line_that_is_no_event_is_found_in_the_file(tmp_path, line):
-    with_it = tmp_path / "events.jsonl"
-    with_it.write_bytes(b'{"kind": "hold"}\n' + line + b"\n")
-    with closing(EventLog(with_it, lambda: 0.0)) as log:
-        events = log.events()
-        assert next(events) == {"kind": "hold"}
-        with pytest.raises(LogError, match="line 2 of the event log is not a JSON object"):
-            next(events)
+    assert read_events(tmp_path / "events.log") == []

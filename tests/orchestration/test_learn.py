@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from millrace.data.packing import pack
 from millrace.models.logprobs import chosen_logprobs
 from millrace.orchestration import learn
 from millrace.orchestration.step import Sampled
@@ -160,7 +161,36 @@ def test_a_batch_of_equal_rewards_still_steps():
     result = run(one, scored([1.0, 1.0]))
     assert (batches, one.trainer.version, result.tokens_trained) == ([], 1, 0)
     assert (result.record["policy/gradient_norm"], result.record["policy/skipped_steps"]) == (0.0, 0)
-    assert "mismatch/k1" not in result.record
+
+
+def test_a_batch_of_equal_rewards_is_compared_with_the_weights_that_sampled_it():
+    """Nonsense earns the same everywhere: a broken sampler must not hide behind it."""
+    one, other = learner(centred()), learner(centred())
+    found = run(one, scored([1.0, 1.0])).record
+    batches = watched(other.trainer)
+    run(other, scored([1.0, 0.0]))
+    with torch.no_grad():
+        logprob_N = chosen_logprobs(tiny_model(), batches[0], temperature=1.0)[0]
+    close_fp32(found["mismatch/max"], float((logprob_N + 3.0).abs().max()))
+
+
+@pytest.mark.parametrize(("versions", "expected"), [((4, 4), 1.5), ((3, 4), 1.0), ((3, 3), None)])
+def test_only_segments_of_the_current_weights_alone_are_judged(versions, expected):
+    """A fresh token after an older one depends on what the engine kept of the older weights."""
+    batch = pack(
+        [
+            trajectory((5,), (1, 2), logprobs=[-1.0, -1.0], version=versions[0]).scored(
+                Outcome("score", 1.0)
+            ),
+            trajectory((5,), (1,), logprobs=[-1.0], version=versions[1]).scored(Outcome("score", 1.0)),
+        ]
+    )
+    # The largest of the three differences is left out where all are judged.
+    found, count = learn._mismatch(torch.tensor([-3.0, -9.0, -2.0]), batch, 4)
+    assert count == (3 if versions == (4, 4) else 1 if expected else 0)
+    assert found.get("mismatch/current") == expected
+    batch.version_T[1] = 3
+    assert learn._mismatch(torch.tensor([-3.0, -9.0, -2.0]), batch, 4)[1] == (1 if versions[1] == 4 else 0)
 
 
 def test_what_is_said_twice_in_a_group_is_computed_once_with_both_shares():

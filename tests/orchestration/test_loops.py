@@ -61,6 +61,7 @@ REINFORCEMENT = {
     *(f"mismatch/{name}" for name in ("k1", "k3", "mean", "max", "chi_square_token", "chi_square_sequence")),
     *(f"mismatch/perplexity_{name}" for name in ("trainer", "sampler", "ratio")),
     "mismatch/effective_share",
+    "mismatch/current",
     "tokens/sampled",
     "tokens/trained",
     *(f"time/{part}_s" for part in ("sample", "score", "train", "sync", "other", "step", "wall")),

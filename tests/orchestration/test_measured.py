@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from millrace.orchestration import simulation
+from millrace.orchestration.events import read_events
 from millrace.orchestration.machines import measured_work
 from millrace.orchestration.measured import read_measured
 from millrace.orchestration.simulation import simulate
 from millrace.planner.errors import PlanError
 from millrace.planner.simulate import constant
 from tests.close import close_fp64
+from tests.event_logs import change_events, write_events
 from tests.orchestration.written import COSTS, OTHER_S, write_run
 
 
@@ -60,8 +61,8 @@ def test_what_does_not_tell_its_durations_is_refused(tmp_path, monkeypatch):
         with pytest.raises(PlanError, match=said):
             read_measured(tmp_path / name)
     write_run(tmp_path / "run", monkeypatch)
-    (tmp_path / "run" / "events.jsonl").unlink()
-    with pytest.raises(PlanError, match=r"events\.jsonl cannot be read"):
+    (tmp_path / "run" / "events.log").unlink()
+    with pytest.raises(PlanError, match=r"events\.log cannot be read"):
         read_measured(tmp_path / "run")
     write_run(tmp_path / "run", monkeypatch)
     (tmp_path / "run" / "metrics.jsonl").write_text("{\n", encoding="utf-8")
@@ -71,20 +72,20 @@ def test_what_does_not_tell_its_durations_is_refused(tmp_path, monkeypatch):
 
 def test_a_log_that_does_not_say_what_was_asked_is_refused(tmp_path, monkeypatch):
     write_run(tmp_path / "run", monkeypatch)
-    path = tmp_path / "run" / "events.jsonl"
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"dispatch"' not in line), "utf-8")
+    change_events(
+        tmp_path / "run" / "events.log", lambda lines: [line for line in lines if '"dispatch"' not in line]
+    )
     with pytest.raises(PlanError, match="does not say what was asked of engines; an older millrace wrote it"):
         read_measured(tmp_path / "run")
 
 
 def test_too_few_answers_are_refused(tmp_path, monkeypatch):
     write_run(tmp_path / "run", monkeypatch)
-    path = tmp_path / "run" / "events.jsonl"
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    path = tmp_path / "run" / "events.log"
+    lines = read_events(path)
     kept = [line for line in lines if line["kind"] != "arrive" or line["number"] < 5]
     kept = [line for line in kept if line["kind"] != "finish" or line["number"] < 5]
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+    write_events(path, kept)
     with pytest.raises(PlanError, match="durations need 8 at least, so let it sample more"):
         read_measured(tmp_path / "run")
 

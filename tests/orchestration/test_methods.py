@@ -20,6 +20,7 @@ from millrace.orchestration.methods import (
     build_method,
     build_objective,
     build_token_weights,
+    build_warmup_token_weights,
 )
 from millrace.training import estimate
 from millrace.training.estimate import Scored
@@ -385,3 +386,17 @@ def test_with_interpolation_the_correction_is_made_in_the_loss():
     lag_N = (4 - batch.version_T[batch.action_mask_T]).clamp(min=1)
     close_fp32(report["correction"], (0.5 * (1 - 1 / lag_N)).exp().clamp(max=1.01))
     assert 1.0 < float(report["correction"].mean()) < 1.01
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "token_sum", "sequence_mean", "sequence_sum", "fixed_length"])
+def test_token_weights_of_a_run_in_float64_are_float64(kind):
+    """In float32, a third is off by 1e-8."""
+    mask_T, segment_T = torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 2])
+    config = recipe(rollout={"max_tokens": 7}, policy={"token_weights": kind}, precision="float64")
+    found_T = build_token_weights(config)(mask_T, segment_T)
+    share = {"token_sum": 1.0, "fixed_length": 1 / 21}.get(kind, 1 / 3)
+    assert found_T.dtype == torch.float64 and found_T.tolist() == [share] * 3
+    if kind != "fixed_length":
+        of_warmup = recipe(warmup={"steps": 1, "token_weights": kind}, precision="float64")
+        found_T = build_warmup_token_weights(of_warmup)(mask_T, segment_T)
+        assert found_T.dtype == torch.float64 and found_T.tolist() == [share] * 3

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.observability.sinks import read_metrics
-from millrace.orchestration.events import check_log
+from millrace.orchestration.events import check_log, read_events
 from millrace.orchestration.replayed import Part, Replayed, parts_of
 from millrace.orchestration.runtime.script import ReplayError, Script
 from tests.orchestration.manual import Manual, rollouts_over, serving
@@ -94,7 +93,7 @@ def test_each_part_is_repeated_with_the_threads_that_its_ranks_had():
 
 
 def replayed(folder: Path, recorded: list[dict[str, Any]]) -> Replayed:
-    return Replayed(folder / "events.jsonl", lambda: 7.0, Part(recorded, 40, Script([]), 0))
+    return Replayed(folder / "events.log", lambda: 7.0, Part(recorded, 40, Script([]), 0))
 
 
 TAKEN: dict[str, Any] = {"batch": 0, "numbers": [3], "staleness": [0], "left_out": [], "withheld": {}}
@@ -128,7 +127,7 @@ def test_what_engines_took_up_is_copied_and_all_else_is_as_it_was(tmp_path):
     log.add("save", name="step-000001")
     log.close()
     told = [{**event, "time_s": 7.0} for event in [*RECORDED, {"kind": "save", "name": "step-000001"}]]
-    assert read_metrics(tmp_path / "events.jsonl") == told
+    assert read_events(tmp_path / "events.log") == told
 
 
 @pytest.mark.parametrize(
@@ -146,13 +145,13 @@ def test_the_first_line_that_differs_is_named(kind, facts, message, tmp_path):
     log = replayed(tmp_path, RECORDED)
     with pytest.raises(ReplayError) as caught:
         log.add(kind, **facts)
-    assert str(caught.value) == f"line 40 of the run's event log, heard: {message} in the replay"
+    assert str(caught.value) == f"event 40 of the run's event log, heard: {message} in the replay"
     log.close()
 
 
 def test_what_the_trainer_did_not_do_there_is_refused(tmp_path):
     log = replayed(tmp_path, RECORDED[3:])
-    with pytest.raises(ReplayError, match="line 40 of .*: the run did take here, and the replay does send"):
+    with pytest.raises(ReplayError, match="event 40 of .*: the run did take here, and the replay does send"):
         log.reached("send")
     log.add("take", **TAKEN)
     with pytest.raises(ReplayError, match="the replay is not the run: its log ends before this take"):

@@ -12,13 +12,13 @@ import pytest
 
 from millrace.data.prompts import PromptStream
 from millrace.observability.metrics import Spans
-from millrace.observability.sinks import read_metrics
-from millrace.orchestration.events import EventLog
+from millrace.orchestration.events import EventLog, read_events
 from millrace.orchestration.methods import build_method
 from millrace.orchestration.ranks import Ranks
 from millrace.orchestration.runtime.inline import InlineRuntime
 from millrace.orchestration.source import Source
 from millrace.training.checkpoint import CheckpointError
+from tests.event_logs import change_events
 from tests.orchestration.pieces import parts, recipe
 from tests.orchestration.test_source import DIFFERENT, Echo, Table, prompts
 
@@ -33,7 +33,7 @@ def source_in(folder: Path) -> Source:
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
         runtime=InlineRuntime(engine, Table({f"p{n}": DIFFERENT for n in range(8)}), engine.load),
-        log=EventLog(folder / "events.jsonl", lambda: 0.0),
+        log=EventLog(folder / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),
         watchdog=None,
@@ -55,14 +55,17 @@ def saved(tmp_path: Path) -> Path:
 
 
 def in_log(old: str, new: str) -> Callable[[Path], None]:
-    """Other words of the same length, so that the checkpoint still ends where a line does."""
-    assert len(old) == len(new)
+    """Other words in one event; the checkpoint still ends where a block does."""
 
     def change(folder: Path) -> None:
-        path = folder / "events.jsonl"
-        text = path.read_text()
-        assert text.count(old) == 1
-        path.write_text(text.replace(old, new))
+        def replaced(lines: list[str]) -> list[str]:
+            assert sum(old in line for line in lines) == 1
+            return [line.replace(old, new) for line in lines]
+
+        change_events(folder / "events.log", replaced)
+        words = json.loads((folder / "rollouts.json").read_text())
+        words["log_bytes"] = (folder / "events.log").stat().st_size
+        (folder / "rollouts.json").write_text(json.dumps(words))
 
     return change
 
@@ -92,8 +95,8 @@ def train_twice(flow: dict[str, Any]) -> None:
 
 
 def cut(folder: Path) -> None:
-    path = folder / "events.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    path = folder / "events.log"
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 TAMPERED = {
@@ -132,11 +135,11 @@ def test_an_honest_run_goes_on_to_its_end_however_often_it_is_taken_up(saved: Pa
             source.published(version + 1)
             source.save(saved)
     assert trained == ["p2", "p3", "p4", "p5", "p6", "p7"]
-    assert [event["kind"] for event in read_metrics(saved / "events.jsonl")].count("resume") == 3
+    assert [event["kind"] for event in read_events(saved / "events.log")].count("resume") == 3
 
 
 def test_where_the_newest_checkpoint_is_refused_the_one_before_is_gone_on_from(saved: Path) -> None:
-    older, position = saved / "older", (saved / "events.jsonl").stat().st_size
+    older, position = saved / "older", (saved / "events.log").stat().st_size
     older.mkdir()
     for name in ("rollouts.json", "rollouts.safetensors"):
         shutil.copy(saved / name, older)
@@ -145,9 +148,10 @@ def test_where_the_newest_checkpoint_is_refused_the_one_before_is_gone_on_from(s
         source.next_batch()
         source.published(2)
         source.save(saved)
-    log = (saved / "events.jsonl").read_bytes()
-    (saved / "events.jsonl").write_bytes(log[:position] + log[position:].replace(b'"take"', b'"tuke"'))
-    with source_in(saved) as source, pytest.raises(CheckpointError, match="a kind that is known"):
+    log = bytearray((saved / "events.log").read_bytes())
+    log[position + 20] ^= 1
+    (saved / "events.log").write_bytes(log)
+    with source_in(saved) as source, pytest.raises(CheckpointError, match="block 3 of the event log is dam"):
         source.begin(saved, 2)
     with source_in(saved) as source:
         source.begin(older, 1)

@@ -12,8 +12,7 @@ import pytest
 
 from millrace.data.prompts import PromptStream
 from millrace.observability.metrics import Spans
-from millrace.observability.sinks import read_metrics
-from millrace.orchestration.events import EventLog
+from millrace.orchestration.events import EventLog, read_events
 from millrace.orchestration.flow import Taken
 from millrace.orchestration.methods import build_method
 from millrace.orchestration.ranks import Ranks
@@ -191,7 +190,7 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
         runtime=InlineRuntime(engine, Table(rows), engine.load),
-        log=EventLog(tmp_path / "events.jsonl", lambda: 0.0),
+        log=EventLog(tmp_path / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),
         watchdog=None,
@@ -229,7 +228,7 @@ def told_of(folder, rows, **sections):
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
         runtime=InlineRuntime(engine, Table(rows, dict.fromkeys(rows, 0.5) | {"p3": None}), engine.load),
-        log=EventLog(folder / "events.jsonl", lambda: 0.0),
+        log=EventLog(folder / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),
         watchdog=None,
@@ -276,7 +275,7 @@ class Ending(Replayed):
 def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     """In the run they were asked for something else next, or for nothing."""
     runtime, config = Manual("a", sleeps=True), recipe(steps=4, flow={"staleness": 1})
-    log = Ending(tmp_path / "events.jsonl", lambda: 0.0, Part([], 1, Script([]), 2))
+    log = Ending(tmp_path / "events.log", lambda: 0.0, Part([], 1, Script([]), 2))
     source = Source(
         config,
         parts(runtime=runtime, method=build_method(config), train_prompts=prompts(8)),
@@ -294,7 +293,7 @@ def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
             time.sleep(0.001)
         source.save(tmp_path)
     assert runtime.taken("abort") == []
-    kinds = [event["kind"] for event in read_metrics(tmp_path / "events.jsonl")]
+    kinds = [event["kind"] for event in read_events(tmp_path / "events.log")]
     assert kinds[-1] == "save" and "hold" not in kinds
     assert json.loads((tmp_path / "rollouts.json").read_text())["rollouts"]
 

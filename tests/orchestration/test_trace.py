@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.observability.sinks import read_metrics
+from millrace.orchestration.events import read_events
 from millrace.orchestration.trace import chrome_trace
 from tests.orchestration.written import write_run
 
@@ -149,7 +149,7 @@ def test_each_rank_is_a_process_of_its_own():
 def test_all_that_a_run_did_is_in_its_trace(tmp_path, monkeypatch):
     """And no two slices of a lane are at the same time."""
     write_run(tmp_path, monkeypatch, staleness=2, num_engines=3)
-    events = read_metrics(tmp_path / "events.jsonl")
+    events = read_events(tmp_path / "events.log")
     found = told(events)
     arrivals = [one for one in events if one["kind"] == "arrive"]
     draws = [row for name, rows in found.items() if "engine" in name for row in rows if "group" in row[1]]

@@ -10,6 +10,7 @@ from millrace.orchestration.runtime.virtual import VirtualRuntime
 from millrace.orchestration.runtime.virtual_engine import Costs
 from millrace.orchestration.simulation import Work, simulate
 from millrace.planner.simulate import Service, constant, exponential, lognormal
+from tests.event_logs import write_events
 
 RECIPE = """steps: {steps}
 device: cpu
@@ -62,6 +63,6 @@ def write_run(folder, monkeypatch, *, staleness=0, steps=30, processes=1, num_en
     (folder / "recipe.yaml").write_text(
         RECIPE.format(steps=steps, processes=processes, staleness=staleness), encoding="utf-8"
     )
-    for name, lines in (("metrics", records), ("events", events)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records), "utf-8")
+    write_events(folder / "events.log", events)
     return run

@@ -221,6 +221,23 @@ def test_several_judges_work_at_once(make):
     assert len({outcome.value for outcome in outcomes}) == 2
 
 
+def test_few_answers_that_take_long_have_a_judge_each(make):
+    """A worker that is asked for waits for no more answers than there are: the three wait for each other."""
+    outcomes = score(make(num_workers=3), *["meet 3"] * 3)
+    assert [outcome.kind for outcome in outcomes] == ["score"] * 3
+    assert len({outcome.value for outcome in outcomes}) == 3
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_outcomes_do_not_depend_on_how_many_judges_there_are(make, num_workers):
+    """A judge that dies or raises fails the same answers, however they were dealt."""
+    completions = [["value 1", "die 3", "raise it", "value 2"][i % 4] for i in range(8)]
+    outcomes = score(make(num_workers=num_workers), *completions)
+    assert [outcome.kind for outcome in outcomes] == ["score", "failed", "failed", "score"] * 2
+    assert [outcome.value for outcome in outcomes if outcome.kind == "score"] == [1.0, 2.0] * 2
+    assert sorted(calls()) == sorted(completions)
+
+
 def test_a_judge_is_kept_between_calls_and_replaced_if_it_died_meanwhile(make):
     reward = make()
     first, second = score(reward, "pid")[0].value, score(reward, "pid")[0].value

@@ -1,12 +1,10 @@
-"""Weights of every awkward kind, a sampler to load them, and carriers whose both ends run in one thread."""
+"""Weights of every awkward kind, and samplers to load them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from threading import Thread
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +12,10 @@ from torch import Tensor, nn
 
 from millrace.inference.weights import load_in_place
 from millrace.transport.fingerprint import fingerprint
-from millrace.transport.folder import FolderReceiver, FolderSender
-from millrace.transport.local import WeightSyncError
-from millrace.transport.sync import Note, WeightReceiver, WeightSender
+from millrace.transport.memory import MappedWeights, SharedWeights, pieces
+from millrace.transport.sync import Note, WeightReceiver
 
 Named = Sequence[tuple[str, Tensor]]
-MakePair = Callable[..., "Pair"]
 
 
 def awkward(seed: int = 0) -> list[tuple[str, Tensor]]:
@@ -81,68 +77,22 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-class InTurn:
-    """A folder whose samplers read while the sender waits for them; `harm` comes before they find it."""
+class Elsewhere:
+    """A sampler with memory of its own, to which pieces are carried."""
 
-    def __init__(self, carrier: FolderSender, receivers: Sequence[WeightReceiver]) -> None:
-        self.device = carrier.device
-        self.carrier, self.receivers = carrier, receivers
-        self.harm: Callable[[], object] = lambda: None
-        self.num_sent = 0
-        self.again = False
-        # Those that receive: one that refused what comes again goes on waiting.
-        self.receiving: dict[WeightReceiver, Thread] = {}
+    def __init__(self, shared: SharedWeights, named: Named) -> None:
+        self.shared, self.memory = shared, os.memfd_create("elsewhere")
+        self.sampler, self.answers, self.num_bytes = Sampler(named), [], 0
+        self.carrier = MappedWeights(self.memory, self.answers.append)
+        self.receiver = WeightReceiver(self.carrier, self.sampler.load, self.sampler.held)
 
-    def put(self, opening: Note, named: Any, closing: Callable[[], Note]) -> int:
-        def harmed() -> Note:
-            self.harm()
-            return closing()
-
-        self.num_sent += 1
-        self.again = opening["again"]
-        return self.carrier.put(opening, named, harmed)
-
-    def answers(self) -> list[Note]:
-        for receiver in self.receivers:
-            if receiver not in self.receiving:
-                self.receiving[receiver] = Thread(target=_receive, args=[receiver], daemon=True)
-                self.receiving[receiver].start()
-        found = self.carrier.answers()
-        for receiver, answer in zip(self.receivers, found, strict=True):
-            if not (answer["error"] and self.again):
-                self.receiving.pop(receiver).join()
-        return found
-
-
-def _receive(receiver: WeightReceiver) -> None:
-    with contextlib.suppress(WeightSyncError):
-        receiver.receive()
-
-
-class Pair:
-    """A trainer and its samplers over a folder."""
-
-    def __init__(
-        self, folder: Path, named: Named, *, num_samplers: int = 1, delta: bool = False, **options: Any
-    ) -> None:
-        self.folder = folder
-        self.samplers = [Sampler(named) for _ in range(num_samplers)]
-        self.receivers = [
-            WeightReceiver(FolderReceiver(folder, deadline_s=20.0, sampler=place), sampler.load, sampler.held)
-            for place, sampler in enumerate(self.samplers)
-        ]
-        carrier = FolderSender(folder, deadline_s=20.0, num_samplers=num_samplers, **options)
-        self.carrier = InTurn(carrier, self.receivers)
-        self.sender = WeightSender(self.carrier, delta=delta)
-
-    def flip(self, name: str) -> None:
-        """One bit of a tensor, in the file it lies in."""
-        for path in self.folder.glob("*/*.safetensors"):
-            data = bytearray(path.read_bytes())
-            start = 8 + int.from_bytes(data[:8], "little")
-            entry = json.loads(bytes(data[8:start])).get(name)
-            if entry is not None:
-                data[start + entry["data_offsets"][0]] ^= 1
-                path.write_bytes(data)
-                return
-        raise AssertionError(f"{name} is in no file")
+    def receive(self, note: Note, *, patched: bool) -> None:
+        self.carrier.note = json.loads(
+            json.dumps({**note, "patch": note["changes"]["packed"] if patched else {}})
+        )
+        self.num_bytes = 0
+        for begin, end in pieces(self.carrier.note, 1000):
+            assert 0 < end - begin <= 1000
+            os.pwrite(self.memory, os.pread(self.shared.handle, end - begin, begin), begin)
+            self.num_bytes += end - begin
+        self.receiver.receive()

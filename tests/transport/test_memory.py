@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import closing
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 from millrace.transport.local import WeightSyncError
-from millrace.transport.memory import MappedWeights, SharedWeights, pieces
+from millrace.transport.memory import MappedWeights, SharedWeights
 from millrace.transport.sync import Note, WeightReceiver
-from tests.transport.pieces import Named, Sampler, awkward
+from tests.transport.pieces import Elsewhere, Named, Sampler, awkward
 
 
 def receiver(shared: SharedWeights, sampler: Sampler) -> tuple[MappedWeights, WeightReceiver, list[Note]]:
@@ -88,27 +87,6 @@ def test_a_full_machine_is_an_error_and_not_a_crash(
 def test_it_has_no_name(shared: SharedWeights) -> None:
     shared.write(awkward(), 0)
     assert os.readlink(Path("/proc/self/fd") / str(shared.handle)).startswith("/memfd:")
-
-
-class Elsewhere:
-    """A sampler with memory of its own, to which pieces are carried."""
-
-    def __init__(self, shared: SharedWeights, named: Named) -> None:
-        self.shared, self.memory = shared, os.memfd_create("elsewhere")
-        self.sampler, self.answers, self.num_bytes = Sampler(named), [], 0
-        self.carrier = MappedWeights(self.memory, self.answers.append)
-        self.receiver = WeightReceiver(self.carrier, self.sampler.load, self.sampler.held)
-
-    def receive(self, note: Note, *, patched: bool) -> None:
-        self.carrier.note = json.loads(
-            json.dumps({**note, "patch": note["changes"]["packed"] if patched else {}})
-        )
-        self.num_bytes = 0
-        for begin, end in pieces(self.carrier.note, 1000):
-            assert 0 < end - begin <= 1000
-            os.pwrite(self.memory, os.pread(self.shared.handle, end - begin, begin), begin)
-            self.num_bytes += end - begin
-        self.receiver.receive()
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from itertools import islice
 from typing import Self
 
 from millrace.orchestration.runtime.base import Draw, Event, Judged, Record
@@ -24,7 +24,7 @@ from millrace.protocols import NamedTensors, Reward
 from millrace.transport.canary import Canary
 from millrace.transport.memory import SharedWeights
 from millrace.transport.sync import Note
-from millrace.types import Completion, Outcome, Prompt, SamplingParams
+from millrace.types import Completion, Prompt, SamplingParams
 
 # How often engines are looked at that say nothing.
 LOOK_S = 1.0
@@ -87,6 +87,7 @@ class ProcessRuntime:
         # Held by who writes weights.
         self._writing = threading.Lock()
         self._judges = ThreadPoolExecutor(1, "millrace-reward")
+        self._unscored: list[tuple[str, Sequence[Prompt], Sequence[str]]] = []
         self._bell, self._ring = socket.socketpair()
         for end in (self._bell, self._ring):
             end.setblocking(False)
@@ -204,8 +205,10 @@ class ProcessRuntime:
             self._engines.retire(engine)
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Score texts in the rewards' thread."""
-        self._judges.submit(self._reward.score, prompts, texts).add_done_callback(partial(self._judged, id))
+        """Score texts in the rewards' thread, together with others that wait by then."""
+        with self._news:
+            self._unscored.append((id, prompts, texts))
+        self._judges.submit(self._score)
 
     def wait(self, timeout_s: float) -> list[Event]:
         """What happened since the last call.
@@ -361,14 +364,20 @@ class ProcessRuntime:
         except Exception as error:  # whoever waits must hear of it
             self._fail(error)
 
-    def _judged(self, id: str, future: Future[list[Outcome]]) -> None:
-        if future.cancelled():
+    def _score(self) -> None:
+        """One call for all that waits, so that few answers at a time do not leave reward workers idle."""
+        with self._news:
+            calls, self._unscored = self._unscored, []
+        if not calls:
             return
-        if (error := future.exception()) is not None:
+        try:
+            prompts = [prompt for _, given, _ in calls for prompt in given]
+            outcomes = iter(self._reward.score(prompts, [text for *_, texts in calls for text in texts]))
+        except Exception as error:  # whoever waits must hear of it
             self._fail(error)
             return
         with self._news:
-            self._events.append(Judged(id, tuple(future.result())))
+            self._events.extend(Judged(id, tuple(islice(outcomes, len(texts)))) for id, _, texts in calls)
             self._news.notify_all()
 
     def _fail(self, error: BaseException) -> None:

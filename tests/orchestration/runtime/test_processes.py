@@ -305,6 +305,34 @@ def test_what_a_reward_raises_is_raised() -> None:
             runtime.wait(LIMIT_S)
 
 
+class Slow(Judge):
+    """Holds the first call until others wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.calls = threading.Event(), list[list[str]]()
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        assert self.go.wait(LIMIT_S)
+        self.calls.append(list(completions))
+        return super().score(prompts, completions)
+
+
+def test_what_waits_for_the_reward_is_judged_in_one_call() -> None:
+    """Groups of few answers then keep as many reward workers busy as the recipe asks for."""
+    judge = Slow()
+    with ProcessRuntime(settings(""), judge, Trainer().named_tensors) as runtime:
+        for number, texts in enumerate((["right"], ["wrong", "right"], [], ["right"])):
+            runtime.judge(f"call-{number}", [PROMPT] * len(texts), texts)
+        judge.go.set()
+        found: list[Judged] = []
+        while len(found) < 4:
+            found += [event for event in runtime.wait(LIMIT_S) if isinstance(event, Judged)]
+    values = [(event.id, [outcome.value for outcome in event.outcomes]) for event in found]
+    assert values == [("call-0", [1.0]), ("call-1", [0.0, 1.0]), ("call-2", []), ("call-3", [1.0])]
+    assert sum(judge.calls, []) == ["right", "wrong", "right", "right"] and len(judge.calls) <= 2
+
+
 class Hanging(Judge):
     over, in_time = threading.Event(), False
 

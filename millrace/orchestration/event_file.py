@@ -1,0 +1,298 @@
+"""How `events.log` keeps events: blocks of them in columns, compressed, each with a checksum. No torch.
+
+The file begins with `HEADER`. A block is `MARK`, then the length and the CRC-32 of its payload (four bytes
+each, little endian), then the payload: JSON, compressed by zlib. A block that a killed process left half
+written is no block. Events of one kind and the same facts are one table, and what grows slowly is kept as
+differences, so that ten thousand tokens' worth of events take a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, groupby, islice, repeat
+from operator import sub
+from pathlib import Path
+from typing import Any
+
+from millrace.observability.files import RESTORE, FileError, parse_json, read_bytes, shown
+
+VERSION = 2
+HEADER = b"millrace event log 2\n"
+# JSON lines, as version 1 of the log was kept.
+OLD_NAME = "events.jsonl"
+MARK = b"\xf5MEV"
+# Of mark, length and checksum.
+_HEAD = 12
+# A block has a few thousand events; one that would become larger is damaged.
+MAX_BLOCK_BYTES = 1 << 30
+# A whole number inside of text, written as Python writes it.
+_NUMBER = re.compile(r"((?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9]))")
+_MICRO = 1_000_000
+_ANY = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError)
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A place in a file of events.
+
+    Attributes:
+        number: of the block, from 1.
+        events: in order; None where it is damaged.
+        cut: whether it goes beyond the end of the file, as where its writer was killed.
+    """
+
+    number: int
+    events: list[Event] | None
+    cut: bool
+
+
+def encode(events: Sequence[Event]) -> bytes:
+    """A block of events: dictionaries that JSON can hold, with keys that are text."""
+    tables: dict[tuple[str, ...], list[Event]] = {}
+    order: list[list[int]] = []
+    numbers: dict[tuple[str, ...], int] = {}
+    for shape, run in groupby(events, lambda event: (str(event.get("kind")), *event)):
+        rows = list(run)
+        tables.setdefault(shape, []).extend(rows)
+        order.append([numbers.setdefault(shape, len(numbers)), len(rows)])
+    told = [
+        [list(shape[1:]), [_pack([row[name] for row in rows], name) for name in shape[1:]]]
+        for shape, rows in tables.items()
+    ]
+    text = json.dumps([order, told], separators=(",", ":"), allow_nan=False)
+    payload = zlib.compress(text.encode(), 6)
+    return MARK + len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
+
+
+def decode(payload: bytes) -> list[Event]:
+    """The events of a block's payload.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        unpacker = zlib.decompressobj()
+        text = unpacker.decompress(payload, MAX_BLOCK_BYTES)
+        if not unpacker.eof or unpacker.unused_data:
+            raise ValueError("it is too large")
+        order, told = parse_json(text)
+        tables = [iter(list(_rows(names, [_unpack(column) for column in packed]))) for names, packed in told]
+        return [next(tables[number]) for number, count in order for _ in range(count)]
+    except (*_ANY, zlib.error, StopIteration) as error:
+        raise ValueError(f"no block of events: {error}") from None
+
+
+def blocks(content: bytes) -> Iterator[Block]:
+    """The blocks of a file after its header; what is none is a damaged one, up to where the next begins."""
+    at, number = len(HEADER), 0
+    while at < len(content):
+        end, number = _end(content, at), number + 1
+        events, cut = None, False
+        if end is None:
+            end = _next_whole(content, at + 1)
+            cut = end == len(content) and _is_cut(content[at:])
+        else:
+            with suppress(ValueError):
+                events = decode(content[at + _HEAD : end])
+        yield Block(number, events, cut)
+        at = end
+
+
+def whole_bytes(content: bytes) -> int:
+    """Bytes up to the end of the last whole block: what comes after was cut by a kill."""
+    last = at = len(HEADER) if content.startswith(HEADER) else 0
+    while at < len(content):
+        end = _end(content, at)
+        if end is None:
+            at = _next_whole(content, at + 1)
+        else:
+            last = at = end
+    return last
+
+
+def check_header(path: Path, content: bytes) -> None:
+    """Refuse a file that another version of millrace wrote, or that does not begin as a log.
+
+    Raises:
+        FileError: naming the version.
+    """
+    if HEADER.startswith(content[: len(HEADER)]):
+        return
+    found = re.match(rb"millrace event log ([0-9]{1,9})\n", content)
+    if found or content.startswith(b'{"kind"'):
+        raise FileError(_other(path, int(found[1]) if found else 1))
+    raise FileError(f"{shown(path)} is damaged: it does not begin as an event log; {RESTORE}")
+
+
+def check_old(path: Path) -> None:
+    """Refuse a run whose log has the name that it had in version 1.
+
+    Raises:
+        FileError: it has.
+    """
+    old = path.with_name(OLD_NAME)
+    if not path.exists() and old.is_file() and old.stat().st_size:
+        raise FileError(_other(old, 1))
+
+
+def read_log(
+    path: Path,
+    check: Callable[[Event], str | None] = lambda event: None,
+    *,
+    tell: Callable[[str], None] | None = None,
+) -> Iterator[Event]:
+    """The events of a log, without a last block that is still being written, or was cut by a kill.
+
+    Args:
+        path: of the log.
+        check: what is wrong with an event, or None.
+        tell: is told at the end of what is damaged and left out; without it, that is an error.
+
+    Raises:
+        FileError: it cannot be read, or is of another version; or a part is damaged, and there is no `tell`.
+    """
+    check_old(path)
+    content = read_bytes(path)
+    check_header(path, content)
+    number, damaged, cut = 0, [], False
+    for block in blocks(content):
+        if block.events is None:
+            cut = block.cut
+            if not cut:
+                damaged.append(f"block {block.number} is damaged")
+        for event in block.events or ():
+            number += 1
+            wrong = check(event)
+            if wrong is None:
+                yield event
+            else:
+                damaged.append(f"event {number} is damaged: {wrong}")
+        if damaged and tell is None:
+            raise FileError(f"{shown(path)}: {damaged[0]}; {RESTORE}")
+    if tell is not None and damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        tell(f"{shown(path)}: {damaged[0]}{more}; left out")
+    if tell is not None and cut:
+        tell(f"{shown(path)}: the last block is not whole; left out")
+
+
+def _other(path: Path, version: int) -> str:
+    return (
+        f"{shown(path)} is an event log of version {version}, and this millrace reads version {VERSION}; use "
+        "the millrace that wrote it, or start a new run"
+    )
+
+
+def _is_cut(rest: bytes) -> bool:
+    if len(rest) < _HEAD:
+        return MARK.startswith(rest[:4])
+    return rest.startswith(MARK) and _HEAD + int.from_bytes(rest[4:8], "little") > len(rest)
+
+
+def _end(content: bytes, at: int) -> int | None:
+    """Where the block that begins there ends; None where none does, or its checksum is wrong."""
+    if content[at : at + 4] != MARK or at + _HEAD > len(content):
+        return None
+    length, checksum = (int.from_bytes(content[at + i : at + i + 4], "little") for i in (4, 8))
+    payload = content[at + _HEAD : at + _HEAD + length]
+    if len(payload) != length or zlib.crc32(payload) != checksum:
+        return None
+    return at + _HEAD + length
+
+
+def _next_whole(content: bytes, at: int) -> int:
+    """Where the next whole block begins; the end of the file where none does."""
+    while (at := content.find(MARK, at)) >= 0:
+        if _end(content, at) is not None:
+            return at
+        at += 1
+    return len(content)
+
+
+def _rows(names: list[str], columns: list[list[Any]]) -> Iterator[Event]:
+    return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
+
+
+def _pack(column: list[Any], name: str = "") -> list[Any]:
+    """A column of values as JSON: a letter of how, and what `_unpack` needs."""
+    kinds = set(map(type, column))
+    if kinds in ({int}, {str}) and column.count(column[0]) == len(column):
+        return ["s", len(column), column[0]]
+    if kinds == {int}:
+        return ["i", _steps(column)]
+    if kinds == {str}:
+        return _pack_texts(column)
+    if kinds == {list}:
+        return ["l", _steps(list(map(len, column))), _pack([one for row in column for one in row])]
+    if name == "time_s" and kinds == {float}:
+        ticks = [round(value * _MICRO) for value in column]
+        if [tick / _MICRO for tick in ticks] == column:
+            return ["t", _steps(ticks)]
+    return ["j", column]
+
+
+def _unpack(packed: list[Any]) -> list[Any]:
+    how, *rest = packed
+    match how:
+        case "i":
+            return _sums(*rest)
+        case "t":
+            return [tick / _MICRO for tick in _sums(*rest)]
+        case "s":
+            count, value = rest
+            return [value] * count
+        case "x":
+            return _unpack_texts(*rest)
+        case "l":
+            lengths, values = _sums(rest[0]), iter(_unpack(rest[1]))
+            return [list(islice(values, length)) for length in lengths]
+        case "j":
+            return list(*rest)
+    raise ValueError(f"a column is kept as {how!r}")
+
+
+def _pack_texts(column: list[str]) -> list[Any]:
+    r"""Texts as what they share and the numbers in them: `drawn 3.0.24` is `drawn \0.\0.\0` and 3, 0, 24."""
+    if any("\0" in text for text in column):
+        return ["j", column]
+    known: dict[str, int] = {}
+    which: list[int] = []
+    rows: list[list[list[str]]] = []
+    for text in column:
+        parts = _NUMBER.split(text)
+        number = known.setdefault("\0".join(parts[::2]), len(known))
+        if number == len(rows):
+            rows.append([])
+        which.append(number)
+        rows[number].append(parts[1::2])
+    numbers = [[_steps(list(map(int, values))) for values in zip(*each, strict=True)] for each in rows]
+    return ["x", list(known), _steps(which), numbers]
+
+
+def _unpack_texts(known: list[str], which: list[int], numbers: list[list[list[int]]]) -> list[str]:
+    rows = [_texts(text.split("\0"), columns) for text, columns in zip(known, numbers, strict=True)]
+    return [next(rows[number]) for number in _sums(which)]
+
+
+def _texts(parts: list[str], columns: list[list[int]]) -> Iterator[str]:
+    if len(parts) != len(columns) + 1:
+        raise ValueError("a text has other numbers than places for them")
+    values = zip(*map(_sums, columns), strict=True) if columns else repeat(())
+    for row in values:
+        yield parts[0] + "".join(f"{number}{part}" for number, part in zip(row, parts[1:], strict=True))
+
+
+def _steps(values: list[int]) -> list[int]:
+    """Each value less the one before it."""
+    return list(map(sub, values, [0, *values[:-1]]))
+
+
+def _sums(steps: list[int]) -> list[int]:
+    return list(accumulate(steps))

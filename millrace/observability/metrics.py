@@ -62,6 +62,10 @@ class Spans:
                 self._memory.note(name)
             self.heard(name, seconds)
 
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that passed before, outside of a block."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     @property
     def open(self) -> tuple[str, float] | None:
         """The span that is open and the clock's seconds at its start; any thread may ask."""

@@ -1,11 +1,12 @@
-"""Greedy accuracy on held-out prompts, and the rows of rollout tables."""
+"""Answers to held-out prompts and what they are worth, and the rows of rollout tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.orchestration.step import part_columns, part_metrics, part_names
 from millrace.protocols import Engine, Reward
 from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
 
@@ -21,6 +22,7 @@ class Evaluation:
         truncated: share of answers that ran out of tokens.
         failed: share of answers whose reward failed.
         rows: one for each answer, for a table.
+        parts: metrics of each reward, where several were added up.
     """
 
     accuracy: float
@@ -29,6 +31,19 @@ class Evaluation:
     truncated: float
     failed: float
     rows: list[dict[str, Any]]
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers by the names of metrics, one of which `evaluation.measure` names."""
+        return {
+            "accuracy": self.accuracy,
+            "reward/mean": self.reward,
+            **self.parts,
+            "reward/failed_share": self.failed,
+            "length/mean": self.length,
+            "length/truncated_share": self.truncated,
+        }
 
 
 def is_right(outcome: Outcome, full_marks: float) -> bool:
@@ -60,7 +75,7 @@ def summarise(
     if not prompts:
         raise ValueError("there are no prompts to evaluate on")
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
-    count = max(1, len(scored))
+    count, names = max(1, len(scored)), part_names(outcomes)
     return Evaluation(
         accuracy=sum(is_right(outcome, full_marks) for outcome in scored) / count,
         reward=sum(outcome.value for outcome in scored) / count,
@@ -74,6 +89,7 @@ def summarise(
                 "completion": completion.text,
                 "answer": prompt.answer,
                 "reward": outcome.value,
+                **part_columns(outcome, names),
                 "outcome": outcome.kind,
                 "reason": outcome.reason,
                 "right": is_right(outcome, full_marks),
@@ -82,6 +98,7 @@ def summarise(
             }
             for prompt, completion, outcome in zip(prompts, completions, outcomes, strict=True)
         ],
+        parts=part_metrics(outcomes),
     )
 
 
@@ -89,6 +106,7 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]
     """One row for each trajectory of a batch; `advantages` belong to those whose reward did not fail."""
     rows = []
     left = iter(advantages)
+    names = part_names([t.outcome for group in groups for t in group.trajectories if t.outcome])
     for group in groups:
         for sample, trajectory in enumerate(group.trajectories):
             outcome, last = trajectory.outcome, trajectory.turns[-1].completion
@@ -102,6 +120,7 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]
                     "completion": trajectory.text,
                     "answer": group.prompt.answer,
                     "reward": outcome.value,
+                    **part_columns(outcome, names),
                     "outcome": outcome.kind,
                     "reason": outcome.reason,
                     "num_tokens": trajectory.num_actions,

@@ -36,6 +36,7 @@ EVALUATION = {
     "stage": "evaluation",
     "during": "reinforcement",
     "step": 4,
+    "measure": "accuracy",
     "accuracy": 0.625,
     "time/wall_s": 62.0,
 }

@@ -96,9 +96,7 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[Setting]]:
     """As `load_recipe`, and every setting with its meaning and source."""
     tree = _with_base(name)
-    # Sections before what lies in them, and a kind before its settings: each replaces what was there.
-    for key in sorted(overrides or {}, key=lambda key: (key.count("."), not key.endswith(".kind"))):
-        _assign(tree, key, (overrides or {})[key])
+    _assign_all(tree, overrides or {})
     in_recipe = set(_leaves(tree))
     config = validate(tree, str(name))
     overridden = set(overrides or {})
@@ -170,6 +168,21 @@ def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
         raise ConfigError(
             "\n".join(explain(item, name) for item in found if not is_echo(item, found))
         ) from None
+
+
+def from_settings(given: Mapping[str, Any], name: str) -> RunConfig:
+    """A RunConfig without a recipe, from dotted keys and values.
+
+    Args:
+        given: as the overrides of `load_recipe`.
+        name: what messages call them.
+
+    Raises:
+        ConfigError: as `load_recipe`.
+    """
+    tree: dict[str, Any] = {}
+    _assign_all(tree, given)
+    return validate(tree, name)
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -275,6 +288,12 @@ def _yaml_value(text: str, word: str) -> Any:
         return _read(text)
     except yaml.YAMLError:
         raise ConfigError(f"the value of {word!r} is not YAML; quote it") from None
+
+
+def _assign_all(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    # Sections before what lies in them, and a kind before its settings: each replaces what was there.
+    for key in sorted(overrides, key=lambda key: (key.count("."), not key.endswith(".kind"))):
+        _assign(tree, key, overrides[key])
 
 
 def _assign(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.orchestration.step import part_columns, part_metrics, part_names
+from millrace.orchestration.step import completion_seed, part_columns, part_metrics, part_names
 from millrace.protocols import Engine, Reward
 from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
 
@@ -23,6 +23,7 @@ class Evaluation:
         failed: share of answers whose reward failed.
         rows: one for each answer, for a table.
         parts: metrics of each reward, where several were added up.
+        left_out: prompts that were not asked because they are too long.
     """
 
     accuracy: float
@@ -32,6 +33,7 @@ class Evaluation:
     failed: float
     rows: list[dict[str, Any]]
     parts: Mapping[str, float] = field(default_factory=dict)
+    left_out: int = 0
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -56,10 +58,15 @@ def evaluate(
 ) -> Evaluation:
     """Answer every prompt with the same sampling parameters and score the answers.
 
+    What is drawn at a temperature above 0 has a seed of its own for each prompt.
+
     Raises:
         ValueError: there are no prompts.
     """
-    completions = engine.generate([prompt.token_ids for prompt in prompts], [params] * len(prompts))
+    each = [params] * len(prompts)
+    if params.temperature > 0:
+        each = [replace(params, seed=completion_seed(params.seed, place)) for place in range(len(prompts))]
+    completions = engine.generate([prompt.token_ids for prompt in prompts], each)
     outcomes = reward.score(prompts, [completion.text for completion in completions])
     return summarise(prompts, completions, outcomes, full_marks=full_marks)
 

@@ -94,6 +94,7 @@ class Console:
         self._clock = clock
         self.waiting: Callable[[], str] = str
         self._live: Live | None = None
+        self._width: Callable[[], int] = lambda: 80
         self._stages: tuple[_Stage, ...] = ()
         self._numbers: dict[tuple[str, str, str], float] = {}
         self._curves: dict[str, tuple[float, ...]] = {}
@@ -111,6 +112,7 @@ class Console:
 
             terminal = Terminal(file=self._file, force_terminal=True, highlight=False)
             self._live = Live(get_renderable=self._view, console=terminal, refresh_per_second=4)
+            self._width = lambda: terminal.width
             self._live.start()
         else:
             self._line(self._title)
@@ -270,7 +272,7 @@ class Console:
         table.add_column(no_wrap=True, style="bold")
         table.add_column(ratio=1, no_wrap=True, overflow="crop")
         # What the border, the names and the numbers leave for the curves.
-        room = min(max((self._live.console.width if self._live else 80) - 32, 4), 48)
+        room = min(max(self._width() - 32, 4), 48)
         if measured := self._curves.get(MEASURED):
             words, curve = measure_words(self._measure), sparkline(measured, room)
             name = f"held-out {words}" if room > 24 else words

@@ -18,6 +18,14 @@ def test_spans_of_one_name_add_up():
     assert spans.take() == {"sample": 5.0, "train": 0.5}
 
 
+def test_seconds_that_passed_outside_of_a_block_can_be_added():
+    spans = Spans(clock=ticking(0.0, 2.0))
+    spans.add("start", 5.0)
+    with spans("start"):
+        pass
+    assert spans.take() == {"start": 7.0}
+
+
 def test_take_starts_over():
     spans = Spans(clock=ticking(0.0, 1.0))
     with spans("sync"):

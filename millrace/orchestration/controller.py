@@ -90,9 +90,8 @@ class Controller:
         self.folder = folder
         self.ranks = ranks
         self.console = console
-        self.progress = progress
-        cuda = parts.device.startswith("cuda")
-        self.memory = PeakMemory(cuda=cuda)
+        self.progress, self._began = progress, (progress.stage, progress.step)
+        self.memory = PeakMemory(cuda=(cuda := parts.device.startswith("cuda")))
         self.spans = Spans(memory=self.memory)
         sleeper = parts.sleeper if config.engine.take_turns else None
         self.turns = Turns(sleeper, cuda=cuda, folder=folder.checkpoints.parent)
@@ -112,7 +111,6 @@ class Controller:
         self.part: Part | None = None  # on the first rank, of another run, where this one repeats one
         self.scored_demonstrations = (0, 0)  # how many, and how many of them earned full marks
         self.live = LiveReport(self._report_now)
-        self._began = progress.stage, progress.step
         self._saved, self._late = "", False
         self._published: int | None = None
 

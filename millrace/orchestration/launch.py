@@ -278,11 +278,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             _watch(held.enter_context(controller.watchdog), ranks, saver, console, start.config)
         # However the run ends, nobody else may be let into its folder while something is written to it.
         held.callback(saver.wait)
-        kept = held.enter_context(closing(JsonlSink(folder.spans)))
-        controller.spans.heard = lambda name, seconds: kept.write(
-            {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
-        )
-        controller.spans.add("start", controller.wall_s - start.progress.wall_s)
+        _keep_spans(controller, held.enter_context(closing(JsonlSink(folder.spans))))
         for sentence in start.refused:
             controller.warn(f"{sentence}; it is passed over")
         if start.checkpoint is not None:
@@ -303,10 +299,16 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
                 saver.settle()
                 return controller.finish("interrupted")
             if interrupts.twice or isinstance(error, KeyboardInterrupt):
-                how = "continue from the last checkpoint with"
-                raise KeyboardInterrupt(f"left at once; {_go_on(start, folder, how)}") from None
-            error = _failed(controller, saver, start, error)
-            raise error
+                raise _left_at_once(start, folder) from None
+            raise _failed(controller, saver, start, error)
+
+
+def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
+    """Write what the run does and when, and begin with what went by until now."""
+    controller.spans.heard = lambda name, seconds: kept.write(
+        {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+    )
+    controller.spans.add("start", controller.wall_s - controller.progress.wall_s)
 
 
 def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, config: RunConfig) -> None:
@@ -324,6 +326,11 @@ def _go_on(start: _Start, folder: RunFolder, how: str = "continue with") -> str:
     if start.fresh and not folder.has_results():
         return f"nothing was recorded yet, so {path} was removed; start it again with: millrace train"
     return f"{how}: millrace resume {path}"
+
+
+def _left_at_once(start: _Start, folder: RunFolder) -> KeyboardInterrupt:
+    how = "continue from the last checkpoint with"
+    return KeyboardInterrupt(f"left at once; {_go_on(start, folder, how)}")
 
 
 def _failed(controller: Controller, saver: Saver, start: _Start, error: Exception) -> Exception:

@@ -119,10 +119,13 @@ PINNED = {
         keep_answers(self, name: str, result: Evaluation) -> None
         learn(self, checkpoint: Path | None) -> Learner
         leave_if_asked(self, source: Source | Follower | None = None) -> None
-        note_best(self, accuracy: float) -> bool
+        measured(self, result: Evaluation) -> float
+        moved (property) -> bool
+        note_best(self, result: Evaluation) -> bool
         owners(self) -> list[Owner]
         publish(self) -> None
         record(self, stage: str, numbers: dict[str, Any]) -> None
+        report(self) -> None
         source(self) -> Source | Follower
         stream(self) -> PromptStream
         tidy(self, saved: Progress) -> None

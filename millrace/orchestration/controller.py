@@ -120,11 +120,12 @@ class Controller:
         return time.monotonic() - self._started_s
 
     @property
-    def moved(self) -> bool:
-        """Whether this process has done a step."""
-        stage, step = self._began
-        later = self.config.warmup is not None and self.progress.stage != stage
-        return later or self.progress.step != step
+    def at_start(self) -> bool:
+        """Whether nothing would be lost now: no step was done, of this process or of reinforcement."""
+        progress, (stage, step) = self.progress, self._began
+        later = self.config.warmup is not None and progress.stage != stage
+        first = progress.checkpoint_name == self._saved == "step-000000"
+        return first or not (later or progress.step != step)
 
     def stream(self) -> PromptStream:
         """The prompts of the current stage, where the progress says they stand."""

@@ -271,7 +271,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             started_s=ranks.since(started_s),
         )
         # Ranks must not leave one by one in the midst of a step.
-        interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and not controller.moved
+        interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and controller.at_start
         if ranks.first:
             controller.part = start.repeats.part if start.repeats else None
             # Where another rank hangs, the first waits for it.
@@ -279,10 +279,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         # However the run ends, nobody else may be let into its folder while something is written to it.
         held.callback(saver.wait)
         _keep_spans(controller, held.enter_context(closing(JsonlSink(folder.spans))))
-        for sentence in start.refused:
-            controller.warn(f"{sentence}; it is passed over")
-        if start.checkpoint is not None:
-            console.say(f"resumed from {start.checkpoint}")
+        _tell_resumed(controller, start)
         # It is about an earlier process, and a kill of this one must not leave it standing.
         folder.summary.unlink(missing_ok=True)
         try:
@@ -300,7 +297,15 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
                 return controller.finish("interrupted")
             if interrupts.twice or isinstance(error, KeyboardInterrupt):
                 raise _left_at_once(start, folder) from None
-            raise _failed(controller, saver, start, error)
+            error = _failed(controller, saver, start, error)
+            raise error
+
+
+def _tell_resumed(controller: Controller, start: _Start) -> None:
+    for sentence in start.refused:
+        controller.warn(f"{sentence}; it is passed over")
+    if start.checkpoint is not None:
+        controller.console.say(f"resumed from {start.checkpoint}")
 
 
 def _keep_spans(controller: Controller, kept: JsonlSink) -> None:

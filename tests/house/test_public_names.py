@@ -113,6 +113,7 @@ PINNED = {
           recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink],
           progress: Progress, started_s: float) -> None
         adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer
+        at_start (property) -> bool
         checkpoint(self, source: Source | Follower | None = None) -> None
         evaluate(self) -> Evaluation
         finish(self, status: Literal['finished', 'interrupted', 'failed']) -> RunReport
@@ -120,7 +121,6 @@ PINNED = {
         learn(self, checkpoint: Path | None) -> Learner
         leave_if_asked(self, source: Source | Follower | None = None) -> None
         measured(self, result: Evaluation) -> float
-        moved (property) -> bool
         note_best(self, result: Evaluation) -> bool
         owners(self) -> list[Owner]
         publish(self) -> None

@@ -43,6 +43,7 @@ PARTS = (
     ("save", "red"),
     ("report", "bright_magenta"),
     ("start", "white"),
+    ("bookkeeping", "bright_blue"),
     ("other", "bright_black"),
 )
 

@@ -46,6 +46,7 @@ TIME_COLOURS = {
     "evaluate": 4,
     "save": 9,
     "report": 10,
+    "bookkeeping": 11,
     "other": 7,
 }
 NOT_PARTS = ("time/step_s", "time/wall_s", "time/tokens_per_s")

@@ -271,7 +271,8 @@ class Controller:
 
     def keep_answers(self, name: str, result: Evaluation) -> None:
         """Keep an evaluation's answers as a table (`before`, `after`)."""
-        write_table(self.folder.evaluations / f"{name}.parquet", result.rows)
+        with self.spans("save"):
+            write_table(self.folder.evaluations / f"{name}.parquet", result.rows)
 
     def note_best(self, result: Evaluation) -> bool:
         """Whether this evaluation is the best so far; if so, the checkpoint about to be taken is the best.

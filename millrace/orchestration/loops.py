@@ -172,7 +172,8 @@ def begin_reinforcement(controller: Controller) -> None:
 def reinforce(controller: Controller, checkpoint: Path | None) -> None:
     """Batches of reinforcement, each trained on as soon as its samples are there."""
     config, progress = controller.config, controller.progress
-    learner = controller.learn(checkpoint)
+    with controller.spans.rest("start"):
+        learner = controller.learn(checkpoint)
     controller.console.stage("reinforcement", config.steps, progress.step)
     profiler = Profiler(config.profile_steps, controller.folder.profile)
     with controller.source() as source:
@@ -182,7 +183,7 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
             controller.spans.add("start" if name == "sync" else name, seconds)
         controller.memory.take()
         while progress.step < config.steps:
-            with profiler(progress.step + 1):
+            with profiler(progress.step + 1), controller.spans.rest("bookkeeping"):
                 result, told = _one_batch(controller, learner, source)
             progress.step += 1
             _account(controller, learner, result, told)

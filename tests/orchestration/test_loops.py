@@ -39,7 +39,7 @@ EVALUATION = {
     "time/wall_s",
 }
 # What came between two records, where there was such.
-BETWEEN = {f"time/{part}_s" for part in ("start", "score", "sync", "save", "report")}
+BETWEEN = {f"time/{part}_s" for part in ("start", "score", "sync", "save", "report", "bookkeeping")}
 REINFORCEMENT = {
     "stage",
     "step",

@@ -177,7 +177,8 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
     controller.console.stage("reinforcement", config.steps, progress.step)
     profiler = Profiler(config.profile_steps, controller.folder.profile)
     with controller.source() as source:
-        source.begin(checkpoint, learner.trainer.version)
+        with controller.spans.rest("start"):
+            source.begin(checkpoint, learner.trainer.version)
         # The first hand-over is made once for all batches.
         for name, seconds in controller.spans.take().items():
             controller.spans.add("start" if name == "sync" else name, seconds)

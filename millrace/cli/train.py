@@ -116,6 +116,7 @@ def show_result(report: RunReport) -> None:
 def result_lines(report: RunReport) -> list[str]:
     """The result of a run in a few lines."""
     from millrace.observability.console import clock_text
+    from millrace.observability.measure import measure_words
 
     run = shlex.quote(report.run)
     spent = clock_text(report.wall_s)
@@ -128,12 +129,13 @@ def result_lines(report: RunReport) -> list[str]:
             f"continue: millrace resume {run}",
         ]
     before, after, best = (
-        "unknown" if accuracy is None else f"{accuracy:.3f}"
-        for accuracy in (report.eval_before, report.eval_after, report.eval_best)
+        "unknown" if value is None else f"{value:.3f}"
+        for value in (report.eval_before, report.eval_after, report.eval_best)
     )
+    measure = measure_words(report.measure)
     lines = [
-        f"accuracy {before} -> {after} on {report.eval_size} held-out prompts, after {done} at {spent}",
-        f"report: {report.run}/report.html  best checkpoint: {report.best_checkpoint} (accuracy {best})",
+        f"{measure} {before} -> {after} on {report.eval_size} held-out prompts, after {done} at {spent}",
+        f"report: {report.run}/report.html  best checkpoint: {report.best_checkpoint} ({measure} {best})",
         f'next: millrace evaluate {run}, or: millrace generate {run} "PROMPT"',
     ]
     if report.warnings:

@@ -110,9 +110,7 @@ def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tup
     given = dict(overrides or {})
     tree = _with_base(name, base=given.pop("base")) if "base" in given else _with_base(name)
     tree = _without_replaced(tree, _inputs(given))
-    # Sections before what lies in them, and a kind before its settings: each replaces what was there.
-    for key in sorted(given, key=lambda key: (key.count("."), not key.endswith(".kind"))):
-        _assign(tree, key, given[key])
+    _assign_all(tree, given)
     if "data" not in tree and str(name) in recipe_names():
         raise ConfigError(_without_task(str(name)))
     in_recipe = set(_leaves(tree))
@@ -239,6 +237,21 @@ def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
         ) from None
 
 
+def from_settings(given: Mapping[str, Any], name: str) -> RunConfig:
+    """A RunConfig without a recipe, from dotted keys and values.
+
+    Args:
+        given: as the overrides of `load_recipe`.
+        name: what messages call them.
+
+    Raises:
+        ConfigError: as `load_recipe`.
+    """
+    tree: dict[str, Any] = {}
+    _assign_all(tree, given)
+    return validate(tree, name)
+
+
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """`["steps=50", "data.eval=null"]` to dotted keys and YAML values.
 
@@ -343,6 +356,12 @@ def _yaml_value(text: str, word: str) -> Any:
     except yaml.YAMLError:
         key, quoted = word.partition("=")[0], json.dumps(text, ensure_ascii=False)
         raise ConfigError(f"the value of {word!r} is not YAML; quote it: '{key}={quoted}'") from None
+
+
+def _assign_all(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    # Sections before what lies in them, and a kind before its settings: each replaces what was there.
+    for key in sorted(overrides, key=lambda key: (key.count("."), not key.endswith(".kind"))):
+        _assign(tree, key, overrides[key])
 
 
 def _assign(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, field_validator
@@ -101,3 +102,25 @@ RewardConfig = Annotated[
     ExactReward | Gsm8kReward | NumberReward | TaskReward | FormatReward | FunctionReward | ModelReward,
     Field(discriminator="kind"),
 ]
+
+
+def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:
+    """The name of each reward in metrics and messages: its kind, or its function's name."""
+    return distinct(
+        [
+            reward.function.partition(":")[2] if isinstance(reward, FunctionReward) else reward.kind
+            for reward in rewards
+        ]
+    )
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, each once: one that was taken gets a number, as in format, format-2."""
+    found: list[str] = []
+    for name in names:
+        number, candidate = 1, name
+        while candidate in found:
+            number += 1
+            candidate = f"{name}-{number}"
+        found.append(candidate)
+    return found

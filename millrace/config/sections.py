@@ -161,10 +161,16 @@ class KernelConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy accuracy on held-out prompts, before, during and after."""
+    """Greedy answers to held-out prompts, before, during and after."""
 
     every: PositiveInt = Field(
         20, description="batches (in the warm-up: optimizer steps) between evaluations"
+    )
+    measure: str = Field(
+        "reward/mean",
+        description="metric that decides which checkpoint is the best and that is reported: reward/mean; "
+        "accuracy, the share of answers with full marks; or of several rewards the mean of one, such as "
+        "reward/format/mean",
     )
 
 

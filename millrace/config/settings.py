@@ -35,7 +35,7 @@ from millrace.config.methods import (
     GroupAdvantage,
     with_default_kind,
 )
-from millrace.config.rewards import RewardConfig
+from millrace.config.rewards import RewardConfig, reward_names
 from millrace.config.section import Section
 from millrace.config.sections import (
     CheckpointConfig,
@@ -100,7 +100,9 @@ class RunConfig(Section):
     critic: CriticConfig | None = Field(None, description="the value of each state; null is none")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="how a batch becomes new weights")
     mesh: MeshConfig = Field(default_factory=MeshConfig, description="how the run is spread over ranks")
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out accuracy")
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="answers to held-out prompts"
+    )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="what is kept")
     kernels: KernelConfig = Field(
         default_factory=KernelConfig, description="implementations of the arithmetic"
@@ -135,6 +137,7 @@ def num_processes(config: RunConfig) -> int:
 def ineffective_settings(config: RunConfig) -> list[str]:
     """One sentence for each setting that was given and can have no effect in this recipe."""
     found = [*_idle_inputs(config), *idle_model(config.model), *idle_engine(config.engine)]
+    found += _unknown_measure(config)
     used = {
         "deterministic": config.deterministic,
         "policy.kl.estimator full": config.policy.kl is not None and config.policy.kl.estimator == "full",
@@ -203,6 +206,14 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
                 yield f"{key} has no effect {why}; remove it"
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
         yield f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
+
+
+def _unknown_measure(config: RunConfig) -> Iterator[str]:
+    measure, known = config.evaluation.measure, ["reward/mean", "accuracy"]
+    if len(config.rewards) > 1:
+        known += [f"reward/{name}/mean" for name in reward_names(config.rewards)]
+    if measure not in known:
+        yield f"evaluation.measure {measure} is not a measure of this recipe, which has {', '.join(known)}"
 
 
 def _idle_ahead(config: RunConfig) -> Iterator[str]:

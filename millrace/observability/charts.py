@@ -17,11 +17,13 @@ TOP, RIGHT, BOTTOM, LEFT = 30, 14, 38, 54
 
 LIGHT = (
     "--paper:#f4f7f8;--card:#ffffff;--ink:#14232b;--muted:#566871;--line:#dde5e9;--shade:#eaf0f2;"
-    "--c1:#0b6a94;--c2:#c26a12;--c3:#1b8168;--c4:#7453a6;--c5:#b03f52;--c6:#8c7410;--c7:#7c8b93"
+    "--c1:#0b6a94;--c2:#c26a12;--c3:#1b8168;--c4:#7453a6;--c5:#b03f52;--c6:#8c7410;--c7:#7c8b93;"
+    "--c8:#4a5bb5;--c9:#a4467f;--c10:#5f8f2e;--c11:#2f8fa3"
 )
 DARK = (
     "--paper:#0e161b;--card:#16212a;--ink:#e4edf1;--muted:#94a6b0;--line:#2a3943;--shade:#1f2d37;"
-    "--c1:#57b6e2;--c2:#eda04f;--c3:#4fc2a2;--c4:#b297e3;--c5:#ec8497;--c6:#d8bf52;--c7:#8b9ba5"
+    "--c1:#57b6e2;--c2:#eda04f;--c3:#4fc2a2;--c4:#b297e3;--c5:#ec8497;--c6:#d8bf52;--c7:#8b9ba5;"
+    "--c8:#93a2f0;--c9:#e58bc2;--c10:#a5d06f;--c11:#6fcfe0"
 )
 CHART_STYLE = """
 .chart text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--muted)}
@@ -44,7 +46,7 @@ class Series:
     Attributes:
         label: what it is; shown beside its last value once there are several.
         points: (x, y) by rising x; the curve breaks where y is None or not finite.
-        colour: 1 to 7.
+        colour: 1 to 11.
         faint: thin and pale, for raw values behind their smoothed curve.
         marked: a dot at each point, for few and exact ones.
     """
@@ -135,7 +137,7 @@ def bar_svg(parts: Sequence[tuple[str, float, int]], *, title: str, unit: str) -
     """One stacked bar that fills its width.
 
     Args:
-        parts: name, size and colour (1 to 7) of each; sizes are above 0.
+        parts: name, size and colour (1 to 11) of each; sizes are above 0.
         title: read out by screen readers.
         unit: of the sizes.
 

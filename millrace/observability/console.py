@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from millrace.observability.measure import measure_words
 from millrace.observability.plain import plain_text
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ SPARK = "▁▂▃▄▅▆▇█"
 SPARK_LENGTH = 200
 # Characters of one line of what is said.
 MAX_LINE = 5000
+# The curve of what evaluations are judged by.
+MEASURED = "measured"
 # Metric, what a person calls it, and how it is written.
 NUMBERS = (
     ("loss", "loss", "{:.3f}"),
@@ -35,6 +39,11 @@ PARTS = (
     ("score", "yellow"),
     ("train", "magenta"),
     ("sync", "green"),
+    ("evaluate", "blue"),
+    ("save", "red"),
+    ("report", "bright_magenta"),
+    ("start", "white"),
+    ("bookkeeping", "bright_blue"),
     ("other", "bright_black"),
 )
 
@@ -54,9 +63,10 @@ class _Stage:
 class Console:
     """Shows how a run goes; use it as a context manager.
 
-    In a terminal: progress with the time left, the current numbers, curves of reward and accuracy, and where
-    the time goes, with lasting lines above. Elsewhere: a plain line at most every 10 s and for each
-    evaluation, without control codes. A terminal that goes away silences the console, not the run.
+    In a terminal: progress with the time left, the current numbers, curves of the reward and of what
+    evaluations are judged by, and where the time goes, with lasting lines above. Elsewhere: a plain line at
+    most every 10 s and for each evaluation, without control codes. A terminal that goes away silences the
+    console, not the run.
 
     Args:
         title: name of the run.
@@ -85,9 +95,11 @@ class Console:
         self._clock = clock
         self.waiting: Callable[[], str] = str
         self._live: Live | None = None
+        self._width: Callable[[], int] = lambda: 80
         self._stages: tuple[_Stage, ...] = ()
-        self._numbers: dict[str, float] = {}
+        self._numbers: dict[tuple[str, str, str], float] = {}
         self._curves: dict[str, tuple[float, ...]] = {}
+        self._measure = ""
         self._seconds: dict[str, float] = {}
         self._last_line_s = -math.inf
 
@@ -101,6 +113,7 @@ class Console:
 
             terminal = Terminal(file=self._file, force_terminal=True, highlight=False)
             self._live = Live(get_renderable=self._view, console=terminal, refresh_per_second=4)
+            self._width = lambda: terminal.width
             self._live.start()
         else:
             self._line(self._title)
@@ -126,8 +139,13 @@ class Console:
 
     def update(self, record: Mapping[str, float | int | str]) -> None:
         """Take in one record of metrics; an evaluation leaves a lasting line."""
+        self._seconds = {
+            part: self._seconds.get(part, 0.0) + _finite(record.get(f"time/{part}_s", 0.0))
+            for part, _ in PARTS
+        }
         if record["stage"] == "evaluation":
-            self._keep("accuracy", record)
+            self._measure = str(record["measure"])
+            self._keep(MEASURED, record, self._measure)
             self.say(_evaluation_line(record), "bold green")
             return
         if self._stages:
@@ -136,13 +154,11 @@ class Console:
             stage.first = stage.first or (stage.done, self._clock())
             if stage.done >= stage.total:
                 self._end_stage(self._clock())
-        self._keep("reward/mean", record)
         # New objects, never changed in place: another thread draws the view.
-        self._numbers = {key: float(record[key]) for key, _, _ in NUMBERS if key in record}
-        self._seconds = {
-            part: self._seconds.get(part, 0.0) + _finite(record.get(f"time/{part}_s", 0.0))
-            for part, _ in PARTS
-        }
+        self._numbers = {(key, name, form): float(record[key]) for key, name, form in _numbers_of(record)}
+        for key, _, _ in self._numbers:
+            if key.startswith("reward/"):
+                self._keep(key, record, key)
         self._plain_progress()
 
     def say(self, text: str, style: str = "") -> None:
@@ -174,8 +190,8 @@ class Console:
         if self._stages and self._stages[-1].end_s is None:
             self._stages[-1].end_s = now
 
-    def _keep(self, key: str, record: Mapping[str, float | int | str]) -> None:
-        value = record.get(key)
+    def _keep(self, key: str, record: Mapping[str, float | int | str], metric: str) -> None:
+        value = record.get(metric)
         if isinstance(value, int | float) and math.isfinite(value):
             self._curves = {**self._curves, key: (*self._curves.get(key, ()), float(value))[-SPARK_LENGTH:]}
 
@@ -202,9 +218,7 @@ class Console:
             return
         self._last_line_s = now
         words = [f"{stage.name} {stage.done}/{stage.total}"]
-        words += [
-            f"{name} {form.format(self._numbers[key])}" for key, name, form in NUMBERS if key in self._numbers
-        ]
+        words += [f"{name} {form.format(value)}" for (_, name, form), value in self._numbers.items()]
         self._line("  ".join([*words, *filter(None, [_time_left(stage, now)])]))
 
     def _view(self) -> Any:
@@ -250,7 +264,7 @@ class Console:
         return table
 
     def _current(self) -> Table:
-        """The numbers of the latest record, with curves for reward and accuracy."""
+        """The numbers of the latest record, with curves of rewards and of what evaluations are judged by."""
         from rich.table import Table
         from rich.text import Text
 
@@ -259,13 +273,14 @@ class Console:
         table.add_column(no_wrap=True, style="bold")
         table.add_column(ratio=1, no_wrap=True, overflow="crop")
         # What the border, the names and the numbers leave for the curves.
-        room = min(max((self._live.console.width if self._live else 80) - 32, 4), 48)
-        if accuracy := self._curves.get("accuracy"):
-            table.add_row("accuracy", f"{accuracy[-1]:.3f}", Text(sparkline(accuracy, room), style="green"))
-        for key, name, form in NUMBERS:
-            if key in self._numbers:
-                curve = sparkline(self._curves.get(key, ()), room)
-                table.add_row(name, form.format(self._numbers[key]), Text(curve, style="cyan"))
+        room = min(max(self._width() - 32, 4), 48)
+        if measured := self._curves.get(MEASURED):
+            words, curve = measure_words(self._measure), sparkline(measured, room)
+            name = f"held-out {words}" if room > 24 else words
+            table.add_row(name, f"{measured[-1]:.3f}", Text(curve, style="green"))
+        for (key, name, form), value in self._numbers.items():
+            curve = sparkline(self._curves.get(key, ()), room)
+            table.add_row(name, form.format(value), Text(curve, style="cyan"))
         return table
 
     def _shares(self) -> Text:
@@ -316,14 +331,24 @@ def _time_left(stage: _Stage, now: float) -> str:
 
 
 def _evaluation_line(record: Mapping[str, float | int | str]) -> str:
-    accuracy = float(record["accuracy"])
+    measure = str(record["measure"])
     done = (
         f"step {record['step']} of the warm-up" if record["during"] == "warmup" else f"batch {record['step']}"
     )
-    words = [f"held-out accuracy {accuracy:.3f} after {done}"]
+    words = [f"held-out {measure_words(measure)} {float(record[measure]):.3f} after {done}"]
     if "time/wall_s" in record:
         words.append(f"at {clock_text(float(record['time/wall_s']))}")
     return ", ".join(words)
+
+
+def _numbers_of(record: Mapping[str, float | int | str]) -> Iterator[tuple[str, str, str]]:
+    """What of a record is shown, as in `NUMBERS`; below the reward, each of those that were added up."""
+    for key, name, form in NUMBERS:
+        if key in record:
+            yield key, name, form
+        if key == "reward/mean":
+            parts = [part for part in record if re.fullmatch("reward/[^/]+/mean", part)]
+            yield from ((part, _clean(part.split("/")[1]), form) for part in parts)
 
 
 def _finite(value: float | int | str) -> float:

@@ -62,6 +62,20 @@ class Spans:
                 self._memory.note(name)
             self.heard(name, seconds)
 
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that passed before, outside of a block."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    @contextmanager
+    def rest(self, name: str) -> Iterator[None]:
+        """Add to `name` what no span inside the block accounts for."""
+        began, before = self._clock(), sum(self._seconds.values())
+        try:
+            yield
+        finally:
+            within = sum(self._seconds.values()) - before
+            self.add(name, max(0.0, self._clock() - began - within))
+
     @property
     def open(self) -> tuple[str, float] | None:
         """The span that is open and the clock's seconds at its start; any thread may ask."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from millrace.observability import report_page as page
 from millrace.observability.charts import Point, Series, Shade, curve_svg, smoothed
 from millrace.observability.files import FileError, Shape, notice, read_json, read_text
+from millrace.observability.measure import measure_words
 from millrace.observability.report_style import style_sheet
 from millrace.observability.sinks import read_records
 from millrace.observability.tables import read_table
@@ -34,6 +36,7 @@ SUPERVISED_CURVES = (
     ("learning_rate", "Learning rate", "of the optimizer", 6),
 )
 TIME_COLOURS = {
+    "start": 8,
     "warm-up": 6,
     "supervised": 2,
     "sample": 1,
@@ -41,7 +44,9 @@ TIME_COLOURS = {
     "train": 2,
     "sync": 3,
     "evaluate": 4,
-    "save": 7,
+    "save": 9,
+    "report": 10,
+    "bookkeeping": 11,
     "other": 7,
 }
 NOT_PARTS = ("time/step_s", "time/wall_s", "time/tokens_per_s")
@@ -54,6 +59,7 @@ class Told(Shape):
     name: str = ""
     status: str = ""
     recipe: str = ""
+    measure: str = ""
     device: str = ""
     wall_s: float = 0.0
     eval_before: float | None = None
@@ -112,6 +118,19 @@ class RunRecord:
         )
 
     @property
+    def measure(self) -> str:
+        """The metric that evaluations are judged by; where nothing says so, an older millrace wrote it."""
+        told = self.summary.get("measure") or next(
+            (one["measure"] for one in self.evaluations if "measure" in one), "accuracy"
+        )
+        return str(told)
+
+    @property
+    def measured(self) -> list[Mapping[str, Any]]:
+        """The evaluations in which it is a number."""
+        return [one for one in self.evaluations if _number(one.get(self.measure)) is not None]
+
+    @property
     def is_finished(self) -> bool:
         """Whether the run came to its planned end."""
         return self.summary.get("status") == "finished"
@@ -122,13 +141,14 @@ class RunRecord:
         return int(record["step"]) + (0 if stage == "warmup" else self.num_warmup_steps)
 
 
-def write_report(run: Path, summary: Mapping[str, Any] | None = None) -> Path:
+def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: str = "") -> Path:
     """Write `report.html` into a run folder and return its path. Works while the run still goes on.
 
     Args:
         run: a run folder. Read are `recipe.yaml`, `metrics.jsonl`, `summary.json` and, under `evaluations`,
             `before.parquet` and `after.parquet`, as far as they are there.
         summary: taken instead of `summary.json`.
+        note: stands below the headline.
 
     Raises:
         FileNotFoundError: it is not a run folder.
@@ -139,13 +159,13 @@ def write_report(run: Path, summary: Mapping[str, Any] | None = None) -> Path:
         title=record.name,
         style=style_sheet(),
         body=[
-            page.headline(record.name, *_status(record), result_sentence(record)),
+            page.headline(record.name, *_status(record), result_sentence(record), note),
             page.facts(_facts(record)),
             page.warnings([str(line) for line in record.summary.get("warnings", [])]),
-            _accuracy(record),
+            _measured(record),
             _curves(record),
             page.time_bar(_time_parts(record), record.wall_s),
-            page.answers(record.before, record.after),
+            page.answers(record.before, record.after, graded=record.measure != "accuracy"),
             page.configuration(record.recipe),
             page.versions(record.summary.get("versions", {})),
         ],
@@ -197,34 +217,37 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def result_sentence(record: RunRecord) -> str:
     """What came of the run: "Accuracy on 256 held-out problems rose from 0.41 to 0.95 in 180 batches ..."."""
-    before, after = accuracies(record)
+    before, after = before_and_after(record)
     size = record.summary.get("eval_size")
+    measure, digits = measure_words(record.measure), 2 if record.measure == "accuracy" else 3
+    name = f"{measure[0].upper()}{measure[1:]}"
     problems = f"{size} held-out problems" if size else "held-out problems"
     work = _work(record)
     if not work and after is None:
         return "No step has been recorded yet."
     if not work:
-        return f"Accuracy on {problems} is {after:.2f} at the start; no step has been recorded yet."
+        return f"{name} on {problems} is {after:.{digits}f} at the start; no step has been recorded yet."
     took, end = ("took", ".") if record.is_finished else ("has taken", " so far.")
     cost = f"{work}; the run {took} {page.duration(record.wall_s)}{end}"
     if after is None:
-        return f"No accuracy has been measured in {cost}"
+        return f"No {measure} has been measured in {cost}"
+    now = f"{after:.{digits}f}"
     if before is None:
-        return f"Accuracy on {problems} is {after:.2f} after {cost}"
-    if f"{before:.2f}" == f"{after:.2f}":
-        return f"Accuracy on {problems} stayed at {after:.2f} in {cost}"
+        return f"{name} on {problems} is {now} after {cost}"
+    if f"{before:.{digits}f}" == now:
+        return f"{name} on {problems} stayed at {now} in {cost}"
     verb = "rose" if after > before else "fell"
-    return f"Accuracy on {problems} {verb} from {before:.2f} to {after:.2f} in {cost}"
+    return f"{name} on {problems} {verb} from {before:.{digits}f} to {now} in {cost}"
 
 
-def accuracies(record: RunRecord) -> tuple[float | None, float | None]:
-    """Held-out accuracy before and after: as the summary says, else by the evaluations made so far.
+def before_and_after(record: RunRecord) -> tuple[float | None, float | None]:
+    """The measure before and after: as the summary says, else by the evaluations made so far.
 
     Before is where reinforcement began, or where the warm-up began if there is no reinforcement.
     """
     told = record.summary
     stage = "reinforcement" if record.num_batches else "warmup"
-    seen = [one for one in record.evaluations if _number(one.get("accuracy")) is not None]
+    seen = record.measured
     # The last evaluation of the warm-up stands for the beginning of reinforcement if none was made there.
     earlier = [one for one in seen if one["during"] != stage][-1:] if stage == "reinforcement" else []
     within = [one for one in seen if one["during"] == stage]
@@ -232,9 +255,9 @@ def accuracies(record: RunRecord) -> tuple[float | None, float | None]:
     before = _number(told.get("eval_before")) if "eval_before" in told else None
     after = _number(told.get("eval_after")) if "eval_after" in told else None
     if before is None and len(line) > 1:
-        before = line[0]["accuracy"]
+        before = line[0][record.measure]
     if after is None and seen:
-        after = seen[-1]["accuracy"]
+        after = seen[-1][record.measure]
     return before, after
 
 
@@ -260,14 +283,13 @@ def _status(record: RunRecord) -> tuple[str, bool]:
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
     """The numbers under the headline."""
     told, best = record.summary, _number(record.summary.get("eval_best"))
-    seen = [value for one in record.evaluations if (value := _number(one.get("accuracy"))) is not None]
-    best = best if best is not None else max(seen, default=None)
+    best = best if best is not None else max((one[record.measure] for one in record.measured), default=None)
     sampled = told.get("tokens_sampled") or sum(
         _number(one.get("tokens/sampled")) or 0 for one in record.reinforcement
     )
     size = told.get("num_parameters")
     found = [
-        ("Best accuracy", f"{best:.3f}" if best is not None else ""),
+        (f"Best {measure_words(record.measure)}", f"{best:.3f}" if best is not None else ""),
         ("Time", page.duration(record.wall_s) if record.wall_s else ""),
         ("Tokens sampled", page.large(sampled) if sampled else ""),
         ("Tokens trained on", page.large(told["tokens_trained"]) if told.get("tokens_trained") else ""),
@@ -278,9 +300,10 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found if value]
 
 
-def _accuracy(record: RunRecord) -> str:
-    """Held-out accuracy over time and over steps, the warm-up shaded."""
-    seen = [one for one in record.evaluations if _number(one.get("accuracy")) is not None]
+def _measured(record: RunRecord) -> str:
+    """What evaluations are judged by, over time and over steps, the warm-up shaded."""
+    seen, words, right = record.measured, measure_words(record.measure), record.measure == "accuracy"
+    name = f"{words[0].upper()}{words[1:]}"
     warm = [*record.warmup, *(one for one in seen if one["during"] == "warmup")]
     warm_s = max((_number(one.get("time/wall_s")) or 0.0 for one in warm), default=0.0)
     over = (
@@ -289,21 +312,21 @@ def _accuracy(record: RunRecord) -> str:
     )
     figures = []
     for what, x_label, warm_end, place in over:
-        points: list[Point] = [(x, one["accuracy"]) for one in seen if (x := place(one)) is not None]
+        points: list[Point] = [(x, one[record.measure]) for one in seen if (x := place(one)) is not None]
         if points:
             shade = Shade(0, warm_end, "warm-up") if warm_end and record.reinforcement else None
             svg = curve_svg(
-                [Series("accuracy", points, marked=True)],
-                title=f"Held-out accuracy {what}",
+                [Series(words, points, marked=True)],
+                title=f"Held-out {words} {what}",
                 x_label=x_label,
-                y_label="share answered right",
+                y_label="share answered right" if right else words,
                 width=440,
                 height=240,
-                y_range=(0, 1),
+                y_range=(0, 1) if right else None,
                 shade=shade,
             )
-            figures.append(page.figure(f"Accuracy {what}", "", svg))
-    return page.charts("Accuracy on held-out problems", "", figures, wide=True)
+            figures.append(page.figure(f"{name} {what}", "", svg))
+    return page.charts(f"{name} on held-out problems", "", figures, wide=True)
 
 
 def _step_label(record: RunRecord) -> str:
@@ -319,7 +342,7 @@ def _curves(record: RunRecord) -> str:
     # Beside reinforcement the warm-up is a footnote: its loss, by a name that says so.
     supervised = ((loss[0], "Loss of the warm-up", *loss[2:]),) if record.reinforcement else SUPERVISED_CURVES
     for records, curves, x_label in (
-        (record.reinforcement, CURVES, "batches"),
+        (record.reinforcement, _with_parts(record), "batches"),
         (record.warmup, supervised, "optimizer steps"),
     ):
         for key, title, y_label, colour in curves:
@@ -333,6 +356,19 @@ def _curves(record: RunRecord) -> str:
     return page.charts("How training went", note, figures, wide=False)
 
 
+def _with_parts(record: RunRecord) -> list[tuple[str, str, str, int]]:
+    """The curves of reinforcement, with those of each reward where several were added up."""
+    parts, failures = [], []
+    keys = dict.fromkeys(key for one in record.reinforcement for key in one)
+    for key in keys:
+        if part := re.fullmatch("reward/([^/]+)/mean", key):
+            parts.append((key, f"Reward {part[1]}", "mean of a batch, without its weight", 1))
+        failed = re.fullmatch("reward/([^/]+)/failed_fraction", key)
+        if failed and any(_number(one.get(key)) for one in record.reinforcement):
+            failures.append((key, f"Failed scores of {failed[1]}", "fraction of a batch", 5))
+    return [CURVES[0], *parts, *failures, *CURVES[1:]]
+
+
 def _with_smooth(points: list[Point], label: str, colour: int) -> list[Series]:
     """The curve itself, or where it is long and not exact its smoothed self over a pale one."""
     if len(points) < SMOOTH_FROM or label == "Learning rate":
@@ -344,8 +380,8 @@ def _with_smooth(points: list[Point], label: str, colour: int) -> list[Series]:
 def _time_parts(record: RunRecord) -> list[tuple[str, float, int]]:
     """Name, seconds and colour of what the run's time went to; the rest of the clock is `other`."""
     first = "warm-up" if record.reinforcement else "supervised"
-    seconds = {first: sum(_number(one.get("time/step_s")) or 0.0 for one in record.warmup)}
-    for one in record.reinforcement:
+    seconds = {"start": 0.0, first: sum(_number(one.get("time/step_s")) or 0.0 for one in record.warmup)}
+    for one in (*record.warmup, *record.reinforcement, *record.evaluations):
         for key, value in one.items():
             if key.startswith("time/") and key.endswith("_s") and key not in NOT_PARTS:
                 part = key.removeprefix("time/").removesuffix("_s")

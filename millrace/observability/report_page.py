@@ -14,7 +14,8 @@ NUM_EXAMPLES = 8
 LONGEST_TEXT = 2000
 # The page may load and run nothing, whatever a model has written into it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-ACCURACY = re.compile(r"\b[01]\.\d\d\b")
+# The values of the measure in the headline, as it writes them.
+VALUE = re.compile(r"(?<![\w.])-?\d+\.\d{2,3}\b")
 VERDICTS = {
     "right": ("✓", "right"),
     "wrong": ("✗", "wrong"),
@@ -46,13 +47,14 @@ def text(value: object, *, most: int = LONGEST_TEXT) -> str:
     return escape(shown + cut)
 
 
-def headline(name: str, status: str, is_finished: bool, sentence: str) -> str:
-    """Name, state and result of the run."""
-    told = ACCURACY.sub(r"<b>\g<0></b>", text(sentence))
+def headline(name: str, status: str, is_finished: bool, sentence: str, note: str = "") -> str:
+    """Name, state and result of the run, and a note below."""
+    below = f'<p class="note">{text(note)}</p>' if note else ""
+    told = VALUE.sub(r"<b>\g<0></b>", text(sentence))
     kind = "status" if is_finished else "status open"
     return (
         f'<header><h1>{text(name)} <span class="{kind}">{text(status)}</span></h1>'
-        f'<p class="result">{told}</p></header>'
+        f'<p class="result">{told}</p>{below}</header>'
     )
 
 
@@ -103,20 +105,26 @@ def time_bar(parts: Sequence[tuple[str, float, int]], wall_s: float) -> str:
     return f"<section><h2>Where the time went</h2>{whole}{body}</section>"
 
 
-def answers(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+def answers(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], *, graded: bool = False
+) -> str:
     """Answers to the same held-out problems before and after, and how many changed.
 
-    The first problems are shown, not chosen ones, so that they speak for the rest.
+    The first problems are shown, not chosen ones, so that they speak for the rest. Where rewards are
+    `graded`, an answer without full marks is not called wrong.
     """
     later = {row["prompt_id"]: row for row in after}
     pairs = [(row, later[row["prompt_id"]]) for row in before if row["prompt_id"] in later]
     if pairs:
-        cards = [_example(old, (("Before", old), ("After", new))) for old, new in pairs[:NUM_EXAMPLES]]
-        return _examples("Answers before and after", len(pairs), _moves(pairs), cards)
+        cards = [
+            _example(old, (("Before", old), ("After", new)), graded) for old, new in pairs[:NUM_EXAMPLES]
+        ]
+        moves = _graded_moves(pairs) if graded else _moves(pairs)
+        return _examples("Answers before and after", len(pairs), moves, cards)
     name, rows = ("After", after) if after else ("Before", before)
     if not rows:
         return ""
-    cards = [_example(row, ((name, row),)) for row in rows[:NUM_EXAMPLES]]
+    cards = [_example(row, ((name, row),), graded) for row in rows[:NUM_EXAMPLES]]
     return _examples(f"Answers {name.lower()} training", len(rows), "", cards)
 
 
@@ -180,18 +188,43 @@ def _moves(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
     return f'<div class="card"><table class="moves"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
 
 
-def _example(row: Mapping[str, Any], answers_given: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def _graded_moves(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """For how many problems the reward rose, stayed and fell; one that failed cannot be compared."""
+    known = [pair for pair in pairs if all(row["outcome"] != "failed" for row in pair)]
+    scored = [(old["reward"], new["reward"]) for old, new in known]
+    counts = [
+        ("higher", sum(new > old for old, new in scored)),
+        ("the same", sum(new == old for old, new in scored)),
+        ("lower", sum(new < old for old, new in scored)),
+        ("not known", len(pairs) - len(scored)),
+    ]
+    rows = "".join(
+        f'<tr><th scope="row">{name}</th><td><b>{count}</b></td></tr>'
+        for name, count in counts
+        if count or name != "not known"
+    )
+    head = '<tr><th scope="col">reward after</th><th scope="col">problems</th></tr>'
+    return f'<div class="card"><table class="moves"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+
+
+def _example(
+    row: Mapping[str, Any], answers_given: Sequence[tuple[str, Mapping[str, Any]]], graded: bool
+) -> str:
     """One problem and what was said to it."""
-    said = "".join(_said(name, given) for name, given in answers_given)
+    said = "".join(_said(name, given, graded) for name, given in answers_given)
     answer = f'<p class="answer">Answer: <b>{text(row["answer"])}</b></p>' if row.get("answer") else ""
     question = f'<pre class="question">{text(row["prompt"])}</pre>'
     return f'<article class="card">{question}{answer}<div class="pair">{said}</div></article>'
 
 
-def _said(name: str, row: Mapping[str, Any]) -> str:
-    """One completion with its verdict: a symbol and a word besides the colour."""
+def _said(name: str, row: Mapping[str, Any], graded: bool) -> str:
+    """One completion with its verdict, a symbol and a word besides the colour, or with its reward."""
     word = verdict(row)
     symbol, kind = VERDICTS.get(word, ("?", "unknown"))
+    if graded and row["outcome"] == "score":
+        word = f"reward {row['reward']:.3g}"
+        symbol, kind = ("✓", "right") if row["right"] else ("", "unknown")
     cut = ", cut at the longest length" if row.get("finish_reason") == "length" else ""
-    told = f"{name} · <b>{symbol} {text(word)}</b> · {text(row['num_tokens'])} tokens{cut}"
+    judged = text(f"{symbol} {word}".lstrip())
+    told = f"{name} · <b>{judged}</b> · {text(row['num_tokens'])} tokens{cut}"
     return f'<div class="said {kind}"><p>{told}</p><pre>{text(row["completion"])}</pre></div>'

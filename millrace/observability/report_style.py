@@ -22,6 +22,7 @@ background:var(--c3)}
 .status.open::before{background:var(--c2)}
 .result{font-size:clamp(22px,3.6vw,34px);line-height:1.25;font-weight:650;letter-spacing:-.018em;
 margin:14px 0 28px;max-width:26em;text-wrap:balance}
+header .note{margin:-18px 0 28px}
 .result b{color:var(--c1);font-weight:inherit}
 .note{color:var(--muted);font-size:15px;margin:4px 0 0;max-width:46em}
 .facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:1px;background:var(--line);

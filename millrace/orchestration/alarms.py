@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millrace.config.methods import COMPARING
 from millrace.data.batch import Batch
+from millrace.observability.measure import measure_words
 from millrace.orchestration.evaluate import Evaluation
 from millrace.orchestration.learn import Compared
 from millrace.orchestration.progress import Progress
@@ -18,8 +19,10 @@ from millrace.protocols import StepReport
 
 # Batches in a row whose rewards teach nothing before the run says so.
 EQUAL_BATCHES = 20
-# A policy has collapsed when its accuracy is below this share of the best seen.
+# A policy has collapsed when it has lost this share of the best seen, or of what it had gained.
 COLLAPSED_SHARE = 0.5
+# Below this, either is noise.
+LEAST_BEST = 0.1
 # What to do where trainer and sampler have come apart, by the limit that was passed.
 _FAR = "The policy goes far while a token waits: lower policy.optimizer.learning_rate or flow.staleness"
 ADVICE = {
@@ -54,7 +57,7 @@ def check_failures(share: float, *, limit: float, reason: str, of: str) -> None:
 
 
 def check_evaluation(result: Evaluation, *, limit: float) -> None:
-    """Stop where too many held-out answers have no score for the accuracy to mean anything.
+    """Stop where too many held-out answers have no score for the others to mean anything.
 
     Raises:
         RunStopped: more than `limit` of their rewards failed, or all.
@@ -216,13 +219,25 @@ def check_current(
     return told
 
 
-def check_accuracy(progress: Progress, accuracy: float) -> str | None:
-    """A warning if the policy has collapsed since its best evaluation."""
-    best = progress.eval_best
-    if best is None or best < 0.1 or accuracy >= COLLAPSED_SHARE * best:
+def check_collapse(progress: Progress, measure: str, value: float) -> str | None:
+    """A warning if the policy has collapsed since its best evaluation.
+
+    It has where it has lost more than half of the best value or of what it gained since the start, whichever
+    is more: a measure may begin below 0.
+
+    Args:
+        progress: knows the first value and the best.
+        measure: metric that both are of.
+        value: of now.
+    """
+    best, first = progress.eval_best, progress.eval_before
+    if best is None:
+        return None
+    had = max(best, best - (best if first is None else first))
+    if had < LEAST_BEST or value >= best - COLLAPSED_SHARE * had:
         return None
     return (
-        f"the policy has collapsed: accuracy is {accuracy:.3f}, its best was {best:.3f} "
+        f"the policy has collapsed: {measure_words(measure)} is {value:.3f}, its best was {best:.3f} "
         f"({progress.best_checkpoint}); lower policy.optimizer.learning_rate or sample more per batch"
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from millrace.config.inputs import TASK_PREFIX
-from millrace.config.rewards import FunctionReward, RewardConfig
+from millrace.config.rewards import FunctionReward, RewardConfig, reward_names
 from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
@@ -292,8 +292,8 @@ def build_reward(config: RunConfig, device: torch.device) -> Reward:
     """
     parts: list[tuple[str, float, Reward]] = []
     try:
-        for entry in config.rewards:
-            parts.append((entry.kind, entry.weight, _one_reward(config, entry, device)))
+        for name, entry in zip(reward_names(config.rewards), config.rewards, strict=True):
+            parts.append((name, entry.weight, _one_reward(config, entry, device)))
     except ValueError:
         for _, _, reward in parts:
             reward.close()

@@ -12,8 +12,9 @@ import torch
 from millrace.config.settings import RunConfig
 from millrace.data.chat import render
 from millrace.data.prompts import make_prompts, read_split
+from millrace.data.rows import read_rows
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
-from millrace.models.load import load_model
+from millrace.models.load import check_folder, load_model
 from millrace.orchestration.alarms import check_evaluation
 from millrace.orchestration.build import (
     build_engine,
@@ -61,19 +62,26 @@ def open_policy(run: str | Path, checkpoint: str) -> Policy:
         ValueError, RuntimeError: the run or its checkpoint cannot be read; the message says why.
     """
     folder = RunFolder.open(run)
-    config = folder.config()
-    model_folder = find_checkpoint(folder, checkpoint) / "model"
-    tokenizer = load_tokenizer(model_folder)
-    model = load_model(model_folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
+    return load_policy(find_checkpoint(folder, checkpoint) / "model", folder.config())
+
+
+def load_policy(folder: Path, config: RunConfig) -> Policy:
+    """Load a model folder, to answer as a recipe says.
+
+    Raises:
+        ValueError: it is not one, or does not go with the recipe; the message says why.
+    """
+    tokenizer = load_tokenizer(check_folder(folder))
+    model = load_model(folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
     stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
     max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = longest_prompt(config, model)
     engine = build_engine(config, model, tokenizer)
-    params = greedy(config.rollout, stops)
-    return Policy(config, tokenizer, engine, params, longest_prompt(config, model), max_length)
+    return Policy(config, tokenizer, engine, greedy(config.rollout, stops), limit, max_length)
 
 
 def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation:
-    """Greedy accuracy of a checkpoint on its run's held-out prompts.
+    """Greedy answers of a checkpoint to its run's held-out prompts, scored.
 
     Args:
         run: the run folder.
@@ -82,19 +90,39 @@ def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation
     Raises:
         ValueError, RuntimeError: the run, its checkpoint or its data cannot be read; the message says why.
     """
-    policy = open_policy(run, checkpoint)
-    config, tokenizer = policy.config, policy.tokenizer
-    split = read_split(config.data, seed=config.seed)
-    prompts, _ = make_prompts(
-        split.eval, config.data, tokenizer, prefix="eval", max_prompt_tokens=policy.longest_prompt
+    folder = RunFolder.open(run)
+    return evaluate_model(find_checkpoint(folder, checkpoint) / "model", folder.config())
+
+
+def evaluate_model(
+    folder: str | Path, config: RunConfig, *, whole: bool = False, temperature: float = 0.0
+) -> Evaluation:
+    """The answers of any model folder to questions of a recipe, scored by its rewards.
+
+    Args:
+        folder: of the model and its tokenizer.
+        config: says which questions, how they are put and answered, and what answers are worth. What it says
+            of a model and of training has no part in it.
+        whole: ask all questions of `data.train`, and not those that the recipe holds out.
+        temperature: 0 takes the most likely tokens; above it, answers are drawn by the recipe's seed.
+
+    Raises:
+        ValueError, RuntimeError: the model, the data or a reward cannot be used; the message says why.
+    """
+    # Data and rewards say what is wrong with them sooner than a model is loaded.
+    rows = read_rows(config.data.train) if whole else read_split(config.data, seed=config.seed).eval
+    policy = load_policy(Path(folder), config)
+    prompts, num_dropped = make_prompts(
+        rows, config.data, policy.tokenizer, prefix="eval", max_prompt_tokens=policy.longest_prompt
     )
+    params = replace(policy.greedy, temperature=temperature, seed=config.seed)
     reward = build_reward(config, choose_device(config.device))
     try:
-        result = evaluate(policy.engine, reward, prompts, policy.greedy, full_marks=full_marks(config))
+        result = evaluate(policy.engine, reward, prompts, params, full_marks=full_marks(config))
     finally:
         reward.close()
     check_evaluation(result, limit=config.limits.failed_rewards)
-    return result
+    return replace(result, left_out=num_dropped)
 
 
 def answer(

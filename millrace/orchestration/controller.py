@@ -5,6 +5,7 @@ The order of things stands in `loops.py`; this file holds the verbs.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,17 +16,19 @@ from millrace.data.curriculum import Curriculum
 from millrace.data.prompts import PromptStream
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
+from millrace.observability.measure import measure_words
 from millrace.observability.memory import PeakMemory
 from millrace.observability.metrics import Spans
 from millrace.observability.report import write_report
 from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
-from millrace.orchestration.alarms import check_accuracy, check_evaluation
+from millrace.orchestration.alarms import check_collapse, check_evaluation
 from millrace.orchestration.companions import CRITIC
 from millrace.orchestration.evaluate import Evaluation, evaluate
 from millrace.orchestration.follower import Follower
 from millrace.orchestration.interrupt import Deadline, Interrupted, Interrupts
 from millrace.orchestration.learn import Learner
+from millrace.orchestration.live_report import LiveReport
 from millrace.orchestration.memory import owners
 from millrace.orchestration.parts import Parts
 from millrace.orchestration.progress import Progress, RunReport
@@ -87,9 +90,8 @@ class Controller:
         self.folder = folder
         self.ranks = ranks
         self.console = console
-        self.progress = progress
-        cuda = parts.device.startswith("cuda")
-        self.memory = PeakMemory(cuda=cuda)
+        self.progress, self._began = progress, (progress.stage, progress.step)
+        self.memory = PeakMemory(cuda=(cuda := parts.device.startswith("cuda")))
         self.spans = Spans(memory=self.memory)
         sleeper = parts.sleeper if config.engine.take_turns else None
         self.turns = Turns(sleeper, cuda=cuda, folder=folder.checkpoints.parent)
@@ -108,6 +110,7 @@ class Controller:
         self._deadline = Deadline(config.limits.run_s, started_s)
         self.part: Part | None = None  # on the first rank, of another run, where this one repeats one
         self.scored_demonstrations = (0, 0)  # how many, and how many of them earned full marks
+        self.live = LiveReport(self._report_now)
         self._saved, self._late = "", False
         self._published: int | None = None
 
@@ -115,6 +118,14 @@ class Controller:
     def wall_s(self) -> float:
         """Seconds of work, over all processes of the run."""
         return time.monotonic() - self._started_s
+
+    @property
+    def at_start(self) -> bool:
+        """Whether nothing would be lost now: no step was done, of this process or of reinforcement."""
+        progress, (stage, step) = self.progress, self._began
+        later = self.config.warmup is not None and progress.stage != stage
+        first = progress.checkpoint_name == self._saved == "step-000000"
+        return first or not (later or progress.step != step)
 
     def stream(self) -> PromptStream:
         """The prompts of the current stage, where the progress says they stand."""
@@ -231,7 +242,7 @@ class Controller:
             self.console.say(text, "yellow")
 
     def evaluate(self) -> Evaluation:
-        """Greedy accuracy of the published weights on the held-out prompts."""
+        """Greedy answers of the published weights to the held-out prompts."""
         parts = self.parts
         params = greedy(self.config.rollout, parts.stop_token_ids)
         with self.spans("evaluate"):
@@ -239,38 +250,42 @@ class Controller:
             result = evaluate(
                 parts.engine, parts.reward, parts.eval_prompts, params, full_marks=parts.full_marks
             )
-        # Before it is recorded: an accuracy of answers without a score must not look like one of 0.
+        # Before it is recorded: answers without a score must not look like answers that earn 0.
         check_evaluation(result, limit=self.config.limits.failed_rewards)
         during = "warmup" if self.progress.stage == "warmup" else "reinforcement"
-        self.record(
-            "evaluation",
-            {
-                "during": during,
-                "accuracy": result.accuracy,
-                "reward/mean": result.reward,
-                "reward/failed_share": result.failed,
-                "length/mean": result.length,
-                "length/truncated_share": result.truncated,
-            },
-        )
+        times = {f"time/{name}_s": seconds for name, seconds in self.spans.take().items()}
+        measure = self.config.evaluation.measure
+        self.progress.eval_last = self.measured(result)
+        self.record("evaluation", {"during": during, "measure": measure, **result.metrics, **times})
         if result.failed:
             self.warn(
-                f"the rewards of {result.failed:.1%} of the held-out answers failed, so the accuracy is "
-                "that of the others; look at the reward"
+                f"the rewards of {result.failed:.1%} of the held-out answers failed, so "
+                f"{measure_words(measure)} is that of the others; look at the reward"
             )
-        self.warn(check_accuracy(self.progress, result.accuracy))
+        self.warn(check_collapse(self.progress, measure, self.progress.eval_last))
         return result
+
+    def measured(self, result: Evaluation) -> float:
+        """What an evaluation is judged by: the metric that `evaluation.measure` names."""
+        return result.metrics[self.config.evaluation.measure]
 
     def keep_answers(self, name: str, result: Evaluation) -> None:
         """Keep an evaluation's answers as a table (`before`, `after`)."""
-        write_table(self.folder.evaluations / f"{name}.parquet", result.rows)
+        with self.spans("save"):
+            write_table(self.folder.evaluations / f"{name}.parquet", result.rows)
 
-    def note_best(self, accuracy: float) -> bool:
-        """Whether this accuracy is the best so far; if so, the checkpoint about to be taken is the best."""
-        if self.progress.eval_best is not None and accuracy <= self.progress.eval_best:
-            return False
-        self.progress.eval_best = accuracy
-        self.progress.best_checkpoint = self.progress.checkpoint_name
+    def note_best(self, result: Evaluation) -> bool:
+        """Whether this evaluation is the best so far; if so, the checkpoint about to be taken is the best.
+
+        Of two that measure the same, the one with the higher mean reward is better; of equals, the earlier.
+        """
+        progress, value = self.progress, self.measured(result)
+        if progress.eval_best is not None:
+            least = -math.inf if progress.eval_best_reward is None else progress.eval_best_reward
+            if (value, result.reward) <= (progress.eval_best, least):
+                return False
+        progress.eval_best, progress.eval_best_reward = value, result.reward
+        progress.best_checkpoint = progress.checkpoint_name
         return True
 
     def checkpoint(self, source: Source | Follower | None = None) -> None:
@@ -329,7 +344,11 @@ class Controller:
             saved: what the newest whole checkpoint says.
         """
         if saved.best_checkpoint:
-            best = {"checkpoint": saved.best_checkpoint, "accuracy": saved.eval_best}
+            best = {
+                "checkpoint": saved.best_checkpoint,
+                "measure": self.config.evaluation.measure,
+                "value": saved.eval_best,
+            }
             self.folder.write_json(self.folder.best, best)
         # The reference policy is the start.
         also = {saved.best_checkpoint} | ({"step-000000"} if self.parts.reference is not None else set())
@@ -360,18 +379,23 @@ class Controller:
             self._saver.settle()
             raise Interrupted
 
+    def report(self) -> None:
+        """Write the report of a run that goes on, if it is due; called after each step."""
+        if self.ranks.first:
+            self.live.update()
+
+    def _report_now(self) -> None:
+        with self.spans("report"):
+            # Nobody may be left to correct it, so it says no more than what is so however the run goes on.
+            told = asdict(self._summary("interrupted")) | {"status": "not finished"}
+            at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            note = f"As of {at}. `millrace status {self.folder.path}` says whether the run goes on."
+            write_report(self.folder.path, told | {"wall_s": self.wall_s}, note=note)
+
     def finish(self, status: Literal["finished", "interrupted", "failed"]) -> RunReport:
         """Write the summary and the report."""
         self.progress.wall_s = self.wall_s
-        report = run_report(
-            self.progress,
-            self.parts,
-            run=self.folder.path,
-            recipe=self._recipe,
-            status=status,
-            demonstrations=self.scored_demonstrations,
-            out_of_time=self._late,
-        )
+        report = self._summary(status)
         told = asdict(report)
         try:
             write_report(self.folder.path, told)
@@ -380,11 +404,25 @@ class Controller:
             self.folder.write_json(self.folder.summary, told)
         return report
 
+    def _summary(self, status: Literal["finished", "interrupted", "failed"]) -> RunReport:
+        return run_report(
+            self.progress,
+            self.parts,
+            run=self.folder.path,
+            recipe=self._recipe,
+            measure=self.config.evaluation.measure,
+            status=status,
+            demonstrations=self.scored_demonstrations,
+            out_of_time=self._late,
+        )
+
     def _stands(self) -> dict[str, Any]:
         warmup = self.config.warmup
         stage = self.progress.stage
         steps = warmup.steps if warmup is not None and stage == "warmup" else self.config.steps
-        return {"stage": stage, "step": self.progress.step, "steps": steps}
+        best = {"value": self.progress.eval_best, "checkpoint": self.progress.best_checkpoint}
+        measured = {"measure": self.config.evaluation.measure, "value": self.progress.eval_last, "best": best}
+        return {"stage": stage, "step": self.progress.step, "steps": steps, "measured": measured}
 
     def _out_of_time(self) -> bool:
         """Whether the first rank's clock says so; a repetition takes its time, and what is done may end."""

@@ -1,11 +1,12 @@
-"""Greedy accuracy on held-out prompts, and the rows of rollout tables."""
+"""Answers to held-out prompts and what they are worth, and the rows of rollout tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from millrace.orchestration.step import completion_seed, part_columns, part_metrics, part_names
 from millrace.protocols import Engine, Reward
 from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
 
@@ -21,6 +22,8 @@ class Evaluation:
         truncated: share of answers that ran out of tokens.
         failed: share of answers whose reward failed.
         rows: one for each answer, for a table.
+        parts: metrics of each reward, where several were added up.
+        left_out: prompts that were not asked because they are too long.
     """
 
     accuracy: float
@@ -29,6 +32,20 @@ class Evaluation:
     truncated: float
     failed: float
     rows: list[dict[str, Any]]
+    parts: Mapping[str, float] = field(default_factory=dict)
+    left_out: int = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers by the names of metrics, one of which `evaluation.measure` names."""
+        return {
+            "accuracy": self.accuracy,
+            "reward/mean": self.reward,
+            **self.parts,
+            "reward/failed_share": self.failed,
+            "length/mean": self.length,
+            "length/truncated_share": self.truncated,
+        }
 
 
 def is_right(outcome: Outcome, full_marks: float) -> bool:
@@ -41,10 +58,15 @@ def evaluate(
 ) -> Evaluation:
     """Answer every prompt with the same sampling parameters and score the answers.
 
+    What is drawn at a temperature above 0 has a seed of its own for each prompt.
+
     Raises:
         ValueError: there are no prompts.
     """
-    completions = engine.generate([prompt.token_ids for prompt in prompts], [params] * len(prompts))
+    each = [params] * len(prompts)
+    if params.temperature > 0:
+        each = [replace(params, seed=completion_seed(params.seed, place)) for place in range(len(prompts))]
+    completions = engine.generate([prompt.token_ids for prompt in prompts], each)
     outcomes = reward.score(prompts, [completion.text for completion in completions])
     return summarise(prompts, completions, outcomes, full_marks=full_marks)
 
@@ -60,7 +82,7 @@ def summarise(
     if not prompts:
         raise ValueError("there are no prompts to evaluate on")
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
-    count = max(1, len(scored))
+    count, names = max(1, len(scored)), part_names(outcomes)
     return Evaluation(
         accuracy=sum(is_right(outcome, full_marks) for outcome in scored) / count,
         reward=sum(outcome.value for outcome in scored) / count,
@@ -74,6 +96,7 @@ def summarise(
                 "completion": completion.text,
                 "answer": prompt.answer,
                 "reward": outcome.value,
+                **part_columns(outcome, names),
                 "outcome": outcome.kind,
                 "reason": outcome.reason,
                 "right": is_right(outcome, full_marks),
@@ -82,6 +105,7 @@ def summarise(
             }
             for prompt, completion, outcome in zip(prompts, completions, outcomes, strict=True)
         ],
+        parts=part_metrics(outcomes),
     )
 
 
@@ -89,6 +113,7 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]
     """One row for each trajectory of a batch; `advantages` belong to those whose reward did not fail."""
     rows = []
     left = iter(advantages)
+    names = part_names([t.outcome for group in groups for t in group.trajectories if t.outcome])
     for group in groups:
         for sample, trajectory in enumerate(group.trajectories):
             outcome, last = trajectory.outcome, trajectory.turns[-1].completion
@@ -102,6 +127,7 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]
                     "completion": trajectory.text,
                     "answer": group.prompt.answer,
                     "reward": outcome.value,
+                    **part_columns(outcome, names),
                     "outcome": outcome.kind,
                     "reason": outcome.reason,
                     "num_tokens": trajectory.num_actions,

@@ -1,6 +1,7 @@
 """When a run leaves before its end.
 
-Ctrl-C once: finish the step, save, leave. Twice: leave now. Out of time: after a step, save and leave.
+Ctrl-C once: finish the step, save, leave; before the first step is done, when nothing is to be saved that is
+not, leave now. Twice: leave now. Out of time: after a step, save and leave.
 """
 
 from __future__ import annotations
@@ -54,13 +55,18 @@ class Interrupts:
     """While entered, SIGINT and SIGTERM set `asked`; a second one sets `twice` and raises KeyboardInterrupt.
 
     Outside the main thread signals cannot be caught, and `asked` stays False.
+
+    Attributes:
+        at_once: asked at the first signal whether all is saved as it stands; then that one sets `left` and
+            raises KeyboardInterrupt.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Interrupts that tell the user through `say`."""
         self.asked = False
         # What is interrupted in its midst may raise another error than KeyboardInterrupt.
-        self.twice = False
+        self.twice = self.left = False
+        self.at_once: Callable[[], bool] = bool
         self._say = say
         self._before: dict[int, Any] = {}
 
@@ -83,4 +89,8 @@ class Interrupts:
             self.twice = True
             raise KeyboardInterrupt
         self.asked = True
+        if self.at_once():
+            self.left = True
+            self._say("leaving before the first step is done; nothing is lost")
+            raise KeyboardInterrupt
         self._say("finishing this step, then saving; once more leaves now")

@@ -67,6 +67,7 @@ class _Start:
     progress: Progress
     ranks: Ranks
     repeats: Repeats | None
+    fresh: bool
 
 
 def train(
@@ -77,7 +78,7 @@ def train(
     repeats: Repeats | None = None,
     ranks: Ranks | None = None,
 ) -> RunReport:
-    """Train a policy from start to end in a new run folder.
+    """Train a policy from start to end in a new run folder, which is removed if nothing comes of the start.
 
     Args:
         config: from `load_recipe`.
@@ -103,14 +104,14 @@ def train(
         with explained(config):
             parts = build(config, None, ranks)
         make = partial(RunFolder.create, config.output, config.name, recipe)
-        with closing(parts), _folder(ranks, make) as folder:
+        with closing(parts), _folder(ranks, make) as folder, _removed_if_empty(folder, ranks):
             # A prompt that comes without a row, to generate or serve, gets the template of the rows.
             data = settled(config.data, parts.train_prompts[0])
             config = config.model_copy(update={"data": data})
             (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
             # Last, because it makes the folder one that can be resumed.
             folder.write_text(folder.recipe, to_yaml(config))
-            start = _Start(config, recipe, None, [], Progress(), ranks, repeats)
+            start = _Start(config, recipe, None, [], Progress(), ranks, repeats, fresh=True)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
@@ -141,7 +142,7 @@ def resume(
         with explained(config):
             parts = build(config, checkpoint, ranks)
         with closing(parts):
-            start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats)
+            start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats, fresh=False)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
 
 
@@ -203,6 +204,17 @@ def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
         yield RunFolder(Path(notes), shared=path, rank=ranks.rank)
 
 
+@contextmanager
+def _removed_if_empty(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """After an error in the block, a run without a single result leaves nothing behind."""
+    try:
+        yield
+    except BaseException:
+        if ranks.first and not folder.has_results():
+            folder.remove()
+        raise
+
+
 def _newest(checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
     """As `newest_checkpoint`, which the first rank finds for all: its every byte is read."""
     found, refused = newest_checkpoint(checkpoints) if ranks.first else (None, [])
@@ -262,20 +274,18 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             progress=start.progress,
             started_s=ranks.since(started_s),
         )
+        # Ranks must not leave one by one in the midst of a step.
+        interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and controller.at_start
         if ranks.first:
             controller.part = start.repeats.part if start.repeats else None
             # Where another rank hangs, the first waits for it.
             _watch(held.enter_context(controller.watchdog), ranks, saver, console, start.config)
         # However the run ends, nobody else may be let into its folder while something is written to it.
         held.callback(saver.wait)
-        kept = held.enter_context(closing(JsonlSink(folder.spans)))
-        controller.spans.heard = lambda name, seconds: kept.write(
-            {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
-        )
-        for sentence in start.refused:
-            controller.warn(f"{sentence}; it is passed over")
-        if start.checkpoint is not None:
-            console.say(f"resumed from {start.checkpoint}")
+        _keep_spans(controller, held.enter_context(closing(JsonlSink(folder.spans))))
+        _tell_resumed(controller, start)
+        # It is about an earlier process, and a kill of this one must not leave it standing.
+        folder.summary.unlink(missing_ok=True)
         try:
             spans, named = controller.spans, controller.owners
             with explained(start.config, phase=lambda: spans.failed, owners=named, engine=parts.sleeper):
@@ -285,12 +295,29 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         except Interrupted:
             return controller.finish("interrupted")
         except (KeyboardInterrupt, Exception) as error:
+            # Whatever the interruption of what was under way has become.
+            if interrupts.left and not interrupts.twice:
+                saver.settle()
+                return controller.finish("interrupted")
             if interrupts.twice or isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt(
-                    f"left at once; continue from the last checkpoint with: millrace resume {folder.path}"
-                ) from None
-            error = _failed(controller, saver, error)
+                raise _left_at_once(start, folder) from None
+            error = _failed(controller, saver, start, error)
             raise error
+
+
+def _tell_resumed(controller: Controller, start: _Start) -> None:
+    for sentence in start.refused:
+        controller.warn(f"{sentence}; it is passed over")
+    if start.checkpoint is not None:
+        controller.console.say(f"resumed from {start.checkpoint}")
+
+
+def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
+    """Write what the run does and when, and begin with what went by until now."""
+    controller.spans.heard = lambda name, seconds: kept.write(
+        {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+    )
+    controller.spans.add("start", controller.wall_s - controller.progress.wall_s)
 
 
 def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, config: RunConfig) -> None:
@@ -301,9 +328,23 @@ def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, con
     console.waiting = watchdog.line
 
 
-def _failed(controller: Controller, saver: Saver, error: Exception) -> Exception:
+def _go_on(start: _Start, folder: RunFolder, how: str = "continue with") -> str:
+    """What to do after a run has ended before its time."""
+    # The run's own, of whatever rank.
+    path = folder.checkpoints.parent
+    if start.fresh and not folder.has_results():
+        return f"nothing was recorded yet, so {path} was removed; start it again with: millrace train"
+    return f"{how}: millrace resume {path}"
+
+
+def _left_at_once(start: _Start, folder: RunFolder) -> KeyboardInterrupt:
+    how = "continue from the last checkpoint with"
+    return KeyboardInterrupt(f"left at once; {_go_on(start, folder, how)}")
+
+
+def _failed(controller: Controller, saver: Saver, start: _Start, error: Exception) -> Exception:
     """What the run failed with, once its summary says so."""
-    error = _named(error, controller.folder)
+    error = _named(error, controller.folder, _go_on(start, controller.folder))
     controller.progress.warnings.append(str(error))
     try:
         saver.settle()
@@ -315,11 +356,9 @@ def _failed(controller: Controller, saver: Saver, error: Exception) -> Exception
     return error
 
 
-def _named(error: Exception, folder: RunFolder) -> Exception:
+def _named(error: Exception, folder: RunFolder, go_on: str) -> Exception:
     """An error that says how to go on, where the user can."""
-    # The run's own, of whatever rank.
     path = folder.checkpoints.parent
-    go_on = f"continue with: millrace resume {path}"
     if isinstance(error, OSError) and _is_of(path, error):
         return RunStopped(
             f"run folder {path} cannot be written: {error.strerror or error}; what was saved before is "

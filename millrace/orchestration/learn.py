@@ -19,7 +19,7 @@ from millrace.data.batch import Batch
 from millrace.data.packing import once_each, pack, with_gradient, without_twins
 from millrace.orchestration.evaluate import rollout_rows
 from millrace.orchestration.methods import Method
-from millrace.orchestration.step import Sampled, completion_seed, group_rewards, is_equal
+from millrace.orchestration.step import Sampled, completion_seed, group_rewards, is_equal, part_metrics
 from millrace.planner.flops import training_operations
 from millrace.planner.model_shape import ModelShape
 from millrace.protocols import StepReport
@@ -399,6 +399,7 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
     lengths = [trajectory.num_actions for trajectory in every]
     return {
         "reward/mean": least + mean,
+        **part_metrics([trajectory.outcome for trajectory in every if trajectory.outcome]),
         "reward/std": (sum((one - mean) ** 2 for one in above) / count) ** 0.5,
         "reward/invalid_share": kinds.count("invalid") / len(kinds),
         "reward/failed_share": kinds.count("failed") / len(kinds),

@@ -63,10 +63,11 @@ def try_demonstrations(controller: Controller) -> None:
         outcomes = parts.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
     right = sum(is_right(outcome, parts.full_marks) for outcome in outcomes)
     controller.scored_demonstrations = (len(shown), right)
-    if right == len(shown):
-        controller.console.say(
-            f"rewards tried on {len(shown)} held-out reference answers: all earn full marks"
-        )
+    mean = sum(outcome.value for outcome in outcomes) / len(shown)
+    graded = any(reward.kind in ("function", "model") for reward in controller.config.rewards)
+    if right == len(shown) or (graded and mean > 0):
+        earned = "all earn full marks" if right == len(shown) else f"mean reward {mean:.3f}"
+        controller.console.say(f"rewards tried on {len(shown)} held-out reference answers: {earned}")
         return
     wrong = next(i for i, outcome in enumerate(outcomes) if not is_right(outcome, parts.full_marks))
     why = outcomes[wrong].reason or f"reward {outcomes[wrong].value:g} of {parts.full_marks:g}"
@@ -88,7 +89,7 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
         controller.publish()
         result = controller.evaluate()
         controller.keep_answers("before", result)
-        progress.eval_before = result.accuracy
+        progress.eval_before = controller.measured(result)
     while progress.step < warmup.steps and not progress.gate_open:
         with controller.spans("sync"):
             controller.turns.train()
@@ -101,14 +102,15 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
         progress.step += 1
         progress.stream, progress.attempts = stream.state(), trainer.num_attempts
         progress.tokens_trained += int(batch.action_mask_T.sum())
-        train_s = controller.spans.take()["train"]
+        spent = controller.spans.take()
         controller.record(
             "warmup",
             {
                 "loss": report.metrics["loss"],
                 "learning_rate": report.learning_rate,
                 "gradient_norm": report.gradient_norm,
-                "time/step_s": train_s,
+                "time/step_s": spent["train"],
+                **{f"time/{name}_s": seconds for name, seconds in spent.items() if name != "train"},
             },
         )
         limit = config.limits.nonfinite_steps
@@ -124,12 +126,13 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
             last = last or progress.gate_open
             if not config.steps:
                 # With reinforcement to come, the best checkpoint is one of reinforcement.
-                improved = controller.note_best(result.accuracy)
+                improved = controller.note_best(result)
                 if last:
                     controller.keep_answers("after", result)
-                    progress.eval_after, progress.warmup_steps = result.accuracy, progress.step
+                    progress.eval_after, progress.warmup_steps = controller.measured(result), progress.step
         if improved or last or progress.step % config.checkpoint.every == 0:
             controller.checkpoint()
+        controller.report()
         controller.leave_if_asked()
 
 
@@ -152,7 +155,7 @@ def check_gate(controller: Controller, warmup: WarmupConfig, accuracy: float, *,
 
 
 def begin_reinforcement(controller: Controller) -> None:
-    """From the warm-up (or the given model) to batch 0: new optimizer, the accuracy to beat, a checkpoint."""
+    """From the warm-up (or the given model) to batch 0: new optimizer, what is to be beaten, a checkpoint."""
     progress, parts = controller.progress, controller.parts
     progress.version = controller.trainer.version if controller.trainer else 0
     progress.warmup_steps = progress.step
@@ -162,24 +165,29 @@ def begin_reinforcement(controller: Controller) -> None:
     controller.publish()
     result = controller.evaluate()
     controller.keep_answers("before", result)
-    progress.eval_before = result.accuracy
-    controller.note_best(result.accuracy)
+    progress.eval_before = controller.measured(result)
+    controller.note_best(result)
     controller.checkpoint()
+    controller.report()
     controller.leave_if_asked()
 
 
 def reinforce(controller: Controller, checkpoint: Path | None) -> None:
     """Batches of reinforcement, each trained on as soon as its samples are there."""
     config, progress = controller.config, controller.progress
-    learner = controller.learn(checkpoint)
+    with controller.spans.rest("start"):
+        learner = controller.learn(checkpoint)
     controller.console.stage("reinforcement", config.steps, progress.step)
     profiler = Profiler(config.profile_steps, controller.folder.profile)
     with controller.source() as source:
-        source.begin(checkpoint, learner.trainer.version)
-        controller.spans.take()
+        with controller.spans.rest("start"):
+            source.begin(checkpoint, learner.trainer.version)
+        # The first hand-over is made once for all batches.
+        for name, seconds in controller.spans.take().items():
+            controller.spans.add("start" if name == "sync" else name, seconds)
         controller.memory.take()
         while progress.step < config.steps:
-            with profiler(progress.step + 1):
+            with profiler(progress.step + 1), controller.spans.rest("bookkeeping"):
                 result, told = _one_batch(controller, learner, source)
             progress.step += 1
             _account(controller, learner, result, told)
@@ -188,12 +196,13 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
             last, improved = progress.step == config.steps, False
             if last or progress.step % config.evaluation.every == 0:
                 evaluation = controller.evaluate()
-                improved = controller.note_best(evaluation.accuracy)
+                improved = controller.note_best(evaluation)
                 if last:
                     controller.keep_answers("after", evaluation)
-                    progress.eval_after = evaluation.accuracy
+                    progress.eval_after = controller.measured(evaluation)
             if improved or last or progress.step % config.checkpoint.every == 0:
                 controller.checkpoint(source)
+            controller.report()
             controller.leave_if_asked(source)
 
 
@@ -234,8 +243,10 @@ def _account(controller: Controller, learner: Learner, result: BatchResult, told
         name = f"step-{progress.step:06d}.parquet"
         write_table(controller.folder.rollouts / name, result.rows)
     spent = spans.take()
-    total = sum(spent.get(part, 0.0) for part in ("sample", "score", "train", "sync", "other"))
-    times = {f"time/{part}_s": spent.get(part, 0.0) for part in ("sample", "score", "train", "sync", "other")}
+    parts = dict.fromkeys(("sample", "score", "train", "sync", "other"), 0.0)
+    total = sum(spent.get(part, 0.0) for part in parts)
+    # What came between two batches, such as a checkpoint, is recorded beside them and is no part of either.
+    times = {f"time/{part}_s": seconds for part, seconds in (parts | spent).items()}
     speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}
     if learner.shape is not None:
         dtype, device = config.mesh.compute or config.precision, learner.trainer.model.device

@@ -31,9 +31,11 @@ class Progress:
         skipped_steps: optimizer steps left out because the gradient was not finite.
         nonfinite_in_row: the same, since the last good one.
         equal_in_row: batches in a row whose equal rewards taught nothing.
-        eval_before: held-out accuracy before reinforcement (before training, if there is none).
-        eval_after: held-out accuracy of the last weights.
+        eval_before: what `evaluation.measure` was before reinforcement (before training, if there is none).
+        eval_last: what it was at the last evaluation.
+        eval_after: what it is with the last weights.
         eval_best: the best seen.
+        eval_best_reward: the mean reward beside it, which decides between checkpoints that are equal.
         best_checkpoint: name of the checkpoint it was seen with.
         metrics_bytes: length of metrics.jsonl.
         stream: of the warm-up's prompts; those of reinforcement are with its rollouts.
@@ -57,8 +59,10 @@ class Progress:
     nonfinite_in_row: int = 0
     equal_in_row: int = 0
     eval_before: float | None = None
+    eval_last: float | None = None
     eval_after: float | None = None
     eval_best: float | None = None
+    eval_best_reward: float | None = None
     best_checkpoint: str | None = None
     metrics_bytes: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
@@ -94,8 +98,9 @@ class RunReport:
         recipe: it was made from.
         status: `finished`, or `interrupted` (resume it), or `failed` (the reason is the last warning).
         out_of_time: whether it was interrupted because `limits.run_s` was nearly over.
-        eval_before: held-out accuracy before reinforcement (before training, if there is none).
-        eval_after: held-out accuracy of the last weights; null if the run did not end.
+        measure: metric of evaluations that the next four are about, as `evaluation.measure` names it.
+        eval_before: before reinforcement (before training, if there is none).
+        eval_after: with the last weights; null if the run did not end.
         eval_best: the best seen.
         best_checkpoint: name of its checkpoint.
         steps: batches of reinforcement done.
@@ -121,6 +126,7 @@ class RunReport:
     recipe: str
     status: Literal["finished", "interrupted", "failed"]
     out_of_time: bool
+    measure: str
     eval_before: float | None
     eval_after: float | None
     eval_best: float | None

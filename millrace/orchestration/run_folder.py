@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
@@ -183,6 +184,15 @@ class RunFolder:
         finally:
             os.close(handle)
         return False
+
+    def has_results(self) -> bool:
+        """Whether anything was recorded, saved or kept as evidence."""
+        written = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        return written or any(any(place.glob("*")) for place in (self.checkpoints, self.evidence))
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        shutil.rmtree(self.path)
 
     def forget(self, newest: str, *, keep: int, also: Collection[str | None]) -> None:
         """Remove all checkpoints but the last ones and some by name, and what a dead process left of others.

@@ -7,10 +7,39 @@ from pathlib import Path
 from typing import Any, Literal
 
 from millrace.observability.files import FileError, Kind, Shape, notice, read_json
+from millrace.observability.measure import measure_words
 from millrace.observability.plain import plain_text
 from millrace.orchestration.fleet import Engines
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.watchdog import Wait
+
+
+class Best(Shape):
+    """The best evaluation of a run."""
+
+    value: float | None = None
+    checkpoint: str | None = None
+
+
+class Measured(Shape):
+    """What a run's evaluations came to.
+
+    Attributes:
+        measure: the metric.
+        value: at the last one; null where none was made.
+        best: the best one.
+    """
+
+    measure: str
+    value: float | None = None
+    best: Best = Best()
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [] if self.value is None else [f"{self.value:.3f}"]
+        if self.best.value is not None:
+            found.append(f"best {self.best.value:.3f} ({self.best.checkpoint})")
+        return [f"  {measure_words(self.measure)} on held-out prompts: {', '.join(found)}"] if found else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +54,7 @@ class Status:
         stage: warmup or reinforcement; empty where nobody said.
         step: steps done in the stage.
         steps: of the stage.
+        measured: what the last evaluation came to, and the best one.
         waits: who waits for what.
         reason: why it failed.
         engines: in processes of their own, while they draw for reinforcement; otherwise None.
@@ -36,19 +66,22 @@ class Status:
     stage: str = ""
     step: int = 0
     steps: int = 0
+    measured: Measured | None = None
     waits: tuple[Wait, ...] = ()
     reason: str = ""
     engines: Engines | None = None
 
     def tree(self) -> dict[str, Any]:
         """A plain tree."""
-        return asdict(self)
+        return asdict(self) | {"measured": self.measured and self.measured.model_dump()}
 
     def lines(self) -> list[str]:
         """For people."""
         at = f", {self.stage} step {self.step} of {self.steps}" if self.stage else ""
         by = f" (process {self.pid})" if self.state == "running" else ""
-        lines = [f"run {self.run}: {self.state}{by}{at}", *(f"  {wait}" for wait in self.waits)]
+        lines = [f"run {self.run}: {self.state}{by}{at}"]
+        lines += self.measured.lines() if self.measured else []
+        lines += [f"  {wait}" for wait in self.waits]
         if self.reason:
             lines.append(f"  {self.reason}")
         if self.state in ("interrupted", "failed", "killed"):
@@ -78,13 +111,19 @@ def read_status(run: str | Path) -> Status:
     if summary is None:
         return Status(str(run), "killed")
     reason = summary.warnings[-1] if summary.status == "failed" and summary.warnings else ""
-    return Status(str(run), summary.status, reason=reason)
+    best = Best(value=summary.eval_best, checkpoint=summary.best_checkpoint)
+    measured = Measured(measure=summary.measure, value=summary.eval_after, best=best)
+    return Status(str(run), summary.status, measured=measured, reason=reason)
 
 
 class Summary(Shape):
     """What is read of `summary.json`, which `progress.RunReport` is written to."""
 
     status: Literal["finished", "interrupted", "failed"]
+    measure: str = ""
+    eval_after: float | None = None
+    eval_best: float | None = None
+    best_checkpoint: str | None = None
     warnings: list[str] = []
     versions: dict[str, str] = {}
 
@@ -93,6 +132,7 @@ class _At(Shape):
     stage: str
     step: int
     steps: int
+    measured: Measured | None = None
 
 
 class _Told(Shape):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace.config.sections import RolloutConfig
-from millrace.types import Group, SamplingParams
+from millrace.types import Group, Outcome, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,28 @@ def group_rewards(group: Group) -> list[float]:
 def is_equal(group: Group) -> bool:
     """Whether all rewards of a group are equal, so that comparing its samples teaches nothing."""
     return len(set(group_rewards(group))) < 2
+
+
+def part_names(outcomes: Sequence[Outcome]) -> list[str]:
+    """The rewards that were added up; none where there is one alone."""
+    names = list(dict.fromkeys(name for outcome in outcomes for name in outcome.parts))
+    return names if len(names) > 1 else []
+
+
+def part_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Of each reward, where several were added up: the mean without its weight, and the fraction that failed.
+
+    A value that failed is in no mean; where all failed, the mean is NaN.
+    """
+    found = {}
+    for name in part_names(outcomes):
+        values = [outcome.parts[name] for outcome in outcomes if name in outcome.parts]
+        values = [value for value in values if not math.isnan(value)]
+        found[f"reward/{name}/mean"] = sum(values) / len(values) if values else math.nan
+        found[f"reward/{name}/failed_fraction"] = 1 - len(values) / len(outcomes)
+    return found
+
+
+def part_columns(outcome: Outcome, names: Sequence[str]) -> dict[str, float]:
+    """The value of each reward for a row of a table; NaN where it failed."""
+    return {f"reward/{name}": outcome.parts.get(name, math.nan) for name in names}

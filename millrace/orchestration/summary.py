@@ -18,6 +18,7 @@ def run_report(
     *,
     run: Path,
     recipe: str,
+    measure: str,
     status: Literal["finished", "interrupted", "failed"],
     demonstrations: tuple[int, int],
     out_of_time: bool,
@@ -29,6 +30,7 @@ def run_report(
         parts: what it is made of.
         run: its folder.
         recipe: it was made from.
+        measure: metric that its evaluations are judged by.
         status: how it ended.
         demonstrations: held-out reference answers that the rewards were tried on, and those with full marks.
         out_of_time: whether it was interrupted because its time was nearly over.
@@ -40,6 +42,7 @@ def run_report(
         recipe=recipe,
         status=status,
         out_of_time=out_of_time,
+        measure=measure,
         eval_before=progress.eval_before,
         eval_after=progress.eval_after,
         eval_best=progress.eval_best,

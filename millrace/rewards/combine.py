@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
+from millrace.config.rewards import distinct
 from millrace.rewards.errors import RewardError
 from millrace.types import Outcome, Prompt
 
@@ -51,7 +52,7 @@ class CombinedReward:
                 raise RewardError(f"the weight of reward {name} is {weight}; it must be a finite number")
         self._weights = [weight for _, weight, _ in parts]
         self._rewards = [reward for _, _, reward in parts]
-        self.names = _distinct([name for name, _, _ in parts])
+        self.names = distinct([name for name, _, _ in parts])
         # Alone, a part is asked by whoever calls.
         self._apart = [reward in apart and len(parts) > 1 for reward in self._rewards]
         self._threads = ThreadPoolExecutor(max(1, sum(self._apart)), "millrace-judge")
@@ -113,15 +114,4 @@ def _called(call: Callable[[], list[Outcome]]) -> Future[list[Outcome]]:
         found.set_result(call())
     except Exception as error:
         found.set_exception(error)
-    return found
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for name in names:
-        number, candidate = 1, name
-        while candidate in found:
-            number += 1
-            candidate = f"{name}-{number}"
-        found.append(candidate)
     return found

@@ -134,10 +134,14 @@ def interrupted(lab: Lab, *, twice: bool) -> Result:
     reward = "rewards=[{kind: function, function: 'judges:slow', timeout_s: 60}]"
     process = lab.start("train", "tiny.yaml", reward, *words)
     assert process.stdout is not None
-    out = ""
+    # Before the first batch is done, once is enough.
+    out, signs = (
+        "",
+        ("reinforcement 1/200", "finishing this step") if twice else ("reinforcement: 200 steps",),
+    )
     for line in process.stdout:
         out += line
-        if line.startswith("reinforcement: 200 steps") or (twice and line.startswith("finishing this step")):
+        if line.startswith(signs):
             process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     return Result(process.returncode, out, err)
@@ -280,6 +284,11 @@ def simulated_from_a_short_run(lab: Lab) -> Result:
     return lab("simulate", "--from", "runs/tiny-1")
 
 
+def no_model(lab: Lab) -> Result:
+    Path("judged").mkdir()
+    return lab("evaluate", "judged", "--data", "sums.jsonl", "--reward", "exact")
+
+
 CASES: dict[str, Callable[[Lab], Result]] = {
     "a row is not JSON": with_rows(lambda rows: [*rows[:2], '{"question": "1+1=", answer: "2"}', *rows[2:]]),
     "a row is not an object": with_rows(lambda rows: [*rows[:2], "[1, 2]", *rows[2:]]),
@@ -311,6 +320,9 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     ),
     "CUDA is asked for and not there": no_cuda,
     "a prompt of `millrace generate` is too long": after_a_run("generate", "runs/tiny-1", "1+" * 40),
+    "`millrace evaluate` is told no questions": lambda lab: lab("evaluate", "mine"),
+    "`millrace evaluate` is told no reward": lambda lab: lab("evaluate", "mine", "--data", "sums.jsonl"),
+    "`millrace evaluate` is given a folder that is no model": no_model,
     "the model folder lacks its config": model_folder("config.json"),
     "the model folder lacks its weights": model_folder("model.safetensors"),
     "the tokenizer does not fit the model": model_folder(own_tokenizer=True),

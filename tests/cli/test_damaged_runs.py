@@ -212,4 +212,4 @@ def test_what_a_run_wrote_reaches_the_terminal_without_control_characters(run):
     summary |= {"status": "failed", "warnings": ["a\x1b]0;title\x07\u202eb\nc"]}
     (copy / "summary.json").write_text(json.dumps(summary))
     told = millrace("status", str(copy))
-    assert told.out.splitlines()[1] == r"  a\x1b]0;title\x07\u202eb\nc"
+    assert told.out.splitlines()[2] == r"  a\x1b]0;title\x07\u202eb\nc"

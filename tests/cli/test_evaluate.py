@@ -1,8 +1,9 @@
-"""Accuracy of a checkpoint, for people and for programs."""
+"""What answers of a checkpoint, or of any model, are worth, for people and for programs."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,8 @@ from millrace.orchestration.evaluate import Evaluation
 
 def row(number: int, *, right: bool, outcome: str = "score") -> dict[str, object]:
     text = f"{number}\x1b[2J" if number == 1 else str(number)
-    return {"prompt": f"p{number}", "completion": text, "answer": "7", "right": right, "outcome": outcome}
+    given = {"prompt": f"p{number}", "completion": text, "answer": "7", "reward": 0.25, "reason": "it hung"}
+    return {**given, "right": right, "outcome": outcome}
 
 
 ROWS = [row(0, right=True), row(1, right=False), row(2, right=False, outcome="failed")]
@@ -20,13 +22,14 @@ ROWS += [row(number, right=False, outcome="invalid") for number in range(3, 8)]
 RESULT = Evaluation(accuracy=1 / 7, reward=0.25, length=2.5, truncated=0.5, failed=0.125, rows=ROWS)
 
 
-def test_people_see_numbers_and_three_wrong_answers():
-    assert as_lines("best", RESULT) == [
-        "accuracy     0.143, 1 of 8 held-out prompts, checkpoint best",
+def test_people_see_the_measure_first_and_three_answers_without_full_marks():
+    assert as_lines("checkpoint best", "accuracy", RESULT) == [
+        "accuracy     0.143 on 8 questions, checkpoint best",
         "mean reward  0.250",
+        "answers      1 with full marks, 6 with less (5 of them could not be read)",
+        "failed       1 have no score, and no mean counts them; the first: it hung",
         "mean length  2.5 tokens, 50% ran out of tokens",
-        "failed       12% of the rewards failed; accuracy and reward leave them out",
-        "wrong answers, for example:",
+        "answers without full marks, for example:",
         "  'p1'",
         "    answered '1\\x1b[2J'",
         "    expected '7'",
@@ -39,8 +42,27 @@ def test_people_see_numbers_and_three_wrong_answers():
     ]
 
 
+def test_graded_rewards_are_told_with_each_example():
+    parts = {"reward/near/mean": 0.5, "reward/near/failed_fraction": 0.0, "reward/exact/mean": 0.125}
+    result = replace(RESULT, parts=parts, rows=ROWS[:2], left_out=3)
+    assert as_lines("m", "reward/near/mean", result) == [
+        "mean near reward   0.500 on 2 questions (3 too long), m",
+        "accuracy           0.143",
+        "mean reward        0.250",
+        "mean exact reward  0.125",
+        "answers            1 with full marks, 1 with less",
+        "mean length        2.5 tokens, 50% ran out of tokens",
+        "answers without full marks, for example:",
+        "  'p1'",
+        "    answered '1\\x1b[2J'",
+        "    expected '7'",
+        "    reward   0.250",
+    ]
+
+
 def test_programs_see_the_same_numbers():
-    tree = as_tree("runs/a", "last", RESULT)
+    tree = as_tree("accuracy", RESULT)
+    assert (tree["measure"], tree["value"], tree["num_left_out"]) == ("accuracy", 1 / 7, 0)
     assert (tree["accuracy"], tree["mean_reward"], tree["mean_length_tokens"]) == (1 / 7, 0.25, 2.5)
     assert (tree["truncated_share"], tree["failed_share"], tree["num_prompts"]) == (0.5, 0.125, 8)
     assert [wrong["prompt"] for wrong in tree["wrong"]] == ["p1", "p3", "p4"]
@@ -48,7 +70,7 @@ def test_programs_see_the_same_numbers():
 
 def test_a_long_answer_is_cut():
     long = {**row(3, right=False), "completion": "x" * 500}
-    lines = as_lines("best", Evaluation(0.0, 0.0, 1.0, 0.0, 0.0, [long]))
+    lines = as_lines("m", "accuracy", Evaluation(0.0, 0.0, 1.0, 0.0, 0.0, [long]))
     assert lines[-2] == f"    answered '{'x' * 200}...'"
 
 
@@ -59,5 +81,105 @@ def test_a_checkpoint_is_evaluated_again_with_the_same_result(lab, checkpoint):
     result = lab("evaluate", "runs/tiny-1", "--checkpoint", checkpoint, "--json")
     tree = json.loads(result.out)
     assert (result.code, tree["checkpoint"], tree["num_prompts"]) == (0, checkpoint, 8)
-    assert tree["accuracy"] == summary["eval_best" if checkpoint == "best" else "eval_after"]
-    assert lab("evaluate", "runs/tiny-1").out.startswith("accuracy     0.")
+    assert tree["measure"] == summary["measure"] == "reward/mean"
+    assert tree["value"] == summary["eval_best" if checkpoint == "best" else "eval_after"]
+    if checkpoint == "best":
+        assert lab("evaluate", "runs/tiny-1").out.startswith("mean reward  0.")
+
+
+def model(lab) -> str:
+    lab.train("steps=1")
+    return "runs/tiny-1/checkpoints/step-000001/model"
+
+
+def test_any_model_folder_answers_every_question_of_any_file(lab):
+    folder = model(lab)
+    lab.write("mine.jsonl", ['{"problem": "1+1=", "answer": "2"}', '{"problem": "2+3=", "answer": "5"}'])
+    words = (
+        "--data",
+        "mine.jsonl",
+        "--reward",
+        "exact",
+        "data.prompt_column=problem",
+        "rollout.max_tokens=3",
+    )
+    result = lab("evaluate", folder, *words)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"mean reward  0.000 on 2 questions, {folder}\naccuracy     0.000\n")
+    tree = json.loads(lab("evaluate", folder, *words, "--json").out)
+    assert (tree["model"], tree["num_prompts"]) == (folder, 2)
+    assert [wrong["prompt"] for wrong in tree["wrong"]] == ["1+1=", "2+3="]
+    # Drawn, by seed.
+    drawn = [
+        json.loads(lab("evaluate", folder, *words, *more, "--json").out)["wrong"]
+        for more in (("--temperature", "2"), ("--temperature", "2"), ("--temperature", "2", "seed=7"))
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_model_folder_is_evaluated_as_a_recipe_says_and_a_run_on_other_data(lab):
+    folder = model(lab)
+    as_recipe = json.loads(lab("evaluate", folder, "--recipe", "tiny.yaml", "--json").out)
+    as_run = json.loads(lab("evaluate", "runs/tiny-1", "--checkpoint", "last", "--json").out)
+    assert {"run", "checkpoint"} < as_run.keys()
+    assert {key: as_recipe[key] for key in as_recipe if key != "model"} == {
+        key: as_run[key] for key in as_run if key not in ("run", "checkpoint")
+    }
+    lab.write("mine.jsonl", lab.lines[:3])
+    result = lab("evaluate", "runs/tiny-1", "--data", "mine.jsonl", "evaluation.measure=accuracy")
+    assert result.out.startswith("accuracy     0.000 on 3 questions, checkpoint best\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (
+            [".", "--data", "sums.jsonl", "--reward", "bleu"],
+            2,
+            "--reward bleu is none of exact, gsm8k, number, task and module:function; give one of these, or "
+            "rewards='[{kind: ...}]'",
+        ),
+        (
+            [".", "--data", "sums.jsonl", "--reward", "task"],
+            2,
+            "recipe of the command: a reward of kind task needs data.train to be a reasoning-gym: task; "
+            "choose another reward",
+        ),
+        (["gone", "--data", "sums.jsonl", "--reward", "exact"], 1, "model folder gone does not exist"),
+        (
+            [".", "--data", "gone.jsonl", "--reward", "exact"],
+            1,
+            "gone.jsonl does not exist here; give the path of .jsonl or .json (one object per line), "
+            ".parquet, or a folder written by datasets.save_to_disk",
+        ),
+        (
+            [".", "--data", "sums.jsonl", "--reward", "exact", "--checkpoint", "last"],
+            2,
+            ". is not a run, so --checkpoint has no effect; remove it",
+        ),
+        (
+            [
+                "MODEL",
+                "--data",
+                "sums.jsonl",
+                "--reward",
+                "exact",
+                "rollout.max_tokens=3",
+                "data.prompt_column=q",
+            ],
+            1,
+            "sums.jsonl line 1: there is no column q; there are: question, answer",
+        ),
+        (
+            ["runs/tiny-1", "--recipe", "tiny.yaml"],
+            2,
+            "runs/tiny-1 is a run, which has a recipe of its own; remove --recipe",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_evaluation_is_told_in_a_sentence(words, code, sentence, lab):
+    if words[0] in ("MODEL", "runs/tiny-1"):
+        folder = model(lab)
+        words = [folder if word == "MODEL" else word for word in words]
+    result = lab("evaluate", *words)
+    assert (result.code, result.out, result.err) == (code, "", f"error: {sentence}\n")

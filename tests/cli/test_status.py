@@ -8,7 +8,8 @@ import json
 def test_a_finished_run_says_so_and_leaves_no_status_behind(lab):
     lab.train()
     result = lab("status", "runs/tiny-1")
-    assert (result.code, result.err, result.out) == (0, "", "run runs/tiny-1: finished\n")
+    best = "  mean reward on held-out prompts: 0.000, best 0.000 (step-000000)"
+    assert (result.code, result.err, result.out) == (0, "", f"run runs/tiny-1: finished\n{best}\n")
     told = json.loads(lab("status", "runs/tiny-1", "--json").out)
     assert (told["state"], told["waits"], told["pid"]) == ("finished", [], None)
 

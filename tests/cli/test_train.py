@@ -23,6 +23,7 @@ def report(**changes) -> RunReport:
         "name": "quickstart-1",
         "recipe": "quickstart",
         "status": "finished",
+        "measure": "accuracy",
         "eval_before": 0.486,
         "eval_after": 0.9824,
         "eval_best": 0.99,
@@ -46,6 +47,8 @@ def test_the_result_says_accuracy_time_files_and_what_to_do_next():
 
 
 def test_warnings_are_counted_and_the_last_is_told():
+    graded = result_lines(report(measure="reward/format/mean"))
+    assert graded[0].startswith("mean format reward 0.486 -> 0.982 on")
     assert result_lines(report(warnings=["one", "two"]))[1] == "warnings: 2, the last: two"
 
 
@@ -71,11 +74,12 @@ def test_an_interrupted_run_is_continued(lab):
         signal.raise_signal(signal.SIGINT)
 
     lab.patch.setattr(Console, "stage", stage)
-    assert lab.train().out.splitlines()[-2].startswith("interrupted after batch 1 at 0:0")
+    # Before the first batch is done: what is saved is where it began.
+    assert lab.train().out.splitlines()[-2].startswith("interrupted after batch 0 at 0:0")
     assert json.loads(Path("runs/tiny-1/summary.json").read_text())["status"] == "interrupted"
     lab.patch.setattr(Console, "stage", before)
     result = lab("resume", "runs/tiny-1")
-    assert "resumed from runs/tiny-1/checkpoints/step-000001" in result.out.splitlines()
+    assert "resumed from runs/tiny-1/checkpoints/step-000000" in result.out.splitlines()
     assert (result.code, result.err) == (0, "")
 
 

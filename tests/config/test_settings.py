@@ -249,6 +249,27 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         {"policy": kl(target=0.1, horizon=255)},
         "policy.kl.horizon 255 is less than the 256 sequences of a batch; raise it",
     ),
+    (
+        {"evaluation": {"measure": "reward"}},
+        "evaluation.measure reward is not a measure of this recipe, which has reward/mean, accuracy",
+    ),
+    (
+        {"evaluation": {"measure": "reward/exact/mean"}},
+        "evaluation.measure reward/exact/mean is not a measure of this recipe, which has reward/mean, "
+        "accuracy",
+    ),
+    (
+        {
+            "evaluation": {"measure": "format"},
+            "rewards": [
+                {"kind": "format", "pattern": "a"},
+                {"kind": "function", "function": "mine:near"},
+                {"kind": "format", "pattern": "b"},
+            ],
+        },
+        "evaluation.measure format is not a measure of this recipe, which has reward/mean, accuracy, "
+        "reward/format/mean, reward/near/mean, reward/format-2/mean",
+    ),
 ]
 
 
@@ -289,6 +310,11 @@ def test_a_setting_that_can_have_no_effect_is_refused(tree: dict[str, Any], sent
         {"advantage": {"kind": "group_decoupled"}, "rewards": TWO, "policy": kl()},
         {"advantage": TEACHER, "policy": kl(target=0.1, horizon=256)},
         {"policy": kl(place="reward", estimator="abs")},
+        {"evaluation": {"measure": "accuracy"}},
+        {
+            "rewards": [{"kind": "exact"}, {"kind": "function", "function": "mine:near"}],
+            "evaluation": {"measure": "reward/near/mean"},
+        },
         {"policy": kl(estimator="full")},
         {"policy": {"loss": {"kind": "clip_cov", "share": 0.5, "covariance_low": 0.5}}},
         {"policy": {"loss": {"kind": "gspo", "gradient": "token"}}},

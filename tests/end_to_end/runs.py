@@ -34,7 +34,7 @@ LIMIT_S = 60.0
 # A run that takes longer hangs: it takes some seconds, and more where the machine is busy.
 HANG_S = 300.0
 # Written by the clock, and a record of durations.
-IGNORED = ("status.json", ".status.json.aside", "spans.jsonl")
+IGNORED = ("status.json", ".status.json.aside", "spans.jsonl", "report.html", "report.html.partial")
 # The server imports it once; every attempt is a fork of it and starts at once.
 PRELOADED = ["tests.end_to_end.preloaded"]
 # Warm-up and reinforcement, an evaluation and a checkpoint every second step, a judge in another process.

@@ -35,7 +35,7 @@ def test_the_effects_of_a_run_are_those_of_each_of_its_parts(undisturbed: Undist
     removed = [f"rmdir checkpoints/.aside-removed-{name}" for name in ("warmup-000002", "step-000002")]
     numbers = [f"append metrics.jsonl{number}" for number in ("", *(f" ({n})" for n in range(2, 10)))]
     best = ["rename .best.json.aside to best.json"]
-    last = ["rename report.html.partial to report.html", "rename .summary.json.aside to summary.json"]
+    last = ["rename .summary.json.aside to summary.json"]
     expected = {*written, *removed, *numbers, *best, *last, "write rollouts/step-000003.parquet.partial"}
     assert expected <= set(undisturbed.effects)
     assert len(undisturbed.effects) == len(set(undisturbed.effects))

@@ -113,16 +113,19 @@ PINNED = {
           recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink],
           progress: Progress, started_s: float) -> None
         adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer
+        at_start (property) -> bool
         checkpoint(self, source: Source | Follower | None = None) -> None
         evaluate(self) -> Evaluation
         finish(self, status: Literal['finished', 'interrupted', 'failed']) -> RunReport
         keep_answers(self, name: str, result: Evaluation) -> None
         learn(self, checkpoint: Path | None) -> Learner
         leave_if_asked(self, source: Source | Follower | None = None) -> None
-        note_best(self, accuracy: float) -> bool
+        measured(self, result: Evaluation) -> float
+        note_best(self, result: Evaluation) -> bool
         owners(self) -> list[Owner]
         publish(self) -> None
         record(self, stage: str, numbers: dict[str, Any]) -> None
+        report(self) -> None
         source(self) -> Source | Follower
         stream(self) -> PromptStream
         tidy(self, saved: Progress) -> None

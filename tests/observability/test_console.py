@@ -36,6 +36,7 @@ EVALUATION = {
     "stage": "evaluation",
     "during": "reinforcement",
     "step": 4,
+    "measure": "accuracy",
     "accuracy": 0.625,
     "time/wall_s": 62.0,
 }
@@ -64,6 +65,27 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_no_control_cod
         "held-out accuracy 0.625 after batch 4, at 1:02",
         "checkpoint 4 saved",
     ]
+
+
+def test_each_of_several_rewards_and_what_is_no_part_of_a_step_are_shown(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    parts = {"reward/near/mean": 0.125, "reward/near/failed_fraction": 0.0, "reward/exact/mean": 0.75}
+    measured = {"measure": "reward/near/mean", "reward/near/mean": 0.375, "time/evaluate_s": 4.0}
+    for file in (io.StringIO(), Terminal()):
+        with Console("run", [], file=file, clock=lambda: 0.0) as console:
+            console.stage("reinforcement", 1)
+            console.update(reinforcement(1) | parts | {"time/save_s": 2.0})
+            console.update({**EVALUATION, **measured})
+        shown = CONTROL.sub("", file.getvalue())
+        assert "held-out mean near reward 0.375 after batch 4" in shown
+        if isinstance(file, Terminal):
+            view = shown[shown.rindex("run ") :]
+            found = re.findall(r"(near|exact|held-out mean near reward) +([0-9.]+)", view)
+            assert found == [("held-out mean near reward", "0.375"), ("near", "0.125"), ("exact", "0.750")]
+            assert "sample 30%  ■ train 10%  ■ evaluate 40%  ■ save 20%" in view
+        else:
+            assert "reward 0.500  near 0.125  exact 0.750  entropy" in shown
 
 
 def test_the_last_step_always_has_its_line():

@@ -18,6 +18,24 @@ def test_spans_of_one_name_add_up():
     assert spans.take() == {"sample": 5.0, "train": 0.5}
 
 
+def test_seconds_that_passed_outside_of_a_block_can_be_added():
+    spans = Spans(clock=ticking(0.0, 2.0))
+    spans.add("start", 5.0)
+    with spans("start"):
+        pass
+    assert spans.take() == {"start": 7.0}
+
+
+def test_what_no_span_of_a_block_accounts_for_has_a_name_too():
+    spans = Spans(clock=ticking(0.0, 2.0, 5.0, 6.0))
+    spans.add("sample", 7.0)
+    with spans.rest("bookkeeping"), spans("sample"):
+        pass
+    assert spans.take() == {"sample": 10.0, "bookkeeping": 3.0}
+    with pytest.raises(KeyError, match="lost"), Spans(clock=ticking(0.0, 1.0)).rest("bookkeeping"):
+        raise KeyError("lost")
+
+
 def test_take_starts_over():
     spans = Spans(clock=ticking(0.0, 1.0))
     with spans("sync"):

@@ -171,6 +171,48 @@ def test_the_time_bar_adds_up_to_the_clock(tmp_path: Path):
     assert "other 114 s, 53 %" in page.text, "214 s of the clock less 100 s accounted for"
 
 
+def test_what_is_no_part_of_a_step_has_a_lane_of_its_own(tmp_path: Path):
+    lines = records(20, 30)
+    for line in lines:
+        if line["stage"] == "evaluation":
+            line |= {"time/evaluate_s": 10.0, "time/sync_s": 1.0}
+    lines[0]["time/start_s"] = 20.0
+    lines[-2]["time/save_s"] = 4.0
+    page = page_of(run_folder(tmp_path / "run", lines, SUMMARY))
+    for lane in ("start 20 s, 9 %", "evaluate 40 s, 19 %", "sync 4.0 s, 2 %", "save 4.0 s, 2 %"):
+        assert lane in page.text
+    assert "other 46 s, 21 %" in page.text, "114 s less 68 s that have names"
+
+
+def test_graded_rewards_are_told_by_their_mean_and_no_answer_is_called_wrong(tmp_path: Path):
+    lines = records(0, 10)
+    for line in lines:
+        if line["stage"] == "evaluation":
+            line |= {"measure": "reward/mean", "accuracy": 0.0, "reward/mean": 0.75}
+        else:
+            line |= {"reward/near/mean": 0.5, "reward/near/failed_fraction": 0.25}
+            line |= {"reward/exact/mean": 0.25, "reward/exact/failed_fraction": 0.0}
+    lines.insert(0, {**lines[-1], "step": 0, "reward/mean": 0.002, "time/wall_s": 0.0})
+    summary = {"status": "finished", "measure": "reward/mean", "eval_best": 0.75, "wall_s": 31.0}
+    run = run_folder(tmp_path / "run", lines, summary)
+    before = [answer(n, is_right=False) | {"reward": 0.25} for n in range(4)]
+    after = [
+        answer(n, is_right=n == 3) | {"reward": reward} for n, reward in enumerate((0.25, 0.5, 0.125, 1.0))
+    ]
+    after[1] |= {"outcome": "failed", "reward": float("nan")}
+    write_table(run / "evaluations" / "before.parquet", before)
+    write_table(run / "evaluations" / "after.parquet", after)
+    page = page_of(run)
+    assert "Mean reward on held-out problems rose from 0.002 to 0.750 in 10 batches; the run" in page.text
+    assert re.findall("<b>([0-9.]+)</b>", (run / "report.html").read_text())[:2] == ["0.002", "0.750"]
+    assert "Best mean reward 0.750" in page.text and "Mean reward over steps" in page.text
+    assert "Reward near" in page.text and "Reward exact" in page.text
+    assert "Failed scores of near" in page.text and "Failed scores of exact" not in page.text
+    assert "higher 1 the same 1 lower 1 not known 1" in page.text
+    assert "Before · reward 0.25 · 7 tokens" in page.text and "After · ✓ reward 1 · 7 tokens" in page.text
+    assert "After · ? failed" in page.text and "✗" not in page.text and "ccuracy" not in page.text
+
+
 def test_the_page_needs_no_network_and_no_script(tmp_path: Path):
     run = run_folder(tmp_path / "run", records(20, 30), SUMMARY)
     html = write_report(run).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from millrace.config.methods import COMPARING, AdvantageConfig
 from millrace.orchestration.alarms import (
     EQUAL_BATCHES,
     RunStopped,
-    check_accuracy,
+    check_collapse,
     check_evaluation,
     check_failures,
     check_mismatch,
@@ -169,16 +169,25 @@ def test_only_skipped_steps_in_a_row_stop_the_run(tmp_path):
 
 
 def test_a_policy_below_half_of_its_best_has_collapsed():
-    progress = Progress(eval_best=0.8, best_checkpoint="step-000010")
-    assert check_accuracy(progress, 0.4) is None
-    assert check_accuracy(progress, 0.399) == (
+    progress = Progress(eval_before=0.1, eval_best=0.8, best_checkpoint="step-000010")
+    assert check_collapse(progress, "accuracy", 0.4) is None
+    assert check_collapse(progress, "accuracy", 0.399) == (
         "the policy has collapsed: accuracy is 0.399, its best was 0.800 (step-000010); "
         "lower policy.optimizer.learning_rate or sample more per batch"
     )
-    # A policy that never could do anything has nothing to lose.
-    assert check_accuracy(Progress(eval_best=0.09), 0.0) is None
-    assert check_accuracy(Progress(eval_best=0.1), 0.0) is not None
-    assert check_accuracy(Progress(), 0.0) is None
+    assert check_collapse(Progress(eval_best=0.09), "accuracy", 0.0) is None
+    assert check_collapse(Progress(eval_best=0.1), "accuracy", 0.0) is not None
+    assert check_collapse(Progress(), "accuracy", 0.0) is None
+
+
+def test_a_measure_below_zero_collapses_when_half_of_what_it_gained_is_lost():
+    progress = Progress(eval_before=-1.0, eval_best=-0.2)
+    assert check_collapse(progress, "reward/mean", -0.59) is None
+    assert (check_collapse(progress, "reward/mean", -0.61) or "").startswith(
+        "the policy has collapsed: mean reward is -0.610, its best was -0.200 "
+    )
+    # Nothing was gained, so nothing is lost.
+    assert check_collapse(Progress(eval_before=-0.2, eval_best=-0.2), "reward/mean", -0.9) is None
 
 
 def apart(record, batch, folder, **limits):

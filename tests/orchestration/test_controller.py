@@ -13,20 +13,22 @@ from millrace import resume, train
 from millrace.orchestration import controller, learn
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.summary import versions
-from tests.end_to_end.tiny import tiny_recipe
+from tests.end_to_end.tiny import metrics_of, tiny_recipe
 
 
 def run(folder: Path, **overrides):
     return train(tiny_recipe(folder, overrides), quiet=True)
 
 
-def pretend(monkeypatch, *accuracies: float) -> None:
-    """Let evaluations give these accuracies, in order."""
-    left, real = list(accuracies), controller.evaluate
+def pretend(monkeypatch, *rewards: float | dict[str, float]) -> None:
+    """Let evaluations give these mean rewards, or these numbers, in order."""
+    left, real = list(rewards), controller.evaluate
 
     def evaluate(*arguments, **named):
         found = real(*arguments, **named)
-        object.__setattr__(found, "accuracy", left.pop(0))
+        numbers = left.pop(0)
+        for name, value in (numbers if isinstance(numbers, dict) else {"reward": numbers}).items():
+            object.__setattr__(found, name, value)
         return found
 
     monkeypatch.setattr(controller, "evaluate", evaluate)
@@ -37,7 +39,7 @@ def saved(report) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "accuracies", "left"),
+    ("keep", "rewards", "left"),
     [
         # Before reinforcement, then after batches 2, 4, 6 and 8.
         (1, (0.5, 0.1, 0.9, 0.8, 0.7), ["step-000004", "step-000008"]),
@@ -47,17 +49,39 @@ def saved(report) -> list[str]:
         (9, (0.9, 0.8, 0.7, 0.6, 0.5), [f"step-00000{n}" for n in (0, 2, 4, 6, 8)]),
     ],
 )
-def test_the_newest_checkpoints_and_the_best_are_kept(keep, accuracies, left, tmp_path, monkeypatch):
-    pretend(monkeypatch, *accuracies)
+def test_the_newest_checkpoints_and_the_best_are_kept(keep, rewards, left, tmp_path, monkeypatch):
+    pretend(monkeypatch, *rewards)
     report = run(tmp_path, **{"warmup": None, "steps": 8, "checkpoint.keep": keep})
     assert saved(report) == left
-    best = f"step-{2 * accuracies.index(max(accuracies)):06d}"
-    assert (report.best_checkpoint, report.eval_best) == (best, max(accuracies))
-    assert (report.eval_before, report.eval_after) == (accuracies[0], accuracies[-1])
+    best = f"step-{2 * rewards.index(max(rewards)):06d}"
+    assert (report.best_checkpoint, report.eval_best) == (best, max(rewards))
+    assert (report.measure, report.eval_before, report.eval_after) == ("reward/mean", rewards[0], rewards[-1])
     assert json.loads((Path(report.run) / "best.json").read_text()) == {
         "checkpoint": best,
-        "accuracy": max(accuracies),
+        "measure": "reward/mean",
+        "value": max(rewards),
     }
+
+
+@pytest.mark.parametrize(
+    ("measure", "seen", "best", "value"),
+    [
+        # Graded rewards: nothing earns full marks, and yet there is a best checkpoint.
+        ("reward/mean", [(0.0, 0.002), (0.0, 0.4), (0.0, 0.9)], "step-000004", 0.9),
+        ("accuracy", [(0.1, 0.9), (0.2, 0.1), (0.0, 0.9)], "step-000002", 0.2),
+        # Equal: the higher reward decides, and of equals the earlier stays.
+        ("accuracy", [(0.0, 0.002), (0.0, 0.4), (0.0, 0.4)], "step-000002", 0.0),
+        ("reward/mean", [(0.5, -3.0), (0.5, -1.0), (0.5, -2.0)], "step-000002", -1.0),
+    ],
+)
+def test_the_best_is_what_the_measure_says(measure, seen, best, value, tmp_path, monkeypatch):
+    pretend(monkeypatch, *({"accuracy": accuracy, "reward": reward} for accuracy, reward in seen))
+    report = run(tmp_path, **{"warmup": None, "steps": 4, "evaluation.measure": measure})
+    assert (report.measure, report.best_checkpoint, report.eval_best) == (measure, best, value)
+    told = json.loads((Path(report.run) / "best.json").read_text())
+    assert told == {"checkpoint": best, "measure": measure, "value": value}
+    last = metrics_of(report.run)[-1]
+    assert report.eval_after == last[last["measure"]]
 
 
 def test_an_improvement_is_saved_also_when_no_checkpoint_is_due(tmp_path, monkeypatch):

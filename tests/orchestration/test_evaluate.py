@@ -8,6 +8,7 @@ import pytest
 
 from millrace.orchestration.alarms import RunStopped, check_evaluation
 from millrace.orchestration.evaluate import evaluate, is_right, rollout_rows, summarise
+from millrace.orchestration.step import completion_seed
 from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams, Trajectory, Turn
 from tests.close import close_fp64
 from tests.training.pieces import completion, prompt, trajectory
@@ -38,6 +39,25 @@ def test_right_is_full_marks_and_nothing_less():
     assert not is_right(score(0.29999), 0.3)
     assert not is_right(Outcome("invalid", 1.0), 1.0)
     assert not is_right(Outcome.failure("it hung"), 0.0)
+
+
+def test_each_of_several_rewards_has_its_own_mean_and_what_failed_of_it_is_in_none():
+    def combined(kind: str, near: float, exact: float) -> Outcome:
+        return Outcome(kind, near + exact, "", {"near": near, "exact": exact})
+
+    nan = math.nan
+    outcomes = [combined("score", 0.25, 0.0), combined("failed", nan, 1.0), combined("failed", nan, nan)]
+    outcomes += [combined("invalid", 0.75, 0.0), Outcome.failure("the engine is gone")]
+    found = summary(*outcomes)
+    expected = {"reward/near/mean": 0.5, "reward/exact/mean": 1 / 3}
+    close_fp64([found.metrics[name] for name in expected], list(expected.values()))
+    close_fp64(
+        [found.metrics[f"reward/{name}/failed_fraction"] for name in ("near", "exact")], [3 / 5, 2 / 5]
+    )
+    close_fp64([found.metrics["reward/mean"], found.failed], [0.5, 3 / 5])
+    assert found.rows[0]["reward/near"] == 0.25 and math.isnan(found.rows[4]["reward/near"])
+    # Of one reward there is nothing more to say.
+    assert summary(Outcome("score", 1.0, "", {"exact": 1.0})).parts == {}
 
 
 def test_rows_say_what_was_asked_and_answered():
@@ -80,6 +100,11 @@ def test_every_prompt_is_answered_with_the_same_parameters_and_its_text_is_score
     params = SamplingParams(temperature=0.0)
     found = evaluate(engine, reward, prompts, params, full_marks=1.0)
     assert engine.asked == ([(1, 2), (3,)], [params, params])
+    # What is drawn has a seed of its own, the same each time.
+    for _ in range(2):
+        evaluate(engine, reward, prompts, SamplingParams(temperature=1.0, seed=5), full_marks=1.0)
+        drawn = [each.seed for each in engine.asked[1]]
+        assert drawn == [completion_seed(5, 0), completion_seed(5, 1)]
     assert reward.seen == [("eval:0", "text 2"), ("eval:1", "text 1")]
     assert (found.accuracy, found.truncated, found.length) == (0.5, 1.0, 1.5)
 

@@ -25,6 +25,17 @@ def test_the_first_signal_asks_and_the_second_leaves(number):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_where_all_is_saved_the_first_signal_leaves(number):
+    said: list[str] = []
+    with Interrupts(said.append) as interrupts:
+        interrupts.at_once = lambda: True
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert (interrupts.asked, interrupts.left, interrupts.twice) == (True, True, False)
+    assert said == ["leaving before the first step is done; nothing is lost"]
+
+
 def test_the_signals_are_given_back_also_after_an_error():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(ZeroDivisionError), Interrupts(lambda text: None):

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from millrace import resume, train
+from millrace.inference.engine import PagedEngine
 from millrace.observability.sinks import read_metrics
-from millrace.orchestration import launch, saving, watchdog
+from millrace.orchestration import controller, launch, saving, watchdog
 from millrace.orchestration.alarms import RunStopped
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.run_folder import RunFolder, RunFolderError
 from millrace.orchestration.runtime.children import EngineFailed
 from millrace.orchestration.watchdog import Watchdog
-from tests.end_to_end.tiny import metrics_of, tiny_recipe
+from millrace.training.policy import PolicyTrainer
+from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
 
 
 def free(path: Path) -> bool:
@@ -133,14 +138,15 @@ def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_can_be_resumed(tmp_p
     ],
 )
 def test_what_ends_a_run_has_its_true_name(error, says):
-    named = launch._named(error, RunFolder(Path("runs/run")))
+    named = launch._named(error, RunFolder(Path("runs/run")), "continue with: millrace resume runs/run")
     assert str(named).startswith(says)
     assert isinstance(named, ValueError if says == "a bug" else RunStopped)
 
 
 def test_a_rank_of_its_own_notes_names_the_folder_of_the_run(tmp_path):
-    named = launch._named(EngineFailed("gone"), RunFolder(tmp_path, shared=Path("/runs/run"), rank=1))
-    assert str(named) == "gone; continue with: millrace resume /runs/run"
+    start = SimpleNamespace(fresh=False)
+    folder = RunFolder(tmp_path, shared=Path("/runs/run"), rank=1)
+    assert launch._go_on(start, folder) == "continue with: millrace resume /runs/run"
 
 
 def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
@@ -211,7 +217,7 @@ def test_workers_and_the_lock_are_given_back_also_when_a_tracker_cannot_start(tm
     with pytest.raises(ValueError, match="^no tracker here$"):
         train(tiny_recipe(tmp_path), quiet=True)
     assert closed == [True]
-    assert free(tmp_path / "runs" / "run")
+    assert list((tmp_path / "runs").iterdir()) == [], "a failed start left a folder"
 
 
 def test_the_run_keeps_its_resolved_recipe_and_where_it_came_from(tmp_path):
@@ -232,3 +238,81 @@ def test_a_run_that_is_not_quiet_shows_its_result(tmp_path, capsys):
     train(tiny_recipe(tmp_path), recipe="tiny", quiet=False)
     shown = capsys.readouterr().out + capsys.readouterr().err
     assert "rewards tried on 8 held-out reference answers: all earn full marks" in shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place", "saved"),
+    [
+        ({"warmup": None}, ("generate", 1), []),  # the first evaluation
+        ({"warmup": None}, ("generate", 2), ["step-000000"]),  # the first batch
+        ({}, ("forward_backward", 1), []),  # the first step of the warm-up
+        # Evaluations after two and three steps of the warm-up and before reinforcement, then its first batch.
+        ({}, ("generate", 4), ["step-000000", "warmup-000003"]),
+    ],
+)
+def test_a_signal_before_the_first_step_is_done_ends_the_run_in_its_midst(
+    overrides, place, saved, tmp_path, monkeypatch
+):
+    name, number = place
+    owner = PagedEngine if name == "generate" else PolicyTrainer
+    real, calls = getattr(owner, name), []
+
+    def interrupted(self, *arguments):
+        calls.append(name)
+        if len(calls) == number:
+            signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("the run goes on")
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        report = train(tiny_recipe(tmp_path, overrides), quiet=True)
+    folder = Path(report.run)
+    assert (report.status, report.steps, report.warmup_steps) == ("interrupted", 0, 3 * (number == 4))
+    assert sorted(path.name for path in folder.glob("checkpoints/[ws]*")) == saved
+    assert free(folder)
+    whole = train(tiny_recipe(tmp_path, overrides | {"name": "whole"}), quiet=True)
+    resumed = resume(folder, quiet=True)
+    assert (resumed.status, resumed.eval_after) == ("finished", whole.eval_after)
+    assert without_times(metrics_of(folder)) == without_times(metrics_of(whole.run))
+
+
+def test_a_signal_in_a_later_step_lets_it_be_finished(tmp_path, monkeypatch):
+    real = PolicyTrainer.forward_backward
+    calls = []
+
+    def interrupted(self, *arguments):
+        calls.append("step")
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(PolicyTrainer, "forward_backward", interrupted)
+    report = train(tiny_recipe(tmp_path), quiet=True)
+    assert (report.status, report.warmup_steps) == ("interrupted", 2)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_start_that_fails_before_anything_is_recorded_leaves_no_folder(fresh, tmp_path, monkeypatch):
+    """But a folder that was there before stays, whatever its resumption ends with."""
+    config = tiny_recipe(tmp_path)
+    folder = tmp_path / "runs" / "run"
+    if not fresh:
+        train(config, quiet=True)
+        for path in (folder / "metrics.jsonl", folder / "summary.json"):
+            path.unlink()
+        shutil.rmtree(folder / "checkpoints")
+
+    def gone(*arguments, **named):
+        raise EngineFailed("the engine is gone")
+
+    monkeypatch.setattr(controller, "evaluate", gone)
+    monkeypatch.setattr(Controller, "stream", gone)
+    with pytest.raises(RunStopped) as caught:
+        train(config, quiet=True) if fresh else resume(folder, quiet=True)
+    if fresh:
+        end = f"nothing was recorded yet, so {folder} was removed; start it again with: millrace train"
+    else:
+        end = f"continue with: millrace resume {folder}"
+    assert str(caught.value) == f"the engine is gone; {end}"
+    assert folder.exists() is not fresh

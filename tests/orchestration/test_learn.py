@@ -305,6 +305,27 @@ def test_the_record_describes_rewards_and_lengths():
     assert "group/refill_rounds" not in record
 
 
+def test_the_record_and_the_rows_have_each_of_several_rewards():
+    groups = scored([1.0, 0.0], [4.0, 3.0])
+    outcomes = [
+        Outcome("score", 1.0, "", {"near": 0.25, "exact": 0.75}),
+        Outcome("failed", math.nan, "it hung", {"near": math.nan, "exact": 0.0}),
+        Outcome("score", 4.0, "", {"near": 0.75, "exact": 3.0}),
+        Outcome("score", 3.0, "", {"near": 0.5, "exact": 2.25}),
+    ]
+    every = [t.scored(o) for t, o in zip([t for g in groups for t in g.trajectories], outcomes, strict=True)]
+    result = run(
+        learner(centred()),
+        [Group(groups[0].prompt, tuple(every[:2])), Group(groups[1].prompt, tuple(every[2:]))],
+    )
+    record = result.record
+    close_fp64([record["reward/near/mean"], record["reward/exact/mean"]], [0.5, 1.5])
+    failed = [record[f"reward/{name}/failed_fraction"] for name in ("near", "exact")]
+    assert failed == [0.25, 0.0]
+    assert [row["reward/exact"] for row in result.rows] == [0.75, 0.0, 3.0, 2.25]
+    assert math.isnan(result.rows[1]["reward/near"])
+
+
 @pytest.mark.parametrize("value", [0.1, 0.7, 1e6, -0.3])
 def test_equal_rewards_have_a_deviation_of_exactly_zero(value):
     """The mean of sixteen times 0.1 is rounded."""

@@ -135,3 +135,18 @@ def test_of_the_checkpoints_up_to_the_newest_the_last_stay_and_some_by_name(
     RunFolder(tmp_path).forget(newest, keep=keep, also=also)
     expected = [name if isinstance(name, str) else f"step-00000{name}" for name in left]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == expected
+
+
+@pytest.mark.parametrize("place", ["metrics.jsonl", "checkpoints/step-000000/x", "evidence/x.safetensors"])
+def test_a_run_has_results_once_something_is_recorded_saved_or_kept(place, tmp_path):
+    folder = RunFolder.create(str(tmp_path), "run", "recipe")
+    (folder.path / "summary.json").write_text("{}", encoding="utf-8")
+    folder.metrics.touch()
+    folder.checkpoints.mkdir()
+    assert not folder.has_results()
+    (folder.path / place).parent.mkdir(parents=True, exist_ok=True)
+    (folder.path / place).write_text("{}", encoding="utf-8")
+    assert folder.has_results()
+    folder.remove()
+    folder.unlock()
+    assert list(tmp_path.iterdir()) == []

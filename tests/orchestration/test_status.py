@@ -90,3 +90,20 @@ def test_reading_leaves_the_run_to_others(tmp_path):
     folder.lock()
     assert read_status(tmp_path).state == "starting"
     folder.unlock()
+
+
+def test_a_run_says_by_name_what_its_evaluations_came_to(tmp_path):
+    best = {"value": 0.5, "checkpoint": "step-000002"}
+    at = TOLD["at"] | {"measured": {"measure": "reward/mean", "value": 0.25, "best": best}}
+    folder = a_run(tmp_path, told=TOLD | {"at": at})
+    folder.lock()
+    found = read_status(tmp_path)
+    folder.unlock()
+    assert found.lines()[1] == "  mean reward on held-out prompts: 0.250, best 0.500 (step-000002)"
+    assert found.tree()["measured"] == at["measured"]
+    summary = {"status": "finished", "measure": "accuracy", "eval_after": 0.75, "eval_best": 0.75}
+    (tmp_path / "status.json").unlink()
+    a_run(tmp_path, summary=summary | {"best_checkpoint": "step-000009"})
+    assert (
+        read_status(tmp_path).lines()[1] == "  accuracy on held-out prompts: 0.750, best 0.750 (step-000009)"
+    )

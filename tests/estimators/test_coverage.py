@@ -18,6 +18,7 @@ OTHERS = {
     "dppo_tv_clipped",  # metrics: which tokens a loss gives no gradient
     "dppo_kl_clipped",
     "value_clipped",
+    "typical",  # a metric: how far sampler and trainer are apart
 }
 
 

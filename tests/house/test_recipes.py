@@ -15,10 +15,10 @@ from millrace.config.recipe import ConfigError, load_recipe, settings
 from millrace.config.settings import RunConfig
 from tests.house.source import PACKAGE, write
 
-# 102 with nothing but steps, data and rewards, 14 of them the mesh's: it has four dimensions beside the data
-# ranks. A warm-up and a critic add 3 each, a penalty and an adapter 4, a correction 5, and a reward in
+# 118 with nothing but steps, data, rewards and a model, 14 of them the mesh's: it has four dimensions beside
+# the data ranks. A critic adds 3, a warm-up, a penalty and an adapter 4, a correction 5, and a reward in
 # processes of its own 2.
-MAX_SETTINGS = 128
+MAX_SETTINGS = 129
 MIN_WORDS = 5
 
 

@@ -1,0 +1,195 @@
+"""Whether the paged engine computes what transformers does: tried on the same twin as the packed forward.
+
+The engine goes its real way: prompts in chunks that end within a block, samples of one prompt, decoding beyond every
+window, a prompt whose beginning is known, preemption, and new weights under way. Of each token that it sampled, the
+log-probability is compared with that of transformers' plain, uncached forward of the whole sequence.
+
+T = tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.inference.engine import PagedEngine
+from millrace.models.decoding import prepare
+from millrace.models.load import LANGUAGE, Model, ModelError, named_weights
+from millrace.models.trial import (
+    FAULTS,
+    POWER,
+    SEEDS,
+    Reading,
+    allowed_difference,
+    answer,
+    bold_model,
+    distance,
+    first_line,
+    nudged,
+    our_model,
+    plain_numbers,
+    sequences,
+    with_small_spans,
+)
+from millrace.types import Completion, SamplingParams
+
+BLOCK_SIZE = 4
+# A chunk of the longest prompt ends within a block.
+CHUNK = 18
+# More than twice any window of a twin.
+NUM_TOKENS = 14
+NUM_SAMPLES = 3
+# Of each prompt so many tokens are known to the prefix cache at the second time.
+CACHE_TOKENS = 128
+HOT = 4.0
+# Requests have drawn so many tokens when new weights come, or a fault is planted.
+HALFWAY = 5
+
+Drawn = tuple[Sequence[int], Completion]
+
+
+def check_engine(model: Model) -> None:
+    """Refuse a model of which the paged engine does not compute what transformers does.
+
+    It takes about a second, whatever the model's size, and nothing where the answer is known.
+
+    Args:
+        model: from `models.load`; only its config is read.
+
+    Raises:
+        ModelError: it does not, or the trial has no power.
+    """
+    problem = answer("engine", model.config, LANGUAGE.reading, partial(try_engine, reading=LANGUAGE.reading))
+    if problem:
+        raise ModelError(f"model type {model.config.model_type} cannot be sampled by millrace: {problem}")
+
+
+def try_engine(small: Any, reading: Reading) -> str:
+    """Say what is wrong with the engine over the twins of a config; empty where it is right."""
+    small = with_small_spans(small, reading)
+    problem = ""
+    for seed in SEEDS:
+        try:
+            problem = _try_seed(small, reading, seed)
+        except FAULTS as error:
+            problem = first_line(error)
+        if not problem:
+            return ""
+    return problem
+
+
+def _try_seed(small: Any, reading: Reading, seed: int) -> str:
+    before, after = (bold_model(small, reading, number) for number in (seed, seed + len(SEEDS)))
+    engine = _engine(before, CACHE_TOKENS)
+    drawn = _serve(engine, after)
+    stats = engine.stats()
+    if not (stats.prefix_hits and stats.num_preemptions):
+        return "the trial has no power: no prompt's beginning was known, or no request was preempted"
+    problem = _compare(drawn, [before, after], reading)
+    return problem or _no_power(before, reading)
+
+
+def _engine(plain: Model, cache_tokens: int) -> PagedEngine:
+    model = our_model(plain)
+    model.requires_grad_(False)
+    prepare(model)
+    return PagedEngine(
+        model,
+        lambda tokens: "",
+        max_cache_tokens=cache_tokens,
+        block_size=BLOCK_SIZE,
+        max_batch_tokens=CHUNK,
+        max_requests=8,
+    )
+
+
+def _params(seed: int) -> SamplingParams:
+    """Unlikely tokens are sampled too: of a likely one the log-probability says little."""
+    return SamplingParams(max_tokens=NUM_TOKENS, temperature=HOT, logprobs="raw", seed=seed)
+
+
+def _serve(engine: PagedEngine, after: Model) -> list[Drawn]:
+    """Everything that may happen to a request, in one run that has new weights halfway."""
+    short, long, shortest = sequences()
+    requests = engine.add(long, [_params(seed) for seed in range(NUM_SAMPLES)])
+    requests += engine.add(short, [_params(10)]) + engine.add(shortest, [_params(11)])
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+        if engine.version == 0 and all(len(engine.drawn(request)[0]) >= HALFWAY for request in requests[:1]):
+            engine.load_weights(named_weights(after), 1)
+    again = engine.add(long, [_params(12)])
+    while again[0].finish_reason is None:
+        engine.step()
+    prompts = [long] * NUM_SAMPLES + [short, shortest, long]
+    return [(prompt, engine.completion(r)) for prompt, r in zip(prompts, requests + again, strict=True)]
+
+
+def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: Reading) -> str:
+    others = [nudged(plain) for plain in plains]
+    for prompt, completion in drawn:
+        found_T = torch.from_numpy(completion.logprobs).float()
+        expected_T, other_T = (_expected(prompt, completion, models, reading) for models in (plains, others))
+        allowed, apart = allowed_difference(expected_T, other_T), (found_T - expected_T).abs()
+        if not float(apart.max()) <= allowed:
+            first = int((~(apart <= allowed)).nonzero()[0])
+            return (
+                f"the paged engine's log-probabilities differ by {float(apart.max()):.2g} from transformers' "
+                f"own, from sampled token {first} on, where rounding makes {allowed:.1g}"
+            )
+    return ""
+
+
+def _expected(
+    prompt: Sequence[int], completion: Completion, models: Sequence[Model], reading: Reading
+) -> Tensor:
+    """What the models make of the tokens that were sampled with the weights of each, [T]."""
+    tokens = [*prompt, *completion.token_ids]
+    picked = torch.arange(len(prompt), len(tokens))
+    chosen_VT = [plain_numbers(model, reading, [tokens])[picked - 1, torch.tensor(tokens)[picked]] for model in models]
+    version_T = torch.from_numpy(completion.versions).long()
+    return torch.stack(chosen_VT)[version_T, torch.arange(len(picked))]
+
+
+def _no_power(plain: Model, reading: Reading) -> str:
+    """Which planted fault the trial would miss; empty where it catches all."""
+    prompt = sequences()[2]
+
+    def drawn(fault: Callable[[PagedEngine], None]) -> tuple[Tensor, Tensor, Tensor]:
+        engine = _engine(plain, CACHE_TOKENS)
+        (request,) = engine.add(prompt, [_params(13)])
+        while request.finish_reason is None:
+            if len(engine.drawn(request)[0]) == HALFWAY:
+                fault(engine)
+            engine.step()
+        completion = engine.completion(request)
+        found_T = torch.from_numpy(completion.logprobs).float()
+        models = ([plain], [nudged(plain)])
+        return found_T, *(_expected(prompt, completion, each, reading) for each in models)
+
+    num_pools = len(_engine(plain, CACHE_TOKENS).pools)
+    faults = [(f"the keys of layer {n} are lost", partial(_lose, n)) for n in range(num_pools)]
+    faults += [("two layers' keys are confused", _swap)] * (num_pools > 1)
+    for name, fault in faults:
+        found_T, expected_T, other_T = drawn(fault)
+        if not distance(found_T, expected_T) >= POWER * allowed_difference(expected_T, other_T):
+            return f"the trial of the engine has no power: it does not see where {name}"
+    return ""
+
+
+def _lose(n: int, engine: PagedEngine) -> None:
+    for pool in engine.pools[n]:
+        pool.zero_()
+
+
+def _swap(engine: PagedEngine) -> None:
+    pools = engine.pools
+    first, second = pools[0], pools[1]
+    for one, other in zip(first, second, strict=True):
+        if one.shape == other.shape:
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from millrace.kernels.paged_attention import new_pool
 from millrace.kernels.token_logprob import token_logprob
-from millrace.models.attention import CacheShape, Paged, contiguous_rows
+from millrace.models.attention import Paged, contiguous_rows, new_pools
 from millrace.models.decoding import Stack
+from millrace.models.facts import facts_of
 from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head
 
@@ -27,12 +27,12 @@ def sampler_logprobs(model: Model, token_ids: Sequence[int]) -> list[float]:
         model: a model from `models.load`.
         token_ids: at least two.
     """
-    shape, like = CacheShape.of(model.config), next(model.parameters())
+    like = next(model.parameters())
     token_T = torch.tensor(token_ids, device=like.device)
     num_read = len(token_ids) - 1
     rows = contiguous_rows(torch.tensor([num_read]), block_size=BLOCK_SIZE, device=like.device)
-    size = (-(-num_read // BLOCK_SIZE), shape.num_heads, BLOCK_SIZE, shape.width)
-    pools = [new_pool(*size, dtype=like.dtype, device=like.device) for _ in range(shape.num_layers)]
+    num_blocks = -(-num_read // BLOCK_SIZE)
+    pools = new_pools(facts_of(model), num_blocks, BLOCK_SIZE, dtype=like.dtype, device=like.device)
     position_T = torch.arange(num_read, device=like.device)
     stack: Stack | None = getattr(model, "millrace_stack", None)
     forward = partial(hidden_states, model) if stack is None else stack

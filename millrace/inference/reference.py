@@ -22,6 +22,7 @@ from millrace.inference.weights import load_in_place
 from millrace.kernels.packed_attention import Segments
 from millrace.kernels.token_logprob import token_logprob
 from millrace.models.attention import Context, Decode, DenseCache, Packed
+from millrace.models.facts import facts_of
 from millrace.models.load import Model, named_weights
 from millrace.models.logprobs import hidden_states, output_head
 from millrace.models.routing import Routers
@@ -195,7 +196,7 @@ class ReferenceEngine:
         unique = list(dict.fromkeys(request.prompt for request in wave))
         like = next(self._model.parameters())
         num_slots = max(len(prompt) for prompt in unique)
-        cache = DenseCache(self._model.config, num_rows=len(unique), num_slots=num_slots, like=like)
+        cache = DenseCache(facts_of(self._model), num_rows=len(unique), num_slots=num_slots, like=like)
         parts: list[Tensor] = []
         computed: dict[tuple[int, ...], np.ndarray] = {}
         first = 0

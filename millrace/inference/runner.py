@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from millrace.inference.graphs import DecodeGraphs, Inputs
 from millrace.inference.request import RequestTable
 from millrace.inference.scheduler import Plan
-from millrace.kernels.paged_attention import PagedRows, new_pool
-from millrace.models.attention import CacheShape, Paged
+from millrace.kernels.paged_attention import PagedRows
+from millrace.models.attention import Paged, new_pools
 from millrace.models.decoding import Stack
+from millrace.models.facts import facts_of
 from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head
 from millrace.models.routing import Routers
@@ -37,7 +38,7 @@ class Runner:
         max_length: int = 0,
         record_experts: bool = False,
     ) -> None:
-        """A pool for each layer, in the model's dtype, on its device.
+        """Pools for what each layer keeps, in the model's dtype, on its device.
 
         Args:
             model: a model from `models.load`.
@@ -54,11 +55,10 @@ class Runner:
         like = next(model.parameters())
         if max_graph_rows and like.device.type != "cuda":
             raise ValueError(f"cuda_graphs is on but the model is on {like.device}; turn it off")
-        shape = CacheShape.of(model.config)
         self.model = model
         self.device = like.device
         self._block_size = block_size
-        self._shape, self._num_blocks = shape, num_blocks
+        self._facts, self._num_blocks = facts_of(model), num_blocks
         self._dtype = like.dtype
         self._exact = output_head(model).tile is not None
         self._pools: list[tuple[Tensor, Tensor]] = []
@@ -172,18 +172,8 @@ class Runner:
 
     def restore(self) -> None:
         """Take the memory; the pool is empty."""
-        shape = self._shape
-        self._pools = [
-            new_pool(
-                self._num_blocks,
-                shape.num_heads,
-                self._block_size,
-                shape.width,
-                dtype=self._dtype,
-                device=self.device,
-            )
-            for _ in range(shape.num_layers)
-        ]
+        size = self._num_blocks, self._block_size
+        self._pools = new_pools(self._facts, *size, dtype=self._dtype, device=self.device)
         if self.routed is not None:
             # What fills a graph up is sent to slot -1, which is in a block that nobody has.
             size = (self._num_blocks + 1, self._block_size, *self.routed)

@@ -9,7 +9,6 @@ of the pool, S = slots of a block.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 from millrace.kernels.compiled import NUMBERS, compiled, memory, put, put_all, readable, room
 from millrace.kernels.norm import gain_of, norm_rows
 from millrace.kernels.paged_attention import PagedRows
-from millrace.kernels.paged_attention_cpu import PART_WORK, attend, outside, stored_keys, work
+from millrace.kernels.paged_attention_cpu import NO_LIMIT, PART_WORK, attend, outside, stored_keys, work
 from millrace.kernels.product_cpu import ADD, GATE, WRITE, Packed, kinds, place_of, share_product, weight_at
 from millrace.kernels.team import bounds, cut, num_threads, share_out
 
@@ -108,6 +107,9 @@ class Layers:
             raise ValueError(
                 f"the dtypes are {[x.dtype for x in given[:5]]}; all must be float32, or all bfloat16"
             )
+        if len({half.shape for pair in pools for half in pair}) != 1:
+            sizes = [tuple(half.shape) for pair in pools for half in pair]
+            raise ValueError(f"the pools have shapes {sizes}; all must be the same")
         x_TD = x_TD.clone(memory_format=torch.contiguous_format)
         y_WD = x_TD if last_B is None else x_TD.new_empty(len(last_B), x_TD.shape[1])
         tables = [rows.slot_T, rows.block_BC, rows.start_B, rows.first_B, rows.count_B]
@@ -141,7 +143,7 @@ def _places(weights: LayerWeights) -> list[int]:
         *(number for place in products for number in place),
         *(x.data_ptr() for x in (*weights.norms, *heads)),
         *(given.num_outputs, attended.num_inputs, mixed.num_inputs),
-        *(0 if weights.head_norms is None else len(heads[0]), weights.window or sys.maxsize),
+        *(0 if weights.head_norms is None else len(heads[0]), weights.window or NO_LIMIT),
     ]
 
 
@@ -236,7 +238,7 @@ def _attend_new(heads_TN: Any, found_THK: Any, new: Any, rows: Any, weights: Any
     num_gains, reach = place_N[SIZES + 3], place_N[SIZES + 4]
     gains = memory(place_N[GAINS + 2], (num_gains,), kept), memory(place_N[GAINS + 3], (num_gains,), kept)
     num_tokens, num_heads, width = found_THK.shape
-    total = work(rows, pools, num_tokens, reach)
+    total = work(rows, pools, num_tokens, (reach, NO_LIMIT))
     if total < 0:
         return total
     query_THK = np.empty(found_THK.shape, np.float32)
@@ -245,7 +247,7 @@ def _attend_new(heads_TN: Any, found_THK: Any, new: Any, rows: Any, weights: Any
         _turn, ((heads_TN, angles, gains, number_N[2]), query_THK, pools, slot_T, parts), parts, members
     )
     parts, members = cut(total * (num_heads // pools[1].shape[1]) * width // PART_WORK, threads)
-    options = reach, number_N[3], np.float64(number_N[4])
+    options = (reach, NO_LIMIT), number_N[3], np.float64(number_N[4])
     share_out(attend, (query_THK, found_THK, (pools, rows), options, (total, parts)), parts, members)
     return 0
 

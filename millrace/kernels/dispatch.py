@@ -1,7 +1,7 @@
 """Which kernel runs: the only place that looks at the device, and the door where inputs are checked.
 
-T = packed tokens, B = segments, or rows of a paged forward, H = query heads, J = key heads, K = head width,
-P = blocks of the pool, S = slots of a block, N = chosen tokens, D = model width.
+T = packed tokens, B = segments, or rows of a paged forward, H = query heads, J = key heads, K = width of
+queries and keys, V = width of values, P = blocks of the pool, S = slots of a block, N = chosen tokens, D = model width.
 
 | scan | what it is | runs on |
 |---|---|---|
@@ -149,12 +149,12 @@ def store_kv(
     """
     _check_pool(key_PJSK, value_PJSK)
     _check_table("slot_T", slot_T, torch.int64, (len(slot_T),), key_PJSK.device)
-    num_heads, width = key_PJSK.shape[1], key_PJSK.shape[3]
-    for name, new_TJK in (("key_TJK", key_TJK), ("value_TJK", value_TJK)):
-        _check_new(name, new_TJK, key_PJSK)
-        if new_TJK.shape != (len(slot_T), num_heads, width):
+    for name, new_TJK, pool in (("key_TJK", key_TJK, key_PJSK), ("value_TJK", value_TJK, value_PJSK)):
+        _check_new(name, new_TJK, pool)
+        expected = (len(slot_T), pool.shape[1], pool.shape[3])
+        if new_TJK.shape != expected:
             raise ValueError(
-                f"{name} has shape {tuple(new_TJK.shape)}; expected {(len(slot_T), num_heads, width)}: "
+                f"{name} has shape {tuple(new_TJK.shape)}; expected {expected}: "
                 "tokens of slot_T, heads and width of the pool"
             )
     _paged(key_PJSK)[0](key_TJK, value_TJK, key_PJSK, value_PJSK, slot_T)
@@ -169,6 +169,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v of each query over positions 0 to its own, its key and value already stored.
 
@@ -180,13 +181,14 @@ def paged_attention(
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        chunk: a token sees none of an earlier chunk of so many positions; None for no chunks.
 
     Returns:
-        [T, H, K] in the dtype of the queries.
+        [T, H, V] in the dtype of the queries.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit each other, the queries require a gradient, window or
-            softcap is not positive, or, on the CPU, a row points outside the pool or the queries.
+        ValueError: shapes, devices or dtypes do not fit each other, the queries require a gradient, window,
+            softcap or chunk is not positive, or, on the CPU, a row points outside the pool or the queries.
     """
     _check_pool(key_PJSK, value_PJSK)
     _check_new("query_THK", query_THK, key_PJSK)
@@ -197,12 +199,11 @@ def paged_attention(
             f"width {width}, as the pool has"
         )
     _check_paged_rows(rows, key_PJSK.device)
-    for name, limit in (("window", window), ("softcap", softcap)):
+    for name, limit in (("window", window), ("softcap", softcap), ("chunk", chunk)):
         if limit is not None and not limit > 0:
             raise ValueError(f"{name} is {limit}; it is positive, or None for none")
-    return _paged(key_PJSK)[1](
-        query_THK, key_PJSK, value_PJSK, rows, scale=scale, window=window, softcap=softcap
-    )
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
+    return _paged(key_PJSK)[1](query_THK, key_PJSK, value_PJSK, rows, **options)
 
 
 def fused_logprob(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -261,10 +262,10 @@ def _paged(like: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
 
 
 def _check_pool(key_PJSK: Tensor, value_PJSK: Tensor) -> None:
-    if key_PJSK.dim() != 4 or key_PJSK.shape != value_PJSK.shape:
+    if key_PJSK.dim() != 4 or value_PJSK.dim() != 4 or key_PJSK.shape[:3] != value_PJSK.shape[:3]:
         raise ValueError(
             f"key_PJSK has shape {tuple(key_PJSK.shape)} and value_PJSK {tuple(value_PJSK.shape)}; expected "
-            "the same four dimensions: blocks, heads, slots, width"
+            "four dimensions each, of which only the last may differ: blocks, heads, slots, width"
         )
     for what in ("dtype", "device"):
         if getattr(value_PJSK, what) != getattr(key_PJSK, what):

@@ -5,7 +5,7 @@ once, as tokens of one of these segments, and the others attend to them there.
 
 T = tokens of the row, B = rows of a bucket, L = keys of its longest segment, Q = the last of them, whose
 queries are asked, N = places of a rectangle, A = segments, W = their tokens, shared ones counted in each,
-H = query heads, J = key heads, K = head width, C = cache slots.
+H = query heads, J = key heads, K = width of queries and keys, V = width of values, C = cache slots.
 """
 
 from __future__ import annotations
@@ -228,6 +228,7 @@ def packed_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v over the earlier tokens of the same segment.
 
@@ -239,16 +240,22 @@ def packed_attention(
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        chunk: a token sees none of an earlier chunk of so many positions of its segment; None for no chunks.
+
+    Our kernel for short segments knows neither chunks nor values of another width than keys; torch computes
+    those.
 
     Returns:
-        [T, H, K].
+        [T, H, V].
     """
     parts = []
     inputs = query_THK, key_TJK, value_TJK
-    ours = softcap is None and query_THK.dtype in DTYPES and readable(*inputs)
+    alike = key_TJK.shape == value_TJK.shape and softcap is None
+    ours = alike and query_THK.dtype in DTYPES and readable(*inputs)
     for bucket in segments.buckets:
         size, queries, keys = bucket.shape
-        if ours and keys <= SHORT_LENGTH:
+        whole = chunk is None or chunk >= keys
+        if ours and whole and keys <= SHORT_LENGTH:
             where = bucket.key.slot_N.view(size, keys), bucket.length_B, bucket.first_B
             parts.append(short_attention(*inputs, where, scale=scale, window=window))
             continue
@@ -256,8 +263,10 @@ def packed_attention(
         laid = asked.spread(query_THK), bucket.key.spread(key_TJK), bucket.key.spread(value_TJK)
         counts = queries, keys, keys
         rectangles = (x.unflatten(0, (size, n)).transpose(1, 2) for x, n in zip(laid, counts, strict=True))
-        out_BHQK = _causal(*rectangles, scale=scale, window=window, softcap=softcap)
-        parts.append(asked.gather(out_BHQK.transpose(1, 2).flatten(0, 1)))
+        out_BHQV = _causal(
+            *rectangles, scale=scale, limits=(window, None if whole else chunk), softcap=softcap
+        )
+        parts.append(asked.gather(out_BHQV.transpose(1, 2).flatten(0, 1)))
     return sum(parts[1:], start=parts[0])
 
 
@@ -267,10 +276,14 @@ def _causal(
     value_BJLK: Tensor,
     *,
     scale: float,
-    window: int | None,
+    limits: tuple[int | None, int | None],
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention on rectangles; what lies beyond a segment's end no token inside it ever reads."""
+    """Causal attention on rectangles; what lies beyond a segment's end no token inside it ever reads.
+
+    The limits are window and chunk.
+    """
+    window, chunk = limits
     groups = query_BHQK.shape[1] // key_BJLK.shape[1]
     if groups > 1:
         key_BJLK = key_BJLK.repeat_interleave(groups, 1)
@@ -279,11 +292,13 @@ def _causal(
     if window is not None and window >= keys:
         window = None
     plain = softcap is not None or keys <= SHORT_LENGTH
-    if window is None and queries == keys and not plain:
+    if window is None and chunk is None and queries == keys and not plain:
         return F.scaled_dot_product_attention(query_BHQK, key_BJLK, value_BJLK, is_causal=True, scale=scale)
     position_L = torch.arange(keys, device=query_BHQK.device)
     distance_QL = position_L[keys - queries :, None] - position_L
     seen_QL = (distance_QL >= 0) & (distance_QL < (window or keys))
+    if chunk is not None:
+        seen_QL &= position_L >= position_L[keys - queries :, None] // chunk * chunk
     if not plain:
         return F.scaled_dot_product_attention(
             query_BHQK, key_BJLK, value_BJLK, attn_mask=seen_QL, scale=scale
@@ -311,6 +326,7 @@ def packed_attention_loop(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """The plain twin of `packed_attention`: one token and one head at a time, as the equation says."""
     heads = query_THK.shape[1]
@@ -320,13 +336,15 @@ def packed_attention_loop(
     for length in length_B.tolist():
         for i in range(start, start + length):
             first = start if window is None else max(start, i - window + 1)
+            if chunk is not None:
+                first = max(first, start + (i - start) // chunk * chunk)
             for head in range(heads):
                 score = key_TJK[first : i + 1, head // groups] @ query_THK[i, head] * scale
                 if softcap is not None:
                     score = softcap * torch.tanh(score / softcap)
                 rows.append(score.softmax(-1) @ value_TJK[first : i + 1, head // groups])
         start += length
-    return torch.stack(rows).view(query_THK.shape)
+    return torch.stack(rows).view(*query_THK.shape[:2], -1)
 
 
 def cached_attention(
@@ -338,6 +356,7 @@ def cached_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """One new token per row over its cache slots 0 to `position_B`, itself included.
 
@@ -349,9 +368,10 @@ def cached_attention(
         scale: factor of the scores.
         window: as in `packed_attention`.
         softcap: as in `packed_attention`.
+        chunk: as in `packed_attention`.
 
     Returns:
-        [B, H, K].
+        [B, H, V].
     """
     rows, heads, width = query_BHK.shape
     key_heads, slots = key_BJCK.shape[1], key_BJCK.shape[2]
@@ -361,9 +381,11 @@ def cached_attention(
     seen_BC = slot_C <= position_B[:, None]
     if window is not None:
         seen_BC &= slot_C > position_B[:, None] - window
+    if chunk is not None:
+        seen_BC &= slot_C >= position_B[:, None] // chunk * chunk
     mask = seen_BC[:, None, None, :]
     if softcap is None and slots > SHORT_LENGTH:
         out = F.scaled_dot_product_attention(grouped, key_BJCK, value_BJCK, attn_mask=mask, scale=scale)
     else:
         out = _shares(_scores(grouped, key_BJCK, scale, softcap), mask) @ value_BJCK
-    return out.reshape(rows, heads, width)
+    return out.reshape(rows, heads, value_BJCK.shape[3])

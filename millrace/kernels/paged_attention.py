@@ -1,9 +1,9 @@
 """Causal attention over a paged pool of keys and values: the layout, and the plain reference.
 
-T = packed query tokens, B = rows (one request each), H = query heads, J = key heads, K = head width,
-P = blocks of the pool, S = slots of a block, C = blocks of the longest row.
+T = packed query tokens, B = rows (one request each), H = query heads, J = key heads, K = width of queries and
+keys, V = width of values, P = blocks of the pool, S = slots of a block, C = blocks of the longest row.
 
-A pool is a pair of tensors [P, J, S, K], one for keys and one for values, for each layer. Position i of row b
+A pool is a pair of tensors, keys [P, J, S, K] and values [P, J, S, V], for each layer. Position i of row b
 lies in slot i % S of block `block_BC[b, i // S]`. On a CPU the keys of a block are stored the other way
 round, [P, J, K, S] in memory, since products then run along the slots; the tensor is a view and looks alike.
 """
@@ -47,14 +47,22 @@ class PagedRows:
 
 
 def new_pool(
-    num_blocks: int, num_heads: int, block_size: int, width: int, *, dtype: torch.dtype, device: torch.device
+    num_blocks: int,
+    num_heads: int,
+    block_size: int,
+    width: int,
+    value_width: int | None = None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer, both [P, J, S, K], zero."""
+    """Keys [P, J, S, K] and values [P, J, S, V] of one layer, zero; values are as wide as keys unless told."""
+    value_width = width if value_width is None else value_width
     if device.type == "cpu":
         key = torch.zeros(num_blocks, num_heads, width, block_size, dtype=dtype).transpose(2, 3)
     else:
         key = torch.zeros(num_blocks, num_heads, block_size, width, dtype=dtype, device=device)
-    return key, torch.zeros(num_blocks, num_heads, block_size, width, dtype=dtype, device=device)
+    return key, torch.zeros(num_blocks, num_heads, block_size, value_width, dtype=dtype, device=device)
 
 
 def store_kv_plain(
@@ -77,6 +85,7 @@ def paged_attention_plain(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v of each query over positions 0 to its own, a row at a time, in float32 or wider.
 
@@ -88,13 +97,14 @@ def paged_attention_plain(
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        chunk: a token sees none of an earlier chunk of so many positions; None for no chunks.
 
     Returns:
-        [T, H, K] in the dtype of the queries.
+        [T, H, V] in the dtype of the queries.
     """
     wide = torch.promote_types(query_THK.dtype, torch.float32)
     groups = query_THK.shape[1] // key_PJSK.shape[1]
-    out_THK = torch.empty_like(query_THK)
+    out_THV = query_THK.new_empty(*query_THK.shape[:2], value_PJSK.shape[3])
     size = key_PJSK.shape[2]
     triples = zip(rows.start_B.tolist(), rows.first_B.tolist(), rows.count_B.tolist(), strict=True)
     for b, (start, first, count) in enumerate(triples):
@@ -113,6 +123,8 @@ def paged_attention_plain(
         seen_NL = key_position_L <= position_N
         if window is not None:
             seen_NL &= key_position_L > position_N - window
+        if chunk is not None:
+            seen_NL &= key_position_L >= position_N // chunk * chunk
         share_HNL = score_HNL.masked_fill(~seen_NL, float("-inf")).softmax(-1)
-        out_THK[first : first + count] = (share_HNL @ value_HLK).transpose(0, 1).to(out_THK.dtype)
-    return out_THK
+        out_THV[first : first + count] = (share_HNL @ value_HLK).transpose(0, 1).to(out_THV.dtype)
+    return out_THV

@@ -1,8 +1,8 @@
 """Attention over the paged pool compiled for the CPU, with the same bits whatever else is in the batch.
 
 T = packed query tokens, B = rows, H = query heads, J = key heads, G = query heads that share a key head,
-K = head width, P = blocks of the pool, S = slots of a block, C = blocks of the longest row, L = positions,
-M, N = rows and columns of any matrix.
+K = width of queries and keys, V = width of values, P = blocks of the pool, S = slots of a block, C = blocks
+of the longest row, L = positions, M, N = rows and columns of any matrix.
 
 An item is one query token at one key head. It reads the pool in place and is computed on its own: scores of
 all positions, their maximum, exponentials and sum, then values. Every sum runs in the order of head width or
@@ -43,6 +43,9 @@ ITEM_WORK = 16
 # A part of the work that pays for the thread it runs on: positions times query heads times head width.
 PART_WORK = 1 << 16
 
+# Stands for the window or the chunk where there is none.
+NO_LIMIT = sys.maxsize
+
 # A vector may begin at any address.
 ALIGNED = 1
 
@@ -78,6 +81,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """As `paged_attention_plain`; float32 and bfloat16 may meet, and the pool is never copied.
 
@@ -95,12 +99,12 @@ def paged_attention(
     query = array(query_THK.to(torch.promote_types(query_THK.dtype, torch.float32)))
     pools = pool_arrays(key_PJSK, value_PJSK)
     tables = tuple(x.contiguous().numpy() for x in (rows.block_BC, rows.start_B, rows.first_B, rows.count_B))
-    reach = sys.maxsize if window is None else window
-    total = work(tables, pools, len(query), reach)
+    limits = NO_LIMIT if window is None else window, NO_LIMIT if chunk is None else chunk
+    total = work(tables, pools, len(query), limits)
     if total < 0:
         raise outside(rows, -1 - total, len(query), (len(key_PJSK), key_PJSK.shape[2]))
-    out = np.empty_like(query)
-    options = reach, query.dtype.type(scale), float(softcap or 0)
+    out = np.empty_like(query, shape=(*query.shape[:2], pools[1].shape[3]))
+    options = limits, query.dtype.type(scale), float(softcap or 0)
     most = total * (query.shape[1] // pools[1].shape[1]) * query.shape[2] // PART_WORK
     num_parts, num_members = cuts(most)
     _attend_all(query, out, (pools, tables), options, (total, num_parts), num_members)
@@ -236,6 +240,13 @@ def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
 
 
 @compiled("contract")
+def _first(stop: int, limits: tuple[int, int]) -> int:
+    """The first position that the last one before `stop` sees; the limits are window and chunk."""
+    window, chunk = limits
+    return max(0, stop - window, (stop - 1) // chunk * chunk)
+
+
+@compiled("contract")
 def _item(
     query_GK: Array,
     pools: Arrays,
@@ -253,12 +264,12 @@ def _item(
             last.
         after: that of the item whose keys are read next.
         softcap: as in `paged_attention`, or 0.
-        into: result [G K], zero; room for scores [G L]; ones [1 L/LANES]; room for sums [1 LANES].
+        into: result [G V], zero; room for scores [G L]; ones [1 L/LANES]; room for sums [1 LANES].
     """
     (key_PJKS, value_PJSK), (block_C, j, start, stop) = pools, place
     after_C, after_j, after_start, after_stop = after
     out_GK, score_GL, one_1L, sum_1N = into
-    group, width = query_GK.shape
+    group, width = out_GK.shape
     size = value_PJSK.shape[2]
     blocks = range(start // size, -(-stop // size))
     for c in blocks:
@@ -292,21 +303,22 @@ def _item(
 def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
     """Fill the slots; gives back one that the pool does not have, else -1."""
     (key_TJK, value_TJK), (key_PJKS, value_PJSK) = news, pools
-    num_blocks, num_heads, size, width = value_PJSK.shape
+    num_blocks, num_heads, size, value_width = value_PJSK.shape
     for t in range(len(slot_T)):
         block, slot = divmod(slot_T[t], size)
         if block >= num_blocks:
             return slot_T[t]
         if block >= 0:
             for j in range(num_heads):
-                for k in range(width):
+                for k in range(value_width):
                     value_PJSK[block, j, slot, k] = value_TJK[t, j, k]
+                for k in range(key_PJKS.shape[2]):
                     key_PJKS[block, j, k, slot] = key_TJK[t, j, k]
     return -1
 
 
 @compiled("contract")
-def work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
+def work(rows: Arrays, pools: Arrays, num_queries: int, limits: tuple[int, int]) -> int:
     """What all items cost together, in positions; -1 - b where row b lies outside the pool or the queries."""
     block_BC, start_B, first_B, count_B = rows
     num_blocks, num_heads, size, _ = pools[1].shape
@@ -315,11 +327,11 @@ def work(rows: Arrays, pools: Arrays, num_queries: int, reach: int) -> int:
         stop = start_B[b] + count_B[b]
         if start_B[b] < 0 or first_B[b] < 0 or first_B[b] + count_B[b] > num_queries:
             return -1 - b
-        for c in range(max(0, start_B[b] + 1 - reach) // size, -(-stop // size)):
+        for c in range(_first(start_B[b] + 1, limits) // size, -(-stop // size)):
             if c >= block_BC.shape[1] or not 0 <= block_BC[b, c] < num_blocks:
                 return -1 - b
         for end in range(start_B[b] + 1, stop + 1):
-            total += num_heads * (min(end, reach) + ITEM_WORK)
+            total += num_heads * (end - _first(end, limits) + ITEM_WORK)
     return total
 
 
@@ -331,9 +343,9 @@ def attend(
     (pools, rows), (total, num_parts) = lies, whole
     low, high = bounds(total, num_parts, part)
     block_BC, start_B, first_B, count_B = rows
-    _, num_heads, size, width = pools[1].shape
-    group = query_THK.shape[1] // num_heads
-    reach, scale, softcap = options
+    _, num_heads, size, _ = pools[1].shape
+    group, width = query_THK.shape[1] // num_heads, query_THK.shape[2]
+    limits, scale, softcap = options
     longest = block_BC.shape[1] * size + LANES
     query_GK = np.empty((group, width), query_THK.dtype)
     score_GL = np.empty((group, longest), query_THK.dtype)
@@ -343,6 +355,7 @@ def attend(
         next_b = min(b + 1, len(start_B) - 1)
         for i in range(count_B[b]):
             t, stop = first_B[b] + i, start_B[b] + i + 1
+            first = _first(stop, limits)
             for j in range(num_heads):
                 if low <= work < high:
                     asked_GK = query_THK[t, j * group :]
@@ -350,15 +363,16 @@ def attend(
                     for g in range(group):
                         for k in range(width):
                             query_GK[g, k] = asked_GK[g, k] * scale
+                        for k in range(out_GK.shape[1]):
                             out_GK[g, k] = 0
-                    place = block_BC[b], j, max(0, stop - reach), stop
+                    place = block_BC[b], j, first, stop
                     # The next key head, or the first of the next row: more tokens of this row find their keys
                     # in the cache.
                     n, end = (b, stop) if j + 1 < num_heads else (next_b, start_B[next_b] + 1)
-                    after = block_BC[n], (j + 1) % num_heads, max(0, end - reach), end
+                    after = block_BC[n], (j + 1) % num_heads, _first(end, limits), end
                     into = out_GK, score_GL, one_1L, sum_1N
                     _item(query_GK, pools, place, after, softcap, into)
-                work += min(stop, reach) + ITEM_WORK
+                work += stop - first + ITEM_WORK
 
 
 @compiled("contract")

@@ -1,7 +1,7 @@
 """Attention over the paged pool as Triton kernels: decode, split along the keys, and ragged prefill.
 
-T = packed query tokens, B = rows (one request each), H = query heads, J = key heads, K = head width,
-P = blocks of the pool, S = slots of a block, C = blocks of the longest row, N = splits of the longest row.
+T = packed query tokens, B = rows (one request each), H = query heads, J = key heads, K = width of queries and
+keys, V = width of values, P = blocks of the pool, S = slots of a block, C = blocks of the longest row, N = splits of the longest row.
 
 One program attends with all query heads of one key head, for one query (decode) or a tile of neighbouring
 queries (prefill), so that keys and values are read once a group. It walks the keys in tiles, which begin at
@@ -61,9 +61,11 @@ def store_kv(
         slot_T: block * S + slot of each token, int64.
     """
     num_heads, block_size, width = key_PJSK.shape[1:]
+    widths = {"WIDTH": width, "VALUE_WIDTH": value_PJSK.shape[3]}
     given, pools = (key_TJK, value_TJK), (key_PJSK, value_PJSK)
-    sizes = {"HEADS": num_heads, "SIZE": block_size, "WIDTH": width}
-    powers = {"HEADS_2": triton.next_power_of_2(num_heads), "WIDTH_2": triton.next_power_of_2(width)}
+    sizes = {"HEADS": num_heads, "SIZE": block_size, **widths}
+    widest = triton.next_power_of_2(max(widths.values()))
+    powers = {"HEADS_2": triton.next_power_of_2(num_heads), "WIDTH_2": widest}
     strides = [tuple(one.stride() for one in pair) for pair in (given, pools)]
     with torch.cuda.device_of(key_PJSK):
         _store_kv[(len(slot_T),)](given, pools, *strides, slot_T, **sizes, **powers)
@@ -78,13 +80,14 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
     split: int | None = SPLIT,
 ) -> Tensor:
     """As `paged_attention_plain`: `paged_decode` where every row has one query, else `paged_prefill`.
 
     The two round differently, so rows that are to be `exact` all go through `paged_prefill`.
     """
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
     if rows.max_count == 1 and not rows.exact:
         return paged_decode(query_THK, key_PJSK, value_PJSK, rows, split=split, **options)
     return paged_prefill(query_THK, key_PJSK, value_PJSK, rows, **options)
@@ -99,6 +102,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
     split: int | None = SPLIT,
 ) -> Tensor:
     """As `paged_attention_plain`, for rows of one query each.
@@ -111,36 +115,39 @@ def paged_decode(
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        chunk: a token sees none of an earlier chunk of so many positions; None for no chunks.
         split: keys that one program attends to at most; None leaves rows whole. Results differ from one
             split to another by rounding, and are the same bits for any batch with the same one.
 
     Returns:
-        [B, H, K] in the dtype of the queries.
+        [B, H, V] in the dtype of the queries.
 
     Raises:
         ValueError: split is not a positive multiple of 64, or a dtype is not one of DTYPES.
     """
     if split is not None and (split < LARGEST_TILE or split % LARGEST_TILE):
         raise ValueError(f"split is {split}; it is a positive multiple of {LARGEST_TILE}, or None")
-    num_splits = 1 if split is None else _most_splits(rows.max_length, window, split)
-    num_rows, num_heads, width = query_BHK.shape
-    options = _options(query_BHK, key_PJSK, scale, window, softcap)
+    limits = window, chunk
+    num_splits = 1 if split is None else _most_splits(rows.max_length, limits, split)
+    num_rows, num_heads, _ = query_BHK.shape
+    options = _options(query_BHK, (key_PJSK, value_PJSK), scale, limits, softcap)
     options["ROWS"] = max(DECODE_ROWS, triton.next_power_of_2(options["GROUP"]))
     grid = (num_rows, key_PJSK.shape[1], num_splits)
-    out_BHK = query_BHK.new_empty(query_BHK.shape)
+    out_BHV = query_BHK.new_empty(num_rows, num_heads, value_PJSK.shape[3])
     if num_splits == 1:
-        _launch(grid, query_BHK, (key_PJSK, value_PJSK), rows, (out_BHK,), DECODE=True, SPLIT=None, **options)
-        return out_BHK
-    part_BNHK = out_BHK.new_empty(num_rows, num_splits, num_heads, width, dtype=torch.float32)
-    highest_BNH, total_BNH = part_BNHK.new_empty(2, num_rows, num_splits, num_heads).unbind()
-    parts = (part_BNHK, highest_BNH, total_BNH)
+        _launch(grid, query_BHK, (key_PJSK, value_PJSK), rows, (out_BHV,), DECODE=True, SPLIT=None, **options)
+        return out_BHV
+    part_BNHV = out_BHV.new_empty(num_rows, num_splits, num_heads, value_PJSK.shape[3], dtype=torch.float32)
+    highest_BNH, total_BNH = part_BNHV.new_empty(2, num_rows, num_splits, num_heads).unbind()
+    parts = (part_BNHV, highest_BNH, total_BNH)
     _launch(grid, query_BHK, (key_PJSK, value_PJSK), rows, parts, DECODE=True, SPLIT=split, **options)
-    sizes = {"WINDOW": window, "SPLIT": split, "WIDTH": width, "WIDTH_2": options["WIDTH_2"]}
-    with torch.cuda.device_of(out_BHK):
+    sizes = {name: options[name] for name in ("WINDOW", "CHUNK", "VALUE_WIDTH", "VALUE_2")}
+    sizes["SPLIT"] = split
+    with torch.cuda.device_of(out_BHV):
         _merge[(num_rows, num_heads)](
-            parts, out_BHK, (rows.start_B, rows.first_B), num_splits, **sizes, PARTS=PARTS, num_warps=1
+            parts, out_BHV, (rows.start_B, rows.first_B), num_splits, **sizes, PARTS=PARTS, num_warps=1
         )
-    return out_BHK
+    return out_BHV
 
 
 def paged_prefill(
@@ -152,52 +159,63 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """As `paged_attention_plain`, for rows of any number of queries, in the order of the packed row.
 
     Arguments, result and errors are those of `paged_decode`. A query's result is the same bits whatever else
     is in the batch and wherever its row was cut into chunks.
     """
-    options = _options(query_THK, key_PJSK, scale, window, softcap)
+    options = _options(query_THK, (key_PJSK, value_PJSK), scale, (window, chunk), softcap)
     options["ROWS"] = max(PREFILL_ROWS, triton.next_power_of_2(options["GROUP"]))
     # Row b has its tiles from first_b // queries + b on: a place that needs no sum over the rows before it,
     # and leaves at most one tile a row without work.
     num_tiles = len(query_THK) // (options["ROWS"] // options["GROUP"]) + len(rows.start_B)
     grid = (num_tiles, key_PJSK.shape[1], 1)
-    out_THK = query_THK.new_empty(query_THK.shape)
-    _launch(grid, query_THK, (key_PJSK, value_PJSK), rows, (out_THK,), DECODE=False, SPLIT=None, **options)
-    return out_THK
+    out_THV = query_THK.new_empty(*query_THK.shape[:2], value_PJSK.shape[3])
+    _launch(grid, query_THK, (key_PJSK, value_PJSK), rows, (out_THV,), DECODE=False, SPLIT=None, **options)
+    return out_THV
 
 
-def _most_splits(max_length: int, window: int | None, split: int) -> int:
-    """Splits that a row reaches into at most: a window may begin with the last key of one."""
-    return triton.cdiv(max_length if window is None else min(max_length, window - 1 + split), split)
+def _most_splits(max_length: int, limits: tuple[int | None, int | None], split: int) -> int:
+    """Splits that a row reaches into at most: a window, or a chunk, may begin with the last key of one."""
+    reach = min((limit - 1 + split for limit in limits if limit is not None), default=max_length)
+    return triton.cdiv(min(max_length, reach), split)
 
 
 def _options(
-    query_THK: Tensor, key_PJSK: Tensor, scale: float, window: int | None, softcap: float | None
+    query_THK: Tensor,
+    pools: tuple[Tensor, Tensor],
+    scale: float,
+    limits: tuple[int | None, int | None],
+    softcap: float | None,
 ) -> dict[str, Any]:
     """What `_attend` is told of the sizes, and of the scores: powers of 2, and of tanh, which takes 2 x.
 
     Raises:
         ValueError: queries or pool have a dtype that the kernels do not take.
     """
+    key_PJSK, value_PJSK = pools
     for name, dtype in (("query_THK", query_THK.dtype), ("key_PJSK", key_PJSK.dtype)):
         if dtype not in DTYPES:
             raise ValueError(f"{name} is {dtype}; the Triton kernels take {', '.join(map(str, DTYPES))}")
     _, num_heads, size, width = key_PJSK.shape
-    width_2 = max(triton.next_power_of_2(width), LEAST_TILE)
-    tile = TILE_BYTES // (width_2 * key_PJSK.element_size())
+    value_width = value_PJSK.shape[3]
+    width_2, value_2 = (max(triton.next_power_of_2(size), LEAST_TILE) for size in (width, value_width))
+    tile = TILE_BYTES // (max(width_2, value_2) * key_PJSK.element_size())
     # Arithmetic in bfloat16 is wrong in the interpreter, where tensors are on the CPU.
     factor = torch.promote_types(query_THK.dtype, key_PJSK.dtype) if query_THK.is_cuda else torch.float32
     return {
         "scale": scale * LOG2E if softcap is None else 2 * scale * LOG2E / softcap,
         "CAP": None if softcap is None else softcap * LOG2E,
-        "WINDOW": window,
+        "WINDOW": limits[0],
+        "CHUNK": limits[1],
         "FACTOR": DTYPES[factor],
         "GROUP": query_THK.shape[1] // num_heads,
         "WIDTH": width,
         "WIDTH_2": width_2,
+        "VALUE_WIDTH": value_width,
+        "VALUE_2": value_2,
         "SIZE": size,
         "TILE": min(max(tile, LEAST_TILE), LARGEST_TILE),
     }
@@ -231,6 +249,7 @@ def _store_kv(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     HEADS_2: tl.constexpr,
     WIDTH_2: tl.constexpr,
 ) -> None:
@@ -241,8 +260,8 @@ def _store_kv(
         return
     j = tl.arange(0, HEADS_2).to(tl.int64)[:, None]
     d = tl.arange(0, WIDTH_2)[None, :]
-    inside = (j < HEADS) & (d < WIDTH)
     for kind in tl.static_range(2):
+        inside = (j < HEADS) & (d < (WIDTH if kind == 0 else VALUE_WIDTH))
         to_token, to_head, to_lane = given_strides[kind]
         number = tl.load(given[kind] + token * to_token + j * to_head + d * to_lane, inside)
         to_block, to_head, to_slot, to_lane = pool_strides[kind]
@@ -260,12 +279,15 @@ def _attend(
     DECODE: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     CAP: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_2: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_2: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -276,7 +298,7 @@ def _attend(
     else:
         b, before, num_queries = _queries(first, count, num_rows, QUERIES=ROWS // GROUP)
     start_b = tl.load(start + b).to(tl.int32) + before
-    begin, end = _keys(start_b, num_queries, WINDOW=WINDOW, SPLIT=SPLIT)
+    begin, end = _keys(start_b, num_queries, WINDOW=WINDOW, CHUNK=CHUNK, SPLIT=SPLIT)
     if (num_queries <= 0) | (begin >= end):
         return
     # Rows beyond the last query repeat it, and are not stored.
@@ -297,8 +319,12 @@ def _attend(
         end=end,
         scale=scale,
         WINDOW=WINDOW,
+        CHUNK=CHUNK,
         CAP=CAP,
         WIDTH=WIDTH,
+        WIDTH_2=WIDTH_2,
+        VALUE_WIDTH=VALUE_WIDTH,
+        VALUE_2=VALUE_2,
         SIZE=SIZE,
         TILE=TILE,
     )
@@ -310,7 +336,9 @@ def _attend(
         line = (b * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (tl.num_programs(1) * GROUP) + head
         tl.store(outs[1] + line, highest, kept)
         tl.store(outs[2] + line, total, kept)
-    tl.store(outs[0] + line[:, None] * WIDTH + d[None, :], share, kept[:, None] & (d < WIDTH)[None, :])
+    v = tl.arange(0, VALUE_2)
+    inside = kept[:, None] & (v < VALUE_WIDTH)[None, :]
+    tl.store(outs[0] + line[:, None] * VALUE_WIDTH + v[None, :], share, inside)
 
 
 @triton.jit
@@ -324,32 +352,38 @@ def _walk(
     end: tl.tensor,
     scale: tl.tensor,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAP: tl.constexpr,
     WIDTH: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_2: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """Values weighed by powers of two of (score - highest), the highest score, and the sum of the weights."""
     highest = tl.full((query.shape[0],), LOWEST, tl.float32)
     total = tl.zeros((query.shape[0],), tl.float32)
-    share = tl.zeros(query.shape, tl.float32)
+    share = tl.zeros((query.shape[0], VALUE_2), tl.float32)
     for tile in range(begin // TILE * TILE, end, TILE):
         i = tile + tl.arange(0, TILE)
         there = (i >= begin) & (i < end)
         block = tl.load(blocks + i // SIZE, there).to(tl.int64)
-        key = _read(inputs[1], inputs[4], block, i % SIZE, there, query, WIDTH=WIDTH)
+        key = _read(inputs[1], inputs[4], block, i % SIZE, there, query, WIDTH=WIDTH, WIDTH_2=WIDTH_2)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         if CAP is not None:
             score = CAP - 2 * CAP / (tl.exp2(score) + 1)
         seen = there[None, :] & (i[None, :] <= position[:, None])
         if WINDOW is not None:
             seen &= i[None, :] > position[:, None] - WINDOW
+        if CHUNK is not None:
+            seen &= i[None, :] >= position[:, None] // CHUNK * CHUNK
         score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
         weight = tl.exp2(score - higher[:, None])
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weight, 1)
-        value = _read(inputs[2], inputs[5], block, i % SIZE, there, query, WIDTH=WIDTH)
+        value = _read(inputs[2], inputs[5], block, i % SIZE, there, query, WIDTH=VALUE_WIDTH, WIDTH_2=VALUE_2)
         share = tl.dot(weight.to(query.dtype), value, share * shrink[:, None], input_precision=PRECISION)
         highest = higher
     return share, highest, total
@@ -365,9 +399,10 @@ def _read(
     like: tl.tensor,
     *,
     WIDTH: tl.constexpr,
+    WIDTH_2: tl.constexpr,
 ) -> tl.tensor:
     """The keys or values of some slots, 0 where nothing is there: what is not read cannot be NaN."""
-    d = tl.arange(0, like.shape[1])
+    d = tl.arange(0, WIDTH_2)
     to_block, to_head, to_slot, to_lane = strides
     at = (block * to_block + tl.program_id(1) * to_head + slot * to_slot)[:, None] + d[None, :] * to_lane
     return tl.load(pool + at, there[:, None] & (d < WIDTH)[None, :], other=0).to(like.dtype)
@@ -388,10 +423,15 @@ def _queries(first: tl.tensor, count: tl.tensor, num_rows: tl.tensor, *, QUERIES
 
 @triton.jit
 def _keys(
-    position: tl.tensor, num_queries: tl.tensor, *, WINDOW: tl.constexpr, SPLIT: tl.constexpr
+    position: tl.tensor,
+    num_queries: tl.tensor,
+    *,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> tl.tensor:
     """From which key on, and up to which, a tile whose first query stands there attends in this program."""
-    begin = _first_key(position, WINDOW=WINDOW)
+    begin = _first_key(position, WINDOW=WINDOW, CHUNK=CHUNK)
     end = position + num_queries
     if SPLIT is not None:
         split = begin // SPLIT + tl.program_id(2)
@@ -401,9 +441,10 @@ def _keys(
 
 
 @triton.jit
-def _first_key(position: tl.tensor, *, WINDOW: tl.constexpr) -> tl.tensor:
+def _first_key(position: tl.tensor, *, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
     """The first key that a query sees."""
-    return 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0)
+    first = 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0)
+    return first if CHUNK is None else tl.maximum(position // CHUNK * CHUNK, first)
 
 
 @triton.jit
@@ -414,20 +455,21 @@ def _merge(
     num_splits: tl.tensor,
     *,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_2: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_2: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     """One program a row and query head: its splits, a few at a time, in the same order for any batch."""
     b, h, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, first = spans
     position = tl.load(start + b)
-    num_parts = position // SPLIT - _first_key(position, WINDOW=WINDOW) // SPLIT + 1
-    d = tl.arange(0, WIDTH_2)
+    num_parts = position // SPLIT - _first_key(position, WINDOW=WINDOW, CHUNK=CHUNK) // SPLIT + 1
+    d = tl.arange(0, VALUE_2)
     highest = tl.full((), LOWEST, tl.float32)
     total = tl.zeros((), tl.float32)
-    share = tl.zeros((WIDTH_2,), tl.float32)
+    share = tl.zeros((VALUE_2,), tl.float32)
     for begin in range(0, num_parts, PARTS):
         n = begin + tl.arange(0, PARTS)
         there = n < num_parts
@@ -437,9 +479,9 @@ def _merge(
         weight = tl.exp2(reached - higher)
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weight * tl.load(parts[2] + line, there, other=0), 0)
-        inside = there[:, None] & (d < WIDTH)[None, :]
-        part = tl.load(parts[0] + line[:, None] * WIDTH + d[None, :], inside, other=0)
+        inside = there[:, None] & (d < VALUE_WIDTH)[None, :]
+        part = tl.load(parts[0] + line[:, None] * VALUE_WIDTH + d[None, :], inside, other=0)
         share = share * shrink + tl.sum(weight[:, None] * part, 0)
         highest = higher
     line = tl.load(first + b) * num_heads + h
-    tl.store(out + line * WIDTH + d, share / total, d < WIDTH)
+    tl.store(out + line * VALUE_WIDTH + d, share / total, d < VALUE_WIDTH)

@@ -32,12 +32,14 @@ class Rectangle:
         key_MS: which of the U keys; U beyond a tile's end.
         query_at_ML: place of each query in the whole packed row; any place beyond a tile's end.
         key_at_MS: place of each key; later than all places beyond a tile's end, so that nothing sees it.
+        query_low_ML: the lowest place that each query sees.
     """
 
     query_ML: Tensor
     key_MS: Tensor
     query_at_ML: Tensor
     key_at_MS: Tensor
+    query_low_ML: Tensor
 
     def to(self, device: torch.device) -> Rectangle:
         """The same tables on another device."""
@@ -46,6 +48,7 @@ class Rectangle:
             self.key_MS.to(device),
             self.query_at_ML.to(device),
             self.key_at_MS.to(device),
+            self.query_low_ML.to(device),
         )
 
 
@@ -55,21 +58,29 @@ class Tiles:
 
     Attributes:
         rectangles: every pair of a query and a key it sees stands in one of them.
-        window: a token sees itself and the `window - 1` tokens before it; None sees all.
     """
 
     rectangles: tuple[Rectangle, ...]
-    window: int | None
 
     @classmethod
-    def of(cls, query_at_T: Tensor, first_at_T: Tensor, key_at_U: Tensor, *, window: int | None) -> Tiles:
+    def of(
+        cls,
+        query_at_T: Tensor,
+        first_at_T: Tensor,
+        key_at_U: Tensor,
+        *,
+        window: int | None,
+        chunk: int | None = None,
+    ) -> Tiles:
         """Cut up the pairs of queries and keys that see each other.
 
         Args:
             query_at_T: places of the queries in the whole packed row, ascending, on the CPU.
             first_at_T: place of the first token of each query's segment.
             key_at_U: places of the keys, ascending.
-            window: as above.
+            window: a token sees itself and the `window - 1` tokens before it; None sees all.
+            chunk: a token sees none of an earlier chunk of so many positions of its segment; None for no
+                chunks.
 
         Raises:
             ValueError: places do not ascend.
@@ -78,12 +89,13 @@ class Tiles:
             if bool((at_N.diff() < 1).any()):
                 raise ValueError(f"{name} does not ascend; give a rank's tokens in packed order")
         query_at, first_at, key_at = query_at_T.tolist(), first_at_T.tolist(), key_at_U.tolist()
+        low_at_T = lowest_seen(query_at_T, first_at_T, window=window, chunk=chunk)
+        low_at = low_at_T.tolist()
         of_segment: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         for begin, end in _runs(query_at, first_at):
             segment = first_at[begin]
-            first = segment if window is None else max(segment, query_at[begin] - window + 1)
             last = bisect_right(key_at, query_at[end - 1])
-            for key in range(bisect_left(key_at, first), last, KEYS):
+            for key in range(bisect_left(key_at, low_at[begin]), last, KEYS):
                 of_segment[segment].append((begin, end, key, min(key + KEYS, last)))
         alike: defaultdict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
         for tiles in of_segment.values():
@@ -94,12 +106,22 @@ class Tiles:
         rectangles = []
         for tiles in alike.values():
             for few in _split(tiles):
-                rectangles.append(_rectangle(few, query_at_T, key_at_U))
-        return cls(tuple(rectangles), window)
+                rectangles.append(_rectangle(few, query_at_T, key_at_U, low_at_T))
+        return cls(tuple(rectangles))
 
     def to(self, device: torch.device) -> Tiles:
         """The same tiles on another device."""
-        return Tiles(tuple(rectangle.to(device) for rectangle in self.rectangles), self.window)
+        return Tiles(tuple(rectangle.to(device) for rectangle in self.rectangles))
+
+
+def lowest_seen(query_at_T: Tensor, first_at_T: Tensor, *, window: int | None, chunk: int | None) -> Tensor:
+    """The lowest place that each query sees; arguments as of `Tiles.of`."""
+    low_at_T = first_at_T
+    if window is not None:
+        low_at_T = low_at_T.maximum(query_at_T - window + 1)
+    if chunk is not None:
+        low_at_T = low_at_T.maximum(first_at_T + (query_at_T - first_at_T) // chunk * chunk)
+    return low_at_T
 
 
 def _runs(at: list[int], first_at: list[int]) -> list[tuple[int, int]]:
@@ -121,7 +143,9 @@ def _split(tiles: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     return [tiles[m : m + most] for m in range(0, len(tiles), most)]
 
 
-def _rectangle(tiles: Sequence[tuple[int, ...]], query_at_T: Tensor, key_at_U: Tensor) -> Rectangle:
+def _rectangle(
+    tiles: Sequence[tuple[int, ...]], query_at_T: Tensor, key_at_U: Tensor, low_at_T: Tensor
+) -> Rectangle:
     begin_M, end_M, key_M, key_end_M = torch.tensor(tiles).unbind(1)
     query_ML = _places(begin_M, end_M, len(query_at_T))
     key_MS = _places(key_M, key_end_M, len(key_at_U))
@@ -132,6 +156,7 @@ def _rectangle(tiles: Sequence[tuple[int, ...]], query_at_T: Tensor, key_at_U: T
         # Queries beyond an end are zeros, and so is their gradient: what they see does not matter.
         query_at_T[query_ML % len(query_at_T)],
         torch.cat([key_at_U, key_at_U.new_tensor([beyond])])[key_MS],
+        low_at_T[query_ML % len(query_at_T)],
     )
 
 
@@ -197,7 +222,7 @@ def attend(
     query, key, value = _padded(query_THK), _padded(key_UJK), _padded(value_UJK)
     for tile in tiles.rectangles:
         met = tile.query_ML
-        score_MJQS = _scores(query, key, tile, tiles.window, scale, softcap)
+        score_MJQS = _scores(query, key, tile, scale, softcap)
         top_MJQ1 = _take(softmax.top, met, heads)
         new_top_MJQ1 = torch.maximum(top_MJQ1, score_MJQS.amax(-1, keepdim=True))
         kept_MJQ1 = (top_MJQ1 - new_top_MJQ1).exp_()
@@ -246,7 +271,7 @@ def attend_backward(
     of_query, of_key, of_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for tile in tiles.rectangles:
         met, seen = tile.query_ML, tile.key_MS
-        score_MJQS = _scores(query, key, tile, tiles.window, scale, softcap)
+        score_MJQS = _scores(query, key, tile, scale, softcap)
         mass_MJQS = (score_MJQS - _take(log_total, met, heads)).exp_()
         gradient_MJQK = _take(gradient, met, heads)
         slope_MJQS = gradient_MJQK @ _take(value, seen, heads).transpose(2, 3)
@@ -260,19 +285,15 @@ def attend_backward(
     return of_query[:-1], of_key[:-1], of_value[:-1]
 
 
-def _scores(
-    query: Tensor, key: Tensor, tile: Rectangle, window: int | None, scale: float, softcap: float | None
-) -> Tensor:
+def _scores(query: Tensor, key: Tensor, tile: Rectangle, scale: float, softcap: float | None) -> Tensor:
     """Scores of a rectangle, -inf where a query does not see a key, [M, J, Q, S]."""
     heads = key.shape[1]
     score_MJQS = _take(query, tile.query_ML, heads) @ _take(key, tile.key_MS, heads).transpose(2, 3)
     score_MJQS.mul_(scale)
     if softcap is not None:
         score_MJQS.div_(softcap).tanh_().mul_(softcap)
-    distance_MLS = tile.query_at_ML[:, :, None] - tile.key_at_MS[:, None]
-    unseen_MLS = distance_MLS < 0
-    if window is not None:
-        unseen_MLS |= distance_MLS >= window
+    key_at_M1S = tile.key_at_MS[:, None]
+    unseen_MLS = (key_at_M1S > tile.query_at_ML[:, :, None]) | (key_at_M1S < tile.query_low_ML[:, :, None])
     of_heads = score_MJQS.unflatten(2, (-1, unseen_MLS.shape[1]))
     of_heads.masked_fill_(unseen_MLS[:, None, None], float("-inf"))
     return score_MJQS

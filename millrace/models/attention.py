@@ -11,56 +11,67 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
 from millrace.kernels.dispatch import paged_attention, store_kv
 from millrace.kernels.packed_attention import Segments, cached_attention, packed_attention
 from millrace.kernels.paged_attention import PagedRows, new_pool
+from millrace.models import facts
+from millrace.models.facts import (
+    RECORDED,
+    Call,
+    ContextLost,
+    LayerFacts,
+    ModelFacts,
+    PoolShape,
+    Recorder,
+    carried_context,
+    recorded_limits,
+)
 
 NAME = "millrace"
 # Slots of a block where a packed row is laid out as the paged engine would; the bits do not depend on it.
 INVARIANT_BLOCK = 16
+# How often each layer that attends several times has done so in a forward.
+Turns = dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What a model keeps of each token: a key and a value for each layer and key head."""
-
-    num_layers: int
-    num_heads: int
-    width: int
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> CacheShape:
-        """The shape that a model's config asks for."""
-        text = config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return cls(text.num_hidden_layers, heads, width)
+# What a layer may be called with besides, none of which changes what is attended to: it is said already by
+# positions, segments and masks, or asks for outputs that nobody reads.
+HARMLESS = frozenset(
+    """position_ids cache_position position_embeddings cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k
+    output_attentions output_hidden_states output_router_logits return_dict use_cache logits_to_keep handed
+    past_key_values layer_idx""".split()
+)
 
 
 class DenseCache:
-    """Keys and values of every layer for a rectangle of rows and slots.
+    """Keys and values of every pool of a model for a rectangle of rows and slots.
 
-    Shapes: [layers] of [B, J, C, K], B rows, J key heads, C slots, K head width.
+    Shapes: [pools] of [B, J, C, K] and [B, J, C, V], B rows, J key heads, C slots, K and V widths of keys and
+    values.
     """
 
-    def __init__(self, config: PretrainedConfig, *, num_rows: int, num_slots: int, like: Tensor) -> None:
+    def __init__(self, facts: ModelFacts, *, num_rows: int, num_slots: int, like: Tensor) -> None:
         """Empty caches with the dtype and device of `like`."""
-        shape = CacheShape.of(config)
-        size = (num_rows, shape.num_heads, num_slots, shape.width)
-        self.keys = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(shape.num_layers)]
-        self.values = [torch.zeros_like(key) for key in self.keys]
 
-    def write(self, layer: int, row_N: Tensor, slot_N: Tensor, key_NJK: Tensor, value_NJK: Tensor) -> None:
+        def empty(shape: PoolShape, width: int) -> Tensor:
+            size = (num_rows, shape.num_heads, num_slots, width)
+            return torch.zeros(size, dtype=like.dtype, device=like.device)
+
+        self.keys = [empty(shape, shape.key_width) for shape in facts.pools]
+        self.values = [empty(shape, shape.value_width) for shape in facts.pools]
+        self.turns: Turns = {}
+
+    def write(self, pool: int, row_N: Tensor, slot_N: Tensor, key_NJK: Tensor, value_NJV: Tensor) -> None:
         """Put token n into its row and slot."""
-        self.keys[layer][row_N, :, slot_N] = key_NJK
-        self.values[layer][row_N, :, slot_N] = value_NJK
+        self.keys[pool][row_N, :, slot_N] = key_NJK
+        self.values[pool][row_N, :, slot_N] = value_NJV
 
     def take(self, row_M: Tensor, num_slots: int) -> None:
         """Keep these rows in this order (a row may be taken twice), and the first `num_slots` slots."""
@@ -97,7 +108,7 @@ class Dealt(ABC):
     def attend(
         self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """What the tokens of this rank attend to, [T, H, K]; the options are scale, window and softcap."""
+        """What the tokens of this rank attend to, [T, H, V]; the options are scale, window, softcap and chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +124,38 @@ class Paged:
     """New tokens of any number of rows; their keys and values are written to the pool, then attended over.
 
     Attributes:
-        pools: keys and values of each layer, as `kernels.paged_attention.new_pool` makes them.
+        pools: keys and values, from `new_pools`.
         rows: which tokens these are and where each row's keys lie.
         last_B: index of each row's last token, if nobody reads the final hidden states of others: a model may
             then give those alone, in this order. None where all are read.
+        turns: of layers that attend several times; filled in as they do.
     """
 
     pools: Sequence[tuple[Tensor, Tensor]]
     rows: PagedRows
     last_B: Tensor | None = None
-
-
-class Recorder:
-    """Attends to nothing, and keeps what a layer would attend with: for a trial of the layer's own forward.
-
-    Attributes:
-        heads: queries [T, H, K], keys and values [T, J, K].
-        options: scale, window and softcap.
-    """
-
-    def __init__(self) -> None:
-        """Nothing is recorded yet."""
-        self.heads: tuple[Tensor, ...] = ()
-        self.options: dict[str, Any] = {}
+    turns: Turns = field(default_factory=dict)
 
 
 Context = Packed | Dealt | Paged | Decode | Recorder
+
+
+def new_pools(
+    facts: ModelFacts, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Empty pools of keys and values for all that a model keeps of so many blocks of tokens."""
+    return [
+        new_pool(
+            num_blocks,
+            shape.num_heads,
+            block_size,
+            shape.key_width,
+            shape.value_width,
+            dtype=dtype,
+            device=device,
+        )
+        for shape in facts.pools
+    ]
 
 
 def attention(
@@ -152,6 +169,8 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    dropout: float | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each attention layer.
@@ -160,70 +179,115 @@ def attention(
         module: the attention layer.
         query: [1, H, T, K], rotary positions applied.
         key: [1, J, T, K].
-        value: [1, J, T, K].
-        attention_mask: always None: segments and positions say what is seen.
+        value: [1, J, T, V].
+        attention_mask: None but while a model is recorded: segments, positions and facts say what is seen.
         context: what this forward is.
         scaling: factor of the scores; 1/sqrt(K) if None.
-        sliding_window: as in `packed_attention`.
+        sliding_window: as in `packed_attention`; what the recorded mask says goes before it.
         softcap: likewise.
-        kwargs: what transformers passes besides (dropout, position_ids, ...), refused where it would change
-            the result.
+        dropout: must be 0 or None.
+        is_causal: must not be False.
+        kwargs: what transformers passes besides, refused unless it is `HARMLESS` or None.
 
     Returns:
-        [1, T, H, K] and no attention weights.
+        [1, T, H, V] and no attention weights.
 
     Raises:
-        ValueError: no context was given, or the layer asks for something this function does not do.
+        ValueError: no context was given, the layer was not recorded, or it asks for something this function
+            does not do.
     """
+    context = carried_context(key) if context is None else context
     if context is None:
-        raise ValueError(
+        raise ContextLost(
             "a model loaded by millrace must be called with context=Packed(...), Paged(...) or Decode(...)"
         )
-    if attention_mask is not None or kwargs.get("s_aux") is not None or kwargs.get("dropout"):
-        raise ValueError(
-            f"{type(module).__name__} asks for a mask, attention sinks or dropout, which are not supported"
-        )
+    _refuse_unknown(module, {**kwargs, "dropout": dropout or None, "is_causal": is_causal in (None, True)})
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Not x[0], whose backward fills a tensor with zeros and writes the slope into it.
-    query_THK, key_TJK, value_TJK = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return _attended(layer, query_THK, key_TJK, value_TJK, context, options)[None], None
+    query_THK, key_TJK, value_TJV = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap, "chunk": None}
+    of_layer: LayerFacts | None = getattr(module, "millrace_layer", None)
+    if isinstance(context, Recorder):
+        if of_layer is not None:
+            options |= {"window": of_layer.window, "chunk": of_layer.chunk}
+        options |= recorded_limits(module, attention_mask) or {}
+        context.calls.append(Call(module, (query_THK, key_TJK, value_TJV), options))
+        return query.new_zeros(1, *query_THK.shape[:2], value.shape[-1]), None
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} gives attention a mask of its own, which no kernel takes")
+    if of_layer is None:
+        raise ValueError(f"this {type(module).__name__} was not recorded; load its model by millrace.models")
+    options |= {"window": of_layer.window, "chunk": of_layer.chunk}
+    return _attended(of_layer, (query_THK, key_TJK, value_TJV), context, options)[None], None
+
+
+# What keywords mean that change a result, for the sentence that refuses them.
+REFUSED = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "a choice of keys for each query",
+    "block_indices": "a choice of blocks of keys",
+    "position_bias": "a bias by position",
+}
+
+
+def _refuse_unknown(module: nn.Module, given: dict[str, Any]) -> None:
+    """Refuse what would change a result and is not known here."""
+    known_causal = given.pop("is_causal")
+    unknown = [name for name, value in given.items() if value is not None and name not in HARMLESS]
+    unknown = sorted(f"{name} ({REFUSED[name]})" if name in REFUSED else name for name in unknown)
+    if not known_causal:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} gives attention {' and '.join(unknown)}, which no kernel of millrace "
+            "takes"
+        )
 
 
 def _attended(
-    layer: int,
-    query_THK: Tensor,
-    key_TJK: Tensor,
-    value_TJK: Tensor,
-    context: Context,
+    of_layer: LayerFacts,
+    heads: tuple[Tensor, Tensor, Tensor],
+    context: Packed | Dealt | Paged | Decode,
     options: dict[str, Any],
 ) -> Tensor:
-    """What the tokens of one layer attend to, as the context says, [T, H, K]."""
-    if isinstance(context, Recorder):
-        context.heads, context.options = (query_THK, key_TJK, value_TJK), options
-        return torch.zeros_like(query_THK)
+    """What the tokens of one layer attend to, as the context says, [T, H, V]."""
+    query_THK, key_TJK, value_TJV = heads
     if isinstance(context, Paged):
-        key_PJSK, value_PJSK = context.pools[layer]
-        store_kv(key_TJK, value_TJK, key_PJSK, value_PJSK, context.rows.slot_T)
-        return paged_attention(query_THK, key_PJSK, value_PJSK, context.rows, **options)
+        key_PJSK, value_PJSV = context.pools[_pool(of_layer, context.turns)]
+        if of_layer.writes:
+            store_kv(key_TJK, value_TJV, key_PJSK, value_PJSV, context.rows.slot_T)
+        return paged_attention(query_THK, key_PJSK, value_PJSV, context.rows, **options)
     if isinstance(context, Decode):
-        rows = torch.arange(query_THK.shape[0], device=query_THK.device)
-        context.cache.write(layer, rows, context.position_B, key_TJK, value_TJK)
-        keys, values = context.cache.keys[layer], context.cache.values[layer]
-        return cached_attention(query_THK, keys, values, context.position_B, **options)
+        cache, rows = context.cache, torch.arange(query_THK.shape[0], device=query_THK.device)
+        pool = _pool(of_layer, cache.turns)
+        if of_layer.writes:
+            cache.write(pool, rows, context.position_B, key_TJK, value_TJV)
+        return cached_attention(
+            query_THK, cache.keys[pool], cache.values[pool], context.position_B, **options
+        )
     if isinstance(context, Dealt):
-        return context.attend(query_THK, key_TJK, value_TJK, options)
-    if context.cache is not None:
+        return context.attend(query_THK, key_TJK, value_TJV, options)
+    if context.cache is not None and of_layer.writes:
         assert context.row_T is not None and context.slot_T is not None
-        context.cache.write(layer, context.row_T, context.slot_T, key_TJK, value_TJK)
-    return attend_packed(query_THK, key_TJK, value_TJK, context, options)
+        pool = _pool(of_layer, context.cache.turns)
+        context.cache.write(pool, context.row_T, context.slot_T, key_TJK, value_TJV)
+    return attend_packed(query_THK, key_TJK, value_TJV, context, options)
+
+
+def _pool(of_layer: LayerFacts, turns: Turns) -> int:
+    """The pool of a layer's call, one after the other where it attends several times in a forward."""
+    if len(of_layer.pools) == 1:
+        return of_layer.pools[0]
+    turn = turns.get(of_layer.name, 0)
+    turns[of_layer.name] = (turn + 1) % len(of_layer.pools)
+    return of_layer.pools[turn]
 
 
 def attend_packed(
     query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, packed: Packed, options: dict[str, Any]
 ) -> Tensor:
-    """What the tokens of a packed row attend to, [T, H, K]; the options are scale, window and softcap."""
+    """What the tokens of a packed row attend to, [T, H, V]; the options are scale, window, softcap, chunk."""
     if packed.paged is None:
         return packed_attention(query_THK, key_TJK, value_TJK, packed.segments, **options)
     out_THK: Tensor = _Invariant.apply(
@@ -276,9 +340,8 @@ class _Invariant(torch.autograd.Function):
         ctx.segments, ctx.options = segments, dict(options)
         num_blocks = int(-(-rows.count_B // INVARIANT_BLOCK).sum())
         _, num_heads, width = key_TJK.shape
-        pools = new_pool(
-            num_blocks, num_heads, INVARIANT_BLOCK, width, dtype=key_TJK.dtype, device=key_TJK.device
-        )
+        size = (num_blocks, num_heads, INVARIANT_BLOCK, width, value_TJK.shape[2])
+        pools = new_pool(*size, dtype=key_TJK.dtype, device=key_TJK.device)
         store_kv(key_TJK.detach(), value_TJK.detach(), *pools, rows.slot_T)
         return paged_attention(query_THK.detach(), *pools, rows, **ctx.options)
 
@@ -294,3 +357,5 @@ class _Invariant(torch.autograd.Function):
 def register() -> None:
     """Make `attn_implementation="millrace"` known to transformers; doing so twice is harmless."""
     AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(RECORDED, attention)
+    facts.register()

@@ -23,7 +23,8 @@ from transformers.activations import SiLUActivation
 from millrace.kernels.decode import Layers, LayerWeights
 from millrace.kernels.paged_attention import new_pool
 from millrace.kernels.product_cpu import pack as pack_weights
-from millrace.models.attention import CacheShape, Paged, Recorder, contiguous_rows
+from millrace.models.attention import Paged, contiguous_rows
+from millrace.models.facts import PoolShape, Recorder, backbone, facts_of
 from millrace.models.fused import Linear, RMSNorm, forget_packed, pack
 
 TRIAL_LENGTHS = (3, 1)
@@ -44,17 +45,19 @@ def prepare(model: PreTrainedModel) -> None:
     pack(model)
     if first.packed_weight() is None:
         return
+    shape = facts_of(model).uniform
+    if shape is None:
+        return
     for module in model.modules():
         if _is_layer(module):
-            shape = CacheShape.of(model.config)
             options = _computes_alike(module, shape)
             if options is not None:
                 module.millrace_ordinary, module.millrace_parts = module.forward, _Parts(module, options)
                 module.millrace_chain = _Chain([module.millrace_parts])
-                module.millrace_width = shape.width
+                module.millrace_width = shape.key_width
                 module.forward = MethodType(_layer, module)
                 module.forget_packed = module.millrace_chain.forget
-    stack = Stack.of(model)
+    stack = Stack.of(model, shape)
     if stack is not None:
         model.millrace_stack, model.forget_packed = stack, stack.forget
     forget_packed(model)  # of the trials, which packed queries, keys and values each alone
@@ -65,7 +68,7 @@ class _Parts:
 
     def __init__(self, module: Any, options: dict[str, Any]) -> None:
         attention, feed_forward = module.self_attn, module.mlp
-        self.number, self._options = attention.layer_idx, options
+        (self.number,), self._options = attention.millrace_layer.pools, options
         self._norms = [getattr(module, name) for name in NORMS]
         self._head_norms = _head_norms(attention)
         heads = [getattr(attention, name) for name in PROJECTIONS]
@@ -153,20 +156,20 @@ class Stack:
         self._angles: list[Tensor] = []
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Stack | None:
-        """The stack of a model; None where a trial shows that the model computes something else."""
-        base: Any = model.base_model
+    def of(cls, model: PreTrainedModel, shape: PoolShape) -> Stack | None:
+        """The stack of a model that keeps this in each layer; None where it computes something else."""
+        base = backbone(model)
         names = ("embed_tokens", "rotary_emb", "norm", "layers")
         if not all(hasattr(base, name) for name in names) or getattr(base.norm, "form", None) != "llama":
             return None
         if not all(hasattr(module, "millrace_parts") for module in base.layers):
             return None
-        stack, shape = cls(base), CacheShape.of(model.config)
+        stack = cls(base)
         like = base.embed_tokens.weight
         token_T = torch.arange(sum(TRIAL_LENGTHS)) % len(like)
         position_T = torch.cat([torch.arange(length) for length in TRIAL_LENGTHS])
         rows = contiguous_rows(torch.tensor(TRIAL_LENGTHS), block_size=BLOCK, device=like.device)
-        if stack._turn(like[None], position_T[None])[0].shape[-1] != shape.width:
+        if stack._turn(like[None], position_T[None])[0].shape[-1] != shape.key_width:
             return None
         found = []
         for way in (stack, partial(_ordinary, base)):
@@ -236,17 +239,16 @@ def _is_layer(module: nn.Module) -> bool:
     )
 
 
-def _computes_alike(module: Any, shape: CacheShape) -> dict[str, Any] | None:
+def _computes_alike(module: Any, shape: PoolShape) -> dict[str, Any] | None:
     """How a layer attends, if the rest of it is what `Layers` compute; None otherwise."""
     weight_ND = module.self_attn.q_proj.weight
     generator = torch.Generator().manual_seed(0)
     # Small, so that what the layer adds is not lost beside it.
     x_TD = torch.randn(sum(TRIAL_LENGTHS), weight_ND.shape[1], generator=generator) * 0.01
     x_TD = x_TD.to(weight_ND.dtype)
-    angle_TK = torch.randn(len(x_TD), shape.width // 2, generator=generator).repeat(1, 2)
+    angle_TK = torch.randn(len(x_TD), shape.key_width // 2, generator=generator).repeat(1, 2)
     angles = angle_TK.cos().to(x_TD.dtype), angle_TK.sin().to(x_TD.dtype)
     rows = contiguous_rows(torch.tensor(TRIAL_LENGTHS), block_size=BLOCK, device=x_TD.device)
-    contexts = [Paged([_trial_pool(shape, x_TD)] * (module.self_attn.layer_idx + 1), rows) for _ in range(2)]
     recorder = Recorder()
 
     def theirs(context: Any) -> Tensor:
@@ -255,19 +257,22 @@ def _computes_alike(module: Any, shape: CacheShape) -> dict[str, Any] | None:
 
     try:
         theirs(recorder)
+        options = {name: value for name, value in recorder.calls[-1].options.items() if name != "chunk"}
+        parts = _Parts(module, options)
+        contexts = [Paged([_trial_pool(shape, x_TD)] * (parts.number + 1), rows) for _ in range(2)]
         expected_TD = theirs(contexts[0])
-        layers, pools = _Chain([_Parts(module, recorder.options)]).layers(), contexts[1].pools[-1:]
+        layers, pools = _Chain([parts]).layers(), contexts[1].pools[-1:]
         ours_TD = layers(x_TD, angles, pools, rows)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # another signature, other shapes
         return None
     pairs = [(ours_TD - x_TD, expected_TD - x_TD)]
     pairs += [*zip(contexts[1].pools[-1], contexts[0].pools[-1], strict=True)]
-    return recorder.options if all(_close(one, other) for one, other in pairs) else None
+    return options if all(_close(one, other) for one, other in pairs) else None
 
 
-def _trial_pool(shape: CacheShape, like: Tensor) -> tuple[Tensor, Tensor]:
+def _trial_pool(shape: PoolShape, like: Tensor) -> tuple[Tensor, Tensor]:
     num_blocks = sum(-(-length // BLOCK) for length in TRIAL_LENGTHS)
-    return new_pool(num_blocks, shape.num_heads, BLOCK, shape.width, dtype=like.dtype, device=like.device)
+    return new_pool(num_blocks, shape.num_heads, BLOCK, shape.key_width, dtype=like.dtype, device=like.device)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

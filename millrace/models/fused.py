@@ -200,8 +200,8 @@ def _by_float32(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _once(trials: dict[Any, Any], module: nn.Module, trial: Callable[[nn.Module], Any]) -> Any:
-    """The outcome of a trial, one for all modules of a class."""
-    key = type(module), trial
+    """The outcome of a trial, one for all modules of a class that have the same parameters."""
+    key = type(module), trial, tuple(module._parameters)
     if key not in trials:
         trials[key] = trial(module)
     return trials[key]

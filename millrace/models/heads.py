@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
+from millrace.models.facts import backbone, record_facts
 from millrace.models.fused import fuse
 from millrace.models.load import (
     Model,
@@ -51,8 +52,10 @@ def scalar_model(model: Model) -> Model:
         )
     made.base_model.load_state_dict(model.base_model.state_dict())
     nn.init.zeros_(_head(made).weight)
+    made.eval()
+    record_facts(made)
     fuse(made)
-    return made.eval().to(model.device)
+    return made.to(model.device)
 
 
 def empty_scalar_model(model: Model) -> Model:
@@ -121,7 +124,7 @@ def _checked(model: Model) -> Model:
         model,
         "states",
         packed=lambda hidden_TD: hidden_TD,
-        plain=lambda token_1T: model.base_model(token_1T, use_cache=False).last_hidden_state,
+        plain=lambda token_1T: backbone(model)(token_1T, use_cache=False).last_hidden_state,
     )
 
 

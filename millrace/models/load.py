@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from millrace.models import attention
+from millrace.models.facts import record_facts
 from millrace.models.layer_check import compare_layers
 from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import output_head
@@ -265,6 +266,7 @@ def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> 
         # Dropout off for good: the sampler and the trainer must be one function.
         model.eval()
         try:
+            record_facts(model)
             problem = compare_layers(model, reading, whole=whole)
         except FAULTS as error:
             problem = first_line(error)

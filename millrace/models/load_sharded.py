@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from millrace.models import attention
+from millrace.models.facts import record_facts
 from millrace.models.fsdp import Root, local
 from millrace.models.fused import fuse
 from millrace.models.load import (
@@ -146,6 +147,21 @@ def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
         return ()
 
     root(try_it)
+
+
+@torch.no_grad()
+def record_model(root: Root) -> None:
+    """Record a model's facts; all ranks call it in step.
+
+    Raises:
+        ValueError: as `record_facts`.
+    """
+
+    def record(model: Model) -> tuple[Tensor, ...]:
+        record_facts(model)
+        return ()
+
+    root(record)
 
 
 @torch.no_grad()

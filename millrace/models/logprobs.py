@@ -18,6 +18,7 @@ from millrace.kernels.packed_attention import Places, Segments
 from millrace.kernels.token_logprob import Head, token_logprob
 from millrace.models.attention import INVARIANT_BLOCK, Context, Packed, contiguous_rows
 from millrace.models.expert import experts_of
+from millrace.models.facts import backbone, in_context
 from millrace.models.fused import Linear
 from millrace.models.replay import Routed
 
@@ -69,12 +70,12 @@ def _slice(linear: nn.Linear) -> tuple[ProcessGroup | None, int]:
 
 def hidden_states(model: PreTrainedModel, token_T: Tensor, position_T: Tensor, context: Context) -> Tensor:
     """Final hidden states of a packed row, [T, D]."""
-    output = model.base_model(
+    output = backbone(model)(
         input_ids=token_T[None],
         position_ids=position_T[None],
         use_cache=False,
-        context=context,
         return_dict=True,
+        **in_context(model, position_T, context),
     )
     # Indexing would fill a tensor with zeros in the backward.
     hidden_TD: Tensor = output.last_hidden_state.squeeze(0)

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
 from millrace.models.attention import Context
+from millrace.models.facts import backbone
 from millrace.models.logprobs import packed_context
 
 Act = Literal[
@@ -255,7 +256,7 @@ def stage_states(model: PreTrainedModel, row: Row, received_1TD: Tensor | None) 
         # What the model does to embeddings before its first layer is done to this input too, and thrown away:
         # the last layer before the stage gives what was handed over as it is.
         given = {"inputs_embeds": received_1TD, "handed": _Handed(received_1TD)}
-    output = model.base_model(
+    output = backbone(model)(
         **given, position_ids=row.position_T[None], use_cache=False, context=row.context, return_dict=True
     )
     # Not a view of it, which FSDP warns of where a stage's forward gives one.

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from millrace.kernels.packed_attention import Segments
 from millrace.models.attention import Packed
+from millrace.models.facts import backbone, record_facts
 from millrace.models.load import ModelError, ModelKind, checked
 from millrace.models.logprobs import hidden_states
 from millrace.models.pipeline_stages import Row, replaced, stage_states
@@ -71,6 +72,8 @@ def check_stages(
 
     def compare() -> None:
         try:
+            if _inside(runners.values(), lambda: record_facts(whole)).needs_view:
+                raise ValueError("its layers need a cache besides hidden states, which stages do not have")
             whole_TD = _inside(
                 runners.values(), lambda: hidden_states(whole, token_T, row.position_T, row.context)
             )
@@ -108,7 +111,7 @@ def _whole_model(
     return made
 
 
-def _inside(runners: Iterable[Runner], compute: Callable[[], Tensor | None]) -> Any:
+def _inside(runners: Iterable[Runner], compute: Callable[[], Any]) -> Any:
     """What a function gives within the forwards of all stages of this rank, where their weights are whole."""
     runner, *others = runners
     results: list[Any] = []
@@ -143,7 +146,7 @@ def _try_packed(kind: ModelKind, whole: PreTrainedModel, *, has_head: bool) -> N
         whole,
         "states",
         packed=lambda hidden_TD: hidden_TD,
-        plain=lambda token_1T: whole.base_model(token_1T, use_cache=False).last_hidden_state,
+        plain=lambda token_1T: backbone(whole)(token_1T, use_cache=False).last_hidden_state,
     )
 
 

@@ -1,7 +1,8 @@
 """Context parallelism in a ring: keys and values travel from rank to rank, and meet each rank's queries.
 
 T = tokens of this rank, U = tokens of the rank whose keys are here, W = tokens of the whole row,
-B = segments, P = ranks, H = query heads, J = key heads, K = head width, X = numbers of a token in a key head.
+B = segments, P = ranks, H = query heads, J = key heads, K = width of queries and keys, V = width of values,
+X = K + V.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from millrace.kernels.ring_attention import Softmax, Tiles, attend, attend_backward
+from millrace.kernels.ring_attention import Softmax, Tiles, attend, attend_backward, lowest_seen
 from millrace.models.attention import Dealt
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Who meets whom under one window.
+    """Who meets whom under one window and chunk.
 
     Attributes:
         tiles_P: what this rank's queries see at each step: at step j of the keys of the j-th rank before it.
@@ -50,34 +51,35 @@ class Ring(Dealt):
         first_W = (length_B.cumsum(0) - length_B).repeat_interleave(length_B)
         self._place_P, self._first_P = list(dealt), [first_W[place_T] for place_T in dealt]
         self._group, self.rank, self._num_ranks = group, group.rank(), len(dealt)
-        self._plans: dict[int | None, _Plan] = {}
+        self._plans: dict[tuple[int | None, int | None], _Plan] = {}
 
     def attend(
         self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """What this rank's tokens attend to, [T, H, K]."""
-        out_THK: Tensor = _Ringed.apply(query_THK, key_TJK, value_TJK, self, tuple(options.items()))
-        return out_THK
+        """What this rank's tokens attend to, [T, H, V]."""
+        out_THV: Tensor = _Ringed.apply(query_THK, key_TJK, value_TJK, self, tuple(options.items()))
+        return out_THV
 
-    def plan(self, window: int | None, device: torch.device) -> _Plan:
-        """Made once for all layers of one window."""
-        if window not in self._plans:
+    def plan(self, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
+        """Made once for all layers of one window and chunk."""
+        limits = window, chunk
+        if limits not in self._plans:
             ranks, mine = range(self._num_ranks), (self._place_P[self.rank], self._first_P[self.rank])
             tiles_P = [
-                Tiles.of(*mine, self._place_P[self.before(step)], window=window).to(device) for step in ranks
+                Tiles.of(*mine, self._place_P[self.before(step)], window=window, chunk=chunk).to(device)
+                for step in ranks
             ]
             hops_P = [
-                max(step for step in ranks if self._sees((source + step) % self._num_ranks, source, window))
+                max(step for step in ranks if self._sees((source + step) % self._num_ranks, source, limits))
                 for source in ranks
             ]
-            self._plans[window] = _Plan(tiles_P, hops_P)
-        return self._plans[window]
+            self._plans[limits] = _Plan(tiles_P, hops_P)
+        return self._plans[limits]
 
-    def _sees(self, rank: int, source: int, window: int | None) -> bool:
+    def _sees(self, rank: int, source: int, limits: tuple[int | None, int | None]) -> bool:
         query_T, first_T, key_U = self._place_P[rank], self._first_P[rank], self._place_P[source]
-        if window is not None:
-            first_T = first_T.maximum(query_T - window + 1)
-        num_T = torch.searchsorted(key_U, query_T, right=True) - torch.searchsorted(key_U, first_T)
+        low_T = lowest_seen(query_T, first_T, window=limits[0], chunk=limits[1])
+        num_T = torch.searchsorted(key_U, query_T, right=True) - torch.searchsorted(key_U, low_T)
         return bool(num_T.any())
 
     def travel(self, own_TJX: Tensor, plan: _Plan) -> Iterator[Tensor | None]:
@@ -172,7 +174,7 @@ class _Ringed(torch.autograd.Function):
         options: tuple[tuple[str, Any], ...],
     ) -> Tensor:
         rest = dict(options)
-        plan = ring.plan(rest.pop("window"), query_THK.device)
+        plan = ring.plan(rest.pop("window"), rest.pop("chunk"), query_THK.device)
         widths = [key_TJK.shape[2], value_TJK.shape[2]]
         softmax = Softmax.before(query_THK, value_TJK)
         own_TJX = torch.cat([key_TJK, value_TJK], 2)

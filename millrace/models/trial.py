@@ -17,7 +17,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from millrace.data.packing import pack_demonstrations
 from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
+from millrace.models.facts import CacheView, LayerFacts, record_facts
 from millrace.models.fused import fuse
 from millrace.models.logprobs import hidden_states, states
 from millrace.models.twin import LONGEST, SPAN, VOCABULARY, TwinError, decoder_stack, embolden, layer_kinds, twin_of
@@ -188,6 +189,7 @@ def our_model(plain: PreTrainedModel) -> PreTrainedModel:
     attention.register()
     ours = copy.deepcopy(plain)
     ours.set_attn_implementation(attention.NAME)
+    record_facts(ours)
     fuse(ours)
     return ours
 
@@ -323,7 +325,7 @@ def _no_power(
         faults: list[tuple[str, Any]] = []
         if mixes_tokens(plain, reading, index):
             faults.append(("a segment that ends a token late", _segments_moved(layer, moved)))
-        faults += [("a window that is a token too long", _widened(module)) for module in _windows(layer)]
+        faults += [(f"a {name} that is a token too long", _longer(module, name)) for module, name in _limited(layer)]
         for name, fault in faults:
             with fault:
                 if not distance(compute(), expected) >= POWER * allowed:
@@ -341,8 +343,11 @@ def _segments_moved(layer: nn.Module, lengths: Sequence[int]) -> Iterator[None]:
     """Within, one layer attends as if segments had other lengths."""
     wrong = Packed(Segments.of(torch.tensor(lengths)))
 
+    def changed(name: str, value: Any) -> Any:
+        return wrong if name == "context" else value.within(wrong) if isinstance(value, CacheView) else value
+
     def swap(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | {"context": wrong}
+        return tuple(changed("", x) for x in args), {name: changed(name, x) for name, x in kwargs.items()}
 
     handle = layer.register_forward_pre_hook(swap, with_kwargs=True)
     try:
@@ -351,18 +356,25 @@ def _segments_moved(layer: nn.Module, lengths: Sequence[int]) -> Iterator[None]:
         handle.remove()
 
 
-def _windows(layer: nn.Module) -> list[Any]:
-    return [module for module in layer.modules() if type(getattr(module, "sliding_window", None)) is int]
+def _limited(layer: nn.Module) -> list[tuple[Any, str]]:
+    """The attention modules of a layer that see a window or chunk alone, and which."""
+    found: list[tuple[Any, str]] = []
+    for module in layer.modules():
+        facts = getattr(module, "millrace_layer", None)
+        if isinstance(facts, LayerFacts):
+            found += [(module, name) for name in ("window", "chunk") if getattr(facts, name) is not None]
+    return found
 
 
 @contextmanager
-def _widened(module: Any) -> Iterator[None]:
-    """Within, one attention layer sees a token more."""
-    module.sliding_window += 1
+def _longer(module: Any, name: str) -> Iterator[None]:
+    """Within, the window or chunk of an attention module is a token longer."""
+    facts = module.millrace_layer
+    module.millrace_layer = replace(facts, **{name: getattr(facts, name) + 1})
     try:
         yield
     finally:
-        module.sliding_window -= 1
+        module.millrace_layer = facts
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from millrace.config.engine import EngineConfig
-from millrace.models.attention import CacheShape
+from millrace.models.facts import facts_of
 from millrace.models.load import Model
 from millrace.orchestration.learn import Learner
 from millrace.orchestration.ranks import Ranks
@@ -33,8 +33,7 @@ def cache_tokens(config: EngineConfig, model: Model, longest: int) -> int:
     """
     if config.cache_tokens is not None:
         return config.cache_tokens
-    shape = CacheShape.of(model.config)
-    token_bytes = 2 * shape.num_layers * shape.num_heads * shape.width * model.dtype.itemsize
+    token_bytes = facts_of(model).token_numbers * model.dtype.itemsize
     # A sequence's last block may be almost empty.
     wanted = config.max_requests * (longest + config.block_size)
     return max(longest + config.block_size, min(wanted, int(SHARE * free_bytes(model.device)) // token_bytes))

@@ -15,6 +15,7 @@ from millrace.models.load import LANGUAGE, Model, ModelKind, load_kind, named_we
 from millrace.models.load_sharded import (
     empty_model,
     read_weights,
+    record_model,
     stored_weights,
     take_weights,
     try_model,
@@ -91,6 +92,8 @@ def taken(
     take_weights(_roots(spread), model, named, wanted, device=device, offload=options.offload)
     if isinstance(spread.runner, Pipeline):
         spread.runner.check()
+    else:
+        record_model(spread.runner)
     return spread
 
 

@@ -17,9 +17,9 @@ def moved(case: Case, device: str, pool_dtype: torch.dtype | None = None) -> Cas
     def there(tensor: Tensor) -> Tensor:
         return tensor.to(device)
 
-    num_blocks, num_heads, block_size, width = case.pool[0].shape
+    sizes = *case.pool[0].shape, case.pool[1].shape[3]
     dtype = case.pool[0].dtype if pool_dtype is None else pool_dtype
-    pool = new_pool(num_blocks, num_heads, block_size, width, dtype=dtype, device=torch.device(device))
+    pool = new_pool(*sizes, dtype=dtype, device=torch.device(device))
     for new, old in zip(pool, case.pool, strict=True):
         new.copy_(old)
     given = {field.name: getattr(case.rows, field.name) for field in fields(case.rows)}

@@ -52,6 +52,7 @@ def random_case(
     *,
     heads: tuple[int, int] = (4, 2),
     width: int = 6,
+    value_width: int | None = None,
     block_size: int = 8,
     dtype: torch.dtype = torch.float32,
     placement: int = 0,
@@ -60,10 +61,10 @@ def random_case(
     draw = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
 
-    def normal(num_heads: int) -> Tensor:
+    def normal(num_heads: int, width: int = width) -> Tensor:
         return torch.randn(num_tokens, num_heads, width, generator=draw, dtype=torch.float64).to(dtype)
 
-    query_THK, key_TJK, value_TJK = normal(heads[0]), normal(heads[1]), normal(heads[1])
+    query_THK, key_TJK, value_TJK = normal(heads[0]), normal(heads[1]), normal(heads[1], value_width or width)
     length_B = torch.tensor(lengths)
     num_blocks_B = -(-length_B // block_size)
     num_blocks = int(num_blocks_B.sum()) + 2
@@ -75,7 +76,8 @@ def random_case(
         block_BC[b, :blocks], shuffled = shuffled[:blocks], shuffled[blocks:]
         position = torch.arange(length)
         slots.append(block_BC[b, position // block_size].long() * block_size + position % block_size)
-    pool = new_pool(num_blocks, heads[1], block_size, width, dtype=dtype, device=torch.device("cpu"))
+    sizes = num_blocks, heads[1], block_size, width, value_width
+    pool = new_pool(*sizes, dtype=dtype, device=torch.device("cpu"))
     for part in pool:
         part.fill_(float("nan"))
     rows = replace(_rows(block_BC, torch.zeros_like(length_B), length_B), slot_T=torch.cat(slots))

@@ -50,14 +50,14 @@ def test_shapes_pass_through_on_a_device_without_a_kernel() -> None:
 
 def attend(case: Case, **changes: Any) -> Tensor:
     options: dict[str, Any] = {"scale": 1.0} | {
-        name: changes.pop(name) for name in ("window", "softcap") if name in changes
+        name: changes.pop(name) for name in ("window", "softcap", "chunk") if name in changes
     }
     rows = replace(case.rows, **changes.pop("rows", {}))
     case = replace(case, **changes)
     return paged_attention(case.query_THK, *case.pool, rows, **options)
 
 
-@pytest.mark.parametrize("limits", [{"window": 1}, {"softcap": 0.5}])
+@pytest.mark.parametrize("limits", [{"window": 1}, {"softcap": 0.5}, {"chunk": 1}])
 def test_the_least_limits_are_taken(limits: dict[str, Any]) -> None:
     case = random_case(3, [5, 9])
     plain = paged_attention_plain(*case.arguments(), scale=1.0, **limits)
@@ -75,7 +75,7 @@ KEY, VALUE = new_pool(4, 2, 8, 6, dtype=torch.float32, device=torch.device("cpu"
             {"pool": (KEY[0], VALUE[0])},
             r"key_PJSK has shape \(2, 8, 6\) and value_PJSK \(2, 8, 6\); expected",
         ),
-        ({"pool": (KEY, VALUE[:, :1])}, r"value_PJSK \(4, 1, 8, 6\); expected the same four dimensions"),
+        ({"pool": (KEY, VALUE[:, :1])}, r"value_PJSK \(4, 1, 8, 6\); expected four dimensions each"),
         ({"pool": (KEY, VALUE.double())}, "value_PJSK is torch.float64, but key_PJSK is torch.float32"),
         ({"pool": (KEY, VALUE.to("meta"))}, "value_PJSK is meta, but key_PJSK is cpu"),
         ({"query_THK": torch.zeros(3, 4, 6, device="meta")}, "query_THK is on meta, but the pool is on cpu"),
@@ -94,6 +94,7 @@ KEY, VALUE = new_pool(4, 2, 8, 6, dtype=torch.float32, device=torch.device("cpu"
         ),
         ({"window": 0}, "window is 0; it is positive, or None for none"),
         ({"softcap": -1.0}, "softcap is -1.0; it is positive"),
+        ({"chunk": 0}, "chunk is 0; it is positive"),
         ({"softcap": float("nan")}, "softcap is nan; it is positive"),
         (
             {"rows": {"block_BC": torch.zeros(1, 2, dtype=torch.int64)}},
@@ -135,7 +136,7 @@ def test_attention_refuses(changes: dict[str, Any], words: str) -> None:
             r"slot_T is torch.int32 of shape \(3,\) on cpu; expected",
         ),
         ({"slot_T": torch.full((3,), 32)}, "slot_T holds 32; the pool has 4 blocks of 8 slots"),
-        ({"value_PJSK": VALUE[:3]}, r"value_PJSK \(3, 2, 8, 6\); expected the same four"),
+        ({"value_PJSK": VALUE[:3]}, r"value_PJSK \(3, 2, 8, 6\); expected four"),
     ],
 )
 def test_storing_refuses(changes: dict[str, Any], words: str) -> None:

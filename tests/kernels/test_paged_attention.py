@@ -19,13 +19,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"window": 7},
     {"softcap": 2.0},
     {"window": 5, "softcap": 1.0},
+    {"chunk": 6},
+    {"chunk": 6, "window": 4},
 ]
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_pool_gives_what_the_tokens_side_by_side_give(seed: int) -> None:
-    size, heads, options = (4, 8, 5)[seed % 3], HEADS[seed % 4], OPTIONS[seed % 5]
+    size, heads, options = (4, 8, 5)[seed % 3], HEADS[seed % 4], OPTIONS[seed % 7]
     lengths = [1, size - 1, size, size + 1, 2 * size, 17]
     case = random_case(seed, lengths, heads=heads, width=3 + seed % 3, block_size=size, dtype=torch.float64)
     tokens = case.query_THK, case.key_TJK, case.value_TJK

@@ -45,6 +45,38 @@ def plain(case: Case, **options: Any) -> Tensor:
     return paged_attention_plain(*case.arguments(), scale=0.6, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("widths", "options"),
+    [
+        ((12, 8), {}),
+        ((3, 9), {"window": 7}),
+        ((12, 8), {"chunk": 5}),
+        ((6, 6), {"chunk": 8, "window": 3}),
+        ((1, 4), {"chunk": 1}),
+    ],
+    ids=str,
+)
+def test_values_of_another_width_and_chunks(
+    widths: tuple[int, int], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    case = random_case(5, [9, 20, 1, 33], heads=(4, 2), width=widths[0], value_width=widths[1], dtype=dtype)
+    stored = new_pool(*case.pool[0].shape, widths[1], dtype=dtype, device=torch.device("cpu"))
+    cpu.store_kv(case.key_TJK, case.value_TJK, *stored, case.rows.slot_T)
+    actual = cpu.paged_attention(case.query_THK, *stored, case.rows, scale=0.6, **options)
+    expected = plain(case, **options)
+    assert actual.shape == (*case.query_THK.shape[:2], widths[1])
+    close_fp32(
+        actual,
+        expected,
+        atol=3e-6 if dtype != torch.bfloat16 else 1e-2,
+        rtol=1e-5 if dtype != torch.bfloat16 else 1e-2,
+    )
+    part = case.chunk([8, 13], [1, 4], which=[0, 1])
+    index = [8, *range(9 + 13, 9 + 17)]
+    assert torch.equal(attended(part, **options), attended(case, **options)[index])
+
+
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 def test_shares_are_exponentials_below_the_highest_and_0_outside(softcap: float) -> None:
     score_L = np.array([math.nan, 9.0, -2.0, 0.25, 3.0, -0.5, math.nan, 50.0])
@@ -277,8 +309,10 @@ def tables_of(case: Case) -> tuple[Any, ...]:
 
 def test_work_counts_positions_and_what_an_item_costs_at_each_key_head() -> None:
     tables, pools = tables_of(random_case(0, [3, 4], heads=(6, 3)).chunk([1, 3], [2, 1]))
-    assert cpu.work(tables, pools, 3, 100) == 3 * (2 + 3 + 4 + 3 * 16)
-    assert cpu.work(tables, pools, 3, 3) == 3 * (2 + 3 + 3 + 3 * 16)
+    assert cpu.work(tables, pools, 3, (100, cpu.NO_LIMIT)) == 3 * (2 + 3 + 4 + 3 * 16)
+    assert cpu.work(tables, pools, 3, (3, cpu.NO_LIMIT)) == 3 * (2 + 3 + 3 + 3 * 16)
+    # Chunks of 3: positions 1 and 2 see all, position 3 itself alone.
+    assert cpu.work(tables, pools, 3, (100, 3)) == 3 * (2 + 3 + 1 + 3 * 16)
 
 
 @pytest.mark.parametrize("window", [100, 3])
@@ -286,8 +320,9 @@ def test_work_counts_positions_and_what_an_item_costs_at_each_key_head() -> None
 def test_parts_of_the_work_are_disjoint_and_together_the_whole(window: int, num_parts: int) -> None:
     case = random_case(0, [3, 4], heads=(2, 2), width=3)
     tables, pools = tables_of(case)
-    total, whole = cpu.work(tables, pools, 7, window), attended(case, window=window).numpy()
-    options = window, np.float32(0.6), 0.0
+    limits = window, cpu.NO_LIMIT
+    total, whole = cpu.work(tables, pools, 7, limits), attended(case, window=window).numpy()
+    options = limits, np.float32(0.6), 0.0
     together, times = np.zeros_like(whole), np.zeros(whole.shape, np.int64)
     for part in range(num_parts):
         out = np.full_like(whole, 99)
@@ -302,10 +337,11 @@ def test_an_item_belongs_to_the_part_in_which_it_begins() -> None:
     case = random_case(0, [3, 4], heads=(2, 2), width=3)
     tables, pools = tables_of(case)
     # The first item costs 17, so of parts of 17 the second begins with the second item, and ends with it.
+    options = (100, cpu.NO_LIMIT), np.float32(0.6), 0.0
     for cost, begun in ((17, [False, True]), (18, [False, False]), (16, [False, True])):
         out = np.full((7, 2, 3), 99, np.float32)
         whole = 9 * cost, 9
-        cpu.attend(case.query_THK.numpy(), out, (pools, tables), (100, np.float32(0.6), 0.0), whole, 1)
+        cpu.attend(case.query_THK.numpy(), out, (pools, tables), options, whole, 1)
         assert (out[0] != 99).all(-1).tolist() == begun
 
 

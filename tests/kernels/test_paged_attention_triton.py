@@ -105,6 +105,35 @@ def test_windows_and_soft_caps_at_the_edges_of_blocks_tiles_and_splits(
 
 
 @pytest.mark.parametrize(
+    ("widths", "options"),
+    [
+        ((24, 16), {}),
+        ((16, 40), {"window": 66}),
+        ((24, 16), {"chunk": 70}),
+        ((32, 32), {"chunk": 64, "window": 20}),
+        ((32, 32), {"chunk": 5}),
+    ],
+    ids=str,
+)
+def test_values_of_another_width_and_chunks(widths: tuple[int, int], options: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"heads": (3, 1), "width": widths[0], "value_width": widths[1]}
+    case = paged(1, LENGTHS, **sizes)
+    close_to_plain(decoded(case, **options), case, **options)
+    close_to_plain(decoded(case, split=None, **options), case, **options)
+    case = paged(2, [1, 65, 21, 129], [1, 22, 1, 44], **sizes)
+    close_to_plain(prefilled(case, **options), case, **options)
+    stored = [torch.zeros_like(pool) for pool in case.pool]
+    gpu.store_kv(
+        case.key_TJK,
+        case.value_TJK,
+        *stored,
+        random_case(2, [1, 65, 21, 129], block_size=16).rows.slot_T.to(DEVICE),
+    )
+    for ours, theirs in zip(stored, case.pool, strict=True):
+        assert torch.equal(ours, theirs.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize(
     ("group", "width", "block_size"),
     [
         (1, 32, 64),
@@ -352,10 +381,11 @@ def test_queries_and_heads_fill_16_rows_of_a_decode_and_64_of_a_prefill(
         (70, 66, 2),
     ],
 )
+@pytest.mark.parametrize("limit", ["window", "chunk"])
 def test_a_decode_has_as_many_splits_as_a_row_may_reach_into(
-    recorder: Recorder, longest: int, window: int | None, splits: int
+    recorder: Recorder, longest: int, window: int | None, splits: int, limit: str
 ) -> None:
-    decoded(paged(0, [5, longest, 7], heads=(6, 2)), window=window)
+    decoded(paged(0, [5, longest, 7], heads=(6, 2)), **{limit: window})
     assert recorder.grids == [(3, 2, splits), (3, 6)][: 1 if splits == 1 else 2]
     if splits > 1:
         assert (recorder.options["PARTS"], recorder.options["num_warps"]) == (8, 1)

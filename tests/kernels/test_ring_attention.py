@@ -17,6 +17,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"window": 7},
     {"softcap": 2.0},
     {"window": 5, "softcap": 1.3},
+    {"chunk": 6},
+    {"chunk": 6, "window": 4},
 ]
 Row = tuple[Tensor, Tensor, Tensor]
 
@@ -25,11 +27,15 @@ def random_row(seed: int, length_B: Tensor, *, width: int = 4) -> Row:
     generator = torch.Generator().manual_seed(seed)
     heads, key_heads = HEADS[seed % len(HEADS)]
 
-    def normal(num_heads: int) -> Tensor:
+    def normal(num_heads: int, width: int = width) -> Tensor:
         shape = (int(length_B.sum()), num_heads, width)
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    return normal(heads), normal(key_heads), normal(key_heads)
+    return normal(heads), normal(key_heads), normal(key_heads, width + seed % 2)
+
+
+def out_shape(row: Row) -> tuple[int, int, int]:
+    return len(row[0]), row[0].shape[1], row[2].shape[2]
 
 
 def random_deal(seed: int, num_tokens: int, num_ranks: int) -> list[Tensor]:
@@ -42,9 +48,16 @@ def random_deal(seed: int, num_tokens: int, num_ranks: int) -> list[Tensor]:
     return [(rank_T == rank).nonzero()[:, 0] for rank in range(num_ranks)]
 
 
-def table(deal: list[Tensor], length_B: Tensor, rank: int, source: int, window: int | None = None) -> Tiles:
+def table(
+    deal: list[Tensor],
+    length_B: Tensor,
+    rank: int,
+    source: int,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> Tiles:
     first_T = (length_B.cumsum(0) - length_B).repeat_interleave(length_B)
-    return Tiles.of(deal[rank], first_T[deal[rank]], deal[source], window=window)
+    return Tiles.of(deal[rank], first_T[deal[rank]], deal[source], window=window, chunk=chunk)
 
 
 def ring(
@@ -53,14 +66,15 @@ def ring(
     """What ranks compute one after the other, put together: the result and three gradients, scale 0.7."""
     query_THK, key_TJK, value_TJK = row
     rest = {"scale": 0.7, "softcap": options.get("softcap")}
-    out_THK = torch.zeros_like(query_THK)
+    out_THK = query_THK.new_zeros(out_shape(row))
     gradients = [torch.zeros_like(x) for x in row]
     for rank, mine in enumerate(deal):
         queries = query_THK[mine]
         softmax = Softmax.before(queries, value_TJK)
         # Each rank begins with its own keys, then those of the rank before it.
         sources = [(rank - step) % len(deal) for step in range(len(deal))]
-        tiles = [table(deal, length_B, rank, source, options.get("window")) for source in sources]
+        limits = options.get("window"), options.get("chunk")
+        tiles = [table(deal, length_B, rank, source, *limits) for source in sources]
         for source, seen in zip(sources, tiles, strict=True):
             theirs = deal[source]
             attend(softmax, queries, key_TJK[theirs], value_TJK[theirs], seen, **rest)
@@ -96,9 +110,9 @@ def test_ranks_together_equal_packed_attention_in_values_and_gradients(seed: int
     generator = torch.Generator().manual_seed(seed)
     length_B = torch.randint(1, 50, (6,), generator=generator)
     length_B[seed % 6] = 1
-    row, options = random_row(seed, length_B), OPTIONS[(seed // 5 + seed) % len(OPTIONS)]
+    row, options = random_row(seed, length_B), OPTIONS[seed % len(OPTIONS)]
     deal = random_deal(seed, int(length_B.sum()), 2 + seed % 3)
-    slope_THK = torch.randn(row[0].shape, generator=generator, dtype=torch.float64)
+    slope_THK = torch.randn(out_shape(row), generator=generator, dtype=torch.float64)
     ours = ring(row, slope_THK, length_B, deal, options)
     for one, other in zip(ours, whole(row, slope_THK, length_B, options), strict=True):
         close_fp64(one, other)
@@ -109,7 +123,7 @@ def test_segments_of_many_tiles_equal_packed_attention(options: dict[str, Any]) 
     length_B = torch.tensor([3, 1500, 400, 1])
     row, num_tokens = random_row(3, length_B, width=2), int(length_B.sum())
     deal = [torch.arange(1300), torch.arange(1300, num_tokens)]
-    slope_THK = torch.randn(row[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slope_THK = torch.randn(out_shape(row), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours = ring(row, slope_THK, length_B, deal, options)
     for one, other in zip(ours, whole(row, slope_THK, length_B, options), strict=True):
         close_fp64(one, other)
@@ -120,12 +134,12 @@ def test_segments_of_many_tiles_equal_packed_attention(options: dict[str, Any]) 
 def test_narrow_numbers_are_summed_wide(dtype: torch.dtype, close: Any, options: dict[str, Any]) -> None:
     length_B = torch.tensor([40, 1, 25])
     row = tuple(x.to(dtype) for x in random_row(1, length_B))
-    slope_THK = torch.randn(row[0].shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    slope_THK = torch.randn(out_shape(row), generator=torch.Generator().manual_seed(0)).to(dtype)
     ours = ring(row, slope_THK.float(), length_B, random_deal(1, 66, 2), options)
     wide = tuple(x.double() for x in row)
     assert ours[0].dtype == dtype
     for one, other in zip(ours, whole(wide, slope_THK.double(), length_B, options), strict=True):
-        close(one, other, atol=1e-6 if dtype == torch.float32 else 0.02)
+        close(one, other, atol=3e-6 if dtype == torch.float32 else 0.02)
 
 
 def test_scores_that_grow_from_rank_to_rank_do_not_overflow() -> None:
@@ -148,7 +162,7 @@ def test_what_is_not_a_number_stays_in_its_segment() -> None:
     for x in row:
         x[5:11] = float("nan")
     deal = random_deal(0, 15, 2)
-    ours = ring(row, torch.ones_like(row[0]), length_B, deal, {"softcap": 2.0})
+    ours = ring(row, torch.ones(out_shape(row), dtype=torch.float64), length_B, deal, {"softcap": 2.0})
     inside_T = torch.zeros(15, dtype=torch.bool)
     inside_T[5:11] = True
     for x in ours:
@@ -201,5 +215,6 @@ def test_tokens_out_of_packed_order_are_refused(query: list[int], key: list[int]
 def test_tiles_move_to_another_device_whole() -> None:
     moved = table([torch.arange(5)], torch.tensor([5]), 0, 0, window=3).to(torch.device("meta"))
     (tile,) = moved.rectangles
-    assert moved.window == 3 and shapes(moved) == [(1, 5, 5)]
-    assert all(x.is_meta for x in (tile.query_ML, tile.key_MS, tile.query_at_ML, tile.key_at_MS))
+    assert shapes(moved) == [(1, 5, 5)]
+    tables = tile.query_ML, tile.key_MS, tile.query_at_ML, tile.key_at_MS, tile.query_low_ML
+    assert all(x.is_meta for x in tables)

@@ -8,13 +8,14 @@ from torch import nn
 
 from millrace.kernels.packed_attention import Segments, packed_attention
 from millrace.models.attention import Decode, DenseCache, Packed, attention
+from millrace.models.facts import LayerFacts, facts_of
 from millrace.models.logprobs import hidden_states
 from tests.close import close_fp32
 from tests.models.tiny import SHAPES, tiny_model
 
 
 class Layer(nn.Module):
-    layer_idx = 0
+    millrace_layer = LayerFacts("layer", 2, None, None, None, (0,), writes=True)
 
 
 def one_token(**kwargs: Any) -> Any:
@@ -30,13 +31,38 @@ def test_a_forward_without_a_context_says_how_to_call_the_model() -> None:
     )
 
 
+ONE = Packed(Segments.of(torch.tensor([1])))
+
+
 @pytest.mark.parametrize(
-    "extra", [{"attention_mask": torch.zeros(1)}, {"s_aux": torch.zeros(1)}, {"dropout": 0.1}]
+    ("extra", "words"),
+    [
+        ({"attention_mask": torch.zeros(1)}, "a mask of its own, which no kernel takes"),
+        ({"s_aux": torch.zeros(1)}, "s_aux (attention sinks), which no kernel of millrace takes"),
+        ({"dropout": 0.1}, "dropout, which no kernel of millrace takes"),
+        ({"is_causal": False}, "is_causal=False, which no kernel of millrace takes"),
+        (
+            {"indices": torch.zeros(1), "alpha": 2},
+            "alpha and indices (a choice of keys for each query), which no kernel of millrace takes",
+        ),
+    ],
+    ids=str,
 )
-def test_what_would_change_the_result_is_refused(extra: dict[str, Any]) -> None:
+def test_what_would_change_the_result_is_refused(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as error:
-        one_token(context=Packed(Segments.of(torch.tensor([1]))), **extra)
-    assert str(error.value) == ("Layer asks for a mask, attention sinks or dropout, which are not supported")
+        one_token(context=ONE, **extra)
+    assert str(error.value) == f"Layer gives attention {words}"
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    more = {"dropout": 0.0, "is_causal": True, "position_ids": torch.zeros(1), "indices": None}
+    assert one_token(context=ONE, **more)[0].shape == (1, 1, 1, 4)
+
+
+def test_a_layer_that_was_not_recorded_is_refused() -> None:
+    x = torch.ones(1, 1, 1, 4)
+    with pytest.raises(ValueError, match="this Linear was not recorded; load its model by millrace.models"):
+        attention(nn.Linear(1, 1), x, x, x, None, context=ONE)
 
 
 @pytest.mark.parametrize(("scaling", "scale"), [(None, 0.5), (0.3, 0.3)])
@@ -65,7 +91,7 @@ def test_prefill_then_decode_equals_one_packed_forward(architecture: str) -> Non
             context = Packed(Segments.of(torch.tensor([len(row)])))
             whole.append(hidden_states(model, row, torch.arange(len(row)), context))
         like = next(model.parameters())
-        cache = DenseCache(model.config, num_rows=3, num_slots=9, like=like)
+        cache = DenseCache(facts_of(model), num_rows=3, num_slots=9, like=like)
         slot_T = torch.cat([torch.arange(n) for n in lengths])
         row_T = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
         prompt_T = torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)])
@@ -85,7 +111,7 @@ def test_prefill_then_decode_equals_one_packed_forward(architecture: str) -> Non
 
 def test_a_cache_takes_rows_twice_and_grows_and_shrinks() -> None:
     model = tiny_model("llama")
-    cache = DenseCache(model.config, num_rows=2, num_slots=3, like=torch.zeros(1, dtype=torch.float64))
+    cache = DenseCache(facts_of(model), num_rows=2, num_slots=3, like=torch.zeros(1, dtype=torch.float64))
     assert len(cache.keys) == 2 and cache.keys[0].shape == (2, 2, 3, 8)
     assert cache.keys[0].dtype == torch.float64
     key_NJK = torch.arange(32.0, dtype=torch.float64).view(2, 2, 8)

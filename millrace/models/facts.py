@@ -1,0 +1,528 @@
+"""What each layer of a model asks of attention and keeps of a token, recorded from forwards of the model itself.
+
+A config does not say it: key heads and widths differ from layer to layer, some layers read another layer's
+keys, some attend twice, and a window or a chunk may stand in the mask alone. So two forwards of a few tokens
+are watched. Attention gives zeros in them; therefore a token whose hidden states still depend on another
+token is proof of something besides attention (a convolution, a recurrence), for which millrace keeps no
+state.
+
+T = tokens of such a forward, D = model width, H = query heads, J = key heads, K = width of queries and keys,
+V = width of values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionMaskInterface, PreTrainedModel
+
+# The name under which a recorded model gets a mask from us; otherwise it gets none.
+RECORDED = "millrace_recorded"
+TOKENS = 8
+# No window or chunk is looked for beyond so many tokens.
+LONGEST = 1 << 20
+# The last token's hidden states may differ by so much in two forwards whose other tokens differ.
+ROUNDING = {torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What a layer keeps of one token.
+
+    Attributes:
+        num_heads: key heads.
+        key_width: numbers of a key.
+        value_width: numbers of a value.
+    """
+
+    num_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def num_numbers(self) -> int:
+        """Of one token."""
+        return self.num_heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """How one attention layer attends.
+
+    Attributes:
+        name: of its module.
+        num_query_heads: H.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+        chunk: a token sees none of an earlier chunk of so many positions; None for no chunks.
+        softcap: bound of its scores, if any.
+        pools: which pool of the model each of its calls of attention in a forward reads; most have one.
+        writes: whether it stores what it reads; otherwise an earlier layer stored it (shared keys).
+    """
+
+    name: str
+    num_query_heads: int
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+    pools: tuple[int, ...]
+    writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model's attention layers ask for.
+
+    Attributes:
+        layers: in the order in which a forward calls them.
+        pools: keys and values that are kept, each by one call of a layer.
+        asks_positions: whether layers ask a cache where a token stands, and not only `position_ids`.
+        drops_context: whether the keyword `context` does not come through to attention.
+    """
+
+    layers: tuple[LayerFacts, ...]
+    pools: tuple[PoolShape, ...]
+    asks_positions: bool
+    drops_context: bool
+
+    @property
+    def needs_view(self) -> bool:
+        """Whether a forward must be given a `CacheView`."""
+        return self.asks_positions or self.drops_context
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers of all keys and values that are kept of one token."""
+        return sum(pool.num_numbers for pool in self.pools)
+
+    @property
+    def uniform(self) -> PoolShape | None:
+        """What every layer keeps, if all keep the same, keys as wide as values, in a pool of their own."""
+        own = all(layer.pools == (n,) and layer.writes for n, layer in enumerate(self.layers))
+        first = self.pools[0]
+        same = len(set(self.pools)) == 1 and first.key_width == first.value_width
+        return first if own and same and all(layer.chunk is None for layer in self.layers) else None
+
+
+class ContextLost(ValueError):
+    """Attention was called without a context."""
+
+
+class CacheView:
+    """A cache that keeps nothing: attention itself stores.
+
+    It says where the tokens of a forward stand, and brings the context to attention on the keys.
+    """
+
+    def __init__(self, position_T: Tensor, context: Any) -> None:
+        """The view of a forward of these tokens in this context."""
+        self._before_T = position_T - torch.arange(len(position_T), device=position_T.device)
+        self._context = context
+
+    def within(self, context: Any) -> CacheView:
+        """The view of the same forward in another context."""
+        view = copy.copy(self)
+        view._context = context
+        return view
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are."""
+        key.millrace_context = self._context  # type: ignore[attr-defined]
+        return key, value
+
+    def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
+        """What makes a token's position when its index in the row is added, [T]."""
+        return self._before_T
+
+    def get_query_offset(self, *_: Any) -> int:
+        """A mask, where one is made, is of the tokens of the forward alone."""
+        return 0
+
+    def get_mask_sizes(self, num_tokens: int, *_: Any) -> tuple[int, int]:
+        """Likewise."""
+        return num_tokens, 0
+
+
+def carried_context(key: Tensor) -> Any:
+    """The context that a `CacheView` left on keys, or None."""
+    return getattr(key, "millrace_context", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of attention.
+
+    Attributes:
+        module: the layer.
+        heads: queries [T, H, K], keys [T, J, K] and values [T, J, V].
+        options: scale, window, softcap and chunk.
+    """
+
+    module: nn.Module
+    heads: tuple[Tensor, Tensor, Tensor]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Attends to nothing, and keeps what layers would attend with."""
+
+    calls: list[Call] = field(default_factory=list)
+
+
+class _Masks:
+    """The masks that a model makes in one forward, and the window and chunk of each."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._made: list[tuple[Tensor, dict[str, int | None]]] = []
+
+    def make(self, num_rows: int, mask_function: Callable[..., Any], device: Any) -> Tensor:
+        """The boolean mask of a row, [rows, 1, T, T], once its limits are known."""
+        limits = fit(mask_function, self._longest)
+        index_T = torch.arange(TOKENS, device=device)
+        seen = mask_function(0 * index_T[:1], 0 * index_T[:1], index_T[:, None], index_T)
+        mask = torch.as_tensor(seen, device=device).expand(num_rows, 1, TOKENS, TOKENS).contiguous()
+        self._made.append((mask, limits))
+        return mask
+
+    def limits(self, layer: nn.Module, mask: Tensor) -> dict[str, int | None]:
+        """Those of a mask that a layer was given.
+
+        Raises:
+            ValueError: it is none that was made here.
+        """
+        for made, limits in self._made:
+            if (made.data_ptr(), made.shape, made.dtype) == (mask.data_ptr(), mask.shape, mask.dtype):
+                return limits
+        raise ValueError(
+            f"its {type(layer).__name__} adds a bias to the attention mask or changes it (as ALiBi does), "
+            "which no kernel of millrace computes"
+        )
+
+
+_MASKS: ContextVar[_Masks] = ContextVar("masks")
+
+
+def _recorded_mask(
+    batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable[..., Any], **rest: Any
+) -> Tensor:
+    if q_length != TOKENS or kv_length != TOKENS:
+        raise ValueError(f"it makes a mask of {q_length} by {kv_length} for {TOKENS} tokens")
+    return _MASKS.get().make(batch_size, mask_function, rest.get("device", "cpu"))
+
+
+def recorded_limits(layer: nn.Module, mask: Tensor | None) -> dict[str, int | None] | None:
+    """Window and chunk of a mask that a recorded model gave a layer; None without one."""
+    return None if mask is None else _MASKS.get().limits(layer, mask)
+
+
+def register() -> None:
+    """Make the mask of recorded models known to transformers; doing so twice is harmless."""
+    AttentionMaskInterface.register(RECORDED, _recorded_mask)
+
+
+def facts_of(model: nn.Module) -> ModelFacts:
+    """The facts that were recorded of a model.
+
+    Raises:
+        ValueError: none were.
+    """
+    facts = getattr(model, "millrace_facts", None)
+    if not isinstance(facts, ModelFacts):
+        raise ValueError(f"nothing is known of this {type(model).__name__}; load it by millrace.models.load")
+    return facts
+
+
+def backbone(model: PreTrainedModel) -> Any:
+    """What makes hidden states of tokens: the model without its head."""
+    base = model.base_model
+    if base is model:
+        # Of some models transformers' own prefix names nothing.
+        inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+        base = inner[0] if len(inner) == 1 else base
+    return base
+
+
+def in_context(model: PreTrainedModel, position_T: Tensor, context: Any) -> dict[str, Any]:
+    """The keywords by which a forward of a model's backbone brings the context to attention."""
+    facts = getattr(model, "millrace_facts", None)
+    if facts is None or not facts.needs_view:
+        return {"context": context}
+    view = {"past_key_values": CacheView(position_T, context)}
+    return view if facts.drops_context else {"context": context, **view}
+
+
+def record_facts(model: PreTrainedModel) -> ModelFacts:
+    """Record a model, and leave the facts on it and on its attention layers.
+
+    Weights do not matter; the model must compute. Where autograd is off, only other tokens' numbers and no
+    gradients tell of a mixture of tokens outside of attention.
+
+    Args:
+        model: made with `attn_implementation="millrace"`.
+
+    Raises:
+        ValueError: a layer attends in a way that millrace does not, or something else mixes tokens; the
+            sentence begins with what it is.
+    """
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation(RECORDED)
+    drops = False
+    try:
+        try:
+            calls, hidden_TD = _first(model, drops=False)
+        except (ContextLost, TypeError) as error:
+            if isinstance(error, TypeError) and "context" not in str(error):
+                raise
+            drops = True
+            calls, hidden_TD = _first(model, drops=True)
+    finally:
+        model.set_attn_implementation(implementation)
+    asks = _second(model, calls, hidden_TD, drops=drops)
+    facts = _facts(model, calls, asks=asks, drops=drops)
+    model.millrace_facts = facts  # type: ignore[assignment]
+    return facts
+
+
+def _first(model: PreTrainedModel, *, drops: bool) -> tuple[list[Call], Tensor]:
+    """A forward with masks, whose last token must not have a gradient to the embeddings of others."""
+    token = _MASKS.set(_Masks(_longest(model)))
+    try:
+        if not torch.is_grad_enabled():
+            return _forward(model, 1, drops=drops)
+        with _leaf(model) as leaves:
+            calls, hidden_TD = _forward(model, 1, drops=drops)
+        if leaves and _reaches(hidden_TD[-1], leaves[0]):
+            raise ValueError(
+                f"{_mixer(model, drops=drops)} mixes tokens outside of attention, as a convolution or a recurrence does, "
+                "and millrace keeps no state for it"
+            )
+        return [Call(c.module, _detached(c.heads), c.options) for c in calls], hidden_TD.detach()
+    finally:
+        _MASKS.reset(token)
+
+
+@torch.no_grad()
+def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, drops: bool) -> bool:
+    """Whether layers ask a cache for positions: a forward of other tokens before the same last, far into a row."""
+    view = _Asked()
+    try:
+        others, other_TD = _forward(model, 2, drops=drops, view=view)
+    except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
+        if view.asked:
+            raise ValueError(
+                f"it asks a cache for the length of the sequence in its own way: {error}"
+            ) from None
+        # It wants another cache than we have, and gets none.
+        others, other_TD = _forward(model, 2, drops=drops)
+    difference = (other_TD[-1] - hidden_TD[-1]).abs().max() / hidden_TD[-1].abs().max().clamp(min=1e-30)
+    if not difference < ROUNDING.get(hidden_TD.dtype, 1e-3):
+        raise ValueError("a token's hidden states depend on other tokens outside of attention")
+    if not view.asked:
+        return False
+    pairs = ((one.heads, other.heads) for one, other in zip(calls, others, strict=True))
+    return not all(torch.equal(x[-1], y[-1]) for pair in pairs for x, y in zip(*pair, strict=True))
+
+
+class _Asked(CacheView):
+    """Says that the row began long before, and remembers that it was asked."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        super().__init__(torch.arange(TOKENS), self.recorder)
+        self.asked = False
+
+    def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
+        self.asked = True
+        return torch.full((TOKENS,), LONGEST)
+
+
+def _forward(
+    model: PreTrainedModel, first: int, *, drops: bool, view: _Asked | None = None
+) -> tuple[list[Call], Tensor]:
+    """Calls and final hidden states of tokens that count from `first`, but for the last, which stays."""
+    device = next(model.parameters()).device
+    token_T = torch.arange(first, first + TOKENS, device=device)
+    token_T[-1] = 0
+    position_T = torch.arange(TOKENS, device=device)
+    recorder = Recorder() if view is None else view.recorder
+    brought: dict[str, Any] = {} if drops else {"context": recorder}
+    if view is not None or drops:
+        brought["past_key_values"] = CacheView(position_T, recorder) if view is None else view
+    output = backbone(model)(
+        input_ids=(token_T % model.config.get_text_config().vocab_size)[None],
+        position_ids=position_T[None],
+        use_cache=False,
+        return_dict=True,
+        **brought,
+    )
+    return recorder.calls, output.last_hidden_state[0]
+
+
+def _detached(heads: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (x.detach() for x in heads)
+    return query, key, value
+
+
+@contextmanager
+def _leaf(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Within, the first output of the input embedding begins a graph of its own and is kept."""
+    leaves: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        # Not the leaf itself, which nothing may write to in place.
+        return leaves[-1].clone()
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        yield leaves
+    finally:
+        handle.remove()
+
+
+def _reaches(last_D: Tensor, x: Tensor) -> bool:
+    """Whether the last token's numbers depend on those of other tokens of [1, T, D]."""
+    if not last_D.requires_grad:
+        return False
+    # Some weights, since a plain sum of what a norm made depends on nothing.
+    weight_D = torch.linspace(0.5, 1.5, last_D.numel(), device=last_D.device).view(last_D.shape)
+    (slope,) = torch.autograd.grad((last_D * weight_D).sum(), x, retain_graph=True, allow_unused=True)
+    return slope is not None and bool((slope[:, :-1] != 0).any())
+
+
+def _mixer(model: PreTrainedModel, *, drops: bool) -> str:
+    """The innermost module that mixes tokens, as the beginning of a sentence."""
+    seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+
+    def keep(name: str, module: nn.Module, inputs: Any, options: Any, output: Any) -> None:
+        given = next((x for x in (*inputs, *options.values()) if isinstance(x, Tensor) and x.ndim == 3), None)
+        made = output[0] if isinstance(output, tuple) else output
+        if given is None or not isinstance(made, Tensor) or made.ndim != 3 or not given.requires_grad:
+            return
+        if given.shape[:2] == made.shape[:2] == (1, TOKENS):
+            seen.append((name, module, given, made))
+
+    handles = [
+        module.register_forward_hook(partial(keep, name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        with _leaf(model):
+            _forward(model, 1, drops=drops)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, module, given, made in sorted(seen, key=lambda one: -one[0].count(".")):
+        if _reaches(made[0, -1], given):
+            return f"its {type(module).__name__} ({name})"
+    return "it"
+
+
+def _longest(model: PreTrainedModel) -> int:
+    """More tokens than any window or chunk of the config."""
+
+    def numbers(tree: Any) -> Iterator[int]:
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(value, dict | list | tuple):
+                yield from numbers(value)
+            elif type(value) is int and 0 < value <= LONGEST:
+                yield value
+
+    return 3 + max(numbers(model.config.get_text_config().to_dict()), default=TOKENS)
+
+
+def fit(mask_function: Callable[..., Any], longest: int) -> dict[str, int | None]:
+    """Window and chunk of a mask of transformers.
+
+    Args:
+        mask_function: says of row, head, query and key whether the query sees the key.
+        longest: more tokens than window or chunk.
+
+    Raises:
+        ValueError: the mask is neither causal, nor a window, nor chunks.
+    """
+    last = longest - 1
+    first = _first_seen(mask_function, last)
+    window = chunk = None
+    if first:
+        # A window moves on by one with each token; chunks only now and then.
+        before = _first_seen(mask_function, last - 1)
+        if before == first - 1:
+            window = last - first + 1
+        else:
+            chunk = first - (before if before != first else _first_seen(mask_function, first - 1))
+    limit = window or chunk or 1
+    near = {q + d for q in (0, limit, 2 * limit, 3 * limit) for d in range(-3, 4)}
+    far = {last * n // 8 for n in range(1, 9)} | {1 << n for n in range(24)}
+    for query in sorted(q for q in near | far if 0 <= q <= last):
+        expected = max(0, query - (window or longest) + 1, query // (chunk or longest) * (chunk or longest))
+        found = _first_seen(mask_function, query)
+        if found != expected:
+            raise ValueError(
+                f"its mask lets token {query} see from token {found} on, which no window and no chunks do"
+            )
+    return {"window": window, "chunk": chunk}
+
+
+def _first_seen(mask_function: Callable[..., Any], query: int) -> int:
+    """The first key that a query sees, if it sees all from there to itself and none behind."""
+    zero, key_L = torch.tensor(0), torch.arange(query + TOKENS)
+    try:
+        seen_L = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), key_L)).flatten()
+    except (IndexError, RuntimeError, TypeError):
+        raise ValueError("its mask depends on more than the places of two tokens") from None
+    seen_L = seen_L.expand(len(key_L))
+    first = int(seen_L.to(torch.uint8).argmax())
+    if not bool(seen_L[first : query + 1].all()) or bool(seen_L[query + 1 :].any()) or first > query:
+        raise ValueError(f"its mask does not let token {query} see itself and an unbroken run before it")
+    return first
+
+
+def _facts(model: PreTrainedModel, calls: list[Call], *, asks: bool, drops: bool) -> ModelFacts:
+    """The facts of recorded calls, which are left on the layers."""
+    names = {module: name for name, module in model.named_modules()}
+    pools: list[PoolShape] = []
+    stored: list[tuple[Tensor, Tensor]] = []
+    by_module: dict[nn.Module, list[tuple[Call, int, bool]]] = {}
+    for call in calls:
+        _, key_TJK, value_TJK = call.heads
+        found = [n for n, pair in enumerate(stored) if _same(pair[0], key_TJK) and _same(pair[1], value_TJK)]
+        if not found:
+            stored.append((key_TJK, value_TJK))
+            pools.append(PoolShape(key_TJK.shape[1], key_TJK.shape[2], value_TJK.shape[2]))
+        pool = found[0] if found else len(pools) - 1
+        by_module.setdefault(call.module, []).append((call, pool, not found))
+    layers = []
+    for module, of_layer in by_module.items():
+        (call, _, writes), *others = of_layer
+        if any(other.options != call.options or wrote != writes for other, _, wrote in others):
+            raise ValueError(f"its {type(module).__name__} attends several times in different ways")
+        facts = LayerFacts(
+            names.get(module, type(module).__name__),
+            call.heads[0].shape[1],
+            call.options["window"],
+            call.options["chunk"],
+            call.options["softcap"],
+            tuple(pool for _, pool, _ in of_layer),
+            writes,
+        )
+        module.millrace_layer = facts  # type: ignore[assignment]
+        layers.append(facts)
+    if not layers:
+        raise ValueError("none of its layers calls attention by the interface of transformers")
+    return ModelFacts(tuple(layers), tuple(pools), asks_positions=asks, drops_context=drops)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory, seen alike."""
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())

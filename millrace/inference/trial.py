@@ -1,8 +1,9 @@
 """Whether the paged engine computes what transformers does: tried on the same twin as the packed forward.
 
-The engine goes its real way: prompts in chunks that end within a block, samples of one prompt, decoding beyond every
-window, a prompt whose beginning is known, preemption, and new weights under way. Of each token that it sampled, the
-log-probability is compared with that of transformers' plain, uncached forward of the whole sequence.
+The engine goes its real way: prompts in chunks that end within a block, samples of one prompt, decoding beyond
+every window, a prompt whose beginning is known, preemption, and new weights under way. Of each token that it
+sampled, the log-probability is compared with that of transformers' plain, uncached forward of the whole
+sequence.
 
 T = tokens of a completion.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from millrace.inference.engine import PagedEngine
 from millrace.models.decoding import prepare
+from millrace.models.facts import facts_of
 from millrace.models.load import LANGUAGE, Model, ModelError, named_weights
 from millrace.models.trial import (
     FAULTS,
@@ -43,7 +45,7 @@ CHUNK = 18
 # More than twice any window of a twin.
 NUM_TOKENS = 14
 NUM_SAMPLES = 3
-# Of each prompt so many tokens are known to the prefix cache at the second time.
+# So few that a request is preempted.
 CACHE_TOKENS = 128
 HOT = 4.0
 # Requests have drawn so many tokens when new weights come, or a fault is planted.
@@ -63,7 +65,8 @@ def check_engine(model: Model) -> None:
     Raises:
         ModelError: it does not, or the trial has no power.
     """
-    problem = answer("engine", model.config, LANGUAGE.reading, partial(try_engine, reading=LANGUAGE.reading))
+    reading = LANGUAGE.reading.of(model)
+    problem = answer("engine", model.config, reading, partial(try_engine, reading=reading))
     if problem:
         raise ModelError(f"model type {model.config.model_type} cannot be sampled by millrace: {problem}")
 
@@ -149,7 +152,9 @@ def _expected(
     """What the models make of the tokens that were sampled with the weights of each, [T]."""
     tokens = [*prompt, *completion.token_ids]
     picked = torch.arange(len(prompt), len(tokens))
-    chosen_VT = [plain_numbers(model, reading, [tokens])[picked - 1, torch.tensor(tokens)[picked]] for model in models]
+    chosen_VT = [
+        plain_numbers(model, reading, [tokens])[picked - 1, torch.tensor(tokens)[picked]] for model in models
+    ]
     version_T = torch.from_numpy(completion.versions).long()
     return torch.stack(chosen_VT)[version_T, torch.arange(len(picked))]
 
@@ -170,9 +175,13 @@ def _no_power(plain: Model, reading: Reading) -> str:
         models = ([plain], [nudged(plain)])
         return found_T, *(_expected(prompt, completion, each, reading) for each in models)
 
-    num_pools = len(_engine(plain, CACHE_TOKENS).pools)
-    faults = [(f"the keys of layer {n} are lost", partial(_lose, n)) for n in range(num_pools)]
-    faults += [("two layers' keys are confused", _swap)] * (num_pools > 1)
+    facts = facts_of(our_model(plain))
+    # One of each kind of layer that attends to its own keys.
+    kinds = {
+        (layer.window, layer.chunk, facts.pools[n]): n for layer in facts.layers for n in layer.pools[:1]
+    }
+    faults = [(f"the keys of pool {n} are lost", partial(_lose, n)) for n in kinds.values()]
+    faults += [("two layers' keys are confused", _swap)] * (facts.pools[1:2] == facts.pools[:1])
     for name, fault in faults:
         found_T, expected_T, other_T = drawn(fault)
         if not distance(found_T, expected_T) >= POWER * allowed_difference(expected_T, other_T):
@@ -186,10 +195,7 @@ def _lose(n: int, engine: PagedEngine) -> None:
 
 
 def _swap(engine: PagedEngine) -> None:
-    pools = engine.pools
-    first, second = pools[0], pools[1]
-    for one, other in zip(first, second, strict=True):
-        if one.shape == other.shape:
-            kept = one.clone()
-            one.copy_(other)
-            other.copy_(kept)
+    for one, other in zip(*engine.pools[:2], strict=True):
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)

@@ -44,9 +44,24 @@ Turns = dict[str, int]
 # What a layer may be called with besides, none of which changes what is attended to: it is said already by
 # positions, segments and masks, or asks for outputs that nobody reads.
 HARMLESS = frozenset(
-    """position_ids cache_position position_embeddings cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k
-    output_attentions output_hidden_states output_router_logits return_dict use_cache logits_to_keep handed
-    past_key_values layer_idx""".split()
+    [
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "use_cache",
+        "logits_to_keep",
+        "handed",
+        "past_key_values",
+        "layer_idx",
+    ]
 )
 
 

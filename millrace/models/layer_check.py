@@ -1,8 +1,8 @@
 """Whether a model with its own weights computes by our modules what it computes by transformers' own.
 
-The architecture is tried on a twin (`models.trial`). Here one layer of each kind is given the same random hidden
-states both ways, and what its mixer of tokens makes of them is compared, relative to its own size: in a fresh model
-it is far smaller than what it is added to.
+The architecture is tried on a twin (`models.trial`). Here one layer of each kind is given the same random
+hidden states both ways, and what its mixer of tokens makes of them is compared, relative to its own size: in a
+fresh model it is far smaller than what it is added to.
 
 T = tokens, D = model width.
 """
@@ -40,7 +40,7 @@ def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> 
     """Give a model our modules, and say what of it then computes something else; empty for nothing.
 
     Args:
-        model: with its weights.
+        model: with its weights; its facts are recorded (`models.facts`).
         reading: what is compared besides where the model is not whole.
         whole: whether all of it is in this process; otherwise all ranks that have parts call this in step.
 
@@ -73,7 +73,8 @@ def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> 
     for mixer, made, *theirs in zip(mixers, ours, *own, strict=True):
         difference = _relative(made, torch.cat(theirs))
         if not difference <= most:
-            return f"its {type(mixer).__name__} computes something else, by {difference:.2g} of its largest number"
+            name = type(mixer).__name__
+            return f"its {name} computes something else, by {difference:.2g} of its largest number"
     if not whole:
         difference = _relative(found, torch.cat(results))
         if not difference <= most:
@@ -88,14 +89,10 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _mixers(model: PreTrainedModel) -> list[nn.Module]:
-    """What mixes tokens in the first layer of each kind: modules that know their layer's number, or the layer."""
+    """What mixes tokens in the first layer of each kind; it was recorded."""
     stack, kinds = decoder_stack(model), layer_kinds(model)
-    found: list[nn.Module] = []
-    for layer in [] if stack is None else [stack[kinds.index(kind)] for kind in sorted(set(kinds))]:
-        inner = [m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx")]
-        outermost = [m for m in inner if not any(m in list(other.modules())[1:] for other in inner)]
-        found += outermost or [layer]
-    return found
+    firsts = [] if stack is None else [stack[kinds.index(kind)] for kind in sorted(set(kinds))]
+    return [m for layer in firsts for m in layer.modules() if hasattr(m, "millrace_layer")]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from millrace.models import attention
-from millrace.models.facts import record_facts
+from millrace.models.facts import backbone, record_facts
 from millrace.models.layer_check import compare_layers
 from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import output_head
@@ -214,16 +214,6 @@ def num_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def eager(auto: Any) -> Callable[[PretrainedConfig], PreTrainedModel]:
-    """Makes a model of a config with transformers' own eager attention, in float32."""
-
-    def make(config: PretrainedConfig) -> PreTrainedModel:
-        model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
-        return model
-
-    return make
-
-
 def checked_logits(model: PreTrainedModel, *, whole: bool = True) -> PreTrainedModel:
     """`checked` for a causal language model."""
     return checked(model, LANGUAGE.reading, whole=whole)
@@ -242,12 +232,25 @@ LANGUAGE = ModelKind(
     AutoModelForCausalLM,
     check_folder,
     checked_logits,
-    Reading("log-probabilities", eager(AutoModelForCausalLM), _packed_logprobs, _plain_logprobs),
+    Reading("log-probabilities", AutoModelForCausalLM, _packed_logprobs, _plain_logprobs),
 )
 
 
+def states_of(auto: Any) -> Reading:
+    """The final hidden states of a kind of model."""
+
+    def packed(model: PreTrainedModel, hidden_TD: Tensor) -> Tensor:
+        return hidden_TD
+
+    def plain(model: PreTrainedModel, token_1T: Tensor) -> Tensor:
+        hidden_1TD: Tensor = backbone(model)(token_1T, use_cache=False).last_hidden_state
+        return hidden_1TD
+
+    return Reading("states", auto, packed, plain)
+
+
 def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> PreTrainedModel:
-    """Give a model our modules, and refuse an architecture whose forward by them is not its own plain forward.
+    """Give a model our modules, and refuse it where its forward by them is not transformers' plain forward.
 
     The architecture is tried on a small twin (`models.trial`), this model's weights in one layer of each kind
     (`models.layer_check`).
@@ -261,7 +264,7 @@ def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> 
         ModelError: they differ, or one of them cannot be made.
     """
     _check_rotary(model)
-    problem = find_problem(model.config, reading)
+    problem = find_problem(model.config, reading.of(model))
     if not problem:
         # Dropout off for good: the sampler and the trainer must be one function.
         model.eval()

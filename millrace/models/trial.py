@@ -1,9 +1,9 @@
 """Whether our forward of an architecture is transformers' own: tried on a small bold twin of a model.
 
-A model's packed numbers and the gradient of every weight are compared with those of transformers' plain, uncached
-forward of each sequence alone. How far rounding may take them apart is measured, by embeddings that are moved by a
-rounding error. A trial counts only where it has power: the same comparison with a fault that is planted in one
-layer of each kind must fail.
+A model's packed numbers and the gradient of every weight are compared with those of transformers' plain,
+uncached forward of each sequence alone. How far rounding may take them apart is measured, by embeddings that
+are moved by a rounding error. A trial counts only where it has power: the same comparison with a fault that
+is planted in one layer of each kind must fail.
 
 `inference.trial` tries the engine in the same way.
 
@@ -30,10 +30,19 @@ from millrace.data.packing import pack_demonstrations
 from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
-from millrace.models.facts import CacheView, LayerFacts, record_facts
+from millrace.models.facts import CacheView, LayerFacts, backbone, record_facts
 from millrace.models.fused import fuse
 from millrace.models.logprobs import hidden_states, states
-from millrace.models.twin import LONGEST, SPAN, VOCABULARY, TwinError, decoder_stack, embolden, layer_kinds, twin_of
+from millrace.models.twin import (
+    LONGEST,
+    SPAN,
+    VOCABULARY,
+    TwinError,
+    decoder_stack,
+    embolden,
+    layer_kinds,
+    twin_of,
+)
 from millrace.models.verdicts import verdicts
 
 LENGTHS = (23, 41, 9)
@@ -49,8 +58,18 @@ POWER = 10.0
 # A choice of experts may hang on a rounding error; so an architecture is wrong where it is with both weights.
 SEEDS = (0, 1)
 FAULTS = (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError, NotImplementedError)
+# Fields that say how long a sequence may be, which no sequence is longer than.
+ALL_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length")
 # Fields of a config by which no number changes.
-IDLE = ("transformers_version", "_name_or_path", "architectures", "dtype", "initializer_range", "id2label", "label2id")
+IDLE = (
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "initializer_range",
+    "id2label",
+    "label2id",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +78,28 @@ class Reading:
 
     Attributes:
         what: its name.
-        make: makes a model of a config with transformers' eager attention, in float32.
+        auto: class of transformers that makes such models.
         packed: makes the numbers of the final hidden states of a packed row, [T, D] to [T, ...].
         plain: makes them of the tokens of one sequence, [1, T] to [1, T, ...], by transformers' own modules.
+        model_class: makes those of a config that `auto` does not know, as that of a part of a model.
     """
 
     what: str
-    make: Callable[[PretrainedConfig], PreTrainedModel]
+    auto: Any
     packed: Callable[[PreTrainedModel, Tensor], Tensor]
     plain: Callable[[PreTrainedModel, Tensor], Tensor]
+    model_class: Any = None
+
+    def of(self, model: PreTrainedModel) -> Reading:
+        """The same of the class of a model."""
+        return replace(self, model_class=type(model))
+
+    def make(self, config: PretrainedConfig) -> PreTrainedModel:
+        """A model of a config with transformers' own eager attention, in float32."""
+        known = self.model_class is None or type(config) in self.auto._model_mapping
+        made = self.auto.from_config if known else self.model_class._from_config
+        model: PreTrainedModel = made(config, attn_implementation="eager", dtype=torch.float32)
+        return model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +194,7 @@ def with_small_spans(small: PretrainedConfig, reading: Reading) -> PretrainedCon
     shapes = [p.shape for p in plain.parameters()]
     text = small.get_text_config()
     for name, value in text.to_dict().items():
-        if type(value) is not int or value <= LONGEST:
+        if type(value) is not int or value <= LONGEST or name in ALL_POSITIONS:
             continue
         setattr(text, name, SPAN)
         try:
@@ -224,16 +256,33 @@ def _try_seed(small: PretrainedConfig, reading: Reading, seed: int) -> str:
     allowed = allowed_difference(truth.numbers, other.numbers)
     found = distance(packed_numbers(ours, reading, tokens), truth.numbers)
     if not found <= allowed:
-        return f"its packed {reading.what} differ from its own by {found:.2g}, where rounding makes {allowed:.1g}"
+        return _cause(plain, reading, allowed) or (
+            f"its packed {reading.what} differ from its own by {found:.2g}, rounding allows {allowed:.1g}"
+        )
     trained = _trained(ours, reading, tokens)
     found = distance(trained.numbers, truth.numbers)
     if not found <= allowed:
-        return f"its {reading.what} differ by {found:.2g} from its own where sequences share what they begin with"
+        return f"its {reading.what} differ from its own by {found:.2g} where sequences begin alike"
     slopes, slack = (_apart(truth.gradients, each.gradients) for each in (trained, other))
     for name, difference in slopes.items():
         if not difference <= max(LEAST_GRADIENT, FLOORS * slack[name]):
             return f"the gradient of its {name} differs from its own by {difference:.2g}"
     return _no_power(ours, plain, reading, tokens, truth.numbers, allowed)
+
+
+@torch.no_grad()
+def _cause(plain: PreTrainedModel, reading: Reading, allowed: float) -> str:
+    """What transformers' own modules show of why a packed forward differs; empty if nothing."""
+    token_1T = torch.tensor(sequences()[:1])
+    expected = reading.plain(plain, token_1T)[0]
+    changed_1T = token_1T.clone()
+    changed_1T[:, -1] += 1
+    if distance(reading.plain(plain, changed_1T)[0, :-1], expected[:-1]) > allowed:
+        return "what it makes of a token depends on the tokens behind it, as in an encoder"
+    hidden_1TD = backbone(plain)(token_1T, use_cache=False).last_hidden_state
+    if distance(reading.packed(plain, hidden_1TD[0]), expected) > allowed:
+        return "its head computes more of the hidden states than one linear layer"
+    return ""
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -325,16 +374,18 @@ def _no_power(
         faults: list[tuple[str, Any]] = []
         if mixes_tokens(plain, reading, index):
             faults.append(("a segment that ends a token late", _segments_moved(layer, moved)))
-        faults += [(f"a {name} that is a token too long", _longer(module, name)) for module, name in _limited(layer)]
+        faults += [
+            (f"a {name} that is a token too long", _longer(module, name)) for module, name in _limited(layer)
+        ]
         for name, fault in faults:
             with fault:
                 if not distance(compute(), expected) >= POWER * allowed:
                     return f"the trial has no power for layers like its layer {index}: it misses {name}"
     gap_T = packed_batch(tokens).position_T
     gap_T = gap_T + (gap_T >= COMMON).long()
-    if _uses_positions(plain, reading, tokens, POWER * allowed):
-        if not distance(compute(position_T=gap_T), expected) >= POWER * allowed:
-            return "the trial has no power for positions: it misses a gap in them"
+    missed = not distance(compute(position_T=gap_T), expected) >= POWER * allowed
+    if missed and _uses_positions(plain, tokens, POWER * allowed):
+        return "the trial has no power for positions: it misses a gap in them"
     return ""
 
 
@@ -415,7 +466,7 @@ def _uses_positions(plain: PreTrainedModel, reading: Reading, tokens: list[list[
     position_1T = torch.arange(token_1T.shape[1])[None]
     try:
         hidden = [
-            plain.base_model(token_1T, position_ids=where, use_cache=False).last_hidden_state
+            backbone(plain)(token_1T, position_ids=where, use_cache=False).last_hidden_state
             for where in (position_1T, position_1T + (position_1T >= COMMON))
         ]
     except FAULTS:

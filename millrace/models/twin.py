@@ -1,8 +1,8 @@
 """A small model of the same classes as a given one, with weights bold enough that a wrong token shows.
 
 What an architecture computes does not depend on how wide it is. So its twin keeps every kind of layer and which
-stands next to which, whether widths are equal or not, and each option of the config; it shrinks widths, the number
-of layers and experts, the vocabulary, and every window or chunk below the length of a trial.
+stands next to which, whether widths are equal or not, and each option of the config. It shrinks widths, the
+number of layers and experts, the vocabulary, and every window or chunk below the length of a trial.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ LONGEST = 96
 MOST_LAYERS = 16
 MOST_PARAMETERS = 8_000_000
 
-_LAYERS = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers|num_blocks)$")
+_LAYERS = re.compile(
+    r"^(num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers|num_blocks)$"
+)
 # Of fields that say from or up to which layer something holds.
-_FIRST = re.compile(r"^(first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_(start|end)_index)$")
+_FIRST = re.compile(
+    r"^(first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_(start|end)_index)$"
+)
 _LAST = re.compile(r"^num_kv_shared_layers$")
 _WHICH = re.compile(r"^(mlp_only_layers|moe_layers|full_attn_idxs|hybrid_layer_ids|cross_attention_layers)$")
 _TOKENS = re.compile(r"(^|_)(bos|eos|pad|sep|cls|mask|eod|unk|start|end)_token_ids?$")
@@ -63,7 +67,10 @@ class _Widths:
     @property
     def heads(self) -> int:
         """Query heads."""
-        return self.first("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads") or 1
+        return (
+            self.first("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+            or 1
+        )
 
     @property
     def hidden(self) -> int:
@@ -107,7 +114,10 @@ class _Widths:
 Rule = Callable[[_Widths, int], int]
 # The first pattern that fits a field's name gives its size in the twin.
 _RULES: tuple[tuple[str, Rule], ...] = (
-    (r"(^|_)vocab_size(_per_layer_input|_base)?$|_group_vocab$", lambda w, v: min(v, VOCABULARY) if v <= 4 else VOCABULARY),
+    (
+        r"(^|_)vocab_size(_per_layer_input|_base)?$|_group_vocab$",
+        lambda w, v: min(v, VOCABULARY) if v <= 4 else VOCABULARY,
+    ),
     (r"^(hidden_size|d_model|n_embd|emb_dim|embedding_dim)$", lambda w, v: WIDTH),
     (r"^(embedding_size|word_embed_proj_dim|input_embedding_size|output_embedding_size)$", _Widths.of_hidden),
     (r"^linear_num_(key|value)_heads$", lambda w, v: 2 if v == w.first("linear_num_key_heads") else 4),
@@ -120,7 +130,10 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"^(time_step_rank|mamba_dt_rank)$", lambda w, v: 4),
     (r"^index_n_heads$", lambda w, v: 2),
     (r"^index_head_dim$", lambda w, v: HEAD_WIDTH),
-    (r"^(swa_)?(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|attention_heads)$", _Widths.few_heads),
+    (
+        r"^(swa_)?(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|attention_heads)$",
+        _Widths.few_heads,
+    ),
     (r"^num_decoder_attention_heads$", _Widths.few_heads),
     (r"^encoder_attention_heads$", _Widths.few_heads),
     (r"^(swa_)?(num_key_value_heads|num_kv_heads)$", _Widths.few_heads),
@@ -130,7 +143,10 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"^kv_lora_rank$", lambda w, v: 20),
     (r"^q_lora_rank$", lambda w, v: 28),
     (r"^(q|k|v|qk|swa|swa_v|global|qk_nope|qk_rope|attention)_?head_(dim|size)$", _Widths.head_width),
-    (r"^(head_dim|kv_channels|dim_head|d_head|d_kv|v_head_dim|qk_head_dim|global_head_dim)$", _Widths.head_width),
+    (
+        r"^(head_dim|kv_channels|dim_head|d_head|d_kv|v_head_dim|qk_head_dim|global_head_dim)$",
+        _Widths.head_width,
+    ),
     (r"^rotary_dim$", lambda w, v: HEAD_WIDTH if v * w.heads == w.hidden else HEAD_WIDTH // 2),
     (r"^query_pre_attn_scalar$", lambda w, v: HEAD_WIDTH),
     (r"^(n|num)_shared_experts$|^moe_num_shared_experts$", lambda w, v: min(v, 2)),
@@ -138,7 +154,10 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"^(num_experts_per_tok(en)?|moe_topk|moe_k|top_k)$", lambda w, v: min(v, 2)),
     (r"^(n_group|num_expert_group)$", lambda w, v: min(v, 2)),
     (r"^topk_group$", lambda w, v: 1),
-    (r"(intermediate|ffn|feed_forward|router_hidden).*(size|dim)|^dff$|^dim_ff$|^d_inner$", _Widths.mixer_width),
+    (
+        r"(intermediate|ffn|feed_forward|router_hidden).*(size|dim)|^dff$|^dim_ff$|^d_inner$",
+        _Widths.mixer_width,
+    ),
     (r"^(hidden_size_per_layer_input|ple_embed_dim)$", lambda w, v: 16 if v else 0),
     (r"^(laurel_rank|gated_norm_rank|hc_lowrank|o_lora_rank|adapter_rank)$", lambda w, v: 8),
 )
@@ -197,7 +216,9 @@ def chosen_layers(kinds: Sequence[int], *, runs: bool) -> list[int]:
     return left[: min(count, MOST_LAYERS)]
 
 
-def twin_config(config: PretrainedConfig, layers: Sequence[int], token: int | None = None) -> PretrainedConfig:
+def twin_config(
+    config: PretrainedConfig, layers: Sequence[int], token: int | None = None
+) -> PretrainedConfig:
     """The config of the twin of a model.
 
     Args:
@@ -221,7 +242,9 @@ def twin_config(config: PretrainedConfig, layers: Sequence[int], token: int | No
     return whole
 
 
-def twin_of(config: PretrainedConfig, make: Callable[[PretrainedConfig], PreTrainedModel]) -> PretrainedConfig:
+def twin_of(
+    config: PretrainedConfig, make: Callable[[PretrainedConfig], PreTrainedModel]
+) -> PretrainedConfig:
     """The config of the twin of the model that another config makes.
 
     Args:
@@ -286,7 +309,9 @@ def _small_field(name: str, value: Any, widths: _Widths, count: int, layers: Seq
         return _small(value, [0, 1])
     if name == "per_layer_config" and isinstance(value, dict):
         found = {layer: value.get(layer, value.get(str(layer))) for layer in layers}
-        return {new: _small(found[layer], [0]) for new, layer in enumerate(layers) if found[layer] is not None}
+        return {
+            new: _small(found[layer], [0]) for new, layer in enumerate(layers) if found[layer] is not None
+        }
     if isinstance(value, dict) and "rope" in name:
         return {key: _small_rope(key, each, widths) for key, each in value.items()}
     if type(value) is not int:
@@ -303,7 +328,9 @@ def _small_field(name: str, value: Any, widths: _Widths, count: int, layers: Seq
     return min(value, SPAN) if _SPANS.match(name) and value > 1 else value
 
 
-def _small_list(name: str, values: list[Any], widths: _Widths, count: int, layers: Sequence[int]) -> list[Any]:
+def _small_list(
+    name: str, values: list[Any], widths: _Widths, count: int, layers: Sequence[int]
+) -> list[Any]:
     if _WHICH.match(name):
         return [new for new, layer in enumerate(layers) if layer in values]
     if name == "attention_types":
@@ -341,7 +368,11 @@ def embolden(model: nn.Module, seed: int) -> None:
         elif id(parameter) in tables:
             parameter.copy_(noise * 0.4)
         else:
-            fan_in = parameter.shape[0] if id(parameter) in turned else math.prod(parameter.shape[parameter.ndim - 1 :])
+            fan_in = (
+                parameter.shape[0]
+                if id(parameter) in turned
+                else math.prod(parameter.shape[parameter.ndim - 1 :])
+            )
             parameter.copy_(noise * 1.5 / math.sqrt(fan_in))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -1,7 +1,7 @@
 """What trials of models found, kept on disk so that a second load costs nothing.
 
-They lie where compiled kernels do: in the package's own folder, or, where that cannot be written to, in the user's
-cache folder; `NUMBA_CACHE_DIR` moves both.
+They lie where compiled kernels do: in the package's own folder, or, where that cannot be written to, in the
+user's cache folder; `NUMBA_CACHE_DIR` moves both.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ def verdicts() -> Verdicts:
     """Those of this version of millrace, torch and transformers."""
     asked = os.environ.get("NUMBA_CACHE_DIR")
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folders = [Path(asked) / "trials"] if asked else [PACKAGE / "__pycache__" / "trials", user / "millrace" / "trials"]
+    folders = (
+        [Path(asked) / "trials"]
+        if asked
+        else [PACKAGE / "__pycache__" / "trials", user / "millrace" / "trials"]
+    )
     return Verdicts(folders, f"{torch.__version__} {transformers.__version__} {_code()}")
 
 
@@ -104,6 +108,8 @@ def _read(path: Path, key: str) -> str | None:
 
 def _write(path: Path, verdict: Verdict) -> None:
     """Whole or not at all: another process may read it at any moment."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8"
+    ) as file:
         file.write(verdict.model_dump_json())
     os.replace(file.name, path)

@@ -235,11 +235,11 @@ HEAD = """<!-- Written by `make decoders`; do not edit. -->
 # Model families
 
 Every causal decoder of transformers {version}: {right} are right, {refused} are refused, {wrong} are
-accepted and wrong. `make decoders` writes this page. Each family is made small from its config's defaults, with
-bold weights and short windows, and loaded as a run loads it. *Right* means that millrace accepts it, and that the
-trainer's and the engine's log-probabilities are those of transformers' plain forward of each sequence alone.
-*Refused* means that loading it ends with the sentence given here. A folder with other options than the defaults is
-tried in the same way when it is loaded.
+accepted and wrong. `make decoders` writes this page. Each family is made small from its config's defaults,
+with bold weights and short windows, and loaded as a run loads it. *Right* means that millrace accepts it, and
+that the trainer's and the engine's log-probabilities are those of transformers' plain forward of each
+sequence alone. *Refused* means that loading it ends with the sentence given here. A folder with other options
+than the defaults is tried in the same way when it is loaded.
 """
 
 

@@ -1,7 +1,7 @@
 """What a sampler's model says of tokens that nobody draws, to be compared with what the trainer says.
 
-Most samplers' faults are in steps of decoding. So all but the last tokens are computed in one chunk, as a prompt
-is, and the last ones in a step each.
+Most faults of samplers are in steps of decoding. So all but the last tokens are computed in one chunk, as a
+prompt is, and the last ones in a step each.
 """
 
 from __future__ import annotations

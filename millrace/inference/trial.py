@@ -1,9 +1,9 @@
 """Whether the paged engine computes what transformers does: tried on the same twin as the packed forward.
 
-The engine goes its real way: prompts in chunks that end within a block, samples of one prompt, decoding beyond
-every window, a prompt whose beginning is known, preemption, and new weights under way. Of each token that it
-sampled, the log-probability is compared with that of transformers' plain, uncached forward of the whole
-sequence.
+The engine goes its real way: prompts in chunks that end within a block, samples of one prompt, decoding
+beyond every window, a prompt whose beginning is known, preemption, and new weights under way. Of each token
+that it sampled, the log-probability is compared with that of transformers' plain, uncached forward of the
+whole sequence.
 
 T = tokens of a completion.
 """
@@ -87,7 +87,7 @@ def try_engine(small: Any, reading: Reading) -> str:
 
 def _try_seed(small: Any, reading: Reading, seed: int) -> str:
     before, after = (bold_model(small, reading, number) for number in (seed, seed + len(SEEDS)))
-    engine = _engine(before, CACHE_TOKENS)
+    engine = _engine(before, reading)
     drawn = _serve(engine, after)
     stats = engine.stats()
     if not (stats.prefix_hits and stats.num_preemptions):
@@ -96,14 +96,14 @@ def _try_seed(small: Any, reading: Reading, seed: int) -> str:
     return problem or _no_power(before, reading)
 
 
-def _engine(plain: Model, cache_tokens: int) -> PagedEngine:
-    model = our_model(plain)
+def _engine(plain: Model, reading: Reading) -> PagedEngine:
+    model = our_model(plain, reading)
     model.requires_grad_(False)
     prepare(model)
     return PagedEngine(
         model,
         lambda tokens: "",
-        max_cache_tokens=cache_tokens,
+        max_cache_tokens=CACHE_TOKENS,
         block_size=BLOCK_SIZE,
         max_batch_tokens=CHUNK,
         max_requests=8,
@@ -164,7 +164,7 @@ def _no_power(plain: Model, reading: Reading) -> str:
     prompt = sequences()[2]
 
     def drawn(fault: Callable[[PagedEngine], None]) -> tuple[Tensor, Tensor, Tensor]:
-        engine = _engine(plain, CACHE_TOKENS)
+        engine = _engine(plain, reading)
         (request,) = engine.add(prompt, [_params(13)])
         while request.finish_reason is None:
             if len(engine.drawn(request)[0]) == HALFWAY:
@@ -175,7 +175,7 @@ def _no_power(plain: Model, reading: Reading) -> str:
         models = ([plain], [nudged(plain)])
         return found_T, *(_expected(prompt, completion, each, reading) for each in models)
 
-    facts = facts_of(our_model(plain))
+    facts = facts_of(our_model(plain, reading))
     # One of each kind of layer that attends to its own keys.
     kinds = {
         (layer.window, layer.chunk, facts.pools[n]): n for layer in facts.layers for n in layer.pools[:1]

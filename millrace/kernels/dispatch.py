@@ -1,7 +1,8 @@
 """Which kernel runs: the only place that looks at the device, and the door where inputs are checked.
 
 T = packed tokens, B = segments, or rows of a paged forward, H = query heads, J = key heads, K = width of
-queries and keys, V = width of values, P = blocks of the pool, S = slots of a block, N = chosen tokens, D = model width.
+queries and keys, V = width of values, P = blocks of the pool, S = slots of a block, N = chosen tokens,
+D = model width.
 
 | scan | what it is | runs on |
 |---|---|---|

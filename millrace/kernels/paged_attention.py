@@ -56,7 +56,7 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Keys [P, J, S, K] and values [P, J, S, V] of one layer, zero; values are as wide as keys unless told."""
+    """Keys [P, J, S, K] and values [P, J, S, V] of one layer, zero; V is K without a `value_width`."""
     value_width = width if value_width is None else value_width
     if device.type == "cpu":
         key = torch.zeros(num_blocks, num_heads, width, block_size, dtype=dtype).transpose(2, 3)

@@ -1,7 +1,8 @@
 """Attention over the paged pool as Triton kernels: decode, split along the keys, and ragged prefill.
 
 T = packed query tokens, B = rows (one request each), H = query heads, J = key heads, K = width of queries and
-keys, V = width of values, P = blocks of the pool, S = slots of a block, C = blocks of the longest row, N = splits of the longest row.
+keys, V = width of values, P = blocks of the pool, S = slots of a block, C = blocks of the longest row, N =
+splits of the longest row.
 
 One program attends with all query heads of one key head, for one query (decode) or a tile of neighbouring
 queries (prefill), so that keys and values are read once a group. It walks the keys in tiles, which begin at

@@ -44,24 +44,24 @@ Turns = dict[str, int]
 # What a layer may be called with besides, none of which changes what is attended to: it is said already by
 # positions, segments and masks, or asks for outputs that nobody reads.
 HARMLESS = frozenset(
-    [
-        "position_ids",
+    {
         "cache_position",
-        "position_embeddings",
-        "cu_seq_lens_q",
         "cu_seq_lens_k",
-        "max_length_q",
+        "cu_seq_lens_q",
+        "handed",
+        "layer_idx",
+        "logits_to_keep",
         "max_length_k",
+        "max_length_q",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
         "return_dict",
         "use_cache",
-        "logits_to_keep",
-        "handed",
-        "past_key_values",
-        "layer_idx",
-    ]
+    }
 )
 
 
@@ -123,7 +123,7 @@ class Dealt(ABC):
     def attend(
         self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """What the tokens of this rank attend to, [T, H, V]; the options are scale, window, softcap and chunk."""
+        """What the tokens of this rank attend to, [T, H, V]; options are scale, window, softcap and chunk."""
 
 
 @dataclass(frozen=True, slots=True)

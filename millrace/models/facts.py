@@ -1,4 +1,4 @@
-"""What each layer of a model asks of attention and keeps of a token, recorded from forwards of the model itself.
+"""What each layer of a model asks of attention and keeps of a token, recorded from the model's own forward.
 
 A config does not say it: key heads and widths differ from layer to layer, some layers read another layer's
 keys, some attend twice, and a window or a chunk may stand in the mask alone. So two forwards of a few tokens
@@ -275,7 +275,7 @@ def record_facts(model: PreTrainedModel) -> ModelFacts:
     """
     implementation = model.config._attn_implementation
     model.set_attn_implementation(RECORDED)
-    drops = False
+    takes_ours, drops = model.config._attn_implementation == RECORDED, False
     try:
         try:
             calls, hidden_TD = _first(model, drops=False)
@@ -284,6 +284,10 @@ def record_facts(model: PreTrainedModel) -> ModelFacts:
                 raise
             drops = True
             calls, hidden_TD = _first(model, drops=True)
+    except AttributeError:
+        if takes_ours:
+            raise
+        raise ValueError("its attention is its own, and transformers lets no other take its place") from None
     finally:
         model.set_attn_implementation(implementation)
     asks = _second(model, calls, hidden_TD, drops=drops)
@@ -302,8 +306,8 @@ def _first(model: PreTrainedModel, *, drops: bool) -> tuple[list[Call], Tensor]:
             calls, hidden_TD = _forward(model, 1, drops=drops)
         if leaves and _reaches(hidden_TD[-1], leaves[0]):
             raise ValueError(
-                f"{_mixer(model, drops=drops)} mixes tokens outside of attention, as a convolution or a recurrence does, "
-                "and millrace keeps no state for it"
+                f"{_mixer(model, drops=drops)} mixes tokens outside of millrace's attention, as a "
+                "convolution, a recurrence or an attention of its own does, and there is no kernel for it"
             )
         return [Call(c.module, _detached(c.heads), c.options) for c in calls], hidden_TD.detach()
     finally:
@@ -312,7 +316,10 @@ def _first(model: PreTrainedModel, *, drops: bool) -> tuple[list[Call], Tensor]:
 
 @torch.no_grad()
 def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, drops: bool) -> bool:
-    """Whether layers ask a cache for positions: a forward of other tokens before the same last, far into a row."""
+    """Whether layers ask a cache for positions.
+
+    A forward of other tokens before the same last one, of a row that began long before.
+    """
     view = _Asked()
     try:
         others, other_TD = _forward(model, 2, drops=drops, view=view)

@@ -1,8 +1,8 @@
 """Whether a model with its own weights computes by our modules what it computes by transformers' own.
 
 The architecture is tried on a twin (`models.trial`). Here one layer of each kind is given the same random
-hidden states both ways, and what its mixer of tokens makes of them is compared, relative to its own size: in a
-fresh model it is far smaller than what it is added to.
+hidden states both ways, and what its mixer of tokens makes of them is compared, relative to its own size: in
+a fresh model it is far smaller than what it is added to.
 
 T = tokens, D = model width.
 """

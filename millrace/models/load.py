@@ -19,6 +19,7 @@ from millrace.models.facts import backbone, record_facts
 from millrace.models.layer_check import compare_layers
 from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import output_head
+from millrace.models.own_attention import adopt
 from millrace.models.trial import FAULTS, Reading, find_problem, first_line
 from millrace.observability.files import RESTORE, FileError, shown
 
@@ -90,6 +91,7 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
         ModelError: the shape is impossible, or the architecture cannot run packed.
     """
     attention.register()
+    adopt(config.model_type)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -145,6 +147,7 @@ def load_kind(kind: ModelKind, folder: str | Path, *, dtype: torch.dtype) -> Pre
     attention.register()
     with sentences(path):
         stored = check_files(path)
+        adopt(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).model_type)
         check_total(path, _num_elements(path, kind), stored)
         model, info = kind.auto.from_pretrained(
             path,

@@ -43,6 +43,7 @@ from millrace.models.load import (
     sentences,
 )
 from millrace.models.load_check import check_files, check_total
+from millrace.models.own_attention import adopt
 
 # Where a part begins and ends along each dimension of a whole weight.
 Part = tuple[slice, ...]
@@ -74,6 +75,7 @@ def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LAN
 def empty_of(config: PretrainedConfig, *, dtype: torch.dtype, kind: ModelKind = LANGUAGE) -> Model:
     """The model of a config; otherwise as `empty_model`."""
     attention.register()
+    adopt(config.model_type)
     with torch.device("meta"):
         model: Model = kind.auto.from_config(config, attn_implementation=attention.NAME, dtype=dtype)
     # Dropout off for good: the sampler and the trainer must be one function.

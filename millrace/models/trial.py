@@ -33,6 +33,7 @@ from millrace.models.attention import Packed
 from millrace.models.facts import CacheView, LayerFacts, backbone, record_facts
 from millrace.models.fused import fuse
 from millrace.models.logprobs import hidden_states, states
+from millrace.models.own_attention import adopt
 from millrace.models.twin import (
     LONGEST,
     SPAN,
@@ -94,11 +95,11 @@ class Reading:
         """The same of the class of a model."""
         return replace(self, model_class=type(model))
 
-    def make(self, config: PretrainedConfig) -> PreTrainedModel:
-        """A model of a config with transformers' own eager attention, in float32."""
+    def make(self, config: PretrainedConfig, implementation: str = "eager") -> PreTrainedModel:
+        """A model of a config in float32, with transformers' own eager attention or another."""
         known = self.model_class is None or type(config) in self.auto._model_mapping
         made = self.auto.from_config if known else self.model_class._from_config
-        model: PreTrainedModel = made(config, attn_implementation="eager", dtype=torch.float32)
+        model: PreTrainedModel = made(config, attn_implementation=implementation, dtype=torch.float32)
         return model
 
 
@@ -216,11 +217,13 @@ def bold_model(small: PretrainedConfig, reading: Reading, seed: int) -> PreTrain
     return model
 
 
-def our_model(plain: PreTrainedModel) -> PreTrainedModel:
+def our_model(plain: PreTrainedModel, reading: Reading) -> PreTrainedModel:
     """The same twin with our modules."""
     attention.register()
-    ours = copy.deepcopy(plain)
-    ours.set_attn_implementation(attention.NAME)
+    adopt(plain.config.model_type)
+    # Made anew: of some, attention is a class of its own.
+    ours = reading.make(copy.deepcopy(plain.config), attention.NAME).eval()
+    ours.load_state_dict(plain.state_dict())
     record_facts(ours)
     fuse(ours)
     return ours
@@ -249,7 +252,7 @@ def allowed_difference(expected: Tensor, other: Tensor) -> float:
 
 def _try_seed(small: PretrainedConfig, reading: Reading, seed: int) -> str:
     plain = bold_model(small, reading, seed)
-    ours, tokens = our_model(plain), sequences()
+    ours, tokens = our_model(plain, reading), sequences()
     truth, other = (_with_gradients(model, reading, tokens) for model in (plain, nudged(plain)))
     if not truth.numbers.isfinite().all():
         return "the trial has no power: transformers' own numbers are not finite"
@@ -346,7 +349,7 @@ def _backward(model: PreTrainedModel, numbers: Tensor) -> Numbers:
 
 
 def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """How far gradients differ, relative to the largest number of each, or a small part of the largest of all."""
+    """How far gradients differ, relative to the largest number of each or a small part of the largest of all."""
     largest = max(float(gradient.abs().max()) for gradient in ours.values())
     return {
         name: float((gradient - theirs[name]).abs().max())

@@ -1,8 +1,8 @@
 """A small model of the same classes as a given one, with weights bold enough that a wrong token shows.
 
-What an architecture computes does not depend on how wide it is. So its twin keeps every kind of layer and which
-stands next to which, whether widths are equal or not, and each option of the config. It shrinks widths, the
-number of layers and experts, the vocabulary, and every window or chunk below the length of a trial.
+What an architecture computes does not depend on how wide it is. So its twin keeps every kind of layer and
+which stands next to which, whether widths are equal or not, and each option of the config. It shrinks widths,
+the number of layers and experts, the vocabulary, and every window or chunk below the length of a trial.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def test_keys_travel_no_further_than_they_are_seen(
 ) -> None:
     group: Any = Alone()
     ring = Ring(torch.tensor(lengths), list(torch.arange(30).split(10)), group)
-    plan = ring.plan(window, torch.device("cpu"))
+    plan = ring.plan(window, None, torch.device("cpu"))
     assert plan.hops_P == hops
     assert [bool(tiles.rectangles) for tiles in plan.tiles_P] == [True, False, False]
-    assert ring.plan(window, torch.device("cpu")) is plan
+    assert ring.plan(window, None, torch.device("cpu")) is plan

@@ -232,7 +232,7 @@ SINKS = {
         (
             "mamba",
             MAMBA,
-            "its MambaMixer (backbone.layers.0.mixer) mixes tokens outside of attention, as a convolution",
+            "its MambaMixer (backbone.layers.0.mixer) mixes tokens outside of millrace's attention",
         ),
         (
             "gpt_oss",

@@ -88,9 +88,8 @@ def try_engine(small: Any, reading: Reading) -> str:
 def _try_seed(small: Any, reading: Reading, seed: int) -> str:
     before, after = (bold_model(small, reading, number) for number in (seed, seed + len(SEEDS)))
     engine = _engine(before, reading)
-    drawn = _serve(engine, after)
-    stats = engine.stats()
-    if not (stats.prefix_hits and stats.num_preemptions):
+    drawn, num_preemptions = _serve(engine, after)
+    if not (engine.stats().prefix_hits and num_preemptions):
         return "the trial has no power: no prompt's beginning was known, or no request was preempted"
     problem = _compare(drawn, [before, after], reading)
     return problem or _no_power(before, reading)
@@ -115,20 +114,28 @@ def _params(seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, temperature=HOT, logprobs="raw", seed=seed)
 
 
-def _serve(engine: PagedEngine, after: Model) -> list[Drawn]:
-    """Everything that may happen to a request, in one run that has new weights halfway."""
+def _serve(engine: PagedEngine, after: Model) -> tuple[list[Drawn], int]:
+    """Everything that may happen to a request, in one run that has new weights halfway.
+
+    Returns:
+        what was sampled, and how often a request was preempted for want of blocks.
+    """
     short, long, shortest = sequences()
     requests = engine.add(long, [_params(seed) for seed in range(NUM_SAMPLES)])
     requests += engine.add(short, [_params(10)]) + engine.add(shortest, [_params(11)])
+    num_updated = 0
     while any(request.finish_reason is None for request in requests):
         engine.step()
         if engine.version == 0 and all(len(engine.drawn(request)[0]) >= HALFWAY for request in requests[:1]):
+            before = engine.stats().num_preemptions
             engine.load_weights(named_weights(after), 1)
+            num_updated = engine.stats().num_preemptions - before
     again = engine.add(long, [_params(12)])
     while again[0].finish_reason is None:
         engine.step()
     prompts = [long] * NUM_SAMPLES + [short, shortest, long]
-    return [(prompt, engine.completion(r)) for prompt, r in zip(prompts, requests + again, strict=True)]
+    drawn = [(prompt, engine.completion(r)) for prompt, r in zip(prompts, requests + again, strict=True)]
+    return drawn, engine.stats().num_preemptions - num_updated
 
 
 def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: Reading) -> str:

@@ -331,7 +331,8 @@ def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, dro
         # It wants another cache than we have, and gets none.
         others, other_TD = _forward(model, 2, drops=drops)
     difference = (other_TD[-1] - hidden_TD[-1]).abs().max() / hidden_TD[-1].abs().max().clamp(min=1e-30)
-    if not difference < ROUNDING.get(hidden_TD.dtype, 1e-3):
+    # Numbers that are none say nothing of it; what compares them refuses them.
+    if difference >= ROUNDING.get(hidden_TD.dtype, 1e-3):
         raise ValueError("a token's hidden states depend on other tokens outside of attention")
     if not view.asked:
         return False
@@ -403,7 +404,7 @@ def _reaches(last_D: Tensor, x: Tensor) -> bool:
     # Some weights, since a plain sum of what a norm made depends on nothing.
     weight_D = torch.linspace(0.5, 1.5, last_D.numel(), device=last_D.device).view(last_D.shape)
     (slope,) = torch.autograd.grad((last_D * weight_D).sum(), x, retain_graph=True, allow_unused=True)
-    return slope is not None and bool((slope[:, :-1] != 0).any())
+    return slope is not None and bool((slope[:, :-1].nan_to_num() != 0).any())
 
 
 def _mixer(model: PreTrainedModel, *, drops: bool) -> str:

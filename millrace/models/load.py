@@ -272,6 +272,8 @@ def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> 
         # Dropout off for good: the sampler and the trainer must be one function.
         model.eval()
         try:
+            if whole:
+                _check_finite(model)
             record_facts(model)
             problem = compare_layers(model, reading, whole=whole)
         except FAULTS as error:
@@ -279,6 +281,13 @@ def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> 
     if problem:
         raise ModelError(f"model type {model.config.model_type} cannot be trained by millrace: {problem}")
     return model
+
+
+def _check_finite(model: PreTrainedModel) -> None:
+    """Refuse weights that are no numbers."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"its weight {name} holds numbers that are not finite")
 
 
 def _check_rotary(model: PreTrainedModel) -> None:

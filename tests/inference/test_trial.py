@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def shift_steps(patch: pytest.MonkeyPatch) -> None:
         made = inputs(self, table, plan)
         # Steps of decoding alone: every row computes one token.
         if made.rows.max_count == 1:
-            made.position_T.add_(made.position_T > 30)
+            return replace(made, position_T=made.position_T + (made.position_T > 30))
         return made
 
     patch.setattr(Runner, "inputs", wrong)

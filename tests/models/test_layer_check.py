@@ -43,14 +43,10 @@ def test_a_fault_that_hardly_moves_the_logits_of_a_fresh_model_is_found(
     def wrong(*heads: Any, **options: Any) -> Tensor:
         return packed(*heads, **options) * 1.005
 
-    token_1T = torch.arange(8)[None]
-    plain = READING.plain(model, token_1T)[0] if model.set_attn_implementation("eager") is None else None
-    model.set_attn_implementation(attention.NAME)
     monkeypatch.setattr(attention, "packed_attention", wrong)
     assert compare_layers(model, READING, whole=True).startswith(
         "its Qwen3Attention computes something else, by 0.005"
     )
-    assert plain is not None
 
 
 def test_numbers_that_are_none_are_refused_by_name(tmp_path: Any) -> None:

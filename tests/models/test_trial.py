@@ -61,7 +61,7 @@ PACKED = attention.packed_attention
         (with_option("scale", lambda scale: scale * 1.01), "its packed log-probabilities differ"),
         (
             blind_gradient,
-            "the gradient of its model.layers.0.self_attn.q_proj.weight differs from its own by",
+            "the gradient of its model.layers.",
         ),
     ],
 )
@@ -133,9 +133,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_a_fresh_model_whose_mixers_hardly_move_its_logits_is_refused_by_name(architecture: str) -> None:
     config = fresh_config(architecture, HYBRIDS[architecture], vocab_size=40, eos_token_id=0)
-    with pytest.raises(
-        ModelError, match=r"mixes tokens outside of attention, as a convolution or a recurrence"
-    ):
+    with pytest.raises(ModelError, match=r"mixes tokens outside of millrace's attention, as a convolution"):
         fresh_model(config, seed=0, dtype=torch.float32)
 
 

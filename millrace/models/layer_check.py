@@ -75,7 +75,7 @@ def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> 
     if not whole:
         difference = _relative(found, torch.cat(results))
         if not difference <= most:
-            return f"its packed {reading.what} differ from its own by {difference:.2g} of the largest"
+            return f"its packed {reading.what} differ from its own by {difference:.2g}"
     return ""
 
 

@@ -307,7 +307,7 @@ def broken(folder: Path) -> str:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, folder / "model.safetensors")
-    return "model type qwen3 cannot be trained by millrace: its packed logits differ from its own by nan"
+    return "model type qwen3 cannot be trained by millrace: its packed log-probabilities differ from its own by nan"
 
 
 def other(folder: Path) -> str:

@@ -172,8 +172,8 @@ class Runner:
 
     def restore(self) -> None:
         """Take the memory; the pool is empty."""
-        size = self._num_blocks, self._block_size
-        self._pools = new_pools(self._facts, *size, dtype=self._dtype, device=self.device)
+        blocks = self._num_blocks, self._block_size
+        self._pools = new_pools(self._facts, *blocks, dtype=self._dtype, device=self.device)
         if self.routed is not None:
             # What fills a graph up is sent to slot -1, which is in a block that nobody has.
             size = (self._num_blocks + 1, self._block_size, *self.routed)

@@ -307,12 +307,9 @@ def _attend(
     n = tl.minimum(r // GROUP, num_queries - 1)
     token = tl.load(first + b) + before + n
     head = tl.program_id(1).to(tl.int64) * GROUP + r % GROUP
-    d = tl.arange(0, WIDTH_2)
-    to_token, to_head, to_lane = inputs[3]
-    at = token[:, None] * to_token + head[:, None] * to_head + d[None, :] * to_lane
-    query = tl.load(inputs[0] + at, (d < WIDTH)[None, :], other=0).to(FACTOR)
-    share, highest, total = _walk(
-        query,
+    query = _asked(inputs[0], inputs[3], token, head, WIDTH=WIDTH, WIDTH_2=WIDTH_2)
+    found = _walk(
+        query.to(FACTOR),
         start_b + n,
         inputs,
         table + b.to(tl.int64) * to_row,
@@ -329,7 +326,41 @@ def _attend(
         SIZE=SIZE,
         TILE=TILE,
     )
-    kept = r // GROUP < num_queries
+    kept, place = r // GROUP < num_queries, (b, token, head)
+    _leave(outs, place, found, kept, GROUP=GROUP, SPLIT=SPLIT, VALUE_WIDTH=VALUE_WIDTH, VALUE_2=VALUE_2)
+
+
+@triton.jit
+def _asked(
+    queries: tl.tensor,
+    strides: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    *,
+    WIDTH: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+) -> tl.tensor:
+    """The queries of some tokens at some heads."""
+    d = tl.arange(0, WIDTH_2)
+    to_token, to_head, to_lane = strides
+    at = token[:, None] * to_token + head[:, None] * to_head + d[None, :] * to_lane
+    return tl.load(queries + at, (d < WIDTH)[None, :], other=0)
+
+
+@triton.jit
+def _leave(
+    outs: tl.tensor,
+    place: tl.tensor,
+    found: tl.tensor,
+    kept: tl.tensor,
+    *,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_2: tl.constexpr,
+) -> None:
+    """Write what a program found: the result, or a part of it for `_merge`."""
+    (b, token, head), (share, highest, total) = place, found
     line = token * (tl.num_programs(1) * GROUP) + head
     if SPLIT is None:
         share = share / total[:, None]

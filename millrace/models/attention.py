@@ -195,21 +195,20 @@ def attention(
         query: [1, H, T, K], rotary positions applied.
         key: [1, J, T, K].
         value: [1, J, T, V].
-        attention_mask: None but while a model is recorded: segments, positions and facts say what is seen.
+        attention_mask: None but while a model is recorded.
         context: what this forward is.
         scaling: factor of the scores; 1/sqrt(K) if None.
         sliding_window: as in `packed_attention`; what the recorded mask says goes before it.
         softcap: likewise.
         dropout: must be 0 or None.
         is_causal: must not be False.
-        kwargs: what transformers passes besides, refused unless it is `HARMLESS` or None.
+        kwargs: what transformers passes besides, refused unless `HARMLESS` or None.
 
     Returns:
         [1, T, H, V] and no attention weights.
 
     Raises:
-        ValueError: no context was given, the layer was not recorded, or it asks for something this function
-            does not do.
+        ValueError: no context was given, the layer was not recorded, or it asks for what is not done here.
     """
     context = carried_context(key) if context is None else context
     if context is None:
@@ -217,10 +216,10 @@ def attention(
             "a model loaded by millrace must be called with context=Packed(...), Paged(...) or Decode(...)"
         )
     _refuse_unknown(module, {**kwargs, "dropout": dropout or None, "is_causal": is_causal in (None, True)})
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Not x[0], whose backward fills a tensor with zeros and writes the slope into it.
     query_THK, key_TJK, value_TJV = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap, "chunk": None}
+    options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap, "chunk": None}
     of_layer: LayerFacts | None = getattr(module, "millrace_layer", None)
     if isinstance(context, Recorder):
         if of_layer is not None:

@@ -292,7 +292,7 @@ def record_facts(model: PreTrainedModel) -> ModelFacts:
         model.set_attn_implementation(implementation)
     asks = _second(model, calls, hidden_TD, drops=drops)
     facts = _facts(model, calls, asks=asks, drops=drops)
-    model.millrace_facts = facts  # type: ignore[assignment]
+    model.millrace_facts = facts
     return facts
 
 
@@ -403,7 +403,9 @@ def _reaches(last_D: Tensor, x: Tensor) -> bool:
         return False
     # Some weights, since a plain sum of what a norm made depends on nothing.
     weight_D = torch.linspace(0.5, 1.5, last_D.numel(), device=last_D.device).view(last_D.shape)
-    (slope,) = torch.autograd.grad((last_D * weight_D).sum(), x, retain_graph=True, allow_unused=True)
+    slope: Tensor | None = torch.autograd.grad(
+        (last_D * weight_D).sum(), x, retain_graph=True, allow_unused=True
+    )[0]
     return slope is not None and bool((slope[:, :-1].nan_to_num() != 0).any())
 
 

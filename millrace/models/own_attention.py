@@ -41,7 +41,7 @@ def _ours(module: Any) -> bool:
 
 
 def _gptj(theirs: Any, file: Any) -> Any:
-    class GPTJAttention(theirs):  # type: ignore[misc]
+    class GPTJAttention(theirs):
         def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
             if not _ours(self):
                 return super()._attn(query, key, value, attention_mask)
@@ -51,7 +51,7 @@ def _gptj(theirs: Any, file: Any) -> Any:
 
 
 def _gpt_neo(theirs: Any, file: Any) -> Any:
-    class GPTNeoSelfAttention(theirs):  # type: ignore[misc]
+    class GPTNeoSelfAttention(theirs):
         def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
             if not _ours(self):
                 return super()._attn(query, key, value, attention_mask)
@@ -63,7 +63,7 @@ def _gpt_neo(theirs: Any, file: Any) -> Any:
 
 
 def _falcon(theirs: Any, file: Any) -> Any:
-    class FalconAttention(theirs):  # type: ignore[misc]
+    class FalconAttention(theirs):
         def forward(
             self,
             hidden_states: Tensor,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.models.load import Model, fresh_config, fresh_model
 
@@ -45,6 +45,8 @@ EXPERTS: dict[str, Any] = {
     "topk_group": 1,
 }
 OLD: dict[str, Any] = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
+# Their sizes have names of their own.
+OLD_NAMES = ("gpt_bigcode", "gptj")
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | EXPERTS,
     "deepseek_v3": LATENT | EXPERTS,
@@ -52,7 +54,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma3n_text": EIGHT
     | {
-        "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
         "layer_types": SLIDING,
         "sliding_window": WINDOW,
@@ -68,7 +69,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": SLIDING,
         "sliding_window": WINDOW,
         "num_kv_shared_layers": 2,
-        "global_head_dim": 16,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCABULARY,
     },
@@ -109,12 +109,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str) -> Any:
-    from transformers import AutoConfig
-
     known = AutoConfig.for_model(family).to_dict()
-    shape = {key: value for key, value in (SIZES | FAMILIES[family]).items() if key in known}
-    if family in ("gptj", "gpt_bigcode"):
+    if family in OLD_NAMES:
         shape = FAMILIES[family]
+    else:
+        shape = {key: value for key, value in (SIZES | FAMILIES[family]).items() if key in known}
     return fresh_config(family, shape, vocab_size=VOCABULARY, eos_token_id=0)
 
 

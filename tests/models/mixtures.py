@@ -26,7 +26,8 @@ DEEPSEEK: dict[str, Any] = {
     "q_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
-    "v_head_dim": 12,
+    # Narrower than keys, as released.
+    "v_head_dim": 8,
 }
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"moe_intermediate_size": 24},

@@ -19,12 +19,15 @@ from millrace.models.ring import Ring
 from millrace.models.ulysses import Ulysses
 from millrace.planner.layout import Layout
 from tests.close import close_fp32
+from tests.models.families import bold_family
 from tests.models.tiny import VOCABULARY, random_batch, tiny_model
 from tests.ranks import run_ranks
 
 KINDS: tuple[Kind, ...] = ("ulysses", "ring")
 # Mistral has a window, Gemma 2 one in every other layer and caps on its scores.
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2", "qwen3_moe")
+# Values narrower than keys; chunks, and positions that layers ask a cache for; keys of other layers.
+FURTHER = ("minicpm3", "llama4_text", "gemma3n_text")
 
 
 def weighted(batch: Batch) -> Batch:
@@ -124,16 +127,20 @@ def together(ranks: list[dict[str, Tensor]], prefix: str, what: str) -> list[Ten
 
 def trials() -> list[tuple[str, str]]:
     """Every architecture on one row, and one architecture on every row."""
-    return [(architecture, "uneven") for architecture in ARCHITECTURES] + [
+    return [(architecture, "uneven") for architecture in (*ARCHITECTURES, *FURTHER)] + [
         ("gemma2", name) for name in ROWS if name != "uneven"
     ]
+
+
+def model_of(architecture: str) -> Model:
+    return bold_family(architecture) if architecture in FURTHER else tiny_model(architecture)
 
 
 def ranks_compute(rank: int, num_ranks: int) -> dict[str, Tensor]:
     mesh = make_mesh(Layout(cp=num_ranks), "cpu")
     found = {}
     for architecture, name in trials():
-        model = tiny_model(architecture)
+        model = model_of(architecture)
         for kind in KINDS:
             for what, tensor in spread(model, ROWS[name], mesh, kind).items():
                 found[f"{kind} {architecture} {name} {what}"] = tensor
@@ -194,7 +201,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
 def test_ranks_compute_what_one_process_does(
     ranks: list[dict[str, Tensor]], architecture: str, name: str
 ) -> None:
-    expected = one_process(tiny_model(architecture), ROWS[name])
+    expected = one_process(model_of(architecture), ROWS[name])
     for kind in KINDS:
         for what, tensor in expected.items():
             for found in together(ranks, f"{kind} {architecture} {name}", what):

@@ -1,4 +1,4 @@
-"""Families that need widths, pools, windows, chunks or positions of their own: each is transformers' own model."""
+"""Families with widths, pools, windows or positions of their own are what transformers makes of them."""
 
 from __future__ import annotations
 
@@ -72,9 +72,25 @@ def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(family: 
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Those that go a way of their own through the engine; the others' layers are like one of theirs.
+QUICK = {
+    "deepseek_v3",
+    "diffllama",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt_neo",
+    "llama4_text",
+    "qwen2_moe",
+    "stablelm",
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in FAMILIES],
+)
 def test_the_engine_draws_from_what_a_plain_forward_gives(family: str) -> None:
-    """Prompts in chunks beside drawn tokens, samples of one prompt, a shared beginning, and all of it again."""
+    """Chunks of prompts beside drawn tokens, samples of a prompt, a shared beginning, and all of it again."""
     model, twin = pair(family)
     first, short, _ = (row.tolist() for row in rows())
     prompts = [first, first, [*first[:18], 3, 4], short]

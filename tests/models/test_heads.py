@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from millrace.kernels.packed_attention import Segments
+from millrace.models import attention
 from millrace.models.attention import Packed
 from millrace.models.heads import (
     load_or_make_scalar_model,

@@ -17,15 +17,22 @@ from millrace.models.logprobs import chosen_logprobs
 from millrace.types import Completion, Outcome, SamplingParams, Trajectory, Turn
 from tests.close import close_fp64
 from tests.inference.fresh import paged, random_requests
+from tests.models.families import bold_family
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, tiny_model
 
-DENSE = [name for name in SHAPES if name not in ("qwen3_moe", "mixtral")]
+# MiniCPM 3 has values narrower than keys.
+FURTHER = ["minicpm3"]
+DENSE = [name for name in SHAPES if name not in ("qwen3_moe", "mixtral")] + FURTHER
 DTYPES = [torch.float32, torch.float64]
 TEMPERATURE = 0.7
 
 
 def deterministic_model(architecture: str, dtype: torch.dtype = torch.float32) -> Model:
-    model = tiny_model(architecture, dtype=dtype)
+    model = (
+        bold_family(architecture).to(dtype)
+        if architecture in FURTHER
+        else tiny_model(architecture, dtype=dtype)
+    )
     fuse(model)
     set_deterministic(model)
     return model

@@ -8,12 +8,16 @@ import pytest
 from millrace.inference.reference import ReferenceEngine
 from tests.close import close_fp32
 from tests.inference.fresh import decode, paged, random_requests, same
+from tests.models.families import bold_family
 from tests.models.tiny import SHAPES, tiny_model
 
+# Values narrower than keys; two calls of attention in a layer; keys of other layers; chunks and positions.
+FURTHER = ("minicpm3", "diffllama", "gemma3n_text", "llama4_text")
 
-@pytest.mark.parametrize("architecture", SHAPES)
+
+@pytest.mark.parametrize("architecture", [*SHAPES, *FURTHER])
 def test_the_paged_engine_draws_what_the_reference_engine_draws(architecture: str) -> None:
-    model = tiny_model(architecture)
+    model = bold_family(architecture) if architecture in FURTHER else tiny_model(architecture)
     prompts, params = random_requests(5, 24)
     theirs = ReferenceEngine(model, decode).generate(prompts, params)
     ours = paged(model).generate(prompts, params)

@@ -22,8 +22,6 @@ from tests.inference.fresh import decode, paged, random_requests
 from tests.models.mixtures import MIXTURES, NUM_CHOICES, mixture
 from tests.models.tiny import tiny_model
 
-# DeepSeek's keys and values are of other widths than the engines' caches.
-SAMPLED = [name for name in MIXTURES if name != "deepseek_v3"]
 SIZES: dict[str, dict[str, Any]] = {
     "roomy": {},
     # Rows are preempted, and computed anew.
@@ -52,7 +50,7 @@ def check_routes(model: Model, prompts: Sequence[tuple[int, ...]], completions: 
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("architecture", SAMPLED)
+@pytest.mark.parametrize("architecture", MIXTURES)
 def test_the_paged_engine_tells_where_each_token_went(architecture: str, sizes: str) -> None:
     model = mixture(architecture)
     engine = paged(copy.deepcopy(model).requires_grad_(False), record_experts=True, **SIZES[sizes])
@@ -65,7 +63,7 @@ def test_the_paged_engine_tells_where_each_token_went(architecture: str, sizes: 
     assert (stats.prefix_hits > 0) == (sizes != "without prefixes")
 
 
-@pytest.mark.parametrize("architecture", SAMPLED)
+@pytest.mark.parametrize("architecture", MIXTURES)
 def test_the_reference_engine_tells_the_same(architecture: str) -> None:
     model = mixture(architecture)
     engine = ReferenceEngine(

@@ -182,11 +182,18 @@ class _Masks:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._made: list[tuple[Tensor, dict[str, int | None]]] = []
+        self._made: list[tuple[Tensor, dict[str, int | None] | ValueError]] = []
 
     def make(self, num_rows: int, mask_function: Callable[..., Any], device: Any) -> Tensor:
-        """The boolean mask of a row, [rows, 1, T, T], once its limits are known."""
-        limits = fit(mask_function, self._longest)
+        """The boolean mask of a row, [rows, 1, T, T]; limits that we do not have are kept as an error.
+
+        Not every mask is given to a layer: a decoder also makes that of an encoder that is not there.
+        """
+        limits: dict[str, int | None] | ValueError
+        try:
+            limits = fit(mask_function, self._longest)
+        except ValueError as error:
+            limits = error
         index_T = torch.arange(TOKENS, device=device)
         seen = mask_function(0 * index_T[:1], 0 * index_T[:1], index_T[:, None], index_T)
         mask = torch.as_tensor(seen, device=device).expand(num_rows, 1, TOKENS, TOKENS).contiguous()
@@ -197,10 +204,12 @@ class _Masks:
         """Those of a mask that a layer was given.
 
         Raises:
-            ValueError: it is none that was made here.
+            ValueError: it is none that was made here, or none that a kernel has.
         """
         for made, limits in self._made:
             if (made.data_ptr(), made.shape, made.dtype) == (mask.data_ptr(), mask.shape, mask.dtype):
+                if isinstance(limits, ValueError):
+                    raise limits
                 return limits
         raise ValueError(
             f"its {type(layer).__name__} adds a bias to the attention mask or changes it (as ALiBi does), "
@@ -324,11 +333,14 @@ def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, dro
     try:
         others, other_TD = _forward(model, 2, drops=drops, view=view)
     except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-        if view.asked:
+        if view.asked and drops:
             raise ValueError(
                 f"it asks a cache for the length of the sequence in its own way: {error}"
             ) from None
+        others = []
+    if len(others) != len(calls):
         # It wants another cache than we have, and gets none.
+        view.asked = False
         others, other_TD = _forward(model, 2, drops=drops)
     difference = (other_TD[-1] - hidden_TD[-1]).abs().max() / hidden_TD[-1].abs().max().clamp(min=1e-30)
     # Numbers that are none say nothing of it; what compares them refuses them.

@@ -259,7 +259,10 @@ def _try_seed(small: PretrainedConfig, reading: Reading, seed: int) -> str:
     if not truth.numbers.isfinite().all():
         return "the trial has no power: transformers' own numbers are not finite"
     allowed = allowed_difference(truth.numbers, other.numbers)
-    found = distance(packed_numbers(ours, reading, tokens), truth.numbers)
+    try:
+        found = distance(packed_numbers(ours, reading, tokens), truth.numbers)
+    except FAULTS as error:
+        return _cause(plain, reading, allowed) or first_line(error)
     if not found <= allowed:
         return _cause(plain, reading, allowed) or (
             f"its packed {reading.what} differ from its own by {found:.2g}, rounding allows {allowed:.1g}"
@@ -286,9 +289,11 @@ def _cause(plain: PreTrainedModel, reading: Reading, allowed: float) -> str:
     if distance(reading.plain(plain, changed_1T)[0, :-1], expected[:-1]) > allowed:
         return "what it makes of a token depends on the tokens behind it, as in an encoder"
     hidden_1TD = backbone(plain)(token_1T, use_cache=False).last_hidden_state
-    if distance(reading.packed(plain, hidden_1TD[0]), expected) > allowed:
-        return "its head computes more of the hidden states than one linear layer"
-    return ""
+    try:
+        apart = distance(reading.packed(plain, hidden_1TD[0]), expected)
+    except FAULTS:
+        apart = float("inf")
+    return "its head is not one linear layer on the final hidden states" if apart > allowed else ""
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -352,7 +357,7 @@ def _backward(model: PreTrainedModel, numbers: Tensor) -> Numbers:
 
 
 def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """How far gradients differ, relative to the largest number of each or a small part of the largest of all."""
+    """How far gradients differ, relative to the largest number of each, or a part of the largest of all."""
     largest = max(float(gradient.abs().max()) for gradient in ours.values())
     return {
         name: float((gradient - theirs[name]).abs().max())

@@ -55,7 +55,7 @@ def growing(row: Any, head: Any, query: Any, key: Any) -> Any:
         ),
         (sinks, "its mask does not let token 299 see itself and an unbroken run"),
         (growing, "which no window and no chunks do"),
-        (packed_sequence_mask_function(torch.zeros(1, 8)), "its mask depends on more than the places of two"),
+        (packed_sequence_mask_function(torch.zeros(1, 7)), "its mask depends on more than the places of two"),
     ],
 )
 def test_other_masks_are_refused(mask: Callable[..., Any], words: str) -> None:

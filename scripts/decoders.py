@@ -47,9 +47,15 @@ MOST = 0.01
 
 # What a config lacks by default, and without which transformers makes no model.
 LACKING: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 1e4}},
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2, "n_routed_experts": 8},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 6, "num_hidden_layers": 18},
@@ -191,7 +197,7 @@ def _largest(found: Tensor, expected: Tensor) -> float:
 
 
 def _first(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error) or type(error).__name__).strip()[:160]
+    return re.sub(r"\s+", " ", str(error) or type(error).__name__).strip()[:300]
 
 
 def _reason(sentence: str) -> str:

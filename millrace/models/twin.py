@@ -77,6 +77,11 @@ class _Widths:
         """Width of the model."""
         return self.first("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim") or 0
 
+    @property
+    def inner(self) -> int:
+        """Width within a state space model's mixer."""
+        return WIDTH * (self.first("mamba_expand", "expand") or 2)
+
     def few_heads(self, value: int) -> int:
         """As many query heads stay as many, one stays one, any other number becomes two."""
         if value in (0, 1):
@@ -122,11 +127,12 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"^(embedding_size|word_embed_proj_dim|input_embedding_size|output_embedding_size)$", _Widths.of_hidden),
     (r"^linear_num_(key|value)_heads$", lambda w, v: 2 if v == w.first("linear_num_key_heads") else 4),
     (r"^linear_(key|value)_head_dim$", lambda w, v: 8 if v == w.first("linear_key_head_dim") else 12),
-    (r"^(mamba_n_heads|mamba_num_heads|n_mamba_heads)$", lambda w, v: 8 if v > 2 else v),
+    (r"^(mamba_n_heads|mamba_num_heads|n_mamba_heads)$", lambda w, v: w.inner // HEAD_WIDTH),
     (r"^(mamba_d_head|mamba_head_dim|mamba_headdim)$", lambda w, v: HEAD_WIDTH),
     (r"^(mamba_d_state|state_size|ssm_state_size)$", lambda w, v: 8),
     (r"^(mamba_n_groups|mamba_ngroups|n_groups)$", lambda w, v: min(v, 2)),
-    (r"^(mamba_d_ssm|lru_width)$", lambda w, v: 128 if v != w.hidden else WIDTH),
+    (r"^mamba_d_ssm$", lambda w, v: w.inner),
+    (r"^lru_width$", _Widths.of_hidden),
     (r"^(time_step_rank|mamba_dt_rank)$", lambda w, v: 4),
     (r"^index_n_heads$", lambda w, v: 2),
     (r"^index_head_dim$", lambda w, v: HEAD_WIDTH),
@@ -271,6 +277,9 @@ def twin_of(
                 return small
         except Exception as error:  # whatever a config of these classes leads to
             problem = error
+    with torch.device("meta"):
+        if sum(p.numel() for p in make(config).parameters()) <= MOST_PARAMETERS:
+            return copy.deepcopy(config)  # small as it is
     raise TwinError(f"no small model of its kind can be made: {_sentence(problem)}")
 
 

@@ -41,13 +41,15 @@ def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> 
 
     Args:
         model: with its weights; its facts are recorded (`models.facts`).
-        reading: what is compared besides where the model is not whole.
-        whole: whether all of it is in this process; otherwise all ranks that have parts call this in step.
+        reading: what is compared of a model that is not whole.
+        whole: whether all of it is in this process, so that single layers can be compared; otherwise all
+            ranks that have parts call this in step.
 
     Raises:
         ValueError, TypeError, ...: whatever a forward of these modules raises.
     """
-    mixers, device = _mixers(model), next(model.parameters()).device
+    # Parts of a model may have parts of the tokens too: of those only the results are compared.
+    mixers, device = _mixers(model) if whole else [], next(model.parameters()).device
     token_T = torch.arange(1, sum(LENGTHS) + 1, device=device) % model.config.get_text_config().vocab_size
     own: list[list[Tensor]] = []
     results: list[Tensor] = []
@@ -55,7 +57,7 @@ def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> 
         model.set_attn_implementation("eager")
         for first, count in ((0, LENGTHS[0]), LENGTHS):
             part_1T = token_T[None, first : first + count]
-            with _watched(mixers, first, enough=whole) as made:
+            with _watched(mixers, first) as made:
                 results.append(reading.plain(model, part_1T)[0])
             own.append(made)
     finally:
@@ -64,7 +66,7 @@ def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> 
     fuse(model)
     position_T = torch.cat([torch.arange(count, device=device) for count in LENGTHS])
     context = Packed(Segments.of(torch.tensor(LENGTHS)).to(device))
-    with _watched(mixers, 0, enough=whole) as ours:
+    with _watched(mixers, 0) as ours:
         found = reading.packed(model, hidden_states(model, token_T, position_T, context))
     most = MOST.get(model.dtype, MOST_NARROW)
     for mixer, made, *theirs in zip(mixers, ours, *own, strict=True):
@@ -93,13 +95,14 @@ def _mixers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextmanager
-def _watched(mixers: Sequence[nn.Module], first: int, *, enough: bool) -> Iterator[list[Tensor]]:
+def _watched(mixers: Sequence[nn.Module], first: int) -> Iterator[list[Tensor]]:
     """Within, mixers are given the same random hidden states by whoever calls them; what each makes is kept.
+
+    A forward ends where all were called.
 
     Args:
         mixers: are watched.
         first: which of the random rows is the first of the call's.
-        enough: whether the forward ends once each was called.
     """
     made: dict[nn.Module, Tensor] = {}
 
@@ -115,7 +118,7 @@ def _watched(mixers: Sequence[nn.Module], first: int, *, enough: bool) -> Iterat
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output
         made[module] = out.reshape(-1, out.shape[-1])
-        if enough and len(made) == len(mixers):
+        if len(made) == len(mixers):
             raise _Enough
 
     kept: list[Tensor] = []

@@ -134,8 +134,10 @@ def _serve(engine: PagedEngine, after: Model) -> tuple[list[Drawn], int]:
     while again[0].finish_reason is None:
         engine.step()
     prompts = [long] * NUM_SAMPLES + [short, shortest, long]
-    drawn = [(prompt, engine.completion(r)) for prompt, r in zip(prompts, requests + again, strict=True)]
-    return drawn, engine.stats().num_preemptions - num_updated
+    pairs = zip(prompts, requests + again, strict=True)
+    return [
+        (prompt, engine.completion(request)) for prompt, request in pairs
+    ], engine.stats().num_preemptions - num_updated
 
 
 def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: Reading) -> str:
@@ -159,11 +161,9 @@ def _expected(
     """What the models make of the tokens that were sampled with the weights of each, [T]."""
     tokens = [*prompt, *completion.token_ids]
     picked = torch.arange(len(prompt), len(tokens))
-    chosen_VT = [
-        plain_numbers(model, reading, [tokens])[picked - 1, torch.tensor(tokens)[picked]] for model in models
-    ]
-    version_T = torch.from_numpy(completion.versions).long()
-    return torch.stack(chosen_VT)[version_T, torch.arange(len(picked))]
+    where = picked - 1, torch.tensor(tokens)[picked]
+    by_version = torch.stack([plain_numbers(model, reading, [tokens])[where] for model in models])
+    return by_version[torch.from_numpy(completion.versions).long(), torch.arange(len(picked))]
 
 
 def _no_power(plain: Model, reading: Reading) -> str:
@@ -179,14 +179,15 @@ def _no_power(plain: Model, reading: Reading) -> str:
             engine.step()
         completion = engine.completion(request)
         found_T = torch.from_numpy(completion.logprobs).float()
-        models = ([plain], [nudged(plain)])
-        return found_T, *(_expected(prompt, completion, each, reading) for each in models)
+        expected_T = _expected(prompt, completion, [plain], reading)
+        return found_T, expected_T, _expected(prompt, completion, [nudged(plain)], reading)
 
     facts = facts_of(our_model(plain, reading))
     # One of each kind of layer that attends to its own keys.
     kinds = {
         (layer.window, layer.chunk, facts.pools[n]): n for layer in facts.layers for n in layer.pools[:1]
     }
+    faults: list[tuple[str, Callable[[PagedEngine], None]]]
     faults = [(f"the keys of pool {n} are lost", partial(_lose, n)) for n in kinds.values()]
     faults += [("two layers' keys are confused", _swap)] * (facts.pools[1:2] == facts.pools[:1])
     for name, fault in faults:

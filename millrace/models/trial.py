@@ -471,7 +471,7 @@ def mixes_tokens(plain: PreTrainedModel, reading: Reading, index: int) -> bool:
 
 
 @torch.no_grad()
-def _uses_positions(plain: PreTrainedModel, reading: Reading, tokens: list[list[int]], least: float) -> bool:
+def _uses_positions(plain: PreTrainedModel, tokens: list[list[int]], least: float) -> bool:
     """Whether transformers' own numbers change where positions have a gap."""
     token_1T = torch.tensor([tokens[1]])
     position_1T = torch.arange(token_1T.shape[1])[None]

@@ -317,9 +317,14 @@ def _small_field(name: str, value: Any, widths: _Widths, count: int, layers: Seq
     if isinstance(value, dict) and name.endswith("_config") and name != "per_layer_config":
         return _small(value, [0, 1])
     if name == "per_layer_config" and isinstance(value, dict):
-        found = {layer: value.get(layer, value.get(str(layer))) for layer in layers}
+        changed = {layer: value.get(layer) or value.get(str(layer)) or {} for layer in layers}
+        whole = {
+            layer: _small({**widths.config, **changed[layer]}, [0]) for layer in layers if changed[layer]
+        }
         return {
-            new: _small(found[layer], [0]) for new, layer in enumerate(layers) if found[layer] is not None
+            new: {key: whole[layer][key] for key in changed[layer]}
+            for new, layer in enumerate(layers)
+            if layer in whole
         }
     if isinstance(value, dict) and "rope" in name:
         return {key: _small_rope(key, each, widths) for key, each in value.items()}

@@ -29,6 +29,8 @@ RECORDED = "millrace_recorded"
 TOKENS = 7
 # No window or chunk is looked for beyond so many tokens.
 LONGEST = 1 << 20
+# What a model's forward raises where it does not go with ours.
+FAULTS = (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError)
 # The last token's hidden states may differ by so much in two forwards whose other tokens differ.
 ROUNDING = {torch.bfloat16: 0.05, torch.float16: 0.01}
 
@@ -269,7 +271,7 @@ def in_context(model: PreTrainedModel, position_T: Tensor, context: Any) -> dict
     return view if facts.drops_context else {"context": context, **view}
 
 
-def record_facts(model: PreTrainedModel) -> ModelFacts:
+def record_facts(model: PreTrainedModel, *, in_step: bool = False) -> ModelFacts:
     """Record a model, and leave the facts on it and on its attention layers.
 
     Weights do not matter; the model must compute. Where autograd is off, only other tokens' numbers and no
@@ -277,6 +279,8 @@ def record_facts(model: PreTrainedModel) -> ModelFacts:
 
     Args:
         model: made with `attn_implementation="millrace"`.
+        in_step: whether other ranks compute parts of the same forwards; a model that drops the context is
+            refused then.
 
     Raises:
         ValueError: a layer attends in a way that millrace does not, or something else mixes tokens; the
@@ -291,6 +295,8 @@ def record_facts(model: PreTrainedModel) -> ModelFacts:
         except (ContextLost, TypeError) as error:
             if isinstance(error, TypeError) and "context" not in str(error):
                 raise
+            if in_step:
+                raise ValueError("its layers pass on no context, and stages have no cache for it") from None
             drops = True
             calls, hidden_TD = _first(model, drops=True)
     except AttributeError:
@@ -329,17 +335,18 @@ def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, dro
 
     A forward of other tokens before the same last one, of a row that began long before.
     """
-    view = _Asked()
+    view, by_token = _Asked(torch.full((TOKENS,), LONGEST)), True
     try:
         others, other_TD = _forward(model, 2, drops=drops, view=view)
-    except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-        if view.asked and drops:
-            raise ValueError(
-                f"it asks a cache for the length of the sequence in its own way: {error}"
-            ) from None
-        others = []
+    except FAULTS:
+        # Where one length must do for the whole row, it must not matter.
+        by_token, asked, view = False, view.asked, _Asked(LONGEST)
+        try:
+            # Without having asked it wants another cache than we have, and gets none.
+            others, other_TD = _forward(model, 2, drops=drops, view=view if asked else None)
+        except FAULTS:
+            others = []
     if len(others) != len(calls):
-        # It wants another cache than we have, and gets none.
         view.asked = False
         others, other_TD = _forward(model, 2, drops=drops)
     difference = (other_TD[-1] - hidden_TD[-1]).abs().max() / hidden_TD[-1].abs().max().clamp(min=1e-30)
@@ -349,20 +356,25 @@ def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, dro
     if not view.asked:
         return False
     pairs = ((one.heads, other.heads) for one, other in zip(calls, others, strict=True))
-    return not all(torch.equal(x[-1], y[-1]) for pair in pairs for x, y in zip(*pair, strict=True))
+    matters = not all(torch.equal(x[-1], y[-1]) for pair in pairs for x, y in zip(*pair, strict=True))
+    if matters and not by_token:
+        raise ValueError(
+            "its layers ask a cache for one position of a whole row, where each token has its own"
+        )
+    return matters
 
 
 class _Asked(CacheView):
     """Says that the row began long before, and remembers that it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: Any) -> None:
         self.recorder = Recorder()
         super().__init__(torch.arange(TOKENS), self.recorder)
-        self.asked = False
+        self.asked, self._length = False, length
 
-    def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
+    def get_seq_length(self, *_: Any, **__: Any) -> Any:
         self.asked = True
-        return torch.full((TOKENS,), LONGEST)
+        return self._length
 
 
 def _forward(

@@ -207,16 +207,21 @@ def _compute_buffers(model: Model) -> None:
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
-            module._buffers[name] = torch.full_like(buffer, float("nan"), device="cpu")
+            module._buffers[name] = torch.full_like(buffer, _unknown(buffer), device="cpu")
         if buffers:
             # Its parameters have no memory yet, so nothing is drawn.
             model._init_weights(module)
     for name, buffer in model.named_non_persistent_buffers():
-        if buffer.isnan().any():
+        if (buffer.isnan() | (buffer == _unknown(buffer))).any():
             raise ModelError(
                 f"a {model.config.model_type} cannot be loaded in parts, since transformers does not say how "
                 f"its {name} is computed; load it whole"
             )
+
+
+def _unknown(buffer: Tensor) -> float:
+    """What stands in a buffer until it is computed."""
+    return torch.iinfo(buffer.dtype).min if buffer.dtype in (torch.int32, torch.int64) else float("nan")
 
 
 def _without_numbers(model: Model) -> set[str]:

@@ -73,7 +73,7 @@ def check_stages(
 
     def compare() -> None:
         try:
-            if _inside(runners.values(), lambda: record_facts(whole)).needs_view:
+            if _inside(runners.values(), lambda: record_facts(whole, in_step=True)).needs_view:
                 raise ValueError("its layers need a cache besides hidden states, which stages do not have")
             whole_TD = _inside(
                 runners.values(), lambda: hidden_states(whole, token_T, row.position_T, row.context)

@@ -89,6 +89,13 @@ def test_the_view_of_a_cache_gives_positions_and_carries_the_context() -> None:
     assert view.update(key, key, 0)[0] is key and key.millrace_context == "context"  # type: ignore[attr-defined]
 
 
+def test_a_length_that_is_asked_for_and_does_not_matter_needs_no_view() -> None:
+    """OPT makes a mask as long as the cache says, which its attention never sees."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16}
+    config = fresh_config("opt", shape | {"word_embed_proj_dim": 16}, vocab_size=VOCABULARY, eos_token_id=0)
+    assert not facts_of(fresh_model(config, seed=0, dtype=torch.float32)).needs_view
+
+
 def test_a_model_that_is_its_own_base_has_a_backbone_all_the_same() -> None:
     model = tiny_model("llama")
     assert backbone(model) is model.model and backbone(model.model) is model.model

@@ -19,6 +19,7 @@ from millrace.models.fused import Linear, RMSNorm
 from millrace.models.load import Model, ModelError, load_model, save_model
 from millrace.models.load_sharded import (
     empty_model,
+    empty_of,
     read_weights,
     stored_weights,
     take_weights,
@@ -28,6 +29,7 @@ from millrace.models.logprobs import chosen_logprobs
 from millrace.models.mesh import Mesh, make_mesh
 from millrace.planner.layout import Layout
 from tests.close import close_fp32
+from tests.models.families import config_of
 from tests.models.tiny import SHAPES, random_batch, tiny_model
 from tests.ranks import run_ranks
 
@@ -35,6 +37,11 @@ PLAIN = Sharding(precision=None, reshard_after_forward=True, offload=False, chec
 ARCHITECTURES = tuple(SHAPES)
 DEALT = ("llama", "gemma2", "qwen3_moe")
 ALONE = Mesh(Layout(), "cpu", None)
+
+
+def test_a_buffer_of_whole_numbers_is_computed() -> None:
+    scale = empty_of(config_of("minicpm3"), dtype=torch.float32).get_buffer("model.embed_tokens.embed_scale")
+    assert (scale.dtype, int(scale)) == (torch.int64, 12)
 
 
 def load(

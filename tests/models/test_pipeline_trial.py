@@ -20,6 +20,7 @@ from millrace.models.pipeline_stages import pieces
 from millrace.models.pipeline_trial import ELSEWHERE, _Together, _whole_model
 from millrace.planner.layout import Layout
 from tests.models.deep import deep_model
+from tests.models.families import bold_family
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -87,9 +88,20 @@ def refused(rank: int) -> dict[str, Tensor]:
             told.append(str(caught.value))
             # Nobody waits for anybody still.
             dist.barrier()
+    check_positions_that_stages_do_not_have(mesh)
     check_apart(mesh)
     check_the_other_trial(mesh)
     return {"told": torch.tensor(list(json.dumps(told).encode()))}
+
+
+def check_positions_that_stages_do_not_have(mesh: Mesh) -> None:
+    """Layers that ask a cache for positions, or whose context travels in one."""
+    for family in ("llama4_text", "stablelm"):
+        with pytest.raises(ModelError) as caught:
+            Pipeline(bold_family(family), mesh)
+        sentence = f"model type {family} cannot be cut into stages; set mesh.pp to 1: "
+        assert str(caught.value).startswith(sentence), str(caught.value)
+        dist.barrier()
 
 
 def check_apart(mesh: Mesh) -> None:

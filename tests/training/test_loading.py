@@ -26,7 +26,9 @@ from millrace.training.objective import imitation
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
 from millrace.training.spread import Spread, mesh_of, spread_over
+from tests.close import close_fp32
 from tests.models.deep import deep_model, weighted_batch
+from tests.models.families import bold_family
 from tests.models.tiny import SIZES, VOCABULARY, tiny_model
 from tests.ranks import run_ranks
 
@@ -53,6 +55,10 @@ DEEP_LAYOUTS: dict[str, dict[str, Any]] = {
     "mixture": {"pp": 2, "dp_shard": 2, "ep": 2},
 }
 PATTERN = "model.layers.0.*"
+
+
+# Layers that ask a cache for positions, and such that pass no context on.
+FURTHER = ("llama4_text", "stablelm")
 
 
 def save_deep(folder: Path) -> None:
@@ -153,6 +159,9 @@ def read_on_two(rank: int, folder: str) -> dict[str, Tensor]:
     empty = empty_scalar_model(policy.model)
     fresh = taken(empty, scalar_weights(empty, policy.named_tensors()), cut, stages, CPU)
     found |= weights("fresh critic of stages", fresh)
+    again = MeshConfig(dp_shard=2, checkpointing="full")
+    for family in FURTHER:
+        found |= learned(family, loaded(root / family, mesh_of(again, CPU), again, **FLOAT))
     for name, ranks, how in (("half", mesh, options), ("stage", cut, stages)):
         found |= {f"{name} {what}": size for what, size in of_deep(root / "deep", ranks, how).items()}
     return found
@@ -185,6 +194,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_scalar_model(made, root / "critic")
     save_deep(root / "deep")
     save_model(deep_model("gemma2", seed=5), root / "tied")
+    for family in FURTHER:
+        save_model(bold_family(family), root / family)
     return root
 
 
@@ -209,6 +220,14 @@ def test_in_each_layout_ranks_hold_together_what_one_process_loads(name, folder,
     expected = dict(load_model(folder / "tiny", dtype=torch.float32).named_parameters())
     for found in two:
         check_equal(found, name, expected)
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_models_that_need_a_cache_learn_in_parts_and_by_computing_layers_again(family, folder, two):
+    whole = learned(family, Spread(load_model(folder / family, dtype=torch.float32)))
+    for found in two:
+        for name, tensor in whole.items():
+            close_fp32(found[name], tensor, rtol=1e-4, atol=1e-4)
 
 
 def test_mixtures_and_critics_are_read_alike(folder, two):

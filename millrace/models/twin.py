@@ -202,7 +202,7 @@ def _is_option(key: str, value: Any) -> bool:
 
 
 def chosen_layers(kinds: Sequence[int], *, runs: bool) -> list[int]:
-    """Layers that hold each kind, each pair of neighbours and a repeat.
+    """Layers that hold each kind, each pair of neighbours and a repeat, and end as the model does.
 
     Args:
         kinds: of each layer.
@@ -219,7 +219,9 @@ def chosen_layers(kinds: Sequence[int], *, runs: bool) -> list[int]:
         or len({kinds[index] for index in left[:count]}) == count
     ):
         count += 1
-    return left[: min(count, MOST_LAYERS)]
+    chosen = left[: min(count, MOST_LAYERS)]
+    # Some models see to it that their last layer is of one kind.
+    return [*chosen, len(kinds) - 1] if runs and kinds[chosen[-1]] != kinds[-1] else chosen
 
 
 def twin_config(
@@ -317,7 +319,8 @@ def _small_field(name: str, value: Any, widths: _Widths, count: int, layers: Seq
     if isinstance(value, dict) and name.endswith("_config") and name != "per_layer_config":
         return _small(value, [0, 1])
     if name == "per_layer_config" and isinstance(value, dict):
-        changed = {layer: value.get(layer) or value.get(str(layer)) or {} for layer in layers}
+        by_layer = {int(layer): each for layer, each in value.items()}
+        changed = {layer: by_layer.get(layer) or {} for layer in layers}
         whole = {
             layer: _small({**widths.config, **changed[layer]}, [0]) for layer in layers if changed[layer]
         }

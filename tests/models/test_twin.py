@@ -24,9 +24,9 @@ def twin(architecture: str, **shape: Any) -> Any:
         ([0] * 32, True, [0, 1]),
         ([0], True, [0]),
         # Two of a kind in a row stand for any number of them; each pair of neighbours is there.
-        ([0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1], True, [0, 1, 5, 6]),
+        ([0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1], True, [0, 1, 5, 6, 11]),
         ([0, 0, 0, 0, 0, 1, 0, 0], False, [0, 1, 2, 3, 4, 5, 6]),
-        ([0, 1, 0, 1], True, [0, 1, 2]),
+        ([0, 1, 0, 1], True, [0, 1, 2, 3]),
         ([0, 1, 2], True, [0, 1, 2]),
     ],
 )

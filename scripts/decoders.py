@@ -201,10 +201,10 @@ def _first(error: Exception) -> str:
 
 
 def _reason(sentence: str) -> str:
-    """Without what every sentence begins with."""
-    return re.sub(
-        r"^model type \S+ cannot be (trained|sampled) by millrace: ", "", _first(Exception(sentence))
-    )
+    """Without what every sentence begins with, and without how far numbers are apart, which is rounding's."""
+    told = _first(Exception(sentence))
+    why = re.sub(r"^model type \S+ cannot be (trained|sampled) by millrace: ", "", told)
+    return re.sub(r"(differs?( from its own)?) by [0-9.e+-]+.*$", r"\1", why)
 
 
 def _where(more: dict[str, Any]) -> str:

@@ -74,6 +74,9 @@ BESIDES: dict[str, list[dict[str, Any]]] = {
             "full_attn_idxs": None,
         }
     ],
+    "minimax_m3_vl_text": [
+        {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "num_hidden_layers": 4}
+    ],
     "phimoe": [{"sliding_window": 5}],
     "qwen2": [{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "layer_types": None}],
     "qwen2_moe": [

@@ -30,7 +30,7 @@ TOKENS = 7
 # No window or chunk is looked for beyond so many tokens.
 LONGEST = 1 << 20
 # What a model's forward raises where it does not go with ours.
-FAULTS = (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError)
+FAULTS = (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError, IndexError)
 # The last token's hidden states may differ by so much in two forwards whose other tokens differ.
 ROUNDING = {torch.bfloat16: 0.05, torch.float16: 0.01}
 

@@ -176,7 +176,7 @@ def try_packed(small: PretrainedConfig, reading: Reading) -> str:
         try:
             problem = _try_seed(small, reading, seed)
         except FAULTS as error:
-            problem = first_line(error)
+            problem = told(error)
         if not problem:
             return ""
     return problem
@@ -260,13 +260,20 @@ def _try_seed(small: PretrainedConfig, reading: Reading, seed: int) -> str:
         return "the trial has no power: transformers' own numbers are not finite"
     allowed = allowed_difference(truth.numbers, other.numbers)
     try:
-        found = distance(packed_numbers(ours, reading, tokens), truth.numbers)
+        packed = packed_numbers(ours, reading, tokens)
     except FAULTS as error:
-        return _cause(plain, reading, allowed) or first_line(error)
+        return _cause(plain, reading, allowed) or told(error)
+    found = distance(packed, truth.numbers)
     if not found <= allowed:
-        return _cause(plain, reading, allowed) or (
+        cause = _cause(plain, reading, allowed)
+        if not cause and distance(packed[: LENGTHS[0]], truth.numbers[: LENGTHS[0]]) <= allowed:
+            cause = (
+                "only the first sequence of a row is right: others see it, or count positions from its first"
+            )
+        differ = (
             f"its packed {reading.what} differ from its own by {found:.2g}, rounding allows {allowed:.1g}"
         )
+        return cause or differ
     trained = _trained(ours, reading, tokens)
     found = distance(trained.numbers, truth.numbers)
     if not found <= allowed:
@@ -483,6 +490,12 @@ def _uses_positions(plain: PreTrainedModel, tokens: list[list[int]], least: floa
     except FAULTS:
         return False
     return distance(hidden[0], hidden[1]) >= least
+
+
+def told(error: Exception) -> str:
+    """What an error says, as a sentence of ours or as that of another library."""
+    line = first_line(error)
+    return line if type(error) is ValueError else f"its forward in a packed row fails: {line}"
 
 
 def first_line(error: Exception) -> str:

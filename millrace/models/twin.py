@@ -41,7 +41,7 @@ _FREE = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INDEX = re.compile(r"idx|index|layer_id|layer_num|seed")
 _SPANS = re.compile(
     r"^(?!.*(layer|pattern|every|use_|num_chunks|feed_forward|lm_head)).*(window|chunk_(size|length)|local_attention$"
-    r"|floor_scale|index_topk$|^block_size$|_n_floor)"
+    r"|floor_scale|index_topk$|^(index_)?block_size$|_n_floor)"
 )
 
 
@@ -135,6 +135,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"^lru_width$", _Widths.of_hidden),
     (r"^(time_step_rank|mamba_dt_rank)$", lambda w, v: 4),
     (r"^index_n_heads$", lambda w, v: 2),
+    (r"^index_(topk|local)_blocks$", lambda w, v: 1),
     (r"^index_head_dim$", lambda w, v: HEAD_WIDTH),
     (
         r"^(swa_)?(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|attention_heads)$",

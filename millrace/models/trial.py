@@ -387,10 +387,14 @@ def _no_power(
     compute = partial(packed_numbers, ours, reading, tokens)
     kinds, stack = layer_kinds(ours), decoder_stack(ours)
     assert stack is not None
-    for index in sorted(kinds.index(kind) for kind in set(kinds)):
+    firsts = sorted(kinds.index(kind) for kind in set(kinds))
+    mixing = [index for index in firsts if mixes_tokens(plain, reading, index)]
+    if not mixing:
+        return "the trial has no power: none of the layers that it found mixes tokens"
+    for index in firsts:
         layer = stack[index]
         faults: list[tuple[str, Any]] = []
-        if mixes_tokens(plain, reading, index):
+        if index in mixing:
             faults.append(("a segment that ends a token late", _segments_moved(layer, moved)))
         faults += [
             (f"a {name} that is a token too long", _longer(module, name)) for module, name in _limited(layer)
@@ -472,7 +476,8 @@ def mixes_tokens(plain: PreTrainedModel, reading: Reading, index: int) -> bool:
         finally:
             for handle in handles:
                 handle.remove()
-        return made[-1].reshape(len(tokens), -1)[1:]
+        # One of another part of the model, or of pictures, is not called.
+        return made[-1].reshape(len(tokens), -1)[1:] if made else torch.empty(0)
 
     return not torch.equal(run(False), run(True))
 

@@ -24,6 +24,8 @@ VOCABULARY = 96
 WIDTH, HEADS, HEAD_WIDTH, EXPERTS, SPAN = 64, 4, 16, 4, 5
 # An integer field above this may count tokens: a trial has no sequence as long.
 LONGEST = 96
+# Every sequence of a trial is shorter.
+POSITIONS = 128
 MOST_LAYERS = 16
 MOST_PARAMETERS = 8_000_000
 
@@ -123,6 +125,8 @@ _RULES: tuple[tuple[str, Rule], ...] = (
         r"(^|_)vocab_size(_per_layer_input|_base)?$|_group_vocab$",
         lambda w, v: min(v, VOCABULARY) if v <= 4 else VOCABULARY,
     ),
+    (r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length)$", lambda w, v: POSITIONS),
+    (r"^max_target_positions$", lambda w, v: POSITIONS),
     (r"^(hidden_size|d_model|n_embd|emb_dim|embedding_dim)$", lambda w, v: WIDTH),
     (r"^(embedding_size|word_embed_proj_dim|input_embedding_size|output_embedding_size)$", _Widths.of_hidden),
     (r"^linear_num_(key|value)_heads$", lambda w, v: 2 if v == w.first("linear_num_key_heads") else 4),

@@ -86,6 +86,22 @@ BESIDES: dict[str, list[dict[str, Any]]] = {
 }
 
 
+# In a word or two, by what stands in the sentence; the first that fits.
+WORDS = (
+    (r"makes no model|no small model", "not made"),
+    (r"Mamba|Mixer|Delta|Lightning|Rglru|LSTM|ZeroPad2d", "recurrent state"),
+    (r"ShortConv", "convolution"),
+    (r"s_aux|sinks", "attention sinks"),
+    (r"indices", "attention to chosen keys"),
+    (r"position_bias|Bloom|attention mask or changes it", "bias on scores, as ALiBi"),
+    (r"mask depends", "mask of pictures"),
+    (r"head is not", "another head"),
+    (r"only the first sequence", "positions or mixing of its own"),
+    (r"no power", "cannot be tried"),
+    (r"", "attention of its own"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What became of a family.
@@ -111,6 +127,11 @@ class Row:
     def wrong(self) -> bool:
         """Whether it is accepted and does not agree."""
         return not self.reason and not self.difference <= MOST
+
+    @property
+    def word(self) -> str:
+        """Why it is refused, in a word or two."""
+        return next(word for pattern, word in WORDS if re.search(pattern, self.reason))
 
 
 def families() -> list[str]:
@@ -235,8 +256,15 @@ def page(rows: Sequence[Row]) -> str:
             "|---|---|---|",
         ]
         lines += [f"| `{each.name}` | `{each.classname}` | {each.difference:.2g} |" for each in wrong]
-    lines += ["\n## Refused\n", "| model type | class in transformers | why |", "|---|---|---|"]
-    lines += [f"| `{each.name}` | `{each.classname}` | {each.reason.replace('|', ' ')} |" for each in refused]
+    lines += [
+        "\n## Refused\n",
+        "| model type | class in transformers | why | what loading says |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{each.name}` | `{each.classname}` | {each.word} | {each.reason.replace('|', ' ')} |"
+        for each in refused
+    ]
     return "\n".join(lines) + "\n"
 
 

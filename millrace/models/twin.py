@@ -177,9 +177,11 @@ _RULES: tuple[tuple[str, Rule], ...] = (
 def decoder_stack(model: nn.Module) -> nn.ModuleList | None:
     """The layers of a decoder: of its lists of modules the longest one, or the largest of several."""
     # What reads pictures or sounds beside it has layers too.
-    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
-    modules = (decoder if isinstance(decoder, nn.Module) else model).modules()
-    found = [module for module in modules if isinstance(module, nn.ModuleList) and len(module)]
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    found: list[nn.ModuleList] = []
+    for part in (decoder, model):
+        if not found and isinstance(part, nn.Module):
+            found = [each for each in part.modules() if isinstance(each, nn.ModuleList) and len(each)]
     counted = [(len(each), sum(p.numel() for p in each.parameters())) for each in found]
     return found[counted.index(max(counted))] if found else None
 

@@ -24,10 +24,9 @@ TRIED = ("data", "kernels", "models", "inference")
 
 
 class Verdict(Shape):
-    """An answer as a file holds it."""
+    """What was found right, as a file holds it."""
 
     key: str
-    problem: str
 
 
 class Verdicts:
@@ -47,16 +46,17 @@ class Verdicts:
     def of(self, key: str, find: Callable[[], str]) -> str:
         """The problem that is known under a key, or is found now; empty for none.
 
-        A file that is damaged is not known, and is written anew.
+        On disk is kept only that there is none: a problem may be the machine's, as want of memory is. A file
+        that is damaged counts as none, and is written anew.
         """
         if key in self._known:
             return self._known[key]
         path = self._path(key)
-        problem = None if path is None else _read(path, key)
-        if problem is None:
+        problem = ""
+        if path is None or not _is_kept(path, key):
             problem = find()
-            if path is not None:
-                _write(path, Verdict(key=key, problem=problem))
+            if path is not None and not problem:
+                _write(path, Verdict(key=key))
         self._known[key] = problem
         return problem
 
@@ -96,14 +96,13 @@ def _is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _read(path: Path, key: str) -> str | None:
+def _is_kept(path: Path, key: str) -> bool:
     if not path.is_file():
-        return None
+        return False
     try:
-        verdict = read_json(path, Verdict)
+        return read_json(path, Verdict).key == key
     except FileError:
-        return None
-    return verdict.problem if verdict.key == key else None
+        return False
 
 
 def _write(path: Path, verdict: Verdict) -> None:

@@ -14,7 +14,7 @@ PAGE = decoders.PAGE.read_text(encoding="utf-8")
 # Of a row: model type and, where it is refused, why.
 ROWS = {
     name: reason or ""
-    for name, reason in re.findall(r"^\| `([^`]+)` \| `[^`]+` \|(?: (.*) \|)?$", PAGE, re.MULTILINE)
+    for name, reason in re.findall(r"^\| `([^`]+)` \| `[^`]+` \|(?: [^|]+ \| (.*) \|)?$", PAGE, re.MULTILINE)
 }
 
 

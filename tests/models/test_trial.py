@@ -85,23 +85,19 @@ def test_what_is_wrong_where_sequences_share_a_beginning_is_found(
     assert "where sequences begin alike" in try_packed(gemma2, READING)
 
 
-def test_a_trial_without_power_does_not_count(gemma2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_without_power_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     bold = trial.embolden
 
     def deaf(model: Model, seed: int) -> None:
-        """Attention that adds nothing could be anything."""
+        """Attention that adds nearly nothing could be anything."""
         bold(model, seed)
         with torch.no_grad():
-            model.model.layers[1].self_attn.o_proj.weight.mul_(1e-6)
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.mul_(1e-6)
 
     monkeypatch.setattr(trial, "embolden", deaf)
-    # What a norm makes of it is large again.
-    small = small_of("qwen3")
-    found = try_packed(small, READING)
-    assert found == "" or found.startswith("the trial has no power for layers like its layer")
-    monkeypatch.setattr(trial, "POWER", 1e9)
-    assert try_packed(gemma2, READING).startswith(
-        "the trial has no power for layers like its layer 0: it misses"
+    assert try_packed(small_of("qwen3"), READING) == (
+        "the trial has no power for layers like its layer 0: it misses a segment that ends a token late"
     )
 
 

@@ -8,7 +8,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 MORE_WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench attack wheels mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench attack decoders wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,9 @@ kills: setup ## 30 processes of a Ray run of the quickstart killed, some twenty 
 
 attack: setup ## try what a model, a client or a damaged file could do, and print a table
 	@$(PYTHON) scripts/attack.py $(MORE_WORKERS) $(ARGS)
+
+decoders: setup ## try every causal decoder of transformers, and write docs/models.md
+	@$(PYTHON) scripts/decoders.py $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

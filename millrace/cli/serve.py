@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import Served
+    from millrace.inference.trial import check_engine
     from millrace.models.load import Model
 
 # A request of this length is served however little memory is free.
@@ -177,6 +178,7 @@ def open_served(
     dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     weights = load_model(folder, dtype=dtype).to(where).requires_grad_(False)
+    check_engine(weights)
     prepare(weights)
     # One for the engine's thread and one for the server's: a tokenizer is not made for two.
     theirs, tokenizer = load_tokenizer(folder), load_tokenizer(folder)

@@ -105,6 +105,11 @@ class PagedEngine:
         """Of the weights that draw from now on."""
         return self._scheduler.version
 
+    @property
+    def pools(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Keys and values as they lie in memory; for trials and tests, which plant faults there."""
+        return self._runner.pools
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:

@@ -73,6 +73,11 @@ class Runner:
         """Memory that keys and values hold now."""
         return sum(pool.untyped_storage().nbytes() for pair in self._pools for pool in pair)
 
+    @property
+    def pools(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values."""
+        return self._pools
+
     def inputs(self, table: RequestTable, plan: Plan) -> Inputs:
         """Tokens, positions and slots of a plan, straight from the table's columns."""
         count_B, start_B, row_B = plan.count_B, plan.start_B, plan.row_B

@@ -12,6 +12,7 @@ V = width of values.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,7 +30,7 @@ TOKENS = 7
 # No window or chunk is looked for beyond so many tokens.
 LONGEST = 1 << 20
 # What a model's forward raises where it does not go with ours.
-FAULTS = (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError)
+FAULTS = (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError, IndexError)
 # The last token's hidden states may differ by so much in two forwards whose other tokens differ.
 ROUNDING = {torch.bfloat16: 0.05, torch.float16: 0.01}
 
@@ -127,6 +128,12 @@ class CacheView:
         self._before_T = position_T - torch.arange(len(position_T), device=position_T.device)
         self._context = context
 
+    def within(self, context: Any) -> CacheView:
+        """The view of the same forward in another context."""
+        view = copy.copy(self)
+        view._context = context
+        return view
+
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as they are."""
         key.millrace_context = self._context  # type: ignore[attr-defined]
@@ -177,11 +184,18 @@ class _Masks:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._made: list[tuple[Tensor, dict[str, int | None]]] = []
+        self._made: list[tuple[Tensor, dict[str, int | None] | ValueError]] = []
 
     def make(self, num_rows: int, mask_function: Callable[..., Any], device: Any) -> Tensor:
-        """The boolean mask of a row, [rows, 1, T, T], once its limits are known."""
-        limits = fit(mask_function, self._longest)
+        """The boolean mask of a row, [rows, 1, T, T]; limits that we do not have are kept as an error.
+
+        Not every mask is given to a layer: a decoder also makes that of an encoder that is not there.
+        """
+        limits: dict[str, int | None] | ValueError
+        try:
+            limits = fit(mask_function, self._longest)
+        except ValueError as error:
+            limits = error
         index_T = torch.arange(TOKENS, device=device)
         seen = mask_function(0 * index_T[:1], 0 * index_T[:1], index_T[:, None], index_T)
         mask = torch.as_tensor(seen, device=device).expand(num_rows, 1, TOKENS, TOKENS).contiguous()
@@ -192,10 +206,12 @@ class _Masks:
         """Those of a mask that a layer was given.
 
         Raises:
-            ValueError: it is none that was made here.
+            ValueError: it is none that was made here, or none that a kernel has.
         """
         for made, limits in self._made:
             if (made.data_ptr(), made.shape, made.dtype) == (mask.data_ptr(), mask.shape, mask.dtype):
+                if isinstance(limits, ValueError):
+                    raise limits
                 return limits
         raise ValueError(
             f"its {type(layer).__name__} adds a bias to the attention mask or changes it (as ALiBi does), "
@@ -325,8 +341,14 @@ def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, dro
     except FAULTS:
         # Where one length must do for the whole row, it must not matter.
         by_token, asked, view = False, view.asked, _Asked(LONGEST)
-        # Without having asked it wants another cache than we have, and gets none.
-        others, other_TD = _forward(model, 2, drops=drops, view=view if asked else None)
+        try:
+            # Without having asked it wants another cache than we have, and gets none.
+            others, other_TD = _forward(model, 2, drops=drops, view=view if asked else None)
+        except FAULTS:
+            others = []
+    if len(others) != len(calls):
+        view.asked = False
+        others, other_TD = _forward(model, 2, drops=drops)
     difference = (other_TD[-1] - hidden_TD[-1]).abs().max() / hidden_TD[-1].abs().max().clamp(min=1e-30)
     # Weights that are not numbers are for the trial of packed logits to tell of.
     if difference > ROUNDING.get(hidden_TD.dtype, 1e-3):

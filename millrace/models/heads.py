@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
 from millrace.models.attention import Packed
-from millrace.models.facts import backbone, record_facts
+from millrace.models.facts import record_facts
 from millrace.models.fused import fuse
 from millrace.models.load import (
     Model,
@@ -32,6 +32,7 @@ from millrace.models.load import (
     load_model,
     save_model,
     sentences,
+    states_of,
 )
 from millrace.models.load_sharded import empty_of
 from millrace.models.logprobs import hidden_states
@@ -117,18 +118,15 @@ def _check_folder(folder: str | Path) -> Path:
     return path
 
 
-def _checked(model: Model) -> Model:
+def _checked(model: Model, *, whole: bool = True) -> Model:
     _head(model)
-    # States are compared and not scores, since a head near zero would hide any difference.
-    return checked(
-        model,
-        "states",
-        packed=lambda hidden_TD: hidden_TD,
-        plain=lambda token_1T: backbone(model)(token_1T, use_cache=False).last_hidden_state,
-    )
+    return checked(model, SCALAR.reading, whole=whole)
 
 
-SCALAR = ModelKind(AutoModelForSequenceClassification, _check_folder, _checked)
+# States are compared and not scores, since a head near zero would hide any difference.
+SCALAR = ModelKind(
+    AutoModelForSequenceClassification, _check_folder, _checked, states_of(AutoModelForSequenceClassification)
+)
 
 
 def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:

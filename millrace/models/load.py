@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from millrace.kernels.packed_attention import Segments
 from millrace.models import attention
-from millrace.models.attention import Packed
-from millrace.models.facts import record_facts
-from millrace.models.fused import fuse
+from millrace.models.facts import backbone, record_facts
+from millrace.models.layer_check import compare_layers
 from millrace.models.load_check import check_files, check_total
-from millrace.models.logprobs import hidden_states, output_head
+from millrace.models.logprobs import output_head
 from millrace.models.own_attention import adopt
+from millrace.models.trial import FAULTS, Reading, find_problem, first_line
 from millrace.observability.files import RESTORE, FileError, shown
 
 # Its progress bars would be drawn over the console of the run.
@@ -45,12 +44,15 @@ class ModelKind:
     Attributes:
         auto: class of transformers that makes such a model.
         folder: gives the folder back if it holds one, and raises a `ModelError` otherwise.
-        tried: gives the model our modules, and raises one where its packed forward is not its own plain one.
+        tried: gives the model our modules, and raises one where its packed forward is not its own plain one;
+            `whole=False` says that parts of it are on other ranks.
+        reading: what is compared then.
     """
 
     auto: Any
     folder: Callable[[str | Path], Path]
-    tried: Callable[[PreTrainedModel], PreTrainedModel]
+    tried: Callable[..., PreTrainedModel]
+    reading: Reading
 
 
 def fresh_config(
@@ -79,7 +81,7 @@ def fresh_config(
     try:
         return AutoConfig.for_model(architecture, **shape, vocab_size=vocab_size, **tokens)
     except Exception as error:  # transformers validates with several exception types of its own
-        raise ModelError(f"model.shape does not fit {architecture}: {_first_line(error)}") from None
+        raise ModelError(f"model.shape does not fit {architecture}: {first_line(error)}") from None
 
 
 def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:
@@ -99,7 +101,7 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
             )
         except Exception as error:
             raise ModelError(
-                f"model.shape does not make a {config.model_type}: {_first_line(error)}"
+                f"model.shape does not make a {config.model_type}: {first_line(error)}"
             ) from None
     # Frequencies of positions and biases of routers stay float32, as in a model that is loaded.
     for parameter in model.parameters():
@@ -181,7 +183,7 @@ def sentences(path: Path) -> Iterator[None]:
         raise ModelError(str(error)) from None
     except Exception as error:  # whatever a field of the wrong type led to
         raise ModelError(
-            f"model folder {shown(path)} cannot be loaded: {_first_line(error)}; {RESTORE}"
+            f"model folder {shown(path)} cannot be loaded: {first_line(error)}; {RESTORE}"
         ) from None
 
 
@@ -215,68 +217,77 @@ def num_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def checked_logits(model: PreTrainedModel) -> PreTrainedModel:
-    """`checked` for a causal language model: refuse it if its packed logits are not its own plain ones."""
-    return checked(
-        model,
-        "logits",
-        packed=lambda hidden_TD: output_head(model).logits(hidden_TD),
-        plain=lambda token_1T: model(token_1T, use_cache=False).logits,
-    )
+def checked_logits(model: PreTrainedModel, *, whole: bool = True) -> PreTrainedModel:
+    """`checked` for a causal language model."""
+    return checked(model, LANGUAGE.reading, whole=whole)
 
 
-LANGUAGE = ModelKind(AutoModelForCausalLM, check_folder, checked_logits)
+def _packed_logprobs(model: PreTrainedModel, hidden_TD: Tensor) -> Tensor:
+    return output_head(model).logits(hidden_TD).log_softmax(-1)
 
 
-def checked(
-    model: PreTrainedModel,
-    what: str,
-    *,
-    packed: Callable[[Tensor], Tensor],
-    plain: Callable[[Tensor], Tensor],
-) -> PreTrainedModel:
-    """Give a model our modules, and refuse an architecture whose packed forward is not its own plain forward.
+def _plain_logprobs(model: PreTrainedModel, token_1T: Tensor) -> Tensor:
+    logit_1TV: Tensor = model(token_1T, use_cache=False).logits
+    return logit_1TV.float().log_softmax(-1)
 
-    Two short segments are run packed and, one by one, with transformers' eager attention and its own modules.
-    Whatever the architecture does that we do not know of (another attention, recurrence over the row,
-    unusual logits) shows here and not as a training run that goes nowhere.
+
+LANGUAGE = ModelKind(
+    AutoModelForCausalLM,
+    check_folder,
+    checked_logits,
+    Reading("log-probabilities", AutoModelForCausalLM, _packed_logprobs, _plain_logprobs),
+)
+
+
+def states_of(auto: Any) -> Reading:
+    """The final hidden states of a kind of model."""
+
+    def packed(model: PreTrainedModel, hidden_TD: Tensor) -> Tensor:
+        return hidden_TD
+
+    def plain(model: PreTrainedModel, token_1T: Tensor) -> Tensor:
+        hidden_1TD: Tensor = backbone(model)(token_1T, use_cache=False).last_hidden_state
+        return hidden_1TD
+
+    return Reading("states", auto, packed, plain)
+
+
+def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> PreTrainedModel:
+    """Give a model our modules, and refuse it where its forward by them is not transformers' plain forward.
+
+    The architecture is tried on a small twin (`models.trial`), this model's weights in one layer of each kind
+    (`models.layer_check`).
 
     Args:
         model: to be checked; its dropout is off from now on.
-        what: is compared.
-        packed: makes it of the final hidden states of a packed row, [T, D].
-        plain: makes it of the tokens of one segment, [1, T], by the model's own modules.
+        reading: what is compared.
+        whole: whether all of the model is in this process, so that its forward may end behind these layers.
 
     Raises:
         ModelError: they differ, or one of them cannot be made.
     """
     _check_rotary(model)
-    # Dropout off for good: the sampler and the trainer must be one function.
-    model.eval()
-    device = next(model.parameters()).device
-    vocabulary = model.config.get_text_config().vocab_size
-    token_T = torch.arange(1, 8, device=device) % vocabulary
-    lengths = [4, 3]
-    position_T = torch.cat([torch.arange(n, device=device) for n in lengths])
-    problem = f"model type {model.config.model_type} cannot be trained by millrace"
-    try:
-        record_facts(model)
-        with torch.no_grad():
-            model.set_attn_implementation("eager")
-            own_T = torch.cat([plain(part[None])[0] for part in token_T.split(lengths)])
-            model.set_attn_implementation(attention.NAME)
-            # From here on with our modules, which are thereby compared too.
-            fuse(model)
-            segments = Segments.of(torch.tensor(lengths)).to(device)
-            ours_T = packed(hidden_states(model, token_T, position_T, Packed(segments)))
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{problem}: {_first_line(error)}") from None
-    finally:
-        model.set_attn_implementation(attention.NAME)
-    difference = float((ours_T - own_T.to(ours_T.dtype)).abs().max() / own_T.abs().max().clamp(min=1.0))
-    if not difference < (0.05 if own_T.dtype == torch.bfloat16 else 1e-3):
-        raise ModelError(f"{problem}: its packed {what} differ from its own by {difference:.2g}")
+    problem = find_problem(model.config, reading.of(model))
+    if not problem:
+        # Dropout off for good: the sampler and the trainer must be one function.
+        model.eval()
+        try:
+            if whole:
+                _check_finite(model)
+            record_facts(model)
+            problem = compare_layers(model, reading, whole=whole)
+        except FAULTS as error:
+            problem = first_line(error)
+    if problem:
+        raise ModelError(f"model type {model.config.model_type} cannot be trained by millrace: {problem}")
     return model
+
+
+def _check_finite(model: PreTrainedModel) -> None:
+    """Refuse weights that are no numbers."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"its weight {name} holds numbers that are not finite")
 
 
 def _check_rotary(model: PreTrainedModel) -> None:
@@ -295,9 +306,3 @@ def _check_rotary(model: PreTrainedModel) -> None:
                 f"model type {model.config.model_type} with rope_type {kind} cannot be used by millrace: its "
                 f"positions depend on the longest sequence of a batch, so no two batches agree{hint}"
             )
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says, in one line; a first line that only announces the next is joined with it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -145,7 +145,7 @@ def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
     """
 
     def try_it(model: Model) -> tuple[Tensor, ...]:
-        kind.tried(model)
+        kind.tried(model, whole=False)
         return ()
 
     root(try_it)

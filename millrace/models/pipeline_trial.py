@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 
 from millrace.kernels.packed_attention import Segments
 from millrace.models.attention import Packed
-from millrace.models.facts import backbone, record_facts
-from millrace.models.load import ModelError, ModelKind, checked
+from millrace.models.facts import record_facts
+from millrace.models.layer_check import compare_layers
+from millrace.models.load import ModelError, ModelKind, states_of
 from millrace.models.logprobs import hidden_states
 from millrace.models.pipeline_stages import Row, replaced, stage_states
 
@@ -140,14 +141,12 @@ def _one_by_one(row: Row, num_stages: int, runners: Mapping[int, Runner], togeth
 def _try_packed(kind: ModelKind, whole: PreTrainedModel, *, has_head: bool) -> None:
     """Try the whole model as an ordinary load does; ranks without the head compare what it would read."""
     if has_head:
-        kind.tried(whole)
+        kind.tried(whole, whole=False)
         return
-    checked(
-        whole,
-        "states",
-        packed=lambda hidden_TD: hidden_TD,
-        plain=lambda token_1T: backbone(whole)(token_1T, use_cache=False).last_hidden_state,
-    )
+    record_facts(whole)  # in step with the other ranks, whose trial does
+    problem = compare_layers(whole, states_of(kind.auto), whole=False)
+    if problem:
+        raise ModelError(f"model type {whole.config.model_type} cannot be trained by millrace: {problem}")
 
 
 class _Relay(nn.Module):

@@ -16,6 +16,7 @@ from millrace.config.engine import EngineConfig
 from millrace.data.tokenizers import load_tokenizer
 from millrace.inference.engine import PagedEngine
 from millrace.inference.reference import ReferenceEngine
+from millrace.inference.trial import check_engine
 from millrace.models.decoding import prepare
 from millrace.models.fused import set_deterministic
 from millrace.models.load import Model
@@ -48,6 +49,7 @@ def engine_over(
 
     Raises:
         SetupError: an option does not go with the model's device.
+        ModelError: the paged engine does not compute what transformers does with such a model.
     """
     model.requires_grad_(False)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -65,6 +67,7 @@ def engine_over(
             max_prefill_tokens=options.tokens_per_step,
             record_experts=record_experts,
         )
+    check_engine(model)
     return PagedEngine(
         model,
         decode,

@@ -123,7 +123,8 @@ def check_the_other_trial(mesh: Mesh) -> None:
         cut.model.model.rotary_emb.inv_freq.fill_(torch.nan)
     with pytest.raises(ModelError) as caught:
         cut.check(LANGUAGE)
-    sentence = "model type llama cannot be trained by millrace: its packed logits differ from its own by nan"
+    sentence = "model type llama cannot be trained by millrace: its packed log-probabilities differ "
+    sentence += "from its own by nan"
     assert str(caught.value) == sentence
 
 

@@ -326,7 +326,8 @@ def broken(folder: Path) -> str:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, folder / "model.safetensors")
-    return "model type qwen3 cannot be trained by millrace: its packed logits differ from its own by nan"
+    problem = "its packed log-probabilities differ from its own by nan"
+    return f"model type qwen3 cannot be trained by millrace: {problem}"
 
 
 def other(folder: Path) -> str:

@@ -1,0 +1,209 @@
+"""Whether the paged engine computes what transformers does: tried on the same twin as the packed forward.
+
+The engine goes its real way: prompts in chunks that end within a block, samples of one prompt, decoding
+beyond every window, a prompt whose beginning is known, preemption, and new weights under way. Of each token
+that it sampled, the log-probability is compared with that of transformers' plain, uncached forward of the
+whole sequence.
+
+T = tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.inference.engine import PagedEngine
+from millrace.models.decoding import prepare
+from millrace.models.facts import facts_of
+from millrace.models.load import LANGUAGE, Model, ModelError, named_weights
+from millrace.models.trial import (
+    FAULTS,
+    POWER,
+    SEEDS,
+    Reading,
+    allowed_difference,
+    answer,
+    bold_model,
+    distance,
+    first_line,
+    nudged,
+    our_model,
+    plain_numbers,
+    sequences,
+    with_small_spans,
+)
+from millrace.types import Completion, SamplingParams
+
+BLOCK_SIZE = 4
+# A chunk of the longest prompt ends within a block.
+CHUNK = 18
+# More than twice any window of a twin.
+NUM_TOKENS = 14
+NUM_SAMPLES = 3
+# So few that a request is preempted.
+CACHE_TOKENS = 128
+HOT = 4.0
+# Requests have drawn so many tokens when new weights come, or a fault is planted.
+HALFWAY = 5
+
+Drawn = tuple[Sequence[int], Completion]
+
+
+def check_engine(model: Model) -> None:
+    """Refuse a model of which the paged engine does not compute what transformers does.
+
+    It takes about a second, whatever the model's size, and nothing where the answer is known.
+
+    Args:
+        model: from `models.load`; only its config is read.
+
+    Raises:
+        ModelError: it does not, or the trial has no power.
+    """
+    reading = LANGUAGE.reading.of(model)
+    problem = answer("engine", model.config, reading, partial(try_engine, reading=reading))
+    if problem:
+        raise ModelError(f"model type {model.config.model_type} cannot be sampled by millrace: {problem}")
+
+
+def try_engine(small: Any, reading: Reading) -> str:
+    """Say what is wrong with the engine over the twins of a config; empty where it is right."""
+    small = with_small_spans(small, reading)
+    problem = ""
+    for seed in SEEDS:
+        try:
+            problem = _try_seed(small, reading, seed)
+        except FAULTS as error:
+            problem = first_line(error)
+        if not problem:
+            return ""
+    return problem
+
+
+def _try_seed(small: Any, reading: Reading, seed: int) -> str:
+    before, after = (bold_model(small, reading, number) for number in (seed, seed + len(SEEDS)))
+    engine = _engine(before, reading)
+    drawn, num_preemptions = _serve(engine, after)
+    if not (engine.stats().prefix_hits and num_preemptions):
+        return "the trial has no power: no prompt's beginning was known, or no request was preempted"
+    problem = _compare(drawn, [before, after], reading)
+    return problem or _no_power(before, reading)
+
+
+def _engine(plain: Model, reading: Reading) -> PagedEngine:
+    model = our_model(plain, reading)
+    model.requires_grad_(False)
+    prepare(model)
+    return PagedEngine(
+        model,
+        lambda tokens: "",
+        max_cache_tokens=CACHE_TOKENS,
+        block_size=BLOCK_SIZE,
+        max_batch_tokens=CHUNK,
+        max_requests=8,
+    )
+
+
+def _params(seed: int) -> SamplingParams:
+    """Unlikely tokens are sampled too: of a likely one the log-probability says little."""
+    return SamplingParams(max_tokens=NUM_TOKENS, temperature=HOT, logprobs="raw", seed=seed)
+
+
+def _serve(engine: PagedEngine, after: Model) -> tuple[list[Drawn], int]:
+    """Everything that may happen to a request, in one run that has new weights halfway.
+
+    Returns:
+        what was sampled, and how often a request was preempted for want of blocks.
+    """
+    short, long, shortest = sequences()
+    requests = engine.add(long, [_params(seed) for seed in range(NUM_SAMPLES)])
+    requests += engine.add(short, [_params(10)]) + engine.add(shortest, [_params(11)])
+    num_updated = 0
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+        if engine.version == 0 and all(len(engine.drawn(request)[0]) >= HALFWAY for request in requests[:1]):
+            before = engine.stats().num_preemptions
+            engine.load_weights(named_weights(after), 1)
+            num_updated = engine.stats().num_preemptions - before
+    again = engine.add(long, [_params(12)])
+    while again[0].finish_reason is None:
+        engine.step()
+    prompts = [long] * NUM_SAMPLES + [short, shortest, long]
+    pairs = zip(prompts, requests + again, strict=True)
+    return [
+        (prompt, engine.completion(request)) for prompt, request in pairs
+    ], engine.stats().num_preemptions - num_updated
+
+
+def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: Reading) -> str:
+    others = [nudged(plain) for plain in plains]
+    for prompt, completion in drawn:
+        found_T = torch.from_numpy(completion.logprobs).float()
+        expected_T, other_T = (_expected(prompt, completion, models, reading) for models in (plains, others))
+        allowed, apart = allowed_difference(expected_T, other_T), (found_T - expected_T).abs()
+        if not float(apart.max()) <= allowed:
+            first = int((~(apart <= allowed)).nonzero()[0])
+            return (
+                f"the paged engine's log-probabilities differ by {float(apart.max()):.2g} from transformers' "
+                f"own, from sampled token {first} on, where rounding makes {allowed:.1g}"
+            )
+    return ""
+
+
+def _expected(
+    prompt: Sequence[int], completion: Completion, models: Sequence[Model], reading: Reading
+) -> Tensor:
+    """What the models make of the tokens that were sampled with the weights of each, [T]."""
+    tokens = [*prompt, *completion.token_ids]
+    picked = torch.arange(len(prompt), len(tokens))
+    where = picked - 1, torch.tensor(tokens)[picked]
+    by_version = torch.stack([plain_numbers(model, reading, [tokens])[where] for model in models])
+    return by_version[torch.from_numpy(completion.versions).long(), torch.arange(len(picked))]
+
+
+def _no_power(plain: Model, reading: Reading) -> str:
+    """Which planted fault the trial would miss; empty where it catches all."""
+    prompt = sequences()[2]
+
+    def drawn(fault: Callable[[PagedEngine], None]) -> tuple[Tensor, Tensor, Tensor]:
+        engine = _engine(plain, reading)
+        (request,) = engine.add(prompt, [_params(13)])
+        while request.finish_reason is None:
+            if len(engine.drawn(request)[0]) == HALFWAY:
+                fault(engine)
+            engine.step()
+        completion = engine.completion(request)
+        found_T = torch.from_numpy(completion.logprobs).float()
+        expected_T = _expected(prompt, completion, [plain], reading)
+        return found_T, expected_T, _expected(prompt, completion, [nudged(plain)], reading)
+
+    facts = facts_of(our_model(plain, reading))
+    # One of each kind of layer that attends to its own keys.
+    kinds = {
+        (layer.window, layer.chunk, facts.pools[n]): n for layer in facts.layers for n in layer.pools[:1]
+    }
+    faults: list[tuple[str, Callable[[PagedEngine], None]]]
+    faults = [(f"the keys of pool {n} are lost", partial(_lose, n)) for n in kinds.values()]
+    faults += [("two layers' keys are confused", _swap)] * (facts.pools[1:2] == facts.pools[:1])
+    for name, fault in faults:
+        found_T, expected_T, other_T = drawn(fault)
+        if not distance(found_T, expected_T) >= POWER * allowed_difference(expected_T, other_T):
+            return f"the trial of the engine has no power: it does not see where {name}"
+    return ""
+
+
+def _lose(n: int, engine: PagedEngine) -> None:
+    for pool in engine.pools[n]:
+        pool.zero_()
+
+
+def _swap(engine: PagedEngine) -> None:
+    for one, other in zip(*engine.pools[:2], strict=True):
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)

@@ -1,0 +1,134 @@
+"""Whether a model with its own weights computes by our modules what it computes by transformers' own.
+
+The architecture is tried on a twin (`models.trial`). Here one layer of each kind is given the same random
+hidden states both ways, and what its mixer of tokens makes of them is compared, relative to its own size: in
+a fresh model it is far smaller than what it is added to.
+
+T = tokens, D = model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.kernels.packed_attention import Segments
+from millrace.models import attention
+from millrace.models.attention import Packed
+from millrace.models.fused import fuse
+from millrace.models.logprobs import hidden_states
+from millrace.models.trial import Reading
+from millrace.models.twin import decoder_stack, layer_kinds
+
+LENGTHS = (40, 24)
+# Of the largest number that is compared.
+MOST = {torch.float64: 1e-3, torch.float32: 1e-3}
+MOST_NARROW = 5e-2
+
+
+class _Enough(Exception):  # noqa: N818 - no error
+    """What was wanted of a forward is known."""
+
+
+@torch.no_grad()
+def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> str:
+    """Give a model our modules, and say what of it then computes something else; empty for nothing.
+
+    Args:
+        model: with its weights; its facts are recorded (`models.facts`).
+        reading: what is compared of a model that is not whole.
+        whole: whether all of it is in this process, so that single layers can be compared; otherwise all
+            ranks that have parts call this in step.
+
+    Raises:
+        ValueError, TypeError, ...: whatever a forward of these modules raises.
+    """
+    # Parts of a model may have parts of the tokens too: of those only the results are compared.
+    mixers, device = _mixers(model) if whole else [], next(model.parameters()).device
+    token_T = torch.arange(1, sum(LENGTHS) + 1, device=device) % model.config.get_text_config().vocab_size
+    own: list[list[Tensor]] = []
+    results: list[Tensor] = []
+    try:
+        model.set_attn_implementation("eager")
+        for first, count in ((0, LENGTHS[0]), LENGTHS):
+            part_1T = token_T[None, first : first + count]
+            with _watched(mixers, first) as made:
+                results.append(reading.plain(model, part_1T)[0])
+            own.append(made)
+    finally:
+        model.set_attn_implementation(attention.NAME)
+    # From here on with our modules, which are thereby compared too.
+    fuse(model)
+    position_T = torch.cat([torch.arange(count, device=device) for count in LENGTHS])
+    context = Packed(Segments.of(torch.tensor(LENGTHS)).to(device))
+    with _watched(mixers, 0) as ours:
+        found = reading.packed(model, hidden_states(model, token_T, position_T, context))
+    most = MOST.get(model.dtype, MOST_NARROW)
+    for mixer, made, *theirs in zip(mixers, ours, *own, strict=True):
+        difference = _relative(made, torch.cat(theirs))
+        if not difference <= most:
+            name = type(mixer).__name__
+            return f"its {name} computes something else, by {difference:.2g} of its largest number"
+    if not whole:
+        difference = _relative(found, torch.cat(results))
+        if not difference <= most:
+            return f"its packed {reading.what} differ from its own by {difference:.2g}"
+    return ""
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp(min=1e-30))
+
+
+def _mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """What mixes tokens in the first layer of each kind; it was recorded."""
+    stack, kinds = decoder_stack(model), layer_kinds(model)
+    firsts = [] if stack is None else [stack[kinds.index(kind)] for kind in sorted(set(kinds))]
+    return [m for layer in firsts for m in layer.modules() if hasattr(m, "millrace_layer")]
+
+
+@contextmanager
+def _watched(mixers: Sequence[nn.Module], first: int) -> Iterator[list[Tensor]]:
+    """Within, mixers are given the same random hidden states by whoever calls them; what each makes is kept.
+
+    A forward ends where all were called.
+
+    Args:
+        mixers: are watched.
+        first: which of the random rows is the first of the call's.
+    """
+    made: dict[nn.Module, Tensor] = {}
+
+    def given(like: Tensor) -> Tensor:
+        random_TD = torch.randn(sum(LENGTHS), like.shape[-1], generator=torch.Generator().manual_seed(0))
+        return random_TD[None, first : first + like.shape[1]].to(like)
+
+    def give(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (given(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": given(kwargs["hidden_states"])}
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        out = output[0] if isinstance(output, tuple) else output
+        made[module] = out.reshape(-1, out.shape[-1])
+        if len(made) == len(mixers):
+            raise _Enough
+
+    kept: list[Tensor] = []
+    handles = [mixer.register_forward_pre_hook(give, with_kwargs=True) for mixer in mixers]
+    handles += [mixer.register_forward_hook(keep) for mixer in mixers]
+    try:
+        yield kept
+    except _Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+        kept += [made[mixer] for mixer in mixers if mixer in made]

@@ -1,0 +1,114 @@
+"""What trials of models found, kept on disk so that a second load costs nothing.
+
+They lie where compiled kernels do: in the package's own folder, or, where that cannot be written to, in the
+user's cache folder; `NUMBA_CACHE_DIR` moves both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+import torch
+import transformers
+
+from millrace.observability.files import FileError, Shape, read_json
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# What a trial runs: with other code the answers are found anew.
+TRIED = ("data", "kernels", "models", "inference")
+
+
+class Verdict(Shape):
+    """What was found right, as a file holds it."""
+
+    key: str
+
+
+class Verdicts:
+    """Answers by key, in memory and in a folder."""
+
+    def __init__(self, folders: Iterable[Path], state: str) -> None:
+        """Those of a folder.
+
+        Args:
+            folders: the first that can be written to is used; without any, nothing outlives the process.
+            state: all that an answer depends on besides its key.
+        """
+        self._folder = next((folder for folder in folders if _is_writable(folder)), None)
+        self._state = state
+        self._known: dict[str, str] = {}
+
+    def of(self, key: str, find: Callable[[], str]) -> str:
+        """The problem that is known under a key, or is found now; empty for none.
+
+        On disk is kept only that there is none: a problem may be the machine's, as want of memory is. A file
+        that is damaged counts as none, and is written anew.
+        """
+        if key in self._known:
+            return self._known[key]
+        path = self._path(key)
+        problem = ""
+        if path is None or not _is_kept(path, key):
+            problem = find()
+            if path is not None and not problem:
+                _write(path, Verdict(key=key))
+        self._known[key] = problem
+        return problem
+
+    def _path(self, key: str) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / f"{hashlib.sha256(f'{self._state} {key}'.encode()).hexdigest()[:40]}.json"
+
+
+@cache
+def verdicts() -> Verdicts:
+    """Those of this version of millrace, torch and transformers."""
+    asked = os.environ.get("NUMBA_CACHE_DIR")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folders = (
+        [Path(asked) / "trials"]
+        if asked
+        else [PACKAGE / "__pycache__" / "trials", user / "millrace" / "trials"]
+    )
+    return Verdicts(folders, f"{torch.__version__} {transformers.__version__} {_code()}")
+
+
+def _code() -> str:
+    """A digest of all code that a trial runs."""
+    digest = hashlib.sha256()
+    for part in TRIED:
+        for path in sorted((PACKAGE / part).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _is_kept(path: Path, key: str) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        return read_json(path, Verdict).key == key
+    except FileError:
+        return False
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    """Whole or not at all: another process may read it at any moment."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8"
+    ) as file:
+        file.write(verdict.model_dump_json())
+    os.replace(file.name, path)

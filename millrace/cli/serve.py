@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import Served
-    from millrace.inference.trial import check_engine
     from millrace.models.load import Model
 
 # A request of this length is served however little memory is free.
@@ -169,6 +168,7 @@ def open_served(
     from millrace.inference.async_engine import AsyncEngine
     from millrace.inference.engine import PagedEngine
     from millrace.inference.server.service import Served
+    from millrace.inference.trial import check_engine
     from millrace.models.decoding import prepare
     from millrace.models.load import load_model
     from millrace.orchestration.build import choose_device

@@ -105,6 +105,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     }
 
 
+@pytest.mark.slow
 def test_every_durable_effect_below_the_folder_is_counted(tmp_path: Path) -> None:
     point = CrashPoint(tmp_path / "run", tmp_path / "log", ignoring=("ignored.txt",))
     assert ends_with(act, point) == 0

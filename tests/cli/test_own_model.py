@@ -55,7 +55,7 @@ def own(lab):
     return lab
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_six_lines_train_report_and_serve_what_they_trained(own):
     result = own("train", "mine.yaml", *SMALL)
     assert (result.code, result.err) == (0, "")

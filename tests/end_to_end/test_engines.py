@@ -83,7 +83,7 @@ def until(there: Any) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_engines_join_and_leave_and_no_group_is_lost_or_doubled(path: Path) -> None:
     check_run(path, steps=AHEAD["steps"], bound=2)
     events = events_of(path)

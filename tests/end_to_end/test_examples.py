@@ -12,7 +12,7 @@ import pytest
 
 from millrace import load_recipe, train
 
-pytestmark = pytest.mark.world
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -51,7 +51,7 @@ def check_repeats(path: Path) -> Replay:
     return found
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_a_run_ahead_of_training_is_repeated_bit_for_bit(folder):
     path = folder / "runs" / "recompute"
     assert max(record.get("staleness/max", 0) for record in metrics_of(path)) == 2

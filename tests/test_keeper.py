@@ -42,6 +42,8 @@ def kept(command: Sequence[str], **options: Any) -> Iterator[tuple[subprocess.Po
     keeper = subprocess.Popen(
         keeper_command(read_end, command, **options),
         pass_fds=(read_end,),
+        # Not the test's own, which may be at its end already.
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

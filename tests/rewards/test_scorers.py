@@ -33,10 +33,13 @@ DATASETS, create_dataset = factory.DATASETS, factory.create_dataset
 # Their problems cannot be generated where a package that only a C compiler installs is missing.
 NEEDS_PYCOSAT = {"zebra_puzzles"}
 MISSING = set() if find_spec("pycosat") else NEEDS_PYCOSAT
+NAMES = sorted(set(DATASETS) - {"composite"})
 TASKS = [
     pytest.param(name, marks=pytest.mark.skipif(name in MISSING, reason="needs pycosat: pip install pycosat"))
-    for name in sorted(set(DATASETS) - {"composite"})
+    for name in NAMES
 ]
+# What takes the place of a problem that cannot be generated: its scorer can be attacked all the same.
+MADE = {"question": "Who lives in House 1?", "answer": "ada", "metadata": {"source_dataset": "zebra_puzzles"}}
 ALGEBRA = ["intermediate_integration", "polynomial_multiplication", "simple_integration"]
 EVALUATING = [
     name for name in sorted(DATASETS) if DATASETS[name][0].__module__.partition(".")[2] in PARSERS
@@ -130,10 +133,10 @@ def equal(one: str, other: str) -> bool:
 
 
 @pytest.mark.attack("a completion is code, for every task of reasoning-gym")
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NAMES)
 def test_no_scorer_evaluates_a_completion(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (row,) = rows_of(task, 1)
+    (row,) = [MADE] if task in MISSING else rows_of(task, 1)
     judge = task_judge(task, {"size": 1, "seed": 7})
     with watched():
         for payload in [*PAYLOADS, str(row["answer"])]:

@@ -120,7 +120,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class Command(TyperCommand):
-    """A command that says how a setting is given to whoever gives it as an option."""
+    """A command that explains how to give a setting that was given as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer does it.

@@ -22,7 +22,6 @@ from millrace.models.decoding import prepare
 from millrace.models.facts import facts_of
 from millrace.models.load import LANGUAGE, Model, ModelError, named_weights
 from millrace.models.trial import (
-    FAULTS,
     POWER,
     SEEDS,
     Reading,
@@ -35,7 +34,7 @@ from millrace.models.trial import (
     our_model,
     plain_numbers,
     sequences,
-    with_small_spans,
+    try_seeds,
 )
 from millrace.types import Completion, SamplingParams
 
@@ -73,16 +72,7 @@ def check_engine(model: Model) -> None:
 
 def try_engine(small: Any, reading: Reading) -> str:
     """Say what is wrong with the engine over the twins of a config; empty where it is right."""
-    small = with_small_spans(small, reading)
-    problem = ""
-    for seed in SEEDS:
-        try:
-            problem = _try_seed(small, reading, seed)
-        except FAULTS as error:
-            problem = first_line(error)
-        if not problem:
-            return ""
-    return problem
+    return try_seeds(small, reading, _try_seed, first_line)
 
 
 def _try_seed(small: Any, reading: Reading, seed: int) -> str:

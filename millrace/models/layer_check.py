@@ -96,7 +96,7 @@ def _mixers(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def _watched(mixers: Sequence[nn.Module], first: int) -> Iterator[list[Tensor]]:
-    """Within, mixers are given the same random hidden states by whoever calls them; what each makes is kept.
+    """Give mixers the same random hidden states in place of their inputs, and keep what each makes.
 
     A forward ends where all were called.
 

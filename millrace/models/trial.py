@@ -16,7 +16,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -170,13 +170,30 @@ def sequences() -> list[list[int]]:
 
 def try_packed(small: PretrainedConfig, reading: Reading) -> str:
     """Say what is wrong with our forward of the twins of a config; empty where it is right."""
+    return try_seeds(small, reading, _try_seed, told)
+
+
+def try_seeds(
+    small: PretrainedConfig,
+    reading: Reading,
+    try_seed: Callable[[PretrainedConfig, Reading, int], str],
+    explain: Callable[[Exception], str],
+) -> str:
+    """The problem of a twin with the last of `SEEDS`; empty where one of them shows none.
+
+    Args:
+        small: config of the twin.
+        reading: what is compared.
+        try_seed: the trial with the weights of one seed; gives the problem, or raises one of `FAULTS`.
+        explain: makes the problem of what it raised.
+    """
     small = with_small_spans(small, reading)
     problem = ""
     for seed in SEEDS:
         try:
-            problem = _try_seed(small, reading, seed)
+            problem = try_seed(small, reading, seed)
         except FAULTS as error:
-            problem = told(error)
+            problem = explain(error)
         if not problem:
             return ""
     return problem
@@ -199,12 +216,11 @@ def with_small_spans(small: PretrainedConfig, reading: Reading) -> PretrainedCon
             continue
         setattr(text, name, SPAN)
         found = None
-        try:
+        # Where a small number makes no model, it counts something else.
+        with suppress(*FAULTS):
             other = bold_model(copy.deepcopy(small), reading, SEEDS[0])
             if [p.shape for p in other.parameters()] == shapes:
                 found = plain_numbers(other, reading, [tokens])
-        except FAULTS:
-            pass  # a small number makes no model; so it counts something else
         if found is None or torch.equal(found, expected):
             setattr(text, name, value)
         else:

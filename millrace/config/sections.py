@@ -50,8 +50,8 @@ class RolloutConfig(Section):
 
     prompts_per_step: PositiveInt = Field(
         32,
-        description="prompts in a batch; each becomes a group. 32 x 8 answers are a steady gradient of a few "
-        "minutes' sampling (verl: 1024 x 1, TRL: 8 answers a device)",
+        description="prompts in a batch; each becomes a group. 256 answers with 8 samples each suit one "
+        "device (verl's defaults: 1024 prompts with 1; TRL's: 8 answers a device)",
     )
     samples_per_prompt: PositiveInt = Field(
         8, description="completions drawn for each prompt; as TRL, few waste less than many and still differ"

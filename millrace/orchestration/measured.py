@@ -107,9 +107,7 @@ def _measured(
 ) -> Measured:
     counted = records[NUM_FIRST:]
     if not any(event["kind"] == "dispatch" for event in events):
-        raise PlanError(
-            f"run {run}: its event log does not say what was asked of engines; an older millrace wrote it"
-        )
+        raise PlanError(f"run {run}: its event log does not say what was asked of engines; it is not whole")
     arrived = [event for event in events if event["kind"] == "arrive"]
     taken = next(event["time_s"] for event in events if event["kind"] == "take")
     spans = [span for engine in _by_engine(events).values() for span in _spans(*engine, since_s=taken)]

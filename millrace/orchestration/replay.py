@@ -162,7 +162,7 @@ def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         events = read_events(original.events)
         check_log(events)
         if not any(event["kind"] == "heard" for event in events):
-            raise LogError("its event log does not say what was heard; an older millrace wrote it")
+            raise LogError("its event log does not say what was heard; it is not whole")
     except ValueError as error:
         raise ReplayError(f"run {shown(original.path)}: {error}") from error
     return summary, events

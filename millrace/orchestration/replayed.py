@@ -43,9 +43,7 @@ class Part:
         for event in self.lines:
             if event["kind"] == "threads":
                 return list(event["ranks"])
-        raise ReplayError(
-            "its event log does not say how many threads its ranks had; an older millrace wrote it"
-        )
+        raise ReplayError("its event log does not say how many threads its ranks had; it is not whole")
 
     def over(self, stage: str, step: int) -> bool:
         """Whether a run that is there has to leave."""

@@ -75,7 +75,7 @@ def test_a_log_that_does_not_say_what_was_asked_is_refused(tmp_path, monkeypatch
     change_events(
         tmp_path / "run" / "events.log", lambda lines: [line for line in lines if '"dispatch"' not in line]
     )
-    with pytest.raises(PlanError, match="does not say what was asked of engines; an older millrace wrote it"):
+    with pytest.raises(PlanError, match="does not say what was asked of engines; it is not whole"):
         read_measured(tmp_path / "run")
 
 

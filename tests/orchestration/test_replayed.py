@@ -88,7 +88,7 @@ def test_each_part_is_repeated_with_the_threads_that_its_ranks_had():
     parts = parts_of(events, finished=True)
     assert [part.threads for part in parts] == [[1, 2], [3, 4]]
     (older, *_) = parts_of(lines("bhtsvrhts"), finished=True)
-    with pytest.raises(ReplayError, match="does not say how many threads its ranks had; an older millrace"):
+    with pytest.raises(ReplayError, match="does not say how many threads its ranks had; it is not whole"):
         assert older.threads == []
 
 

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAKY = ROOT / "runs" / "flaky.json"
 TAIL_LINES = 60
 DRAIN_S = 5.0
+# So many stages of a group run at once; the next begins when one ends.
+MOST_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +90,15 @@ def groups(digest: str) -> list[list[Stage]]:
         [Stage("lint", 120)],
         [Stage("type", 300), Stage("warm", 300)],
         [Stage("test", 900)],
-        # Tests of processes wait for much of their time, and so do killed runs: others compute meanwhile.
+        # Whatever waits leaves the processors to the others. What takes longest begins first.
         [
-            Stage("world", 900),
-            Stage("chaos", 600, f"--schedules 12500 --first {number} --workers 1", yields=True),
-        ],
-        [
-            Stage("slow", 900, f"--eighth {digest[:16]}"),
             Stage("kills", 900, kills),
-            Stage("soak", 300, f"--seconds 75 --seed {number}"),
+            Stage("slow", 900, f"--eighth {digest[:16]}"),
+            Stage("world", 900),
             Stage("mutants", 600, mutants, yields=True),
             Stage("bench", 600, f"--quick --eighth {digest[:16]}", yields=True),
+            Stage("soak", 300, f"--seconds 75 --seed {number}"),
+            Stage("chaos", 600, f"--schedules 12500 --first {number} --workers 1", yields=True),
         ],
     ]
 
@@ -171,7 +171,7 @@ def run_groups(groups: Sequence[Sequence[Stage]]) -> list[Outcome]:
     """Run all stages; without a setup none of the others."""
     outcomes: list[Outcome] = []
     for group in groups:
-        with ThreadPoolExecutor(max(len(group), 1)) as pool:
+        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
             prefixes = [f"{stage.name}| " if len(group) > 1 else "" for stage in group]
             outcomes += pool.map(run, group, prefixes)
         if any(outcome.stage.name == "setup" and outcome.problem for outcome in outcomes):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.selection import Guard, in_eighth
+from tests.selection import Guard, demanded_marks, in_eighth
 
 # Whether or not there are other workers: rounding depends on it, and ranks that tests start have one.
 NUM_THREADS = 1
@@ -110,6 +110,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--eighth", metavar="SALT", help="only an eighth of the tests, chosen by hash of the salt"
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that name none of the marks that `-m` demands; importing all of them takes long."""
+    demanded = demanded_marks(config.option.markexpr)
+    if collection_path.suffix != ".py" or not demanded:
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return not all(f"mark.{name}" in text for name in demanded) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

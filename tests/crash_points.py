@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.family import below
+
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 LEFT = "left behind:"
 ROOT = Path(__file__).parents[1]
@@ -56,7 +58,7 @@ def effects_of(log: Path) -> list[str]:
 
 
 def left_behind(log: Path) -> list[int]:
-    """The child processes that were running when their parent died."""
+    """The processes below one that died which were running then."""
     found = [line.removeprefix(LEFT).split() for line in _lines(log) if line.startswith(LEFT)]
     return [int(process) for line in found for process in line]
 
@@ -212,7 +214,7 @@ class _Effects:
             self._dying = True
             if half is not None:
                 half()
-            os.write(self._log, f"{LEFT} {' '.join(map(str, _children()))}\n".encode())
+            os.write(self._log, f"{LEFT} {' '.join(map(str, below(os.getpid())))}\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _open(self, path: Any, flags: int) -> None:
@@ -276,9 +278,3 @@ class _Appended:
     def _append(self, data: bytes) -> None:
         self._file.write(data)
         self._file.flush()
-
-
-def _children() -> list[int]:
-    """The processes that this one has started; a process belongs to the thread that started it."""
-    texts = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    return [int(child) for text in texts for child in text.split()]

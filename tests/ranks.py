@@ -1,21 +1,16 @@
-"""A function run by several processes at once, for tests of what ranks compute together.
-
-A process that imports torch and transformers costs some seconds: put many checks into one function, and make
-few calls in a test file.
-"""
+"""A function run by several processes at once, for tests of what ranks compute together."""
 
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +19,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-# Imported once for all ranks of a test session. Only what starts no threads: those would not be copied.
-IMPORTED = [
-    "torch.distributed.fsdp",
-    "transformers.models.llama.modeling_llama",
-    "numba",
-    "safetensors.torch",
-]
+from tests.forked import process
+
 # Before the time runs out, a rank that hangs writes down where.
 LAST_WORDS_S = 2.0
 
@@ -56,40 +46,34 @@ def run_ranks(
         AssertionError: a rank failed, with the traceback of the first that did, or the time ran out, with
             what each rank was doing.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
     ends = time.time() + timeout_s
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = [
-            context.Process(target=_rank, args=(rank, num_ranks, folder, ends, function, args))
-            for rank in range(num_ranks)
-        ]
+        processes = list[ForkServerProcess]()
         try:
-            for process in processes:
-                process.start()
+            for rank in range(num_ranks):
+                processes.append(process(_rank, rank, num_ranks, folder, ends, function, args))
             _await(processes, folder, ends)
         finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+            for started in processes:
+                started.kill()
+                started.join()
         return [load_file(folder / f"{rank}.safetensors") for rank in range(num_ranks)]
 
 
-def _await(processes: list[BaseProcess], folder: Path, ends: float) -> None:
+def _await(processes: Sequence[ForkServerProcess], folder: Path, ends: float) -> None:
     left = dict(enumerate(processes))
     while left:
-        ended = wait([process.sentinel for process in left.values()], ends - time.time())
+        ended = wait([one.sentinel for one in left.values()], ends - time.time())
         if not ended:
             told = "\n".join(f"{path.stem}: {path.read_text()}" for path in sorted(folder.glob("*.hung")))
             raise AssertionError(f"ranks {sorted(left)} were still running when the time ran out\n{told}")
-        for rank, process in list(left.items()):
-            if process.sentinel not in ended:
+        for rank, one in list(left.items()):
+            if one.sentinel not in ended:
                 continue
-            process.join()
-            if process.exitcode:
-                raise AssertionError(_first_failure(folder, rank, process.exitcode))
+            one.join()
+            if one.exitcode:
+                raise AssertionError(_first_failure(folder, rank, one.exitcode))
             del left[rank]
 
 

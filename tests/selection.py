@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -93,3 +94,10 @@ def in_eighth(salt: str, name: str) -> bool:
     """Whether a test is in the eighth that a salt chooses."""
     digest = hashlib.sha256(f"{salt} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % PARTS == 0
+
+
+def demanded_marks(expression: str) -> set[str]:
+    """The marks without which no test fits an expression for `-m`, as far as they are plain to see."""
+    if re.search(r"\bor\b|[()]", expression):
+        return set()
+    return {term for term in expression.split(" and ") if term.isidentifier()}

@@ -28,7 +28,8 @@ from tests.crash_points import (
     log_of_rank,
 )
 from tests.crash_points import install as install_point
-from tests.end_to_end.runs import HANG_S, forking
+from tests.end_to_end.runs import HANG_S
+from tests.forked import process
 
 pytestmark = [pytest.mark.world, pytest.mark.timeout(600)]
 ZEROS = {"zeros": np.zeros(1000)}
@@ -92,10 +93,9 @@ def act(point: CrashPoint) -> None:
 
 def ends_with(function: Callable[[CrashPoint], None], point: CrashPoint) -> int | None:
     """The exit code of a process that does something."""
-    process = forking().Process(target=function, args=(point,))
-    process.start()
-    process.join(HANG_S)
-    return process.exitcode
+    started = process(function, point)
+    started.join(HANG_S)
+    return started.exitcode
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

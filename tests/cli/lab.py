@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
+from tests import forked
 from tests.house.source import ROOT
 
 RECIPE = """# Sums of one digit, for tests: nothing is learned in two batches.
@@ -82,6 +83,15 @@ class Lab:
 
     def train(self, *overrides: str) -> Result:
         return self("train", "tiny.yaml", *overrides)
+
+    def run_apart(self, *words: str, limit_s: float) -> Result:
+        """A command in a process of its own, which starts at once, until it ends."""
+        process = forked.command(words, {**os.environ, "PYTHONPATH": str(ROOT)})
+        try:
+            out, err = process.communicate(limit_s)
+            return Result(process.wait(), out, err)
+        finally:
+            process.kill()
 
     def start(self, *words: str, **options) -> subprocess.Popen[str]:
         """A command in a process of its own."""

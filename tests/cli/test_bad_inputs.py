@@ -124,9 +124,7 @@ def no_cuda(lab: Lab) -> Result:
 
 def too_large_a_cache(lab: Lab) -> Result:
     # In a process of its own, where no other test's tensors are.
-    process = lab.start("train", "tiny.yaml", "engine.cache_tokens=1000000000000")
-    out, err = process.communicate(timeout=DEADLINE_S)
-    return Result(process.returncode, out, err)
+    return lab.run_apart("train", "tiny.yaml", "engine.cache_tokens=1000000000000", limit_s=DEADLINE_S)
 
 
 def interrupted(lab: Lab, *, twice: bool) -> Result:

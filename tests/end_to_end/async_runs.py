@@ -11,10 +11,10 @@ from millrace.config.recipe import load_recipe
 from millrace.observability.tables import read_table
 from millrace.orchestration.events import check_log, read_events
 from millrace.orchestration.progress import RunReport
-from millrace.orchestration.runtime.child import MODULE
-from tests.end_to_end.rank_runs import processes_below
 from tests.end_to_end.runs import OVERRIDES
 from tests.end_to_end.tiny import metrics_of
+from tests.family import below, name_of
+from tests.forked import ENGINE
 
 SAMPLES = 4
 AHEAD: dict[str, Any] = {"flow.staleness": 2, "steps": 16}
@@ -31,16 +31,9 @@ def go_on(folder: Path, name: str) -> RunReport:
     return resume(folder / "runs" / name, quiet=True)
 
 
-def engines_below(process: int) -> Iterator[int]:
+def engines_below(process: int) -> list[int]:
     """The engines' processes of a run, by the process that trains."""
-    for found in processes_below(process):
-        try:
-            words = Path(f"/proc/{found}/cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        # Until it has become an engine, a process still has its parent's name.
-        if MODULE.encode() in words[:3]:
-            yield found
+    return [pid for pid in below(process) if name_of(pid) == ENGINE]
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:

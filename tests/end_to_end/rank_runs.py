@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests import forked
 from tests.end_to_end.tiny import metrics_of, without_times
+from tests.family import below, name_of
 
 MILLRACE = [sys.executable, "-m", "millrace.cli.main"]
 # A critic, a reference and several optimizer steps: everything that has weights.
@@ -32,33 +34,31 @@ def command(folder: Path, name: str, *more: str) -> list[str]:
 
 
 def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command, until it ends."""
+    """A command, until it ends; one of millrace starts at once, as its ranks and engines do."""
+    variables = {**os.environ, **ENVIRONMENT, **environment}
+    if arguments[: len(MILLRACE)] == MILLRACE:
+        started = forked.command(arguments[len(MILLRACE) :], variables)
+        try:
+            said, told = started.communicate(LIMIT_S)
+            return subprocess.CompletedProcess(arguments, started.wait(), said, told)
+        finally:
+            started.kill()
     return subprocess.run(
-        arguments,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env={**os.environ, **ENVIRONMENT, **environment},
+        arguments, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=variables
     )
 
 
-def begun(folder: Path, name: str, *more: str, until: str = "checkpoints/step-*") -> subprocess.Popen[str]:
+def begun(folder: Path, name: str, *more: str, until: str = "checkpoints/step-*") -> forked.Forked:
     """A run that has written such a file: by default, that has saved its first checkpoint."""
-    process = subprocess.Popen(
-        command(folder, name, *more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-    )
+    words = command(folder, name, *more)[len(MILLRACE) :]
+    launcher = forked.command(words, {**os.environ, **ENVIRONMENT})
     ends_s = time.monotonic() + LIMIT_S
     while not list((folder / "runs" / name).glob(until)):
-        if process.poll() is not None or time.monotonic() > ends_s:
-            process.kill()
-            raise AssertionError(f"the run did not begin: {process.communicate()}")
+        if launcher.poll() is not None or time.monotonic() > ends_s:
+            launcher.kill()
+            raise AssertionError(f"the run did not begin: {launcher.communicate(LIMIT_S)}")
         time.sleep(0.05)
-    return process
+    return launcher
 
 
 def resumed(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -73,28 +73,7 @@ def numbers(path: Path) -> list[dict[str, Any]]:
     return without_times(metrics_of(path))
 
 
-def processes_below(launcher: int) -> list[int]:
-    """All that a process has started, and what those have."""
-    # A process belongs to the thread that started it.
-    tasks = [path.name for path in Path(f"/proc/{launcher}/task").glob("*")]
-    children = [int(child) for task in tasks for child in _told(launcher, f"task/{task}/children").split()]
-    return [found for child in children for found in (child, *processes_below(child))]
-
-
 def ranks_below(launcher: int) -> dict[int, int]:
     """The ranks that `millrace train` started on this machine: their processes, by rank."""
-    found = {}
-    for process in processes_below(launcher):
-        variables = _told(process, "environ").split(b"\0")
-        rank = next((v.removeprefix(b"RANK=").decode() for v in variables if v.startswith(b"RANK=")), None)
-        if rank is not None:
-            found.setdefault(int(rank), process)
-    return found
-
-
-def _told(process: int, name: str) -> bytes:
-    """What the kernel tells of a process; nothing where it has ended meanwhile."""
-    try:
-        return Path(f"/proc/{process}/{name}").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+    names = {pid: name_of(pid) for pid in below(launcher)}
+    return {int(name[len("rank") :]): pid for pid, name in names.items() if name.startswith("rank")}

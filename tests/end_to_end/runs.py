@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import select
 import shutil
 import signal
-import socket
-import subprocess
-import threading
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any, NoReturn
+from typing import Any
 
 from millrace import resume, train
 from millrace.config.recipe import load_recipe
 from millrace.observability.tables import read_table
-from millrace.orchestration.runtime import child, engine_process
 from tests.crash_points import CrashPoint, effects_of, install, left_behind
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
+from tests.forked import fork_engines, process
 from tests.rewards.helpers import ends_within
 
 LIMIT_S = 60.0
@@ -35,8 +25,6 @@ LIMIT_S = 60.0
 HANG_S = 300.0
 # Written by the clock, and a record of durations.
 IGNORED = ("status.json", ".status.json.aside", "spans.jsonl", "report.html", "report.html.partial")
-# The server imports it once; every attempt is a fork of it and starts at once.
-PRELOADED = ["tests.end_to_end.preloaded"]
 # Warm-up and reinforcement, an evaluation and a checkpoint every second step, a judge in another process.
 OVERRIDES: dict[str, Any] = {
     "warmup.steps": 9,
@@ -55,6 +43,7 @@ def attempt(
     recipe: str, name: str, output: str, more: dict[str, Any], setup: Callable[[], None] | None = None
 ) -> None:
     """What a user does until the run is finished: start it, or resume it."""
+    fork_engines()
     if setup is not None:
         setup()
     folder = Path(output) / name
@@ -67,24 +56,12 @@ def attempt(
         train(load_recipe(recipe, overrides), recipe="tiny", quiet=True)
 
 
-def forking() -> ForkServerContext:
-    """Where processes are forked from a server that has imported everything."""
-    server = forkserver._forkserver
-    if server._preload_modules != PRELOADED and not multiprocessing.active_children():
-        server._stop()  # the server of other tests, which has not imported this
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
 def start(
     recipe: Path, folder: Path, *, setup: Callable[[], None] | None = None, **more: Any
 ) -> ForkServerProcess:
     """An attempt in a process of its own, which calls `setup` first; with overrides beyond `OVERRIDES`."""
     words = (str(recipe), folder.name, str(folder.parent), more, setup)
-    process = forking().Process(target=attempt, args=words)
-    process.start()
-    return process
+    return process(attempt, *words, name="trainer")
 
 
 def dies(
@@ -96,14 +73,14 @@ def dies(
     **more: Any,
 ) -> bool:
     """Whether an attempt died at its crash point; if not, it has ended by itself and well."""
-    process = start(recipe, folder, setup=partial(setup, point), **more)
-    process.join(HANG_S)
-    hangs = process.is_alive()
+    trainer = start(recipe, folder, setup=partial(setup, point), **more)
+    trainer.join(HANG_S)
+    hangs = trainer.is_alive()
     if hangs:
-        process.kill()
-        process.join(LIMIT_S)
-    code = process.exitcode
-    process.close()
+        trainer.kill()
+        trainer.join(LIMIT_S)
+    code = trainer.exitcode
+    trainer.close()
     assert not hangs, f"an attempt did not end within {HANG_S:g} s"
     assert code in (0, -signal.SIGKILL), f"an attempt ended with {code}"
     return code != 0
@@ -207,97 +184,8 @@ class Undisturbed:
                     self.live(name, before)
             assert finished(folder)
             check(folder)
-            assert [process for process in left_behind(log) if not ends_within(process, LIMIT_S)] == []
+            assert [left for left in left_behind(log) if not ends_within(left, LIMIT_S)] == []
         except Exception as error:
             error.add_note(f"the run died before: {effect}; its second process before: {second}")
             raise
         shutil.rmtree(folder)
-
-
-def _end_with(lifeline: int, folder: str) -> None:
-    """As a keeper does: end this process once the lifeline's other end closes."""
-    poll = select.poll()
-    poll.register(lifeline, 0)
-    poll.poll()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
-class SpareEngines:
-    """Engines that are forked before a trainer has threads, each of which serves once it is asked to.
-
-    They take the place of `subprocess.Popen` for engines, and spare each the seconds in which it would import
-    torch. They are ended, watched and lost like any other.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._spares: list[ForkedEngine] = []
-        for _ in range(number):
-            self._spares.insert(0, ForkedEngine(self._spares))
-
-    def install(self) -> None:
-        """Have this process start its engines so."""
-        child.subprocess = SimpleNamespace(
-            Popen=self.start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-        )
-
-    def start(
-        self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], **_: Any
-    ) -> ForkedEngine:
-        spare = self._spares.pop()
-        socket.send_fds(spare.line, [command[-1].encode()], [*pass_fds, stdout.fileno()])
-        spare.line.close()
-        return spare
-
-
-class ForkedEngine:
-    """A process that waits until it is told how to start as an engine; see `subprocess.Popen`.
-
-    Attributes:
-        pid: of the process, first of a group of its own.
-        line: to it, until it is told.
-    """
-
-    def __init__(self, others: Sequence[ForkedEngine]) -> None:
-        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            for line in (self.line, *(other.line for other in others)):
-                line.close()
-            self._serve(theirs)
-        os.setpgid(self.pid, self.pid)
-        theirs.close()
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if ended else None
-        return self._code
-
-    def wait(self, timeout: float) -> int:
-        ends_s = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > ends_s:
-                raise subprocess.TimeoutExpired("engine", timeout)
-            time.sleep(0.005)
-        return code
-
-    @staticmethod
-    def _serve(line: socket.socket) -> NoReturn:
-        code = 1
-        try:
-            text, numbers, _, _ = socket.recv_fds(line, 1 << 16, 4)
-            if text:  # not where the trainer has gone
-                *given, log = numbers
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                line_number, lifeline, weights = given
-                told = json.loads(text) | {"line": line_number, "weights": weights}
-                threading.Thread(target=_end_with, args=(lifeline, told["folder"]), daemon=True).start()
-                engine_process.main(json.dumps(told))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)

@@ -20,9 +20,9 @@ from tests.end_to_end.async_runs import (
     prompts_of,
     run,
 )
-from tests.end_to_end.rank_runs import processes_below
 from tests.end_to_end.runs import LIMIT_S, check_equal, start
 from tests.end_to_end.tiny import tiny_recipe
+from tests.family import below
 from tests.rewards.helpers import ends_within
 
 pytestmark = pytest.mark.world
@@ -88,7 +88,7 @@ def test_the_bound_holds_whatever_becomes_of_old_groups(flow, folder):
 
 @pytest.mark.slow
 def test_left_with_ctrl_c_and_taken_up_no_group_is_lost_or_trained_twice(folder, monkeypatch):
-    record, before = Controller.record, set(processes_below(os.getpid()))
+    record, before = Controller.record, set(below(os.getpid()))
 
     def pressing(self, stage, numbers):
         record(self, stage, numbers)
@@ -99,7 +99,7 @@ def test_left_with_ctrl_c_and_taken_up_no_group_is_lost_or_trained_twice(folder,
         patch.setattr(Controller, "record", pressing)
         assert run(folder, "left", **AHEAD).status == "interrupted"
     # Servers of other tests may have been here before.
-    assert set(processes_below(os.getpid())) <= before
+    assert set(below(os.getpid())) <= before
     assert go_on(folder, "left").status == "finished"
     left = folder / "runs" / "left"
     check_run(left, steps=AHEAD["steps"], bound=2)
@@ -116,7 +116,7 @@ def test_while_its_engine_hangs_a_run_says_so_and_killed_it_leaves_nothing_behin
     assert trainer.pid is not None
     wait_until(lambda: [one for one in path.glob("checkpoints/step-*") if one.name != "step-000000"])
     (engine,) = engines_below(trainer.pid)
-    below = processes_below(trainer.pid)
+    started = below(trainer.pid)
     os.kill(engine, signal.SIGSTOP)
 
     def stuck() -> Status | None:
@@ -136,8 +136,8 @@ def test_while_its_engine_hangs_a_run_says_so_and_killed_it_leaves_nothing_behin
 
     trainer.kill()
     trainer.join(LIMIT_S)
-    assert engine in below
-    assert [process for process in below if not ends_within(process, LIMIT_S)] == []
+    assert engine in started
+    assert [process for process in started if not ends_within(process, LIMIT_S)] == []
     assert read_status(path).state == "killed"
     assert go_on(folder, "killed").status == "finished"
     check_run(path, steps=longer["steps"], bound=2)

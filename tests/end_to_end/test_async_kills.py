@@ -21,7 +21,6 @@ from tests.crash_points import CrashPoint, install
 from tests.end_to_end.async_runs import check_run, events_of, prompts_of
 from tests.end_to_end.runs import (
     OVERRIDES,
-    SpareEngines,
     Undisturbed,
     check_equal,
     dies,
@@ -39,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.keep": 1,
     "policy.optimizer_steps_per_batch": 1,
 }
-NUM_CHUNKS = 8
+NUM_CHUNKS = 16
 # For each of the points of the default selection, spread evenly, where the second process dies; see `die`.
 AGAIN = (0, 0, 1, 0, 2, 0)
 pytestmark = pytest.mark.timeout(1200)
@@ -60,14 +59,9 @@ EARLY = [
 # ---- trainers
 
 
-def with_an_engine(point: CrashPoint) -> None:
-    SpareEngines(1).install()
-    install(point)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    found = Undisturbed.run(tmp_path_factory.mktemp("trainer"), SETTINGS, with_an_engine)
+    found = Undisturbed.run(tmp_path_factory.mktemp("trainer"), SETTINGS)
     check_run(found.folder, steps=STEPS, bound=2, warmup=WARMUP)
     kinds = [event["kind"] for event in events_of(found.folder)]
     assert kinds[: kinds.index("take")].count("start") == 3 * OVERRIDES["rollout.prompts_per_step"]
@@ -115,7 +109,6 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
         point: of the trainer.
     """
     log.touch()
-    SpareEngines(1 + len(moments)).install()
     install(point)
     give, wait = Child.give, ProcessRuntime.wait
     count: Counter[str] = Counter()
@@ -213,8 +206,8 @@ def test_a_run_goes_on_by_itself_when_its_engine_dies(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_goes_on_by_itself_at_whatever_command_or_event_its_engine_dies(
-    staleness: int, folder: Path
+    moment: str, staleness: int, folder: Path
 ) -> None:
-    for moment in MOMENTS:
-        check_replaced(folder, (moment,), staleness)
+    check_replaced(folder, (moment,), staleness)

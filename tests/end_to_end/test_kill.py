@@ -10,7 +10,7 @@ from tests.end_to_end.runs import Undisturbed, check_equal, contents, files
 
 # All that a run does, in half a second: it writes four checkpoints and removes two of them.
 SETTINGS = {"warmup.steps": 2, "steps": 3, "checkpoint.keep": 1, "policy.optimizer_steps_per_batch": 1}
-NUM_CHUNKS = 8
+NUM_CHUNKS = 32
 # For each of the points of the default selection, spread evenly, where the second process dies; see `die`.
 AGAIN = (0, 0, 1, 0, 2, 0)
 pytestmark = pytest.mark.timeout(1200)

@@ -18,9 +18,10 @@ from millrace.orchestration.runtime.base import RETIRED
 from millrace.orchestration.status import read_status
 from millrace.orchestration.wanted import ask, engines_of
 from tests.end_to_end.async_runs import check_run, events_of
-from tests.end_to_end.rank_runs import begun, command, numbers, processes_below, resumed, run
+from tests.end_to_end.rank_runs import begun, command, numbers, resumed, run
 from tests.end_to_end.test_async import wait_until
 from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe
+from tests.family import below
 from tests.house.source import ROOT
 from tests.rewards.helpers import ends_within
 
@@ -56,7 +57,7 @@ def actors_below(launcher: int, kind: str = "Rank") -> list[int]:
     """The processes of the ranks at work, or of the engines."""
     return [
         process
-        for process in processes_below(launcher)
+        for process in below(launcher)
         if Path(f"/proc/{process}/cmdline").read_bytes().startswith(f"ray::{kind}.".encode())
     ]
 

@@ -17,7 +17,7 @@ from millrace.orchestration.event_file import encode
 from millrace.orchestration.events import check_log, read_events
 from millrace.orchestration.replay import Replay, replay
 from millrace.orchestration.runtime.script import ReplayError
-from tests.end_to_end.async_runs import engines_below, events_of, go_on, run
+from tests.end_to_end.async_runs import events_of, go_on, run
 from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
 from tests.event_logs import write_events
@@ -68,13 +68,13 @@ def test_answers_drawn_with_the_keys_of_older_weights_are_repeated(folder):
 
 
 @pytest.mark.slow
-def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, monkeypatch):
+def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, engines, monkeypatch):
     record, killed = Controller.record, []
 
     def deadly(self, stage, numbers):
         record(self, stage, numbers)
         if stage == "reinforcement" and self.progress.step == 3 and not killed:
-            killed.append(next(engines_below(os.getpid())))
+            killed.append(next(engine.pid for engine in engines if engine.poll() is None))
             os.kill(killed[0], signal.SIGKILL)
         if (stage, self.progress.step) == ("reinforcement", 10):
             signal.raise_signal(signal.SIGINT)

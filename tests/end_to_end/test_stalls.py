@@ -7,12 +7,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 
+from tests import forked
 from tests.cli.lab import Lab
 from tests.end_to_end.async_runs import engines_below
+from tests.house.source import ROOT
 
 # A first step may take that long where a machine is busy.
 PHASE_S = 15
@@ -57,7 +58,7 @@ def test_a_run_that_hangs_ends_with_who_waits_for_whom_and_goes_on(
 ):
     lab = Lab(tmp_path, capsys, monkeypatch)
     lab.write("hanging.py", HANGING.splitlines())
-    trainer = lab.start("train", "tiny.yaml", *WORDS)
+    trainer = forked.command(["train", "tiny.yaml", *WORDS], {**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         wait_for(Path("runs/tiny-1/checkpoints/step-000001"), trainer)
         hung_s = time.monotonic()
@@ -74,11 +75,10 @@ def test_a_run_that_hangs_ends_with_who_waits_for_whom_and_goes_on(
     assert for_whom in said
     assert said.endswith("; continue with: millrace resume runs/tiny-1\n")
     Path("hang").unlink(missing_ok=True)
-    _, said = lab.start("resume", "runs/tiny-1").communicate(timeout=START_S)
-    assert said == ""
+    assert lab.run_apart("resume", "runs/tiny-1", limit_s=START_S).err == ""
 
 
-def wait_for(path: Path, process: Popen[str]) -> None:
+def wait_for(path: Path, process: forked.Forked) -> None:
     until_s = time.monotonic() + START_S
     while not path.exists():
         assert process.poll() is None and time.monotonic() < until_s

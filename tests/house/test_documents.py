@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from millrace.cli.main import app
 from millrace.config.explain import known_keys
 from millrace.config.recipe import ConfigError, load_recipe, parse_overrides, recipe_names
+from tests.forked import Forked
 from tests.house.source import ROOT, write
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
@@ -47,21 +48,20 @@ def python_error(path: Path, folder: Path, root: Path = ROOT) -> str:
         lines += [""] * (first - 1 - len(lines)) + text.splitlines()
     script = folder / f"{path.stem}.py"
     script.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    # A process inherits the processors that it may use. Other tests run: a second thread would wait for one.
-    processors = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(processors)})
+    program = Forked(_run, script, root, name="page")
     try:
-        done = subprocess.run(
-            [sys.executable, script.name],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+        _, told = program.communicate(TIMEOUT_S)
+        return "" if program.returncode == 0 else f"{path.name}:\n{told[-2000:]}"
     finally:
-        os.sched_setaffinity(0, processors)
-    return "" if done.returncode == 0 else f"{path.name}:\n{done.stderr[-2000:]}"
+        program.kill()
+
+
+def _run(script: Path, root: Path) -> None:
+    # Other tests run: a second thread would wait for one.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.chdir(script.parent)
+    sys.path[:0] = [str(script.parent), str(root)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def commands(path: Path) -> Iterator[tuple[int, list[str]]]:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
+import resource
 import sys
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ import torch
 from torch import nn
 
 from millrace import train
+from millrace.cli.main import main
 from millrace.orchestration import out_of_memory
 from millrace.orchestration.alarms import RunStopped
 from millrace.orchestration.out_of_memory import explained, is_out_of_memory, sentence
 from millrace.training.policy import PolicyTrainer
 from tests.end_to_end.tiny import tiny_recipe
-from tests.house.source import ROOT
+from tests.forked import Forked
 from tests.orchestration.pieces import recipe
 
 CUDA = torch.OutOfMemoryError(
@@ -154,39 +156,29 @@ def test_a_run_whose_training_fails_says_so_in_its_summary_too(tmp_path, monkeyp
     assert (summary["status"], summary["warnings"][-1]) == ("failed", said)
 
 
-LIMITED = """
-import resource
-import torch
-from millrace.training.policy import PolicyTrainer
+def limited(words: list[str]) -> None:
+    """`millrace` in a process whose memory does not suffice for the first gradient."""
 
-def too_much(self, batch):
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
-    kept = []
-    while True:
-        kept.append(torch.ones(4 << 20))
+    def too_much(self: PolicyTrainer, batch: object) -> NoReturn:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
+        kept = []
+        while True:
+            kept.append(torch.ones(4 << 20))
 
-PolicyTrainer.forward_backward = too_much
-from millrace.cli.main import main
-main()
-"""
+    PolicyTrainer.forward_backward = too_much  # type: ignore[assignment]
+    sys.argv = ["millrace", *words]
+    main()
 
 
 @pytest.mark.world
 def test_a_process_that_may_not_have_more_memory_says_why_and_still_writes_its_report(tmp_path):
     tiny_recipe(tmp_path)
     words = ["warmup=null", "policy.kl.coefficient=0.1", f"output={tmp_path / 'runs'}", "--quiet"]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, "train", str(tmp_path / "tiny.yaml"), *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 1
-    said = done.stderr.splitlines()
+    process = Forked(limited, ["train", str(tmp_path / "tiny.yaml"), *words], name="command")
+    assert process.wait(100) == 1
+    said = process.communicate()[1].splitlines()
     assert said[0].startswith("error: out of memory in phase train, where 16.8 MB were asked for")
     assert re.search(r"Largest tensors: float32 \[4194304\] 16.8 MB \(\d+ such\)", said[0])
     assert ". To go on, lower policy.tokens_per_micro_batch (16384); set engine.cache_tokens; " in said[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -36,6 +35,7 @@ from millrace.training.checkpoint import CheckpointError, newest_checkpoint, ver
 from millrace.training.optimizer import adamw, start_optimizer
 from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
+from tests.forked import process
 from tests.ranks import run_ranks
 
 PLAIN = Sharding(precision=None, reshard_after_forward=True, offload=False, checkpointing="none")
@@ -361,11 +361,9 @@ def killed_while_saving(folder: str) -> None:
 
 @pytest.mark.world
 def test_killed_while_saving_a_run_goes_on_from_the_checkpoint_before(undisturbed, tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=killed_while_saving, args=(str(tmp_path),))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    trainer = process(killed_while_saving, str(tmp_path))
+    trainer.join(60)
+    assert trainer.exitcode == -signal.SIGKILL
     checkpoints = tmp_path / "runs" / "run" / "checkpoints"
     assert (checkpoints / ".aside-step-000002" / "model" / "model.safetensors").is_file()
     assert newest_checkpoint(checkpoints) == (checkpoints / "step-000000", [])

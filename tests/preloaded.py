@@ -1,4 +1,4 @@
-"""What a short run would import and load each time; imported once, by the server that forks the runs."""
+"""What a process of a test would import and load each time; imported once, by the server that forks them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ for name in (
     "pyarrow.parquet",
     "pytest",
     "tests.end_to_end.runs",
+    "tests.ranks",
+    "torch.distributed.fsdp",
     "transformers.convert_slow_tokenizer",
     "transformers.integrations.mistral",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 ):
     importlib.import_module(name)

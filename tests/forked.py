@@ -1,0 +1,215 @@
+"""Processes of tests, forked from a server that has imported what they need.
+
+One that `subprocess` starts imports torch and transformers first, which takes seconds. Each process here is
+named after what it is and after the process that asked for it, of which it would be a child otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager, suppress
+from multiprocessing import forkserver, reduction
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+
+from millrace.cli.main import main
+from millrace.orchestration.runtime import child, engine_process, local
+from tests.house.source import ROOT
+
+PRELOADED = ["tests.preloaded"]
+COMMAND = ("-m", "millrace.cli.main")
+ENGINE = "engine"
+
+
+def process(function: Callable[..., Any], *args: Any, name: str = "forked") -> ForkServerProcess:
+    """Start a process that calls a function."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    server = forkserver._forkserver
+    # Where the server starts it finds `tests`; it says nothing where it does not.
+    with chdir(ROOT):
+        server.ensure_running()
+    made = context.Process(
+        target=_begin, args=(server._forkserver_address, f"{name} {os.getpid()}", function, args)
+    )
+    made.start()
+    return made
+
+
+def _begin(address: str, name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    assert PRELOADED[0] in sys.modules, "the server has imported nothing"
+    # What this process starts comes from the same server, since a process with threads cannot be forked.
+    server = forkserver._forkserver
+    server._forkserver_address = address
+    server.ensure_running = lambda: None
+    Path("/proc/self/comm").write_text(name)
+    function(*args)
+
+
+class Forked:
+    """A function in a process of its own; otherwise as `subprocess.Popen`.
+
+    Attributes:
+        pid: of the process.
+        output: what it prints, and its errors.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        name: str,
+        output: tuple[IO[Any], IO[Any]] | None = None,
+        pass_fds: Sequence[int] = (),
+        new_session: bool = False,
+    ) -> None:
+        """Start it; each of `pass_fds` is an argument too, by the number that it has there."""
+        self.output = output or (tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        given = [_Descriptor(fd) for fd in (*(file.fileno() for file in self.output), *pass_fds)]
+        self._process = process(_serve, function, args, new_session, *given, name=name)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """All that it has printed, once it has ended; asked for once."""
+        self.wait(timeout)
+        out, err = self.output
+        with out, err:
+            out.seek(0)
+            err.seek(0)
+            return out.read(), err.read()
+
+
+class _Descriptor:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _received, (reduction.DupFd(self._number),)
+
+
+def _received(descriptor: Any) -> int:
+    number: int = descriptor.detach()
+    return number
+
+
+def _serve(
+    function: Callable[..., Any], args: Sequence[Any], session: bool, out: int, err: int, *fds: int
+) -> None:
+    if session:
+        os.setsid()
+    for number, at in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+        os.dup2(number, at)
+        os.close(number)
+    function(*args, *fds)
+
+
+# ---- commands and ranks
+
+
+def command(words: Sequence[str], environment: Mapping[str, str]) -> Forked:
+    """Start `millrace` with these words, its ranks and its engines being forked too."""
+    return Forked(_command, list(words), dict(environment), name="command")
+
+
+def _command(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["millrace", *words]
+    sys.orig_argv = [sys.executable, *COMMAND, *words]
+    # As Python does when it starts.
+    for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
+        if (path := Path(folder, "sitecustomize.py")).is_file():
+            runpy.run_path(str(path))
+    local._start = _start_rank  # type: ignore[assignment]
+    fork_engines()
+    main()
+
+
+def _start_rank(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None) -> Forked:
+    output = (log, log) if log is not None else (sys.stdout, sys.stderr)
+    assert tuple(command[1:3]) == COMMAND
+    return Forked(_command, list(command[3:]), dict(own), name=f"rank{own['RANK']}", output=output)
+
+
+# ---- engines
+
+
+def fork_engines() -> None:
+    """Have this process fork its engines."""
+    child.subprocess = _subprocess(_start_engine)
+
+
+@contextmanager
+def forked_engines() -> Iterator[list[Forked]]:
+    """Meanwhile this process forks its engines; those that it has started."""
+    started: list[Forked] = []
+
+    def start(*given: Any, **options: Any) -> Forked:
+        started.append(_start_engine(*given, **options))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "subprocess", _subprocess(start))
+        yield started
+
+
+def _subprocess(start: Callable[..., Forked]) -> Any:
+    return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+def _start_engine(command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], **_: Any) -> Forked:
+    line, lifeline, weights = pass_fds
+    output, told = (stdout, stdout), json.loads(command[-1])
+    engine = Forked(_engine, told, name=ENGINE, output=output, pass_fds=(line, weights), new_session=True)
+    process(_keep, engine.pid, told["folder"], _Descriptor(lifeline), name="keeper")
+    return engine
+
+
+def _engine(told: dict[str, Any], line: int, weights: int) -> None:
+    engine_process.main(json.dumps(told | {"line": line, "weights": weights}))
+
+
+def _keep(engine: int, folder: str, lifeline: int) -> None:
+    """End an engine with all its processes once the lifeline's other end closes."""
+    poll = select.poll()
+    poll.register(lifeline, 0)
+    poll.register(os.pidfd_open(engine), select.POLLIN)
+    poll.poll()
+    with suppress(ProcessLookupError):
+        os.killpg(engine, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)

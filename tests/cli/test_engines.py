@@ -16,6 +16,7 @@ from millrace.orchestration.runtime import child, ray_room
 from millrace.orchestration.runtime.base import Wanted
 from millrace.orchestration.wanted import Asked
 from tests.cli.lab import Lab, Result
+from tests.forked import forked_engines
 
 RUN = "runs/tiny-1"
 TOLD = {"wanted": 2, "doing": {"engine-0": "draws 4 answers"}, "reason": "", "asked": ""}
@@ -75,7 +76,8 @@ def no_room(lab: Lab) -> Result:
 
     lab.patch.setattr(child, "start", start)
     lab.patch.setattr(Asked, "look", lambda self: asked.pop() if asked else [])
-    return lab.train("steps=2", "engine.processes=1")
+    with forked_engines():
+        return lab.train("steps=2", "engine.processes=1")
 
 
 ENGINES: dict[str, Callable[[Lab], Result]] = {

@@ -29,7 +29,7 @@ def test_it_fails_with_a_sentence_where_kernels_cannot_be_kept(monkeypatch):
     assert done.stderr.startswith("error: compiled kernels cannot be kept: ")
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_several_processes_share_the_work():
     done = CliRunner().invoke(app, ["warm", "--workers", "2"])
     assert done.exit_code == 0, done.output

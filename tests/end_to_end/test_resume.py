@@ -51,9 +51,9 @@ def interrupt_at(monkeypatch, stage: str, step: int) -> None:
     ("stage", "step", "saved"),
     [
         ("warmup", 3, "warmup-000003"),
-        ("warmup", 9, "warmup-000009"),
+        pytest.param("warmup", 9, "warmup-000009", marks=pytest.mark.slow),
         ("reinforcement", 3, "step-000003"),
-        ("reinforcement", 7, "step-000007"),
+        pytest.param("reinforcement", 7, "step-000007", marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_saves_and_a_resumed_run_has_the_same_bits(stage, step, saved, runs, monkeypatch):
@@ -101,7 +101,7 @@ def ppo(runs) -> Path:
     return runs
 
 
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_critic_coefficient_and_refilled_prompts_are_taken_up_with_the_same_bits(step, ppo, monkeypatch):
     name = f"ppo-left-{step}"
     with monkeypatch.context() as patch:
@@ -131,7 +131,7 @@ def test_eight_bit_moments_of_policy_and_critic_are_taken_up_with_the_same_bits(
         check_equal_but_for_saving(runs / name, runs / "codes")
 
 
-@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize("step", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_left_at_once_a_run_with_a_critic_goes_on_from_its_last_checkpoint(step, ppo, monkeypatch):
     """As if it were killed when this step is recorded: nothing of the step is saved."""
     name, record = f"ppo-killed-{step}", Controller.record

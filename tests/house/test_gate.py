@@ -118,7 +118,7 @@ def test_that_fails(): assert {twice}
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(("twice", "code"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize(("twice", "code"), [pytest.param(True, 0, marks=pytest.mark.slow), (False, 1)])
 def test_a_test_that_fails_once_is_repeated_and_counted(twice, code, tmp_path, monkeypatch, capfd):
     write(tmp_path, {"test_a.py": TESTS.format(twice=twice), "pyproject.toml": "[tool.pytest.ini_options]\n"})
     monkeypatch.setattr(retry, "ROOT", tmp_path)

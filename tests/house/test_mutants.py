@@ -132,7 +132,7 @@ def test_a_survivor_fails_the_hunt_and_a_listed_one_does_not(toy):
     assert done.returncode == 1
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_compiled_kernels_are_broken_too_and_run_as_python(toy):
     files = {
         "millrace/kernels/__init__.py": "",
@@ -152,7 +152,7 @@ def test_compiled_kernels_are_broken_too_and_run_as_python(toy):
     assert "2 mutants: 2 caught, 0 survived" in done.stdout
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_a_mutant_that_never_ends_is_caught(toy):
     loop = "def clip(x, low, high):\n    while x < low:\n        x += 1\n    return min(x, high)\n"
     (toy / "millrace/algorithms/toy.py").write_text(loop)

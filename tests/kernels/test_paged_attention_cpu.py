@@ -395,7 +395,9 @@ def add_product_and_fetch(x: Any, matrix: Any, y: Any) -> None:
     cpu.add_product(x, matrix, y, matrix)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float64", "bfloat16"))]
+)
 def test_the_product_in_machine_code_is_the_product(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     # Also where kernels run as Python: only here is the generated code looked at.
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 0)

@@ -146,7 +146,7 @@ print(value.tolist())
 """
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_without_a_runtime_one_thread_does_all() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT],

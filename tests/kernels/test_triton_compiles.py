@@ -41,6 +41,7 @@ print(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not triton.__version__.startswith("3.9."), reason="the compiler's interface changes by version"
 )

@@ -66,6 +66,7 @@ _attend wgmma.mma cp.async.cg False
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not triton.__version__.startswith("3.9."), reason="the compiler's interface changes by version"
 )

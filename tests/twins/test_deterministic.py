@@ -76,7 +76,7 @@ def test_the_trainer_finds_every_bit_of_the_engines_log_probabilities(
     [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}],
     ids=str,
 )
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 1.7])
 def test_the_trainer_finds_every_bit_where_sampling_is_truncated(
     limits: dict[str, Any], temperature: float
 ) -> None:

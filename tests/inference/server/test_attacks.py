@@ -128,6 +128,7 @@ def test_an_answer_that_nobody_reads_ends_its_request():
         assert mill.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.attack("a chat template that loops")
 def test_a_looping_chat_template_stops_one_request_only():
     """A template that never ends for one message."""

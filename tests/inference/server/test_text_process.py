@@ -101,6 +101,7 @@ def test_a_template_that_loops_is_given_up_and_the_next_text_is_taken():
     using(process(LOOPING, cpu_s=CPU_S), use)
 
 
+@pytest.mark.slow
 def test_a_template_that_allocates_without_end_is_refused():
     async def use(made: TextProcess) -> None:
         error = await refusal(made, "messages", say("grow"))
@@ -198,6 +199,7 @@ def test_a_request_that_is_cancelled_does_not_answer_the_next_one():
     using(process(LOOPING, cpu_s=100.0), use)
 
 
+@pytest.mark.slow
 def test_a_request_under_way_at_the_end_is_told():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))

@@ -4,8 +4,6 @@ PYTEST := $(PYTHON) -m pytest
 ARGS ?=
 # A worker per core. Files stay together, since their tests share what their fixtures made.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile
-# Tests of processes wait for much of their time.
-MORE_WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench attack decoders wheels mutants docs clean
@@ -24,10 +22,10 @@ test: setup ## run the tests that need no other process, port or clock: some min
 	@$(PYTEST) $(WORKERS) -m "not world and not slow" $(ARGS)
 
 world: setup ## run the tests of processes and ports; one that fails is repeated alone
-	@$(PYTHON) scripts/retry.py $(MORE_WORKERS) -m "world and not slow" $(ARGS)
+	@$(PYTHON) scripts/retry.py $(WORKERS) -m "world and not slow" $(ARGS)
 
-slow: setup ## run the tests marked slow, half an hour on two cores
-	@$(PYTHON) scripts/retry.py $(MORE_WORKERS) -m "slow" $(ARGS)
+slow: setup ## run the tests marked slow, twenty minutes on two cores
+	@$(PYTHON) scripts/retry.py $(WORKERS) -m "slow" $(ARGS)
 
 stutter: setup ## run the tests of processes while they are stopped for 0.1 to 0.5 s at random
 	@$(PYTHON) scripts/stutter.py -- $(PYTEST) $(WORKERS) -m "world and not slow" $(ARGS)
@@ -42,7 +40,7 @@ kills: setup ## 30 processes of a Ray run of the quickstart killed, some twenty 
 	@$(PYTHON) scripts/kills.py $(ARGS)
 
 attack: setup ## try what a model, a client or a damaged file could do, and print a table
-	@$(PYTHON) scripts/attack.py $(MORE_WORKERS) $(ARGS)
+	@$(PYTHON) scripts/attack.py $(WORKERS) $(ARGS)
 
 decoders: setup ## try every causal decoder of transformers, and write docs/models.md
 	@$(PYTHON) scripts/decoders.py $(ARGS)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.selection import Guard, demanded_marks, in_eighth
+from tests.selection import Guard, demanded_marks, hidden_marks, in_eighth
 
 # Whether or not there are other workers: rounding depends on it, and ranks that tests start have one.
 NUM_THREADS = 1
@@ -121,8 +121,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return not all(f"mark.{name}" in text for name in demanded) or None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the eighth that is asked for, and have reports say which attack a test plays."""
+    """Keep the eighth that is asked for, and have reports say which attack a test plays.
+
+    Raises:
+        pytest.UsageError: a test's file does not name its mark, and would be left out where that is demanded.
+    """
+    if hidden := hidden_marks(items):
+        raise pytest.UsageError(f"write pytest.mark in the files of these tests: {', '.join(hidden)}")
     for item in items:
         if (attack := item.get_closest_marker("attack")) is not None:
             item.user_properties.append(("attack", attack.args[0]))

@@ -40,9 +40,10 @@ def process(function: Callable[..., Any], *args: Any, name: str = "forked") -> F
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     server = forkserver._forkserver
-    # Where the server starts it finds `tests`; it says nothing where it does not.
-    with chdir(ROOT):
-        server.ensure_running()
+    if server._forkserver_address is None:
+        # Where the server starts it finds `tests`; it says nothing where it does not.
+        with chdir(ROOT):
+            server.ensure_running()
     made = context.Process(
         target=_begin, args=(server._forkserver_address, f"{name} {os.getpid()}", function, args)
     )

@@ -6,8 +6,9 @@ import hashlib
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ EVENTS = {
 }
 MARKS = ("world", "slow", "gpu")
 PARTS = 8
+# By these, suites are selected with `-m`.
+SELECTED = ("world", "slow", "attack")
 
 
 class NotMarkedError(Exception):
@@ -101,3 +104,18 @@ def demanded_marks(expression: str) -> set[str]:
     if re.search(r"\bor\b|[()]", expression):
         return set()
     return {term for term in expression.split(" and ") if term.isidentifier()}
+
+
+def hidden_marks(items: Iterable[pytest.Item]) -> list[str]:
+    """The tests that are selected by a mark which their file does not name, each with the mark."""
+    texts: dict[Path, str] = {}
+    found = []
+    for item in items:
+        for name in SELECTED:
+            if item.get_closest_marker(name) is None:
+                continue
+            if item.path not in texts:
+                texts[item.path] = item.path.read_text(encoding="utf-8")
+            if f"mark.{name}" not in texts[item.path]:
+                found.append(f"{item.nodeid} ({name})")
+    return found

@@ -6,12 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.house.scripts import load_script
 from tests.house.source import ROOT, write
-from tests.selection import PARTS, in_eighth
+from tests.selection import PARTS, demanded_marks, hidden_marks, in_eighth
 
 gate = load_script("gate")
 retry = load_script("retry")
@@ -140,6 +141,33 @@ def test_a_file_that_cannot_be_imported_rejects_at_once(tmp_path, monkeypatch, c
     monkeypatch.setattr(retry, "ROOT", tmp_path)
     assert retry.main(["-q", "-p", "no:xdist", "--continue-on-collection-errors"]) == 1
     assert "repeating alone" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("expression", "demanded"),
+    [
+        ("", set()),
+        ("world and not slow", {"world"}),
+        ("slow", {"slow"}),
+        ("world and attack", {"world", "attack"}),
+        ("not world and not slow", set()),
+        ("world or slow", set()),
+        ("not (world or slow)", set()),
+    ],
+)
+def test_only_files_that_name_a_demanded_mark_are_read(expression, demanded):
+    assert demanded_marks(expression) == demanded
+
+
+def test_a_mark_that_its_file_does_not_name_is_found(tmp_path):
+    write(
+        tmp_path, {"test_a.py": "@pytest.mark.world\ndef test(): ...\n", "test_b.py": "@far\ndef test(): ..."}
+    )
+    items = [
+        SimpleNamespace(path=tmp_path / name, nodeid=name, get_closest_marker={"world": 1}.get)
+        for name in ("test_a.py", "test_b.py")
+    ]
+    assert hidden_marks(items) == ["test_b.py (world)"]
 
 
 def test_tests_are_repeated_without_the_arguments_for_workers():

@@ -331,7 +331,14 @@ def test_bounds_at_the_edge_are_taken() -> None:
 
 @pytest.mark.parametrize(
     ("x", "expected"),
-    [([-3.0], 3.0), ([1.0, -9.0], 1.0), ([1.0] * 150 + [-99.0], 1.0), ([1.0, -2.0] * 150 + [9.0] * 3, 1.5)],
+    [
+        ([-3.0], 3.0),
+        ([1.0, -9.0], 1.0),
+        ([1.0] * 150 + [-99.0], 1.0),
+        ([1.0] * 197 + [9.0] * 2, 206 / 198),
+        ([1.0] * 198 + [9.0] * 2, 1.0),
+        ([1.0, -2.0] * 150 + [9.0] * 3, 1.5),
+    ],
 )
 def test_the_typical_difference_leaves_out_the_few_that_are_far(x, expected):
     close_fp64(typical(torch.tensor(x)), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from contextlib import suppress
@@ -32,3 +33,7 @@ from millrace.kernels.warm import KernelsNotKeptError, warm  # noqa: E402
 
 with suppress(KernelsNotKeptError):
     list(warm(num_workers=1))
+
+# Otherwise the first collection in each process copies most of the server's memory.
+gc.collect()
+gc.freeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,12 @@ def python_files(folder: Path) -> list[Path]:
 
 
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def _parse(text: str, filename: str) -> ast.Module:
+    return ast.parse(text, filename=filename)
 
 
 def functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:

@@ -28,6 +28,7 @@ def chaos() -> ModuleType:
     return load_script("chaos")
 
 
+@pytest.mark.slow
 def test_no_schedule_loses_a_group(chaos):
     """And the schedules are what they should be: every fault happens, and most runs end well all the same."""
     ends, seen, orders = Counter(), Counter(), Counter()

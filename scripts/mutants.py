@@ -32,7 +32,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -273,10 +274,17 @@ class Workshop:
             self._collect()
         return next(bench for bench in self.benches if bench not in self._running)
 
+    def wait(self) -> bool:
+        """Wait until something ends; whether anything was running."""
+        running = len(self._running)
+        while running and len(self._running) == running:
+            self._collect()
+        return bool(running)
+
     def finish(self) -> None:
         """Wait for everything that was started."""
-        while self._running:
-            self._collect()
+        while self.wait():
+            pass
 
     def stop(self) -> None:
         """End what still runs."""
@@ -340,30 +348,6 @@ def _run_tests(bench: Path, tests: list[str]) -> None:
         os._exit(status)
 
 
-def _baselines(root: Path, shop: Workshop, files: Sequence[str], ends_s: float) -> dict[str, float]:
-    """How long the tests of each file take unchanged, in seconds; of none that would start after `ends_s`.
-
-    Raises:
-        SystemExit: they fail without any change.
-    """
-    unchanged_s = dict[str, float]()
-
-    def done(file: str, tests: list[str], bench: Path, start_s: float, status: int | None) -> None:
-        if status != 0:
-            output = (bench / "output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
-            raise SystemExit(f"{output}\n{' '.join(tests)} fail before anything is changed; mend them first")
-        unchanged_s[file] = time.monotonic() - start_s
-
-    for file in files:
-        bench = shop.free()
-        if time.monotonic() > ends_s:
-            break
-        tests, source = tests_of(root, file), (root / file).read_text(encoding="utf-8")
-        shop.start(file, source, tests, 300, partial(done, file, tests, bench, time.monotonic()))
-    shop.finish()
-    return unchanged_s
-
-
 def drawn(mutants: list[Mutant], most: int, seed: int) -> list[Mutant]:
     """So many of them, in order; one that comes or goes changes the draw by one."""
     chosen = {mutant.key for mutant in sorted(mutants, key=lambda mutant: _lot(seed, mutant.key))[:most]}
@@ -376,12 +360,11 @@ def _lot(seed: int, name: str) -> bytes:
 
 @dataclass(slots=True)
 class Hunt:
-    """What became of the mutants: which survived, and how many were caught, ended too late, or not tried."""
+    """What became of the mutants: which survived, and how many were caught or ended too late."""
 
     survivors: list[Mutant] = field(default_factory=list)
     num_caught: int = 0
     num_late: int = 0
-    num_untried: int = 0
 
     def note(self, mutant: Mutant, status: int | None) -> None:
         """Count a mutant by pytest's status; None: the tests were ended.
@@ -401,6 +384,47 @@ class Hunt:
             self.num_caught += 1
 
 
+class _Queue:
+    """What runs next: a mutant, otherwise another file's unchanged tests, after which its mutants are due."""
+
+    def __init__(self, root: Path, shop: Workshop, chosen: list[Mutant], found: Hunt, seed: int) -> None:
+        self._root, self._shop, self._chosen, self._found = root, shop, chosen, found
+        # Kernels last: as Python, their tests take minutes.
+        files = {mutant.file for mutant in chosen}
+        self._files = deque(sorted(files, key=lambda file: ("/kernels/" in file, _lot(seed, file))))
+        self._mutants = deque[tuple[Mutant, float]]()
+
+    def start_next(self) -> bool:
+        """Start it in a copy that is free; whether there was anything."""
+        bench = self._shop.free()
+        if self._mutants:
+            mutant, limit_s = self._mutants.popleft()
+            tests = tests_of(self._root, mutant.file)
+            self._shop.start(mutant.file, mutant.source, tests, limit_s, partial(self._found.note, mutant))
+        elif self._files:
+            file, start_s = self._files.popleft(), time.monotonic()
+            source = (self._root / file).read_text(encoding="utf-8")
+            done = partial(self._unchanged, file, bench, start_s)
+            self._shop.start(file, source, tests_of(self._root, file), 300, done)
+        else:
+            return False
+        return True
+
+    def _unchanged(self, file: str, bench: Path, start_s: float, status: int | None) -> None:
+        """Line up a file's mutants.
+
+        Raises:
+            SystemExit: its tests fail without any change.
+        """
+        tests = " ".join(tests_of(self._root, file))
+        if status != 0:
+            output = (bench / "output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise SystemExit(f"{output}\n{tests} fail before anything is changed; mend them first")
+        each_s, own = time.monotonic() - start_s, [one for one in self._chosen if one.file == file]
+        print(f"{file}: {len(own)} mutants, {each_s:.1f} s each: {tests}", flush=True)
+        self._mutants.extend((mutant, 30 + 5 * each_s) for mutant in own)
+
+
 def hunt(
     root: Path, chosen: list[Mutant], num_workers: int, seed: int = 0, budget_s: float | None = None
 ) -> Hunt:
@@ -416,8 +440,7 @@ def hunt(
     Raises:
         SystemExit: a file has no tests, or they fail without any change.
     """
-    files = sorted({mutant.file for mutant in chosen}, key=lambda file: _lot(seed, file))
-    for file in files:
+    for file in {mutant.file for mutant in chosen}:
         if not tests_of(root, file):
             package, module = Path(file).parts[-2], Path(file).stem
             raise SystemExit(f"{file} has no tests; write tests/{package}/test_{module}.py")
@@ -426,22 +449,11 @@ def hunt(
     found, ends_s = Hunt(), math.inf if budget_s is None else time.monotonic() + budget_s
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         shop = Workshop(root, Path(folder), num_workers)
+        queue = _Queue(root, shop, chosen, found, seed)
         try:
-            # Of the budget, half at most.
-            unchanged_s = _baselines(root, shop, files, (time.monotonic() + ends_s) / 2)
-            for file in files:
-                own, tests = [mutant for mutant in chosen if mutant.file == file], tests_of(root, file)
-                if file not in unchanged_s:
-                    found.num_untried += len(own)
-                    continue
-                each_s = unchanged_s[file]
-                print(f"{file}: {len(own)} mutants, {each_s:.1f} s each: {' '.join(tests)}", flush=True)
-                for mutant in own:
-                    shop.free()
-                    if time.monotonic() > ends_s:
-                        found.num_untried += 1
-                        continue
-                    shop.start(file, mutant.source, tests, 30 + 5 * each_s, partial(found.note, mutant))
+            # What ends may line up more.
+            while time.monotonic() < ends_s and (queue.start_next() or shop.wait()):
+                pass
             shop.finish()
         finally:
             shop.stop()
@@ -507,7 +519,8 @@ def main() -> int:
     for key in stale:
         print(f"{ALLOWED} lists what no longer exists; remove: {key}")
     others = f", {found.num_late} not judged" * bool(found.num_late)
-    others += f", {found.num_untried} not tried for want of time" * bool(found.num_untried)
+    num_untried = len(chosen) - found.num_caught - found.num_late - len(found.survivors)
+    others += f", {num_untried} not tried for want of time" * bool(num_untried)
     print(
         f"{len(chosen)} mutants: {found.num_caught} caught, {len(found.survivors)} survived{others} "
         f"({len(every) - len(judged)} more are allowed to), {time.monotonic() - start:.0f} s"

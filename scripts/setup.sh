@@ -78,10 +78,9 @@ echo "make setup: installing millrace and its dependencies"
 # Without what it requires: pyproject.toml names that, except pycosat, which needs a C compiler.
 "$PYTHON" -m pip install -qq --no-compile --no-deps "reasoning-gym==$(pinned reasoning_gym)" ||
     fail "reasoning-gym could not be installed; $network"
-# On all processors, where pip takes one, and without what is seldom imported: Python compiles that when it is. Some
-# files are for newer versions of Python and do not compile: torch has one.
-seldom='/(tests?|transformers/models|openai|ray/(data|rllib|serve|train|tune))/'
-"$PYTHON" -W ignore -m compileall -qq -j 0 -x "$seldom" .venv/lib/python*/site-packages >/dev/null 2>&1 || true
+# On all processors, where pip takes one, and without packages' tests and a folder of models of which a run imports
+# one. Some files are for newer versions of Python and do not compile: torch has one.
+"$PYTHON" -W ignore -m compileall -qq -j 0 -x '/(tests?|transformers/models)/' .venv/lib/python*/site-packages >/dev/null 2>&1 || true
 
 rm -f .venv/.ready-*
 touch "$stamp"

@@ -6,21 +6,29 @@ from pathlib import Path
 
 
 def name_of(pid: int) -> str:
-    """What a process is, where it was forked here."""
-    return _told(pid, "comm").rpartition(" ")[0]
+    """What a process is, where it was forked by `tests.forked`."""
+    return _words(pid)[0]
 
 
 def below(pid: int) -> list[int]:
     """All that a process has started or had forked, and what those have."""
-    forked = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _owner(int(path.name)) == str(pid)]
+    every = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    forked = [one for one in every if _words(one)[1] == str(pid)]
     # A process belongs to the thread that started it.
     tasks = [path.name for path in Path(f"/proc/{pid}/task").glob("*")]
     children = [int(word) for task in tasks for word in _told(pid, f"task/{task}/children").split()]
     return [found for one in (*forked, *children) for found in (one, *below(one))]
 
 
-def _owner(pid: int) -> str:
-    return _told(pid, "comm").strip().rpartition(" ")[2]
+def _words(pid: int) -> tuple[str, str]:
+    """What a process is and which one asked for it; both empty where it is none of ours."""
+    told = _told(pid, "comm").strip()
+    # What a process starts has its name until it executes another program.
+    parent = _told(pid, "stat").rpartition(")")[2].split()[1:2]
+    if not parent or told == _told(int(parent[0]), "comm").strip():
+        return "", ""
+    name, _, owner = told.rpartition(" ")
+    return name, owner
 
 
 def _told(pid: int, name: str) -> str:

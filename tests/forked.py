@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
 from multiprocessing import forkserver, reduction
@@ -66,7 +65,7 @@ class Forked:
 
     Attributes:
         pid: of the process.
-        output: what it prints, and its errors.
+        output: descriptors of what it prints, and of its errors.
     """
 
     def __init__(
@@ -74,13 +73,13 @@ class Forked:
         function: Callable[..., Any],
         *args: Any,
         name: str,
-        output: tuple[IO[Any], IO[Any]] | None = None,
+        output: tuple[int, int] | None = None,
         pass_fds: Sequence[int] = (),
         new_session: bool = False,
     ) -> None:
         """Start it; each of `pass_fds` is an argument too, by the number that it has there."""
-        self.output = output or (tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        given = [_Descriptor(fd) for fd in (*(file.fileno() for file in self.output), *pass_fds)]
+        self.output = output or (os.memfd_create("out"), os.memfd_create("err"))
+        given = [_Descriptor(fd) for fd in (*self.output, *pass_fds)]
         self._process = process(_serve, function, args, new_session, *given, name=name)
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -108,11 +107,12 @@ class Forked:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """All that it has printed, once it has ended; asked for once."""
         self.wait(timeout)
-        out, err = self.output
-        with out, err:
-            out.seek(0)
-            err.seek(0)
-            return out.read(), err.read()
+        told = []
+        for descriptor in self.output:
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            with open(descriptor, encoding="utf-8") as file:
+                told.append(file.read())
+        return told[0], told[1]
 
 
 class _Descriptor:
@@ -142,9 +142,19 @@ def _serve(
 # ---- commands and ranks
 
 
-def command(words: Sequence[str], environment: Mapping[str, str]) -> Forked:
-    """Start `millrace` with these words, its ranks and its engines being forked too."""
-    return Forked(_command, list(words), dict(environment), name="command")
+def command(words: Sequence[str], **variables: str) -> Forked:
+    """Start `millrace` with these words and more variables; its ranks and its engines are forked too."""
+    return Forked(_command, list(words), {**os.environ, **variables}, name="command")
+
+
+def run(words: Sequence[str], limit_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command, until it ends; killed where it takes longer."""
+    started = command(words, **variables)
+    try:
+        out, err = started.communicate(limit_s)
+        return subprocess.CompletedProcess(words, started.wait(), out, err)
+    finally:
+        started.kill()
 
 
 def _command(words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -156,13 +166,13 @@ def _command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
         if (path := Path(folder, "sitecustomize.py")).is_file():
             runpy.run_path(str(path))
-    local._start = _start_rank  # type: ignore[assignment]
+    local._start = _start_rank
     fork_engines()
     main()
 
 
 def _start_rank(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None) -> Forked:
-    output = (log, log) if log is not None else (sys.stdout, sys.stderr)
+    output = (1, 2) if log is None else (log.fileno(), log.fileno())
     assert tuple(command[1:3]) == COMMAND
     return Forked(_command, list(command[3:]), dict(own), name=f"rank{own['RANK']}", output=output)
 
@@ -172,7 +182,7 @@ def _start_rank(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] |
 
 def fork_engines() -> None:
     """Have this process fork its engines."""
-    child.subprocess = _subprocess(_start_engine)
+    child.subprocess = _subprocess(_Engine)
 
 
 @contextmanager
@@ -181,7 +191,7 @@ def forked_engines() -> Iterator[list[Forked]]:
     started: list[Forked] = []
 
     def start(*given: Any, **options: Any) -> Forked:
-        started.append(_start_engine(*given, **options))
+        started.append(_Engine(*given, **options))
         return started[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -193,12 +203,25 @@ def _subprocess(start: Callable[..., Forked]) -> Any:
     return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
 
 
-def _start_engine(command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], **_: Any) -> Forked:
-    line, lifeline, weights = pass_fds
-    output, told = (stdout, stdout), json.loads(command[-1])
-    engine = Forked(_engine, told, name=ENGINE, output=output, pass_fds=(line, weights), new_session=True)
-    process(_keep, engine.pid, told["folder"], _Descriptor(lifeline), name="keeper")
-    return engine
+class _Engine(Forked):
+    """An engine, which has ended when its keeper has, as where the keeper has started it."""
+
+    def __init__(
+        self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], **_: Any
+    ) -> None:
+        line, lifeline, weights = pass_fds
+        output, told = (stdout.fileno(), stdout.fileno()), json.loads(command[-1])
+        super().__init__(
+            _engine, told, name=ENGINE, output=output, pass_fds=(line, weights), new_session=True
+        )
+        self._keeper = process(_keep, self.pid, told["folder"], _Descriptor(lifeline), name="keeper")
+
+    def poll(self) -> int | None:
+        return None if self._keeper.exitcode is None else super().poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._keeper.join(timeout)
+        return super().wait(timeout)
 
 
 def _engine(told: dict[str, Any], line: int, weights: int) -> None:

@@ -29,10 +29,9 @@ for name in (
 ):
     importlib.import_module(name)
 
-from millrace.kernels.warm import KernelsNotKeptError, warm  # noqa: E402
-
-with suppress(KernelsNotKeptError):
-    list(warm(num_workers=1))
+kernels = importlib.import_module("millrace.kernels.warm")
+with suppress(kernels.KernelsNotKeptError):
+    list(kernels.warm(num_workers=1))
 
 # Otherwise the first collection in each process copies most of the server's memory.
 gc.collect()

@@ -26,7 +26,7 @@ EVENTS = {
 MARKS = ("world", "slow", "gpu")
 PARTS = 8
 # By these, suites are selected with `-m`.
-SELECTED = ("world", "slow", "attack")
+SELECTED = (*MARKS, "attack")
 
 
 class NotMarkedError(Exception):

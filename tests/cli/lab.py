@@ -86,12 +86,8 @@ class Lab:
 
     def run_apart(self, *words: str, limit_s: float) -> Result:
         """A command in a process of its own, which starts at once, until it ends."""
-        process = forked.command(words, {**os.environ, "PYTHONPATH": str(ROOT)})
-        try:
-            out, err = process.communicate(limit_s)
-            return Result(process.wait(), out, err)
-        finally:
-            process.kill()
+        done = forked.run(words, limit_s)
+        return Result(done.returncode, done.stdout, done.stderr)
 
     def start(self, *words: str, **options) -> subprocess.Popen[str]:
         """A command in a process of its own."""

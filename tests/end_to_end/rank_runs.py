@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests import forked
 from tests.end_to_end.tiny import metrics_of, without_times
 from tests.family import below, name_of
+from tests.rewards.helpers import comes
 
-MILLRACE = [sys.executable, "-m", "millrace.cli.main"]
 # A critic, a reference and several optimizer steps: everything that has weights.
 OVERRIDES = [
     "advantage.kind=gae",
@@ -24,46 +22,32 @@ OVERRIDES = [
     "deterministic=true",
 ]
 LIMIT_S = 480  # a minute on a quiet machine
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def command(folder: Path, name: str, *more: str) -> list[str]:
     """What trains the tiny recipe of a folder in a run of that folder."""
     where = [f"output={folder / 'runs'}", f"name={name}"]
-    return [*MILLRACE, "train", str(folder / "tiny.yaml"), *where, *OVERRIDES, *more]
+    return ["train", str(folder / "tiny.yaml"), *where, *OVERRIDES, *more]
 
 
-def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command, until it ends; one of millrace starts at once, as its ranks and engines do."""
-    variables = {**os.environ, **ENVIRONMENT, **environment}
-    if arguments[: len(MILLRACE)] == MILLRACE:
-        started = forked.command(arguments[len(MILLRACE) :], variables)
-        try:
-            said, told = started.communicate(LIMIT_S)
-            return subprocess.CompletedProcess(arguments, started.wait(), said, told)
-        finally:
-            started.kill()
-    return subprocess.run(
-        arguments, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=variables
-    )
+def run(words: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command of millrace, until it ends."""
+    return forked.run(words, LIMIT_S, **variables)
 
 
 def begun(folder: Path, name: str, *more: str, until: str = "checkpoints/step-*") -> forked.Forked:
     """A run that has written such a file: by default, that has saved its first checkpoint."""
-    words = command(folder, name, *more)[len(MILLRACE) :]
-    launcher = forked.command(words, {**os.environ, **ENVIRONMENT})
-    ends_s = time.monotonic() + LIMIT_S
-    while not list((folder / "runs" / name).glob(until)):
-        if launcher.poll() is not None or time.monotonic() > ends_s:
-            launcher.kill()
-            raise AssertionError(f"the run did not begin: {launcher.communicate(LIMIT_S)}")
-        time.sleep(0.05)
+    launcher, path = forked.command(command(folder, name, *more)), folder / "runs" / name
+    comes(lambda: any(path.glob(until)) or launcher.poll() is not None, LIMIT_S)
+    if not any(path.glob(until)):
+        launcher.kill()
+        raise AssertionError(f"the run did not begin: {launcher.communicate()}")
     return launcher
 
 
 def resumed(folder: Path, name: str) -> list[dict[str, Any]]:
     """The records of a run that was taken up again, without the clock."""
-    done = run([*MILLRACE, "resume", str(folder / "runs" / name)])
+    done = run(["resume", str(folder / "runs" / name)])
     assert done.returncode == 0, done.stderr
     return numbers(folder / "runs" / name)
 

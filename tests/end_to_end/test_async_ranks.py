@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.async_runs import check_run, engines_below, events_of, prompts_of
-from tests.end_to_end.rank_runs import LIMIT_S, MILLRACE, begun, command, numbers, ranks_below, run
+from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, ranks_below, run
 from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import TREE, tiny_recipe
 from tests.rewards.helpers import ends_within
@@ -56,7 +56,7 @@ def test_a_run_whose_engine_is_killed_goes_on_within_the_bound(folder: Path) -> 
 
 def test_each_rank_tells_what_it_did_by_one_clock(folder: Path) -> None:
     path = folder / "runs" / "ahead"
-    done = run([*MILLRACE, "trace", str(path)])
+    done = run(["trace", str(path)])
     assert done.returncode == 0, done.stderr
     found = json.loads((path / "trace.json").read_text())["traceEvents"]
     names = {one["args"]["name"]: one["pid"] for one in found if one["name"] == "process_name"}
@@ -85,13 +85,13 @@ def test_a_rank_that_is_killed_ends_the_run_and_it_resumes(folder: Path, victim:
     recipe = folder / "runs" / name / "recipe.yaml"
     text = recipe.read_text(encoding="utf-8")
     recipe.write_text(text.replace("staleness: 2", "staleness: 1"), encoding="utf-8")
-    done = run([*MILLRACE, "resume", str(recipe.parent)])
+    done = run(["resume", str(recipe.parent)])
     # The first rank alone reads what was under way, and its error is the run's.
     assert done.returncode == 1
     assert "'staleness': 1" in done.stderr and "rank 1" not in done.stderr, done.stderr
 
     recipe.write_text(text, encoding="utf-8")
-    done = run([*MILLRACE, "resume", str(recipe.parent)])
+    done = run(["resume", str(recipe.parent)])
     assert done.returncode == 0, done.stderr
     check_run(recipe.parent, steps=STEPS, bound=2, warmup=WARMUP)
     assert prompts_of(recipe.parent) == prompts_of(folder / "runs" / "ahead")

@@ -15,7 +15,7 @@ from millrace.orchestration.build import build
 from millrace.orchestration.controller import Controller
 from millrace.orchestration.parts import SetupError
 from tests.close import close_fp64
-from tests.end_to_end.rank_runs import MILLRACE, numbers, run
+from tests.end_to_end.rank_runs import numbers, run
 from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe, write_sums
 
@@ -128,7 +128,7 @@ def test_two_ranks_with_half_of_the_experts_each_learn_what_one_process_learns(t
     told = {}
     for name, more in (("alone", []), ("spread", ["mesh.dp_shard=2", "mesh.ep=2"])):
         where = [f"output={tmp_path / 'runs'}", f"name={name}"]
-        done = run([*MILLRACE, "train", str(path), *where, *experts, *more])
+        done = run(["train", str(path), *where, *experts, *more])
         assert done.returncode == 0, done.stderr
         told[name] = [r for r in numbers(tmp_path / "runs" / name) if r["stage"] == "reinforcement"]
     assert told["alone"][0].keys() == told["spread"][0].keys()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash_points import CrashPoint, effects_of, environment_of_ranks, log_of_rank
-from tests.end_to_end.rank_runs import MILLRACE, command, run
+from tests.end_to_end.rank_runs import command, run
 from tests.end_to_end.runs import IGNORED, check_equal, files
 from tests.end_to_end.tiny import tiny_recipe
 
@@ -47,7 +47,7 @@ def test_a_rank_that_dies_is_named_and_the_run_ends_with_the_same_bits(tmp_path:
         assert done.returncode == 1
         said = f"error: rank {victim} of {NUM_RANKS} ended with signal SIGKILL\n"
         assert done.stderr.startswith(said), f"{effect}: {done.stderr}"
-        arguments = [*MILLRACE, "resume", str(runs / "killed")]
+        arguments = ["resume", str(runs / "killed")]
     done = run(arguments)
     assert done.returncode == 0, done.stderr
     check_equal(runs / "killed", runs / "undisturbed")

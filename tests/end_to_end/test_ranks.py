@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from millrace import train
 from millrace.orchestration.checkpoints import evaluate_checkpoint
 from tests.close import close_fp64
-from tests.end_to_end.rank_runs import OVERRIDES, begun, command, numbers, ranks_below, resumed, run
+from tests.end_to_end.rank_runs import LIMIT_S, OVERRIDES, begun, command, numbers, ranks_below, resumed, run
 from tests.end_to_end.tiny import tiny_recipe
 
 
@@ -94,8 +95,9 @@ def test_in_turns_with_their_engines_they_learn_the_same(folder: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_starts_the_same_ranks(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    arguments = command(folder, "torchrun", "mesh.dp_shard=2")
-    done = run([*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *arguments[1:]])
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "millrace.cli.main"]
+    words = command(folder, "torchrun", "mesh.dp_shard=2")
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert numbers(folder / "runs" / "torchrun") == numbers(folder / "runs" / "spread")
     # The first rank says what came of it, and the others nothing.

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from millrace.orchestration.runtime.base import RETIRED
 from millrace.orchestration.status import read_status
 from millrace.orchestration.wanted import ask, engines_of
 from tests.end_to_end.async_runs import check_run, events_of
-from tests.end_to_end.rank_runs import begun, command, numbers, resumed, run
+from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, resumed, run
 from tests.end_to_end.test_async import wait_until
 from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe
 from tests.family import below
@@ -142,6 +143,6 @@ def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number:
 def test_a_run_outlives_deaths_at_random_moments(folder: Path) -> None:
     words = ["--recipe", str(folder / "tiny.yaml"), "--kills", "2", "--apart", "1", "--accuracy", "0"]
     script = [sys.executable, str(ROOT / "scripts" / "kills.py"), *words, "steps=200", "evaluation.every=100"]
-    done = run(script)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout
     assert re.search(r"\n2 deaths in \d+ s, no group lost or doubled; accuracy ", done.stdout), done.stdout

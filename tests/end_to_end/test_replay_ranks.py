@@ -18,7 +18,7 @@ from millrace.orchestration.events import check_log
 from millrace.orchestration.run_folder import RunFolder
 from millrace.orchestration.runtime.script import ReplayError
 from tests.end_to_end.async_runs import events_of
-from tests.end_to_end.rank_runs import LIMIT_S, MILLRACE, begun, command, numbers, ranks_below, run
+from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, ranks_below, run
 from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replayed(folder: Path, name: str, *more: str) -> tuple[int, str, str]:
     """Replay a run: exit code, what was said, and which errors were told."""
-    done = run([*MILLRACE, "replay", str(folder / "runs" / name), "--quiet", *more])
+    done = run(["replay", str(folder / "runs" / name), "--quiet", *more])
     return done.returncode, done.stdout, done.stderr
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_lost_a_rank_and_was_taken_up_is_repeated(folder: Path) -> No
     os.kill(ranks_below(launcher.pid)[1], signal.SIGKILL)
     _, told = launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 1 and "signal SIGKILL" in told, told
-    done = run([*MILLRACE, "resume", str(folder / "runs" / "killed")])
+    done = run(["resume", str(folder / "runs" / "killed")])
     assert done.returncode == 0, done.stderr
     kinds = [event["kind"] for event in events_of(folder / "runs" / "killed")]
     assert (kinds.count("resume"), kinds.count("threads")) == (1, 2)

@@ -13,7 +13,7 @@ import pytest
 from tests import forked
 from tests.cli.lab import Lab
 from tests.end_to_end.async_runs import engines_below
-from tests.house.source import ROOT
+from tests.rewards.helpers import comes
 
 # A first step may take that long where a machine is busy.
 PHASE_S = 15
@@ -58,9 +58,11 @@ def test_a_run_that_hangs_ends_with_who_waits_for_whom_and_goes_on(
 ):
     lab = Lab(tmp_path, capsys, monkeypatch)
     lab.write("hanging.py", HANGING.splitlines())
-    trainer = forked.command(["train", "tiny.yaml", *WORDS], {**os.environ, "PYTHONPATH": str(ROOT)})
+    trainer = forked.command(["train", "tiny.yaml", *WORDS])
     try:
-        wait_for(Path("runs/tiny-1/checkpoints/step-000001"), trainer)
+        begun = Path("runs/tiny-1/checkpoints/step-000001")
+        comes(lambda: begun.exists() or trainer.poll() is not None, START_S)
+        assert begun.exists() and trainer.poll() is None
         hung_s = time.monotonic()
         # One that is started in the place of another hangs as well.
         while trainer.poll() is None and time.monotonic() < hung_s + 6 * PHASE_S:
@@ -76,10 +78,3 @@ def test_a_run_that_hangs_ends_with_who_waits_for_whom_and_goes_on(
     assert said.endswith("; continue with: millrace resume runs/tiny-1\n")
     Path("hang").unlink(missing_ok=True)
     assert lab.run_apart("resume", "runs/tiny-1", limit_s=START_S).err == ""
-
-
-def wait_for(path: Path, process: forked.Forked) -> None:
-    until_s = time.monotonic() + START_S
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < until_s
-        time.sleep(0.01)

@@ -167,7 +167,7 @@ def limited(words: list[str]) -> None:
         while True:
             kept.append(torch.ones(4 << 20))
 
-    PolicyTrainer.forward_backward = too_much  # type: ignore[assignment]
+    PolicyTrainer.forward_backward = too_much
     sys.argv = ["millrace", *words]
     main()
 
@@ -177,8 +177,8 @@ def test_a_process_that_may_not_have_more_memory_says_why_and_still_writes_its_r
     tiny_recipe(tmp_path)
     words = ["warmup=null", "policy.kl.coefficient=0.1", f"output={tmp_path / 'runs'}", "--quiet"]
     process = Forked(limited, ["train", str(tmp_path / "tiny.yaml"), *words], name="command")
-    assert process.wait(100) == 1
-    said = process.communicate()[1].splitlines()
+    said = process.communicate(100)[1].splitlines()
+    assert process.returncode == 1
     assert said[0].startswith("error: out of memory in phase train, where 16.8 MB were asked for")
     assert re.search(r"Largest tensors: float32 \[4194304\] 16.8 MB \(\d+ such\)", said[0])
     assert ". To go on, lower policy.tokens_per_micro_batch (16384); set engine.cache_tokens; " in said[0]

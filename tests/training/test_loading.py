@@ -64,7 +64,7 @@ FURTHER = ("llama4_text", "stablelm")
 
 def save_deep(folder: Path) -> None:
     """A model of many layers, each a small share of it."""
-    shape = SIZES | {"num_hidden_layers": 24, "head_dim": 16, "hidden_size": 64, "intermediate_size": 128}
+    shape = SIZES | {"num_hidden_layers": 48, "head_dim": 16, "hidden_size": 64, "intermediate_size": 128}
     config = fresh_config("qwen3", shape, vocab_size=VOCABULARY, eos_token_id=0)
     save_model(fresh_model(config, seed=3, dtype=torch.float32), folder)
 
@@ -297,13 +297,12 @@ def test_no_rank_ever_holds_the_whole_model(folder, two):
     whole = held_bytes(load_model(folder / "deep", dtype=torch.float32))
     for found in two:
         assert int(found["half held"]) == whole // 2
-        # A rank has twelve layers, and the embedding or the head and the last norm.
+        # A rank has 24 layers, and the embedding or the head and the last norm.
         assert int(found["stage held"]) <= whole // 2 + 64 * 4
-        # Besides its half, FSDP gathers up to three layers of 24 for the trial; a stage gathers none. When
-        # other threads give memory back is not always the same.
-        for name, most in (("half", 0.8), ("stage", 0.7)):
+        # Besides its half, FSDP gathers up to three layers of 48 for the trial; a stage gathers none.
+        for name, most in (("half", 0.7), ("stage", 0.6)):
             assert int(found[f"{name} peak"]) < most * whole
-            assert int(found[f"{name} peak of the critic"]) < most * whole
+            assert int(found[f"{name} peak of the critic"]) < 0.7 * whole
             assert int(found[f"{name} peak of the whole"]) > whole
 
 

@@ -26,7 +26,7 @@ def test_the_paged_engine_draws_what_the_reference_engine_draws(architecture: st
         close_fp32(one.logprobs, other.logprobs, atol=2e-5)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2)), 1])
 def test_sizes_change_nothing(seed: int) -> None:
     model = tiny_model("qwen3")
     prompts, params = random_requests(seed, 30)

@@ -33,7 +33,7 @@ def test_a_run_lives_in_a_folder_with_an_umlaut_in_the_c_locale(lab):
     assert (run / "report.html").is_file()
     seen = in_c("evaluate", str(run))
     assert (seen.returncode, seen.stderr) == (0, b"")
-    assert seen.stdout.startswith(b"accuracy ")
+    assert seen.stdout.startswith(b"mean reward ") and b"\naccuracy " in seen.stdout
 
 
 def test_a_command_starts_again_in_utf8_once_and_only_where_it_must():

@@ -158,17 +158,21 @@ def run(words: Sequence[str], limit_s: float, **variables: str) -> subprocess.Co
 
 
 def _command(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
     sys.argv = ["millrace", *words]
     sys.orig_argv = [sys.executable, *COMMAND, *words]
-    # As Python does when it starts.
-    for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
-        if (path := Path(folder, "sitecustomize.py")).is_file():
-            runpy.run_path(str(path))
+    _start_in(environment)
     local._start = _start_rank
     fork_engines()
     main()
+
+
+def _start_in(environment: Mapping[str, str]) -> None:
+    """As Python starts with these variables."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
+        if (path := Path(folder, "sitecustomize.py")).is_file():
+            runpy.run_path(str(path))
 
 
 def _start_rank(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None) -> Forked:
@@ -207,12 +211,24 @@ class _Engine(Forked):
     """An engine, which has ended when its keeper has, as where the keeper has started it."""
 
     def __init__(
-        self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], **_: Any
+        self,
+        command: Sequence[str],
+        *,
+        stdout: IO[bytes],
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        **_: Any,
     ) -> None:
         line, lifeline, weights = pass_fds
         output, told = (stdout.fileno(), stdout.fileno()), json.loads(command[-1])
         super().__init__(
-            _engine, told, name=ENGINE, output=output, pass_fds=(line, weights), new_session=True
+            _engine,
+            told,
+            dict(env),
+            name=ENGINE,
+            output=output,
+            pass_fds=(line, weights),
+            new_session=True,
         )
         self._keeper = process(_keep, self.pid, told["folder"], _Descriptor(lifeline), name="keeper")
 
@@ -224,7 +240,8 @@ class _Engine(Forked):
         return super().wait(timeout)
 
 
-def _engine(told: dict[str, Any], line: int, weights: int) -> None:
+def _engine(told: dict[str, Any], environment: Mapping[str, str], line: int, weights: int) -> None:
+    _start_in(environment)
     engine_process.main(json.dumps(told | {"line": line, "weights": weights}))
 
 

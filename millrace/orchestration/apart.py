@@ -16,7 +16,7 @@ from millrace.orchestration.engines import save_engine
 from millrace.orchestration.lengths import longest_sequence
 from millrace.orchestration.parts import Newest
 from millrace.orchestration.runtime import child, ray_engine
-from millrace.orchestration.runtime.child import Settings, read_files
+from millrace.orchestration.runtime.child import Settings, StartChild, read_files
 from millrace.orchestration.runtime.processes import ProcessRuntime
 from millrace.protocols import Reward
 from millrace.types import Outcome, Prompt
@@ -100,7 +100,8 @@ def start_engines(
         interrupt=config.flow.interrupt,
         delta=config.engine.delta,
     )
-    number, start = num_processes(config), child.start
+    number = num_processes(config)
+    start: StartChild = child.start
     if config.mesh.launcher == "ray" and ray_engine.inside():
         actors = ray_engine.Actors(number, on_gpu=model.device.type == "cuda")
         start = held.enter_context(actors).start

@@ -39,7 +39,16 @@ WORDS = (
 )
 
 
+# An engine that starts in the place of another hangs as well.
+STOPPING = """import os, signal
+
+if os.path.exists("stop"):
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
 def stop_engines(trainer: int) -> None:
+    Path("stop").touch()
     for engine in engines_below(trainer):
         os.kill(engine, signal.SIGSTOP)
 
@@ -58,13 +67,13 @@ def test_a_run_that_hangs_ends_with_who_waits_for_whom_and_goes_on(
 ):
     lab = Lab(tmp_path, capsys, monkeypatch)
     lab.write("hanging.py", HANGING.splitlines())
-    trainer = forked.command(["train", "tiny.yaml", *WORDS])
+    lab.write("sitecustomize.py", STOPPING.splitlines())
+    trainer = forked.command(["train", "tiny.yaml", *WORDS], PYTHONPATH=".")
     try:
         begun = Path("runs/tiny-1/checkpoints/step-000001")
         comes(lambda: begun.exists() or trainer.poll() is not None, START_S)
         assert begun.exists() and trainer.poll() is None
         hung_s = time.monotonic()
-        # One that is started in the place of another hangs as well.
         while trainer.poll() is None and time.monotonic() < hung_s + 6 * PHASE_S:
             hang(trainer.pid)
             time.sleep(0.1)
@@ -76,5 +85,6 @@ def test_a_run_that_hangs_ends_with_who_waits_for_whom_and_goes_on(
     assert f"at most {PHASE_S} s: " in said
     assert for_whom in said
     assert said.endswith("; continue with: millrace resume runs/tiny-1\n")
-    Path("hang").unlink(missing_ok=True)
+    for file in ("hang", "stop"):
+        Path(file).unlink(missing_ok=True)
     assert lab.run_apart("resume", "runs/tiny-1", limit_s=START_S).err == ""

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -95,6 +95,7 @@ class Child:
         order: those that it is to load now.
         failed_once: whether it has tried that in vain.
         announce: whether anybody waits to hear that it has loaded them.
+        clock: seconds, never going back.
         heard_s: when it last said something, or was given something to do.
         given: letters of the orders that it has not said it took up.
         gate: in a replay, what orders pass through.
@@ -116,12 +117,16 @@ class Child:
     order: Mapping[str, Any] | None = None
     failed_once: bool = False
     announce: bool = False
-    heard_s: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    heard_s: float = field(init=False)
     given: deque[str] = field(default_factory=deque)
     gate: Gate | None = None
     folder: str = ""
     added: bool = False
     leaves: bool = False
+
+    def __post_init__(self) -> None:
+        self.heard_s = self.clock()
 
     @property
     def works(self) -> bool:
@@ -129,17 +134,17 @@ class Child:
         draws = bool(self.drawing) and self.held is not None
         return not self.ready or self.order is not None or draws
 
-    def overdue(self, now_s: float, silence_s: float) -> str:
+    def overdue(self, silence_s: float) -> str:
         """Why it must be given up, if it was silent for too long; otherwise nothing.
 
         Args:
-            now_s: now, after everything it said has been heard.
-            silence_s: how long one that has started may be silent while it works.
+            silence_s: how long one that has started may be silent while it works; everything that it said
+                has been heard.
         """
         if not self.works:
             return ""
         most_s = silence_s if self.ready else START_S
-        if now_s <= self.heard_s + most_s:
+        if self.clock() <= self.heard_s + most_s:
             return ""
         doing = "to start" if not self.ready else f"to draw {len(self.drawing)} completions"
         if self.order is not None:
@@ -162,7 +167,7 @@ class Child:
     ) -> None:
         """Send an order, of draws whose caller waits or not; silence is counted from now on."""
         if not self.works or kind == "load":
-            self.heard_s = time.monotonic()
+            self.heard_s = self.clock()
         letter = DIRECT if direct else LETTERS[kind]
         order = (letter, kind, note, arrays)
         for given, *frame in [order] if self.gate is None else self.gate.due(letter, order):
@@ -224,12 +229,21 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 class StartChild(Protocol):
     """Starts an engine, as `start` does."""
 
-    def __call__(self, name: str, settings: Settings, weights: int, *, num_barren: int = 0) -> Child:
+    def __call__(
+        self, name: str, settings: Settings, weights: int, *, num_barren: int, clock: Callable[[], float]
+    ) -> Child:
         """Start an engine; it says `ready` when it is."""
         ...
 
 
-def start(name: str, settings: Settings, weights: int, *, num_barren: int = 0) -> Child:
+def start(
+    name: str,
+    settings: Settings,
+    weights: int,
+    *,
+    num_barren: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Child:
     """Start an engine; it says `ready` when it is.
 
     Args:
@@ -237,6 +251,7 @@ def start(name: str, settings: Settings, weights: int, *, num_barren: int = 0) -
         settings: of every engine of a run.
         weights: descriptor of the memory through which weights come.
         num_barren: see `Child`.
+        clock: likewise.
     """
     ours, theirs = socket.socketpair()
     read_end, lifeline = os.pipe()
@@ -267,4 +282,4 @@ def start(name: str, settings: Settings, weights: int, *, num_barren: int = 0) -
     finally:
         theirs.close()
         os.close(read_end)
-    return Child(name, process, Line(ours, REPORTS), lifeline, log, num_barren, folder=folder)
+    return Child(name, process, Line(ours, REPORTS), lifeline, log, num_barren, clock=clock, folder=folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +49,7 @@ class Children:
         silence_s: float,
         max_barren: int,
         start: StartChild = start,
+        clock: Callable[[], float],
     ) -> None:
         """No engine yet.
 
@@ -60,8 +60,9 @@ class Children:
             silence_s: an engine that works and is not heard of for so long is lost.
             max_barren: so many engines may be lost one after the other in one place without having drawn.
             start: makes them.
+            clock: seconds, never going back.
         """
-        self._start = start
+        self._start, self._clock = start, clock
         self.living: dict[str, Child] = {}
         self.wanted, self.opened = 0, False
         self.direct = Direct()
@@ -84,7 +85,9 @@ class Children:
         """
         name = name or f"engine-{self._num_started}"
         self._num_started += 1
-        child = self.living[name] = self._start(name, self._settings, self._weights, num_barren=num_barren)
+        child = self.living[name] = self._start(
+            name, self._settings, self._weights, num_barren=num_barren, clock=self._clock
+        )
         child.added = added
         if self.script is not None:
             child.begin(self.script)
@@ -142,7 +145,7 @@ class Children:
             reason = ""
             try:
                 for frame in child.line.take():
-                    child.heard_s = time.monotonic()
+                    child.heard_s = self._clock()
                     self._handle(child, frame)
                     if child.name not in self.living:
                         break
@@ -153,7 +156,7 @@ class Children:
             child.line.flush()
             if child.line.ended or child.process.poll() is not None:
                 reason = reason or child.obituary()
-            reason = reason or child.overdue(time.monotonic(), self._silence_s)
+            reason = reason or child.overdue(self._silence_s)
             if reason:
                 self.lose(child, reason)
             else:

@@ -52,7 +52,14 @@ class Mailbox:
     """An engine at one end of a line."""
 
     def __init__(
-        self, engine: PagedEngine, line: Line, weights: int, *, kv: KvPolicy, interrupt: bool
+        self,
+        engine: PagedEngine,
+        line: Line,
+        weights: int,
+        *,
+        kv: KvPolicy,
+        interrupt: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is drawn before the first weights are proved.
 
@@ -62,7 +69,9 @@ class Mailbox:
             weights: descriptor of the memory through which they come.
             kv: see `PagedEngine.load_weights`.
             interrupt: see `Settings`.
+            clock: seconds, never going back.
         """
+        self._clock = clock
         self._engine, self._line, self._interrupt = engine, line, interrupt
         self._carrier = MappedWeights(weights, self._answer)
         self._receiver = WeightReceiver(
@@ -189,7 +198,7 @@ class Mailbox:
             self._beat()
 
     def _beat(self) -> None:
-        if not self._line.unsent and time.monotonic() > self._last_word_s + BEAT_S:
+        if not self._line.unsent and self._clock() > self._last_word_s + BEAT_S:
             self._say("beat")
 
     def _completions(self, ended: Sequence[Request]) -> list[tuple[str, Completion]]:
@@ -205,7 +214,7 @@ class Mailbox:
         self, kind: str, note: Note | None = None, arrays: Mapping[str, np.ndarray] | None = None
     ) -> None:
         """Report something, and what was taken up since the last report."""
-        self._last_word_s = time.monotonic()
+        self._last_word_s = self._clock()
         took, self._took = self._took, []
         self._line.put(kind, {**(note or {}), "took": took}, arrays)
 

@@ -49,6 +49,7 @@ class ProcessRuntime:
         load_s: float = 600.0,
         max_barren: int = 3,
         start: StartChild = start,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start engines, and wait until all of them are there.
 
@@ -62,11 +63,12 @@ class ProcessRuntime:
             load_s: one that still loads a version so long after the next one is there is lost.
             max_barren: so many engines may be lost one after the other in one place without having drawn.
             start: makes their processes.
+            clock: seconds, never going back.
 
         Raises:
             EngineFailed: one of them cannot be started.
         """
-        self._reward, self._load_s = reward, load_s
+        self._reward, self._load_s, self._clock = reward, load_s, clock
         self._named_tensors, self._canary = named_tensors, canary
         self._weights = SharedWeights(delta=settings.delta)
         # Of the version in the shared memory; None while nothing whole is there.
@@ -81,6 +83,7 @@ class ProcessRuntime:
             silence_s=silence_s,
             max_barren=max_barren,
             start=start,
+            clock=clock,
         )
         # Held for everything above; notified when any of it has changed.
         self._news = threading.Condition()
@@ -122,8 +125,8 @@ class ProcessRuntime:
     # ---- what a Runtime does
 
     def now(self) -> float:
-        """Seconds of this machine's monotonic clock."""
-        return time.monotonic()
+        """Seconds of the clock that it was given."""
+        return self._clock()
 
     def engines(self) -> list[str]:
         """Those that have started and are not lost."""

@@ -261,7 +261,9 @@ class Actors:
         """Give the room back; what is in it ends."""
         self._ray.util.remove_placement_group(self._group)
 
-    def start(self, name: str, settings: Settings, weights: int, *, num_barren: int = 0) -> Child:
+    def start(
+        self, name: str, settings: Settings, weights: int, *, num_barren: int, clock: Callable[[], float]
+    ) -> Child:
         """Start an engine; it says `ready` when it is.
 
         Raises:
@@ -279,7 +281,17 @@ class Actors:
         )
         work = actor.serve.remote(host, line.port, line.token, asdict(settings))
         process = cast("subprocess.Popen[bytes]", _Work(ray, actor, work))
-        return RemoteChild(name, process, line, -1, io.BytesIO(), num_barren, weights=weights, leave=leave)
+        return RemoteChild(
+            name,
+            process,
+            line,
+            -1,
+            io.BytesIO(),
+            num_barren,
+            clock=clock,
+            weights=weights,
+            leave=leave,
+        )
 
     def _room(self) -> tuple[Any, Callable[[], None]]:
         """The placement group of one engine, and what gives its room back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,14 +37,14 @@ class Replaying:
         # Of what is heard next, what has happened; and who is being started for it.
         self._batch: list[Event] = []
         self._starts = ""
-        self._moved_s = time.monotonic()
+        self._moved_s = self.now()
 
     def begin(self) -> None:
         """Have the engines do what they did in the run."""
         self._runtime.begin(self._score.script)
 
     def now(self) -> float:
-        """Seconds of this machine's monotonic clock."""
+        """Seconds of the processes' clock."""
         return self._runtime.now()
 
     def engines(self) -> list[str]:
@@ -99,7 +98,7 @@ class Replaying:
         """
         head = self._score.head
         if head is None or head["kind"] != "heard":
-            self._moved_s = time.monotonic()
+            self._moved_s = self.now()
             self._listen(min(timeout_s, LOOK_S))
             return []
         wanted = head["events"]
@@ -107,9 +106,9 @@ class Replaying:
             event = self._next(wanted[len(self._batch)])
             if event is not None:
                 self._batch.append(event)
-                self._moved_s = time.monotonic()
+                self._moved_s = self.now()
             elif not self._listen(timeout_s):
-                if time.monotonic() > self._moved_s + 2 * self._limit_s:
+                if self.now() > self._moved_s + 2 * self._limit_s:
                     missing = wanted[len(self._batch)]
                     raise ReplayError(
                         f"{self._score.place}: the run heard {missing!r} here; the replay waits in vain"
@@ -140,7 +139,7 @@ class Replaying:
         events = self._runtime.wait(timeout_s)
         self._early.update((named(event), event) for event in events)
         if events:
-            self._moved_s = time.monotonic()
+            self._moved_s = self.now()
         return bool(events)
 
 

@@ -27,10 +27,11 @@ def test_files_that_were_read_are_written_again(tmp_path: Path) -> None:
     assert (tmp_path / "other" / "deep" / "er" / "name").read_bytes() == b"\0\1"
 
 
-def silent(**state: Any) -> Child:
-    """An engine that was heard of last at 100 s."""
+def silent(until_s: float, **state: Any) -> Child:
+    """An engine that was heard of last at 100 s; it is so late now."""
     nothing: Any = SimpleNamespace()
-    return Child("engine-0", nothing, nothing, -1, io.BytesIO(), 0, heard_s=100.0, **state)
+    seconds = iter([100.0, until_s])
+    return Child("engine-0", nothing, nothing, -1, io.BytesIO(), 0, clock=lambda: next(seconds), **state)
 
 
 @pytest.mark.parametrize(
@@ -44,15 +45,17 @@ def silent(**state: Any) -> Child:
 def test_an_engine_that_works_is_overdue_when_it_was_silent_for_too_long(
     state: dict[str, Any], most_s: float, doing: str
 ) -> None:
-    one = silent(**state)
-    assert one.overdue(100.0 + most_s, 7.0) == ""
-    assert one.overdue(101.0 + most_s, 7.0) == f"it had {doing} and was not heard of for {most_s:g} s"
+    assert silent(100.0 + most_s, **state).overdue(7.0) == ""
+    assert (
+        silent(101.0 + most_s, **state).overdue(7.0)
+        == f"it had {doing} and was not heard of for {most_s:g} s"
+    )
 
 
 def test_an_idle_engine_is_never_overdue() -> None:
-    assert silent(ready=True, held={"version": 3}).overdue(1e9, 7.0) == ""
+    assert silent(1e9, ready=True, held={"version": 3}).overdue(7.0) == ""
     # What it is to draw waits for weights.
-    assert silent(ready=True, drawing={"a"}).overdue(1e9, 7.0) == ""
+    assert silent(1e9, ready=True, drawing={"a"}).overdue(7.0) == ""
 
 
 START = """

@@ -32,16 +32,14 @@ class Starts:
     def __init__(self, *then: str | Exception, good: int = 1) -> None:
         self.then, self.good = list(then), good
 
-    def __call__(self, name: str, settings: Any, weights: int, *, num_barren: int = 0) -> Any:
+    def __call__(self, name: str, settings: Any, weights: int, **options: Any) -> Any:
         if self.good:
             self.good -= 1
-            return child.start(name, settings, weights, num_barren=num_barren)
+            return child.start(name, settings, weights, **options)
         manner = self.then.pop(0)
         if isinstance(manner, Exception):
             raise manner
-        return child.start(
-            name, child.Settings({"manner": manner.encode()}, 1), weights, num_barren=num_barren
-        )
+        return child.start(name, child.Settings({"manner": manner.encode()}, 1), weights, **options)
 
 
 def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wanted() -> None:

@@ -68,6 +68,16 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
 
 
+class Clock:
+    """Seconds that pass on command."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @contextmanager
 def running(manner: str = "obedient", **options: Any) -> Iterator[ProcessRuntime]:
     with ProcessRuntime(settings(manner), Judge(), Trainer().named_tensors, **options) as runtime:
@@ -206,16 +216,18 @@ def test_a_load_that_fails_twice_loses_the_engine() -> None:
     [
         ("crash", "its process ended with exit code 1; the last it printed: out of luck"),
         ("gibberish", "a frame's header was announced with 4294967295 bytes; at most 268435456 come"),
-        ("mute", "it had to draw 1 completions and was not heard of for 0.4 s"),
+        ("mute", "it had to draw 1 completions and was not heard of for 300 s"),
     ],
 )
 def test_a_lost_engine_says_why_and_another_one_comes(manner: str, reason: str) -> None:
-    with running(manner, silence_s=0.4 if manner == "mute" else 60.0) as runtime:
+    clock = Clock()
+    with running(manner, clock=clock) as runtime:
         if manner == "mute":
             # It proved its weights before it fell silent.
             runtime._engines.living["engine-0"].held = {"version": 0}
         (pid,) = pids(runtime)
         runtime.submit("engine-0", draws("a"))
+        clock.now_s = 301.0 if manner == "mute" else 0.0
         assert until(runtime, Lost) == [Lost("engine-0", reason)]
         assert until(runtime, Joined) == [Joined("engine-1")]
         assert runtime.engines() == ["engine-1"]
@@ -223,11 +235,12 @@ def test_a_lost_engine_says_why_and_another_one_comes(manner: str, reason: str) 
 
 
 def test_an_idle_engine_may_be_silent() -> None:
-    with running() as runtime:
+    clock = Clock()
+    with running(clock=clock) as runtime:
         load(runtime, "engine-0", 0)
         until(runtime, Loaded)
-        # From here on, one that works is lost as soon as it is looked at.
-        runtime._engines._silence_s = 0.0
+        # One that worked would be lost as soon as it is looked at.
+        clock.now_s = 1e9
         runtime._wake()
         assert runtime.wait(0.2) == []
         assert runtime.engines() == ["engine-0"]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.orchestration.runtime import replaying
 from millrace.orchestration.runtime.base import Event, Joined, Judged, Loaded, Lost, Wanted
 from millrace.orchestration.runtime.replaying import Replaying
 from millrace.orchestration.runtime.script import ReplayError, Script
 
 
 class Engines:
-    """Stands in for processes: `wait` gives what is in `events`."""
+    """Stands in for processes: `wait` gives what is in `events`; its clock stands still."""
 
     def __init__(self, *alive: str) -> None:
-        self.alive = list(alive)
+        self.alive, self.now_s = list(alive), 0.0
         self.events: list[Event] = []
         self.told: list[tuple[str, ...]] = []
+
+    def now(self) -> float:
+        return self.now_s
 
     def engines(self) -> list[str]:
         return self.alive
@@ -56,15 +58,7 @@ class Score:
         return {"kind": line} if isinstance(line, str) else {"kind": "heard", "events": line}
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds, which stand still."""
-    now = [0.0]
-    monkeypatch.setattr(replaying.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_what_comes_early_is_kept_until_its_turn(clock):
+def test_what_comes_early_is_kept_until_its_turn():
     engines, score = Engines(), Score(["judged b", "loaded e 3"], "take", ["judged a"])
     runtime = Replaying(engines, score, limit_s=10.0)
     runtime.begin()
@@ -84,7 +78,7 @@ def test_what_comes_early_is_kept_until_its_turn(clock):
     assert runtime.records() == []
 
 
-def test_engines_end_and_start_where_the_log_says_so(clock):
+def test_engines_end_and_start_where_the_log_says_so():
     engines = Engines("e", "f")
     score = Score(["judged a", "lost e it hangs, for long", "joined g"], ["lost e it hangs, for long"])
     runtime = Replaying(engines, score, limit_s=10.0)
@@ -104,15 +98,16 @@ def test_engines_end_and_start_where_the_log_says_so(clock):
     assert engines.told == [("end", "e"), ("start", "g")]
 
 
-def test_what_never_happens_is_named(clock):
-    runtime = Replaying(Engines(), Score("take", ["drawn 3.1.7"]), limit_s=10.0)
-    clock[0] = 1000.0
+def test_what_never_happens_is_named():
+    engines = Engines()
+    runtime = Replaying(engines, Score("take", ["drawn 3.1.7"]), limit_s=10.0)
+    engines.now_s = 1000.0
     # While the trainer works, nothing is missing.
     assert runtime.wait(0.1) == []
     runtime._score.lines.pop(0)
-    clock[0] = 1019.0
+    engines.now_s = 1019.0
     assert runtime.wait(0.1) == []
-    clock[0] = 1021.0
+    engines.now_s = 1021.0
     with pytest.raises(ReplayError) as caught:
         runtime.wait(0.1)
     assert str(caught.value) == (
@@ -122,7 +117,7 @@ def test_what_never_happens_is_named(clock):
         runtime.lose("engine-0", "it is late")
 
 
-def test_what_was_asked_is_heard_when_the_run_heard_it_and_only_the_log_starts_and_ends_engines(clock):
+def test_what_was_asked_is_heard_when_the_run_heard_it_and_only_the_log_starts_and_ends_engines():
     engines = Engines("e", "f")
     runtime = Replaying(
         engines, Score("take", ["wanted 3", "wanted 2 there is no room"], ["lost f it left"]), limit_s=9

@@ -95,22 +95,13 @@ def engines_of(run: str | Path) -> Engines:
     return status.engines
 
 
-def ask(
-    run: str | Path,
-    number: int,
-    say: Callable[[str], None],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Engines:
+def ask(run: str | Path, number: int, say: Callable[[str], None]) -> Engines:
     """Ask a run that is going on to have so many engines from now on, and wait until it has heard it.
 
     Args:
         run: its folder.
         number: of engines.
         say: is told what is waited for, and for how long at most.
-        clock: seconds, never going back.
-        sleep: waits for so many of them.
 
     Returns:
         the engines as they are then; others may be starting, or leaving.
@@ -124,17 +115,17 @@ def ask(
     folder, id = RunFolder.open(run), uuid.uuid4().hex
     folder.write_json(folder.wanted, {"id": id, "engines": number})
     say(f"waiting for run {run} to hear it, at most {HEAR_S:g} s")
-    ends_s = clock() + HEAR_S
+    ends_s = time.monotonic() + HEAR_S
     while (found := _answer(status := read_status(run), id)) is None:
         if status.engines is None:
             raise RunFolderError(f"run {run} ended before it heard that {number} engines are wanted")
-        if clock() > ends_s:
+        if time.monotonic() > ends_s:
             folder.wanted.unlink(missing_ok=True)
             raise RunFolderError(
                 f"run {run} did not hear within {HEAR_S:g} s that {number} engines are wanted, and will not; "
                 f"see what it waits for with: millrace status {run}"
             )
-        sleep(POLL_S)
+        time.sleep(POLL_S)
     return found
 
 

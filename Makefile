@@ -5,6 +5,9 @@ ARGS ?=
 # A worker per core. Files stay together, since their tests share what their fixtures made.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile
 
+# Else each process compiles the sources that it imports, and pytest rewrites every test file in each worker.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench attack decoders wheels mutants docs clean
 

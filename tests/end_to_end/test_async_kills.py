@@ -56,6 +56,9 @@ EARLY = [
 ]
 
 
+DEATH = "an engine dies"
+
+
 # ---- trainers
 
 
@@ -101,7 +104,8 @@ def test_a_trainer_that_dies_before_any_effect_is_resumed_and_leaves_nothing_beh
 def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) -> None:
     """Log commands to an engine and events from it, and kill it at some moments.
 
-    Moments are `before` and `after` a command, such as `before load (2)`, and `after` an event.
+    Moments are `before` and `after` a command, such as `before load (2)`, and `after` an event. An engine
+    whose death the trainer has not noticed may still be given commands; it dies once, and that is logged too.
 
     Args:
         moments: as they stand in the log.
@@ -112,15 +116,21 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
     install(point)
     give, wait = Child.give, ProcessRuntime.wait
     count: Counter[str] = Counter()
+    killed: set[str] = set()
 
     def numbered(name: str) -> str:
         count[name] += 1
         return f"{name} ({count[name]})"
 
     def reach(moment: str, engine: Child) -> None:
+        dies = moment in moments and engine.name not in killed
         with log.open("a") as file:
             file.write(f"{moment}\n")
-        if moment in moments:
+            # One that has not started yet is replaced without an event.
+            if dies and engine.ready:
+                file.write(f"{DEATH} {moment}\n")
+        if dies:
+            killed.add(engine.name)
             os.kill(engine.process.pid, signal.SIGKILL)
             # Until it is dead; the exit code is left to the trainer, which may have read it already.
             with suppress(ChildProcessError):
@@ -144,7 +154,11 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
 
 
 def live(base: Path, name: str, *moments: str, **settings: Any) -> list[str]:
-    """Run the tiny recipe of a folder to its end while its engines die at some moments; all moments."""
+    """Run the tiny recipe of a folder to its end while its engines die at some moments.
+
+    Returns:
+        all moments, and `DEATH` with the moment of each death.
+    """
     folder, log = base / "runs" / name, base / f"{name}.moments"
     setup: Callable[[CrashPoint], None] = partial(with_deadly_moments, moments, log)
     point = CrashPoint(folder, base / f"{name}.log")
@@ -169,9 +183,10 @@ def check_replaced(base: Path, moments: Sequence[str], staleness: int) -> None:
     name = f"dies-{staleness}-{'-'.join(moments)}".translate(str.maketrans(" ", "-", "()"))
     path, exact = base / "runs" / name, {"deterministic": not staleness}
     try:
-        live(base, name, *moments, **exact, **{"flow.staleness": staleness})
+        reached = live(base, name, *moments, **exact, **{"flow.staleness": staleness})
         # The log begins after the second evaluation.
-        num_logged = sum(moment not in EARLY for moment in moments)
+        num_logged = sum(f"{DEATH} {moment}" in reached for moment in moments if moment not in EARLY)
+        assert any(f"{DEATH} {moment}" in reached for moment in moments)
         fates = [event["kind"] for event in events_of(path) if event["kind"] in ("lost", "joined")]
         expected = ["joined", *["lost", "joined"] * num_logged]
         # The log may be closed before an engine that is needed no more has joined.

@@ -38,10 +38,10 @@ from grpo_step import processor
 
 from millrace.config.recipe import load_recipe
 from millrace.data.prompts import PromptStream
+from millrace.eventlog.log import check_log, read_events
 from millrace.observability.sinks import read_metrics
-from millrace.orchestration.build import build
-from millrace.orchestration.events import check_log, read_events
-from millrace.orchestration.source import rollouts_of
+from millrace.rollout.batches import rollouts_of
+from millrace.run.build import build
 
 RESULTS = Path(__file__).parent / "results"
 DEADLINE_S = 600.0

@@ -4,7 +4,7 @@
     python benchmarks/async_quickstart.py --seeds 1 --staleness 0 4
     python benchmarks/async_quickstart.py --quick                  # two batches of two runs, writes nothing
 
-All runs start from the weights of one supervised warm-up, that of `methods.py`, at about half of the held-out
+All runs start from the weights of one supervised warm-up, that of `method.py`, at about half of the held-out
 sums, and train on the same number of batches, one run at a time: sampling and training have a core each.
 
 - `plain`: the ratio is taken to the sampler's log-probabilities, and clipped, as in the quickstart.

@@ -3,9 +3,9 @@
     python benchmarks/controller.py            # writes results/controller.json
     python benchmarks/controller.py --quick    # a tenth of it, writes nothing
 
-The controller is the one of every run (`millrace.orchestration.rollouts` with its flow and its event log,
-which goes to a file); engines, rewards and trainer are on a virtual clock (`runtime.virtual`), and the time
-that the simulation itself takes is left out. A trajectory costs what the processor does for it from its
+The controller is the one of every run (`millrace.rollout.manager` with its flow and its event log,
+which goes to a file); engines, rewards and trainer are on a virtual clock (`simulation.backend`), and the
+time that the simulation itself takes is left out. A trajectory costs what the processor does for it from its
 prompt to its batch.
 """
 
@@ -27,13 +27,13 @@ from typing import Any
 
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
-from millrace.orchestration.events import EventLog, check_log, read_events
-from millrace.orchestration.flow import Flow, FlowRules
-from millrace.orchestration.rollouts import Rollouts
-from millrace.orchestration.runtime.base import Event
-from millrace.orchestration.runtime.virtual import VirtualRuntime
-from millrace.orchestration.runtime.virtual_engine import Costs
+from millrace.eventlog.log import EventLog, check_log, read_events
 from millrace.planner.simulate import exponential, lognormal
+from millrace.rollout.backend import Event
+from millrace.rollout.manager import Rollouts
+from millrace.rollout.staleness import Flow, FlowRules
+from millrace.simulation.backend import VirtualRuntime
+from millrace.simulation.engine import Costs
 from millrace.types import Prompt, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"

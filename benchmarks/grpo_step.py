@@ -44,7 +44,7 @@ NUM_STEPS = {SIDE: (WARM, STEPS), QUICK_SIDE: (1, 2)}
 def our_parts(threads: int, num_steps: int) -> tuple[Any, Any]:
     """The configuration and parts of a run in the current folder."""
     from millrace.config.recipe import validate
-    from millrace.orchestration.build import build
+    from millrace.run.build import build
 
     rows = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a, b in SUMS]
     Path("sums.jsonl").write_text("\n".join(rows), encoding="utf-8")
@@ -68,10 +68,10 @@ def our_parts(threads: int, num_steps: int) -> tuple[Any, Any]:
 def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float]]]:
     """Seconds of each step, and of its parts."""
     from millrace.data.prompts import PromptStream
+    from millrace.engines.in_process import InlineRuntime
     from millrace.observability.metrics import Spans
-    from millrace.orchestration.learn import Learner, train_on
-    from millrace.orchestration.runtime.inline import InlineRuntime
-    from millrace.orchestration.source import as_sampled, rollouts_of
+    from millrace.rollout.batches import as_sampled, rollouts_of
+    from millrace.run.train_step import Learner, train_on
 
     config, built = our_parts(threads, num_steps)
     trainer = built.reinforcer(0, None, None)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millrace.config.recipe import load_recipe
     from millrace.config.settings import RunConfig
-    from millrace.orchestration.launch import resume, train
-    from millrace.orchestration.progress import RunReport
+    from millrace.run.launch import resume, train
+    from millrace.run.progress import RunReport
 
 __version__ = "0.1.0"
 __all__ = ["RunConfig", "RunReport", "__version__", "load_recipe", "resume", "train"]
@@ -20,9 +20,9 @@ __all__ = ["RunConfig", "RunReport", "__version__", "load_recipe", "resume", "tr
 _HOME = {
     "load_recipe": "millrace.config.recipe",
     "RunConfig": "millrace.config.settings",
-    "RunReport": "millrace.orchestration.progress",
-    "resume": "millrace.orchestration.launch",
-    "train": "millrace.orchestration.launch",
+    "RunReport": "millrace.run.progress",
+    "resume": "millrace.run.launch",
+    "train": "millrace.run.launch",
 }
 
 

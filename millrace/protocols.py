@@ -1,20 +1,22 @@
-"""The seams: what a sampler, a trainer, a scorer, an environment, a reward and a transport must do.
+"""The seams: what a sampler, a trainer, a scorer, an environment, a reward and a transport must do. No torch.
 
-Concrete classes are named in one file only, `orchestration/build.py`.
+Concrete classes are named in one file only, `run/build.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from torch import Tensor
-
-from millrace.data.batch import Batch
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
-NamedTensors = Iterable[tuple[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from millrace.data.batch import Batch
+
+NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 
 class Engine(Protocol):
@@ -125,4 +127,39 @@ class WeightTransport(Protocol):
         Raises:
             WeightSyncError: the receiver does not hold what was sent.
         """
+        ...
+
+
+class RankGroup(Protocol):
+    """The ranks of a run, as one of them sees them; each method is called by all of them in step."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, counted from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        ...
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What every rank gave, by rank, on every rank."""
+        ...
+
+    def hand_out(self, data: bytes = b"") -> bytes:
+        """What rank 0 gives, on every rank; the others give nothing."""
+        ...
+
+    def share(self, text: str) -> str:
+        """The text of rank 0, on every rank."""
+        ...
+
+    def threads(self) -> list[int]:
+        """Threads that torch computes with, by rank, on every rank."""
         ...

@@ -6,7 +6,7 @@
 A schedule is a function of its number: rules, engines, durations and faults are drawn from it. Engines crash,
 hang, slow down; others are added and retired; messages come late, twice and in another order; rewards fail;
 loads break half way or are never proved; the trainer dies between any two orders or events and goes on from
-what it saved last. The controller is the real one (`millrace.orchestration.rollouts`). Before a save, engines
+what it saved last. The controller is the real one (`millrace.rollout.manager`). Before a save, engines
 have handed over what they were drawing, or some have, or none. Afterwards each group that started is trained
 on once or dropped with a reason, within its staleness bound, from the tokens it asked for, and the event log
 proves the same; or the run ended with a named error where the schedule leaves no other end. Exit code 1 says
@@ -31,12 +31,12 @@ from functools import partial
 from typing import Any
 
 from millrace.data.prompts import PromptStream
-from millrace.orchestration.events import check_log
-from millrace.orchestration.flow import Flow, FlowRules
-from millrace.orchestration.rollouts import Rolled, Rollouts
-from millrace.orchestration.runtime.virtual import EnginesGone, Faults, VirtualRuntime
-from millrace.orchestration.runtime.virtual_engine import Costs
+from millrace.eventlog.log import check_log
 from millrace.planner.simulate import Service, constant, exponential, lognormal, share_of
+from millrace.rollout.manager import Rolled, Rollouts
+from millrace.rollout.staleness import Flow, FlowRules
+from millrace.simulation.backend import EnginesGone, Faults, VirtualRuntime
+from millrace.simulation.engine import Costs
 from millrace.types import Completion, Group, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 3, 4), f"p{i}") for i in range(20)}

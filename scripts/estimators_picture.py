@@ -22,10 +22,10 @@ from torch import Tensor
 
 from millrace.algorithms import advantages, losses, ratios, returns, sequence_losses, weights
 from millrace.algorithms.masked import whiten
+from millrace.foundations.enumerate import Draws, TokenTree, draws, exact_gradient, prefix_values
+from millrace.foundations.mdp import Floats
+from millrace.foundations.softmax_policy import softmax
 from millrace.observability.charts import CHART_STYLE, DARK, LIGHT
-from millrace.tabular.enumerate import Draws, TokenTree, draws, exact_gradient, prefix_values
-from millrace.tabular.mdp import Floats
-from millrace.tabular.softmax_policy import softmax
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"

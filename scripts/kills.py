@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.orchestration.events import check_log, read_events
+from millrace.eventlog.log import check_log, read_events
 
 MILLRACE = [sys.executable, "-m", "millrace.cli.main"]
 SETTINGS = ["mesh.launcher=ray", "mesh.dp_shard=2", "flow.staleness=2", "engine.processes=1", "trackers=[]"]

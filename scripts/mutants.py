@@ -46,8 +46,7 @@ TARGETS = (
     "millrace/data/dealing.py",
     "millrace/data/packing.py",
     "millrace/inference/scheduler.py",
-    "millrace/orchestration/flow.py",
-    "millrace/orchestration/line.py",
+    "millrace/rollout/staleness.py",
 )
 NOT_ARITHMETIC = ("millrace/kernels/warm.py",)
 ALLOWED = "tests/mutants_allowed.txt"

@@ -28,12 +28,11 @@ import torch
 
 from millrace.data.tokenizers import train_tokenizer
 from millrace.inference.async_engine import AsyncEngine
-from millrace.inference.engine import PagedEngine
+from millrace.inference.engine import EngineStats, PagedEngine
 from millrace.inference.server.address import bind
 from millrace.inference.server.limits import Limits
 from millrace.inference.server.run import Server
 from millrace.inference.server.service import Served, Service
-from millrace.inference.stats import EngineStats
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
 
 SHAPE = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from millrace.orchestration.event_file import HEADER, encode, read_log
+from millrace.eventlog.file import HEADER, encode, read_log
 
 Events = list[dict[str, Any]]
 

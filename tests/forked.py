@@ -26,7 +26,9 @@ from typing import IO, Any
 import pytest
 
 from millrace.cli.main import main
-from millrace.orchestration.runtime import child, engine_process, local
+from millrace.engines import handle as child
+from millrace.engines import worker as engine_process
+from millrace.launchers import local
 from tests.house.source import ROOT
 
 PRELOADED = ["tests.preloaded"]

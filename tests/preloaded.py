@@ -11,8 +11,8 @@ from contextlib import suppress
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 for name in (
-    "millrace.orchestration.launch",
-    "millrace.orchestration.runtime.engine_process",
+    "millrace.run.launch",
+    "millrace.engines.worker",
     "pandas",
     "pyarrow.dataset",
     "pyarrow.pandas_compat",

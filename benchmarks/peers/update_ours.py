@@ -19,7 +19,7 @@ from millrace.data.batch import Batch
 from millrace.data.beginnings import common_beginnings
 from millrace.data.packing import pack
 from millrace.models.load import load_model
-from millrace.orchestration.methods import build_loss
+from millrace.training.method import build_loss
 from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer

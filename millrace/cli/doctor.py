@@ -73,7 +73,7 @@ def doctor(
 def check_recipe(recipe: str, overrides: list[str]) -> None:
     """Print how far a recipe's numbers move when only the layout changes; exit 1 beyond rounding."""
     from millrace.config.recipe import load_recipe, parse_overrides
-    from millrace.orchestration.numerics import check_numerics
+    from millrace.run.numerics import check_numerics
 
     checks = check_numerics(load_recipe(recipe, parse_overrides(overrides)))
     width = max(len(check.name) for check in checks)
@@ -188,8 +188,8 @@ def self_check(problems: list[str]) -> str:
     start_s = time.monotonic()
     try:
         from millrace.config.recipe import load_recipe
-        from millrace.orchestration.checkpoints import answer
-        from millrace.orchestration.launch import train
+        from millrace.run.launch import train
+        from millrace.run.offline import answer
 
         with tempfile.TemporaryDirectory(prefix="millrace-doctor-") as folder:
             report = train(load_recipe("quickstart", SELF_CHECK | {"output": folder}), quiet=True)

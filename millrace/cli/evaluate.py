@@ -13,7 +13,7 @@ from millrace.cli.train import Overrides
 
 if TYPE_CHECKING:
     from millrace.config.settings import RunConfig
-    from millrace.orchestration.evaluate import Evaluation
+    from millrace.run.evaluation import Evaluation
 
 Target = Annotated[
     str,
@@ -65,7 +65,7 @@ def evaluate(
     data.prompt_column=problem or rollout.max_tokens=512.
     """
     from millrace.config.recipe import ConfigError
-    from millrace.orchestration.run_folder import RunFolder, find_checkpoint, model_folder
+    from millrace.run.folder import RunFolder, find_checkpoint, model_folder
 
     is_run = (Path(target) / "recipe.yaml").is_file()
     if is_run and recipe is not None:
@@ -76,7 +76,7 @@ def evaluate(
         str(Path(target) / "recipe.yaml") if is_run else recipe, data, reward or [], overrides or []
     )
     from millrace.config.inputs import TASK_PREFIX
-    from millrace.orchestration.checkpoints import evaluate_model
+    from millrace.run.offline import evaluate_model
 
     if is_run:
         folder = find_checkpoint(RunFolder.open(target), checkpoint) / "model"

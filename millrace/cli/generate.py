@@ -36,7 +36,7 @@ def generate(
     if temperature == 0 and (samples > 1 or seed is not None):
         option = "--samples" if samples > 1 else "--seed"
         raise ConfigError(f"{option} has no effect at temperature 0; add --temperature 1")
-    from millrace.orchestration.checkpoints import answer
+    from millrace.run.offline import answer
 
     drawn = answer(
         run, prompts, checkpoint=checkpoint, temperature=temperature, num_samples=samples, seed=seed or 0

@@ -34,8 +34,8 @@ def replay(
     from millrace.config.recipe import parse_overrides
 
     changes = parse_overrides(set_ or [])
-    from millrace.orchestration.replay import check
-    from millrace.orchestration.replay import replay as repeat
+    from millrace.replay.replay import check
+    from millrace.replay.replay import replay as repeat
 
     config, _ = check(run, from_step=from_step, changes=changes)
     start_ranks(config.mesh)

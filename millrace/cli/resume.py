@@ -16,11 +16,11 @@ def resume(run: Run, quiet: Quiet = False) -> None:
 
     It ends bit for bit as it would have without the interruption. Exit codes are those of train.
     """
-    from millrace.orchestration.launch import run_config
+    from millrace.run.launch import run_config
 
     if start_ranks(run_config(run).mesh):
-        from millrace.orchestration.runtime.ray_trainer import resume as continue_run
+        from millrace.launchers.ray import resume as continue_run
     else:
-        from millrace.orchestration.launch import resume as continue_run
+        from millrace.run.launch import resume as continue_run
 
     show_result(as_a_rank(lambda: continue_run(run, quiet=quiet)))

@@ -31,7 +31,7 @@ def reward_model(
     seed: Seed = 0,
 ) -> None:
     """Train a reward model on preference pairs, a tenth of whose prompts are held out."""
-    from millrace.orchestration.build import choose_device
+    from millrace.run.build import choose_device
     from millrace.training.preferences import train_reward_model
 
     report = train_reward_model(

@@ -171,7 +171,7 @@ def open_served(
     from millrace.inference.trial import check_engine
     from millrace.models.decoding import prepare
     from millrace.models.load import load_model
-    from millrace.orchestration.build import choose_device
+    from millrace.run.build import choose_device
 
     folder, of_run, template = _find(Path(model), checkpoint)
     where = choose_device(device)
@@ -209,7 +209,7 @@ def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
     """The model's own folder; and of a run, its precision and the template of its prompts."""
     from millrace.config.recipe import ConfigError, from_yaml
     from millrace.data.chat import CHAT
-    from millrace.orchestration.run_folder import RunFolder, find_checkpoint, model_folder
+    from millrace.run.folder import RunFolder, find_checkpoint, model_folder
 
     if (path / "recipe.yaml").is_file():
         run = RunFolder.open(path)
@@ -224,7 +224,7 @@ def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
 def _lengths(weights: Model, cache_tokens: int | None, max_concurrent: int) -> tuple[int, int]:
     """Tokens of the cache, and of the longest request that it and the model allow."""
     from millrace.config.engine import EngineConfig
-    from millrace.orchestration.memory import cache_tokens as tokens_that_fit
+    from millrace.engines.build import cache_tokens as tokens_that_fit
 
     most = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or SURE_TOKENS
     sizes = EngineConfig(cache_tokens=cache_tokens, max_requests=max_concurrent)

@@ -17,9 +17,9 @@ from millrace.cli.train import Overrides
 
 if TYPE_CHECKING:
     from millrace.config.settings import RunConfig
-    from millrace.orchestration.machines import Machines
-    from millrace.orchestration.measured import Measured
-    from millrace.orchestration.simulation import Simulated
+    from millrace.simulation.calibrate import Measured
+    from millrace.simulation.from_plan import Machines
+    from millrace.simulation.simulate import Simulated
 
 Recipe = Annotated[
     str | None,
@@ -104,12 +104,12 @@ def simulate(
     """
     from millrace.config.flow import FlowConfig
     from millrace.config.recipe import load_recipe, parse_overrides
-    from millrace.orchestration.machines import check_simulated, measured_machines, planned_machines
     from millrace.planner.errors import PlanError
+    from millrace.simulation.from_plan import check_simulated, measured_machines, planned_machines
 
     found = None
     if run is not None:
-        from millrace.orchestration.measured import read_measured
+        from millrace.simulation.calibrate import read_measured
 
         found = read_measured(run)
         if gpus is None and (recipe is not None or picture is not None):
@@ -147,7 +147,7 @@ def comparison(run: str, found: Measured) -> Iterator[str]:
     Raises:
         PlanError: what it did cannot be simulated.
     """
-    from millrace.orchestration.machines import check_simulated, foreseen
+    from millrace.simulation.from_plan import check_simulated, foreseen
 
     check_simulated(found.config)
     runs = foreseen(found, found)
@@ -177,8 +177,8 @@ def table(config: RunConfig, machines: Machines, split: str) -> list[Row]:
     Raises:
         PlanError: the split leaves nothing to sample or to train on, or nothing fits.
     """
-    from millrace.orchestration.simulation import best_split, simulate
     from millrace.planner.errors import PlanError
+    from millrace.simulation.simulate import best_split, simulate
 
     num_gpus, rows = machines.num_gpus, []
 
@@ -241,7 +241,7 @@ def best_rows(rows: list[Row]) -> dict[str, Row]:
 
 def table_lines(config: RunConfig, machines: Machines, rows: list[Row]) -> Iterator[str]:
     """The table; a star marks the best split of each mode."""
-    from millrace.orchestration.machines import num_samples
+    from millrace.simulation.from_plan import num_samples
 
     rollout, best = config.rollout, best_rows(rows)
     first = min((row.run.step_s for row in rows if row.mode == "colocated"), default=None)
@@ -270,7 +270,7 @@ def _share(idle: float) -> str:
 
 def draw(rows: list[Row], picture: str) -> None:
     """Write the best split of each mode as SVG."""
-    from millrace.orchestration.timeline import timeline_svg
+    from millrace.simulation.timeline import timeline_svg
 
     runs = {
         f"{mode}: {row.num_sampling} sample, {row.num_training} train, {row.run.step_s:.3g} s a step": row.run

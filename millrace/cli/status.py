@@ -14,7 +14,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def status(run: Run, as_json: AsJson = False) -> None:
     """Say what a run is at, and while it runs, who waits for whom since when and until when."""
-    from millrace.orchestration.status import read_status
+    from millrace.run.status import read_status
 
     found = read_status(run)
     typer.echo(json.dumps(found.tree(), indent=1) if as_json else "\n".join(found.lines()))

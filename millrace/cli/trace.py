@@ -33,11 +33,11 @@ def trace(run: Run, output: Output = None, steps: Steps = None) -> None:
 
     The run may still be going on. Open the file in https://ui.perfetto.dev or chrome://tracing.
     """
+    from millrace.eventlog.file import check_old
+    from millrace.eventlog.log import read_events, read_spans
+    from millrace.observability.chrome_trace import chrome_trace, latest_window, window_of, within
     from millrace.observability.files import notice, shown
-    from millrace.orchestration.event_file import check_old
-    from millrace.orchestration.events import read_events, read_spans
-    from millrace.orchestration.run_folder import RunFolder, RunFolderError
-    from millrace.orchestration.trace import chrome_trace, latest_window, window_of, within
+    from millrace.run.folder import RunFolder, RunFolderError
 
     folder, chosen = RunFolder.open(run), None if steps is None else _range(steps)
     check_old(folder.events)

@@ -14,7 +14,7 @@ from millrace.observability.plain import plain_text
 
 if TYPE_CHECKING:
     from millrace.config.mesh import MeshConfig
-    from millrace.orchestration.progress import RunReport
+    from millrace.run.progress import RunReport
 
 Result = TypeVar("Result")
 INTERRUPTED = 130
@@ -42,9 +42,9 @@ def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> 
     # A mistake in the recipe shows before the seconds it takes to load torch.
     config = load_recipe(recipe, parse_overrides(overrides or []))
     if start_ranks(config.mesh):
-        from millrace.orchestration.runtime.ray_trainer import train as start
+        from millrace.launchers.ray import train as start
     else:
-        from millrace.orchestration.launch import train as start
+        from millrace.run.launch import train as start
 
     show_result(as_a_rank(lambda: start(config, recipe=Path(recipe).stem, quiet=quiet)))
 
@@ -71,7 +71,7 @@ def start_ranks(mesh: MeshConfig) -> bool:
         return True
     if mesh.num_ranks == 1:
         return False
-    from millrace.orchestration.runtime.local import run_ranks, this_command
+    from millrace.launchers.local import run_ranks, this_command
 
     raise typer.Exit(run_ranks(this_command(), mesh.num_ranks, environment={QUIETLY: "1"}))
 
@@ -85,8 +85,8 @@ def as_a_rank(work: Callable[[], Result]) -> Result:
     try:
         return work()
     except Exception as error:
-        from millrace.orchestration.ranks import lost_others
-        from millrace.orchestration.runtime.watch import LOST
+        from millrace.distributed.ranks import lost_others
+        from millrace.launchers.supervise import LOST
 
         if not lost_others(error):
             raise

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from millrace.inference.engine import KvPolicy, PagedEngine, PauseMode, Tag
+from millrace.inference.engine import EngineStats, KvPolicy, PagedEngine, PauseMode, Tag
 from millrace.inference.request import Request
-from millrace.inference.stats import EngineStats
 from millrace.types import Completion, SamplingParams
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ array over rows; a request is touched alone only when it begins, ends, or asked 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
@@ -21,12 +22,37 @@ from millrace.inference.results import Results
 from millrace.inference.runner import Runner
 from millrace.inference.sampler import check_vocabulary
 from millrace.inference.scheduler import Scheduler
-from millrace.inference.stats import EngineStats
 from millrace.inference.weights import load_in_place, release_weights, restore_weights
 from millrace.models.fused import forget_packed
 from millrace.models.load import Model, named_weights
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import Completion, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine holds and has done.
+
+    Attributes:
+        num_running: requests that have a row.
+        num_waiting: requests that have none yet.
+        kv_usage: share of the pool's blocks that running requests hold, in [0, 1].
+        prefix_queries: prompt tokens looked up in the prefix cache so far.
+        prefix_hits: those of them that were found there.
+        num_preemptions: times a running request gave its blocks back.
+        prompt_tokens: of all requests so far.
+        generation_tokens: drawn so far.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+
 
 PauseMode = Literal["finish", "abort", "keep"]
 Tag = Literal["weights", "kv_cache"]

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from millrace.models.adapters import Adapted, adapted_layers, linears
-from millrace.models.fsdp import whole
 from millrace.models.fused import Linear
 from millrace.models.load import Model, ModelError, Weights
-from millrace.models.saving import host_copy
+from millrace.models.saving import host_copy, whole
 from millrace.observability.files import FileError, read_json, read_tensor_header, read_text
 
 CONFIG = "adapter_config.json"

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from millrace.kernels import linear as products
-from millrace.models.fsdp import full_tensors, whole
 from millrace.models.fused import Linear
 from millrace.models.load import Model, ModelError
+from millrace.models.saving import full_tensors, whole
 
 ALL_LINEAR = "all-linear"
 
@@ -173,7 +173,7 @@ def merged(model: Model) -> Model:
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight but an adapter's, whole under its Hugging Face name; tied ones once.
 
-    The ranks that share them go through it in step, as through `fsdp.full_tensors`.
+    The ranks that share them go through it in step, as through `saving.full_tensors`.
     """
     pairs = {f"{name}.lora_{which}.weight" for name in adapted_layers(model) for which in "AB"}
     return ((name, weight) for name, weight in full_tensors(model) if name not in pairs)

@@ -560,3 +560,17 @@ def _facts(model: PreTrainedModel, calls: list[Call], *, asks: bool, drops: bool
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same memory, seen alike."""
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+# The stacked weights of a layer's experts, [E, 2 M, D] and [E, D, M], under the names of Hugging Face.
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold a layer's stacked experts, by name, in model order; none in a dense model."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "num_experts")
+        and all(getattr(module, key, None) is not None for key in EXPERT_WEIGHTS)
+    }

@@ -28,13 +28,13 @@ from millrace.models.load import (
     ModelKind,
     check_folder,
     checked,
+    empty_of,
     load_kind,
     load_model,
     save_model,
     sentences,
     states_of,
 )
-from millrace.models.load_sharded import empty_of
 from millrace.models.logprobs import hidden_states
 
 _KIND = "ForSequenceClassification"

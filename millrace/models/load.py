@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from millrace.models import attention
 from millrace.models.facts import backbone, record_facts
+from millrace.models.fused import fuse
 from millrace.models.layer_check import compare_layers
 from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import output_head
@@ -306,3 +307,45 @@ def _check_rotary(model: PreTrainedModel) -> None:
                 f"model type {model.config.model_type} with rope_type {kind} cannot be used by millrace: its "
                 f"positions depend on the longest sequence of a batch, so no two batches agree{hint}"
             )
+
+
+def empty_of(config: PretrainedConfig, *, dtype: torch.dtype, kind: ModelKind = LANGUAGE) -> PreTrainedModel:
+    """The model of a config; otherwise as `empty_model`."""
+    attention.register()
+    adopt(config.model_type)
+    with torch.device("meta"):
+        model: PreTrainedModel = kind.auto.from_config(
+            config, attn_implementation=attention.NAME, dtype=dtype
+        )
+    # Dropout off for good: the sampler and the trainer must be one function.
+    model.eval()
+    # A norm is tried with weights before it is replaced by ours; it is small.
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.to_empty(device="cpu")
+    fuse(model)
+    model.to("meta")
+    _compute_buffers(model)
+    return model
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Numbers that no file holds (rotary frequencies, scales), by transformers' own initialisation."""
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.full_like(buffer, _unknown(buffer), device="cpu")
+        if buffers:
+            # Its parameters have no memory yet, so nothing is drawn.
+            model._init_weights(module)
+    for name, buffer in model.named_non_persistent_buffers():
+        if (buffer.isnan() | (buffer == _unknown(buffer))).any():
+            raise ModelError(
+                f"a {model.config.model_type} cannot be loaded in parts, since transformers does not say how "
+                f"its {name} is computed; load it whole"
+            )
+
+
+def _unknown(buffer: Tensor) -> float:
+    """What stands in a buffer until it is computed."""
+    return torch.iinfo(buffer.dtype).min if buffer.dtype in (torch.int32, torch.int64) else float("nan")

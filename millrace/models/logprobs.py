@@ -17,8 +17,7 @@ from millrace.data.beginnings import common_beginnings, leading_to
 from millrace.kernels.packed_attention import Places, Segments
 from millrace.kernels.token_logprob import Head, token_logprob
 from millrace.models.attention import INVARIANT_BLOCK, Context, Packed, contiguous_rows
-from millrace.models.expert import experts_of
-from millrace.models.facts import backbone, in_context
+from millrace.models.facts import backbone, experts_of, in_context
 from millrace.models.fused import Linear
 from millrace.models.replay import Routed
 

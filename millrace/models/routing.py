@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millrace.models.expert import experts_of
+from millrace.models.facts import experts_of
 
 BIAS = "e_score_correction_bias"
 TRIAL_TOKENS = 16

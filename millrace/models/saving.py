@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from transformers.core_model_loading import revert_weight_conversion
 
 from millrace.models.load import Model, Weights, named_weights
@@ -99,3 +101,28 @@ def write_index(folder: Path) -> None:
             weight_map |= dict.fromkeys(file.keys(), path.name)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; the ranks that hold parts of it call it in step."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # An offloaded part lies in the host's memory, where the ranks cannot exchange it.
+    near: Any = tensor.to(tensor.device_mesh.device_type)
+    placements = list(near.placements)
+    for dim in range(len(placements)):
+        # One dimension at a time, the last that was dealt first; of two at once torch warns.
+        placements[dim] = Replicate()
+        near = near.redistribute(placements=placements)
+    full: Tensor = near.to_local()
+    return full
+
+
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight whole under its Hugging Face name, tied ones once, one at a time.
+
+    All ranks that share weights go through it in step, and each gets all; at any moment a rank holds one
+    whole weight besides its own parts.
+    """
+    for name, weight in named_weights(model):
+        yield name, whole(weight.detach())

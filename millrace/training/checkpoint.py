@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from millrace.errors import CheckpointError
 from millrace.observability.files import (
     MANIFEST,
     FileError,
@@ -29,10 +30,6 @@ from millrace.observability.files import (
 )
 
 _ASIDE = ".aside-"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged or cannot be written; the message names it."""
 
 
 class _Order(Shape):

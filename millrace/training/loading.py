@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from millrace.config.mesh import MeshConfig
-from millrace.models.fsdp import Root
-from millrace.models.load import LANGUAGE, Model, ModelKind, load_kind, named_weights
-from millrace.models.load_sharded import (
+from millrace.distributed.fsdp import Root
+from millrace.distributed.load_sharded import (
     empty_model,
     read_weights,
     record_model,
@@ -20,8 +19,9 @@ from millrace.models.load_sharded import (
     take_weights,
     try_model,
 )
-from millrace.models.mesh import Mesh
-from millrace.models.pipeline import Pipeline
+from millrace.distributed.mesh import Mesh
+from millrace.distributed.pipeline import Pipeline
+from millrace.models.load import LANGUAGE, Model, ModelKind, load_kind, named_weights
 from millrace.training.spread import Spread, spread_over
 
 

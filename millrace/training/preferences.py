@@ -20,10 +20,11 @@ from millrace.config.recipe import ConfigError
 from millrace.data.preferences import Pair, hold_out, read_pairs
 from millrace.data.rows import DataError
 from millrace.data.tokenizers import load_tokenizer
+from millrace.errors import CheckpointError
 from millrace.models.heads import load_or_make_scalar_model, row_scores, save_scalar_model
 from millrace.models.load import Model
 from millrace.protocols import StepReport
-from millrace.training.checkpoint import CheckpointError, write_checkpoint
+from millrace.training.checkpoint import write_checkpoint
 from millrace.training.optimizer import adamw, optimizer_step
 from millrace.training.reward_model import RewardModel
 from millrace.training.schedule import learning_rate as scheduled

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from millrace.errors import CheckpointError
 from millrace.models.saving import host_copy
-from millrace.training.checkpoint import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 
 from millrace.config.mesh import MeshConfig
 from millrace.data.batch import Batch, micro_batches
-from millrace.models import expert, tensor
+from millrace.distributed import expert, tensor
+from millrace.distributed.context import Kind, shard_row
+from millrace.distributed.fsdp import Root, Sharding, gradient_norms, shard
+from millrace.distributed.mesh import Mesh, make_mesh
+from millrace.distributed.pipeline import Pipeline
 from millrace.models.adapters import merged_tensors
-from millrace.models.context import Kind, shard_row
-from millrace.models.fsdp import Root, Sharding, gradient_norms, shard
+from millrace.models.facts import experts_of
 from millrace.models.load import Model
 from millrace.models.logprobs import deterministic, states
-from millrace.models.mesh import Mesh, make_mesh
-from millrace.models.pipeline import Pipeline
 from millrace.models.replay import Routed, Routing, recorded
 from millrace.planner.layout import Layout
 
@@ -119,7 +120,7 @@ def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Spread:
     )
 
     def dealt(part: Model) -> Root:
-        if mesh.experts is not None and expert.experts_of(part):
+        if mesh.experts is not None and experts_of(part):
             expert.apply(part, mesh.experts)
         tensor.apply(part, mesh, sequence=options.sequence_parallel)
         return shard(part, mesh, sharding)

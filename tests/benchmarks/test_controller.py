@@ -6,7 +6,7 @@ import itertools
 
 import controller
 
-from millrace.orchestration.runtime.virtual_engine import Costs
+from millrace.simulation.engine import Costs
 from tests.close import close_fp64
 
 

@@ -86,7 +86,7 @@ def damage() -> None:
 
 
 def too_large_a_batch(lab: Lab) -> Result:
-    lab.patch.setattr("millrace.orchestration.build.total_memory", lambda: 10**9)
+    lab.patch.setattr("millrace.run.build.total_memory", lambda: 10**9)
     return lab.train("rollout.samples_per_prompt=40000")
 
 

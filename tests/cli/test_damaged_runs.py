@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace.eventlog.file import MARK
 from millrace.observability.files import FileError
 from millrace.observability.report import write_report
-from millrace.orchestration.event_file import MARK
 from tests.cli.damage import Told, check_told, copy_of, damage, files_of, make_run, millrace
 
 # Commands that only look, some milliseconds each; then those that load weights, and those that train.

@@ -11,10 +11,11 @@ from typing import Any
 
 import yaml
 
-from millrace.orchestration import wanted
-from millrace.orchestration.runtime import child, ray_room
-from millrace.orchestration.runtime.base import Wanted
-from millrace.orchestration.wanted import Asked
+from millrace.engines import handle as child
+from millrace.engines import ray_placement as ray_room
+from millrace.rollout.backend import Wanted
+from millrace.run import scaling as wanted
+from millrace.run.scaling import Asked
 from tests.cli.lab import Lab, Result
 from tests.forked import forked_engines
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from millrace.cli.evaluate import as_lines, as_tree
-from millrace.orchestration.evaluate import Evaluation
+from millrace.run.evaluation import Evaluation
 
 
 def row(number: int, *, right: bool, outcome: str = "score") -> dict[str, object]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.simulate import best_rows, possible_splits
-from millrace.orchestration.measured import read_measured
 from millrace.planner.errors import PlanError
+from millrace.simulation.calibrate import read_measured
 from tests.close import close_fp64
-from tests.orchestration.written import OTHER_S, write_run
 from tests.planner.shapes import LLAMA_8B
+from tests.rollout.written import OTHER_S, write_run
 
 RECIPE = """steps: 3
 precision: bfloat16

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.orchestration.runtime import child
-from millrace.orchestration.runtime.inline import InlineRuntime
+from millrace.engines import handle as child
+from millrace.engines.in_process import InlineRuntime
 from tests.cli.lab import Lab, Result
 
 

@@ -11,10 +11,10 @@ import typer
 
 from millrace.cli.train import result_lines, show_result, start_ranks
 from millrace.config.mesh import MeshConfig
+from millrace.launchers import local
 from millrace.observability.console import Console
-from millrace.orchestration.progress import RunReport
-from millrace.orchestration.runtime import local
 from millrace.planner.errors import PlanError
+from millrace.run.progress import RunReport
 
 
 def report(**changes) -> RunReport:

@@ -11,8 +11,8 @@ from torch import Tensor
 from millrace.algorithms.losses import value_loss
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
-from millrace.orchestration.methods import build_control, build_method, build_objective
 from millrace.training.estimate import Scored
+from millrace.training.method import build_control, build_method, build_objective
 from tests.training.pieces import predicted
 
 
@@ -26,7 +26,7 @@ def estimated(
 
 
 def policy_loss(config: RunConfig, batch: Batch, new_T: Tensor, old_T: Tensor) -> Tensor:
-    """The loss of the policy's step for the batch's advantages, as `orchestration.learn` puts it together."""
+    """The loss of the policy's step for the batch's advantages, as `run.train_step` puts it together."""
     method, mask_T = build_method(config), batch.action_mask_T
     if method.recompute:
         batch.proximal_logprob_T = old_T

@@ -8,9 +8,9 @@ from typing import Any
 
 from millrace import resume, train
 from millrace.config.recipe import load_recipe
+from millrace.eventlog.log import check_log, read_events
 from millrace.observability.tables import read_table
-from millrace.orchestration.events import check_log, read_events
-from millrace.orchestration.progress import RunReport
+from millrace.run.progress import RunReport
 from tests.end_to_end.runs import OVERRIDES
 from tests.end_to_end.tiny import metrics_of
 from tests.family import below, name_of

@@ -18,8 +18,8 @@ from millrace.config.settings import RunConfig
 from millrace.models.adapter_folder import WEIGHTS, load_adapter, save_adapter
 from millrace.models.adapters import add_adapter, merged, trained_weights
 from millrace.models.load import load_model
-from millrace.orchestration.checkpoints import evaluate_checkpoint
-from millrace.orchestration.controller import Controller
+from millrace.run.offline import evaluate_checkpoint
+from millrace.run.run import Controller
 from tests.end_to_end.runs import contents
 from tests.end_to_end.test_learning import LEARNING, write_copies
 from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.orchestration.controller import Controller
-from millrace.orchestration.status import Status, read_status
+from millrace.run.run import Controller
+from millrace.run.status import Status, read_status
 from tests.end_to_end.async_runs import (
     AHEAD,
     check_run,

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from millrace.orchestration.runtime.base import Event
-from millrace.orchestration.runtime.child import Child
-from millrace.orchestration.runtime.processes import ProcessRuntime
+from millrace.engines.handle import Child
+from millrace.engines.subprocesses import ProcessRuntime
+from millrace.rollout.backend import Event
 from tests.crash_points import CrashPoint, install
 from tests.end_to_end.async_runs import check_run, events_of, prompts_of
 from tests.end_to_end.runs import (

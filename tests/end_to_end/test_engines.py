@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from millrace.orchestration import wanted, watchdog
-from millrace.orchestration.controller import Controller
-from millrace.orchestration.rollouts import Rollouts
-from millrace.orchestration.runtime.base import RETIRED, Event, Wanted
-from millrace.orchestration.status import read_status
-from millrace.orchestration.wanted import ask, engines_of
+from millrace.observability import watchdog
+from millrace.rollout.backend import RETIRED, Event, Wanted
+from millrace.rollout.manager import Rollouts
+from millrace.run import scaling as wanted
+from millrace.run.run import Controller
+from millrace.run.scaling import ask, engines_of
+from millrace.run.status import read_status
 from tests.end_to_end.async_runs import check_run, events_of, run
 from tests.end_to_end.runs import LIMIT_S
 from tests.end_to_end.test_replay import check_repeats

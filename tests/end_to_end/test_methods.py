@@ -19,11 +19,11 @@ from millrace.config import methods as words
 from millrace.config.sections import PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer, train_tokenizer
+from millrace.errors import SetupError
 from millrace.models.heads import load_scalar_model, row_scores, save_scalar_model, scalar_model
 from millrace.models.load import fresh_config, fresh_model, load_model
 from millrace.observability.tables import read_table
-from millrace.orchestration.build import build
-from millrace.orchestration.parts import SetupError
+from millrace.run.build import build
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
 from tests.end_to_end.tiny import metrics_of, tiny_recipe

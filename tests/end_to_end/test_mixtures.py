@@ -11,9 +11,9 @@ import yaml
 from safetensors.torch import load_file
 
 from millrace import resume, train
-from millrace.orchestration.build import build
-from millrace.orchestration.controller import Controller
-from millrace.orchestration.parts import SetupError
+from millrace.errors import SetupError
+from millrace.run.build import build
+from millrace.run.run import Controller
 from tests.close import close_fp64
 from tests.end_to_end.rank_runs import numbers, run
 from tests.end_to_end.runs import check_equal

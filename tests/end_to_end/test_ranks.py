@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from millrace import train
-from millrace.orchestration.checkpoints import evaluate_checkpoint
+from millrace.run.offline import evaluate_checkpoint
 from tests.close import close_fp64
 from tests.end_to_end.rank_runs import LIMIT_S, OVERRIDES, begun, command, numbers, ranks_below, resumed, run
 from tests.end_to_end.tiny import tiny_recipe

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.orchestration.events import check_log
-from millrace.orchestration.runtime.base import RETIRED
-from millrace.orchestration.status import read_status
-from millrace.orchestration.wanted import ask, engines_of
+from millrace.eventlog.log import check_log
+from millrace.rollout.backend import RETIRED
+from millrace.run.scaling import ask, engines_of
+from millrace.run.status import read_status
 from tests.end_to_end.async_runs import check_run, events_of
 from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, resumed, run
 from tests.end_to_end.test_async import wait_until

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from millrace.engines.recorded import ReplayError
+from millrace.eventlog.file import encode
+from millrace.eventlog.log import check_log, read_events
 from millrace.observability.sinks import read_metrics
-from millrace.orchestration.controller import Controller
-from millrace.orchestration.event_file import encode
-from millrace.orchestration.events import check_log, read_events
-from millrace.orchestration.replay import Replay, replay
-from millrace.orchestration.runtime.script import ReplayError
+from millrace.replay.replay import Replay, replay
+from millrace.run.run import Controller
 from tests.end_to_end.async_runs import events_of, go_on, run
 from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from millrace.engines.recorded import ReplayError
+from millrace.eventlog.log import check_log
 from millrace.observability.tables import read_table, write_table
-from millrace.orchestration.comparison import check_weights
-from millrace.orchestration.events import check_log
-from millrace.orchestration.run_folder import RunFolder
-from millrace.orchestration.runtime.script import ReplayError
+from millrace.replay.compare import check_weights
+from millrace.run.folder import RunFolder
 from tests.end_to_end.async_runs import events_of
 from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, ranks_below, run
 from tests.end_to_end.runs import check_equal

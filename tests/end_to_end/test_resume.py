@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from millrace import resume, train
 from millrace.config.recipe import load_recipe
-from millrace.orchestration.controller import Controller
-from millrace.orchestration.run_folder import RunFolderError
+from millrace.run.folder import RunFolderError
+from millrace.run.run import Controller
 from tests.end_to_end.runs import OVERRIDES, check_equal, contents
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, write_sums
 

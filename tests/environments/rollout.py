@@ -1,4 +1,4 @@
-"""Environment x Engine -> Trajectory, in a plain loop: the slow twin of `orchestration.rollouts`."""
+"""Environment x Engine -> Trajectory, in a plain loop: the slow twin of `rollout.manager`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace.algorithms import advantages
 from millrace.algorithms.losses import reinforce
-from millrace.tabular.enumerate import exact_gradient
+from millrace.foundations.enumerate import exact_gradient
 from tests.close import close_fp64
 from tests.estimators.test_advantages import GROUPS, WORLDS, every_world, of_group
 from tests.estimators.world import TREE, Batch, World, paths

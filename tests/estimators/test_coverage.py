@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from millrace.tabular.enumerate import TokenTree
+from millrace.foundations.enumerate import TokenTree
 from tests.house.source import PACKAGE, parse, python_files
 
 MODULES = ("advantages", "returns", "losses", "sequence_losses", "kl", "ratios", "weights")
@@ -42,4 +42,4 @@ def test_every_public_function_of_the_algorithms_is_judged_here() -> None:
     defined = set().union(*(public_functions(PACKAGE / "algorithms" / f"{name}.py") for name in MODULES))
     assert sorted(defined - used - OTHERS) == []
     assert sorted(OTHERS - defined) == []
-    assert TokenTree.__module__ == "millrace.tabular.enumerate"
+    assert TokenTree.__module__ == "millrace.foundations.enumerate"

@@ -12,9 +12,9 @@ from torch import Tensor
 from millrace.algorithms import kl, ratios
 from millrace.algorithms.losses import reinforce
 from millrace.algorithms.returns import discounted_returns
-from millrace.tabular.enumerate import exact_gradient
-from millrace.tabular.mdp import Floats
-from millrace.tabular.softmax_policy import softmax
+from millrace.foundations.enumerate import exact_gradient
+from millrace.foundations.mdp import Floats
+from millrace.foundations.softmax_policy import softmax
 from tests.close import close_fp64
 from tests.estimators.test_returns import every_stale_world, visits
 from tests.estimators.world import TREE, Batch, World

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms import losses, sequence_losses
-from millrace.tabular.enumerate import exact_gradient, prefix_values
+from millrace.foundations.enumerate import exact_gradient, prefix_values
 from tests.close import close_fp64
 from tests.estimators.test_advantages import discounted
 from tests.estimators.test_returns import (

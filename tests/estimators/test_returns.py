@@ -12,10 +12,10 @@ from torch import Tensor
 
 from millrace.algorithms import returns
 from millrace.algorithms.losses import reinforce, value_loss
-from millrace.tabular.enumerate import exact_gradient, prefix_values
-from millrace.tabular.mdp import Floats
-from millrace.tabular.occupancy import occupancy
-from millrace.tabular.solve import action_values
+from millrace.foundations.enumerate import exact_gradient, prefix_values
+from millrace.foundations.mdp import Floats
+from millrace.foundations.occupancy import occupancy
+from millrace.foundations.solve import action_values
 from tests.close import close_fp64
 from tests.estimators.test_advantages import discounted
 from tests.estimators.world import TREE, Batch, Path, World, close_to_twin, paths

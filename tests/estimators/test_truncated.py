@@ -19,9 +19,9 @@ from millrace.algorithms.kl import k1, straight_through
 from millrace.config.methods import PpoClipLoss
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
+from millrace.foundations.enumerate import TokenTree
 from millrace.kernels.token_logprob import Head, token_divergence, token_logprob, token_squares
-from millrace.orchestration.methods import build_loss
-from millrace.tabular.enumerate import TokenTree
+from millrace.training.method import build_loss
 from millrace.training.objective import Predicted, surrogate
 from millrace.types import Completion, Outcome, Support, Trajectory, Turn
 from tests.close import close_fp32, close_fp64

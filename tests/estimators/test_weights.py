@@ -15,7 +15,7 @@ from millrace.algorithms import ratios, weights
 from millrace.algorithms.advantages import leave_one_out
 from millrace.algorithms.losses import ppo_clip, reinforce
 from millrace.algorithms.ratios import importance_weights
-from millrace.tabular.enumerate import exact_gradient
+from millrace.foundations.enumerate import exact_gradient
 from tests.close import close_fp64
 from tests.estimators.test_advantages import left_out
 from tests.estimators.test_returns import climb, every_stale_world, every_world, visits

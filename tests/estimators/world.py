@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.tabular.enumerate import Draws, TokenTree, draws, prefix_values, token_scores
-from millrace.tabular.mdp import Floats
-from millrace.tabular.softmax_policy import softmax
+from millrace.foundations.enumerate import Draws, TokenTree, draws, prefix_values, token_scores
+from millrace.foundations.mdp import Floats
+from millrace.foundations.softmax_policy import softmax
 from tests.close import close_fp64
 
 TREE = TokenTree(num_tokens=3, horizon=3)

@@ -108,7 +108,7 @@ PINNED = {
         close(self) -> None
         score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]
     """,
-    "millrace.orchestration.controller:Controller": """
+    "millrace.run.run:Controller": """
         __init__(self, config: RunConfig, parts: Parts, folder: RunFolder, *, ranks: Ranks, saver: Saver,
           recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink],
           progress: Progress, started_s: float) -> None
@@ -166,7 +166,7 @@ PINNED = {
     """,
 }
 # Pinned as soon as the file that defines it is there.
-LATER = {"millrace.orchestration.controller:Controller": "orchestration/controller.py"}
+LATER = {"millrace.run.run:Controller": "run/run.py"}
 
 
 def surface(kind: Any) -> list[str]:

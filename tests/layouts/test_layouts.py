@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from millrace.config.settings import RunConfig
-from millrace.models import expert
+from millrace.distributed import expert
 from millrace.models.adapters import adapted_layers, add_adapter, trained_weights
-from millrace.models.expert import experts_of
-from millrace.models.fsdp import whole
+from millrace.models.facts import experts_of
 from millrace.models.heads import scalar_model
 from millrace.models.load import Model
-from millrace.orchestration.learn import Learner, train_on
-from millrace.orchestration.methods import build_control, build_method, build_objective
-from millrace.orchestration.step import Sampled
+from millrace.models.saving import whole
+from millrace.rollout.sampling import Sampled
+from millrace.run.train_step import Learner, train_on
+from millrace.training.method import build_control, build_method, build_objective
 from millrace.training.optimizer import adamw
 from millrace.training.policy import BaseScorer, PolicyTrainer
 from millrace.training.scorer import ModelScorer
@@ -33,8 +33,8 @@ from millrace.training.value import ValueTrainer
 from millrace.types import Completion, Group, Outcome, Prompt, Trajectory, Turn
 from tests.close import close_fp32
 from tests.models.tiny import VOCABULARY, tiny_model
-from tests.orchestration.pieces import recipe
 from tests.ranks import run_ranks
+from tests.run.pieces import recipe
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -168,7 +168,7 @@ def model_of(architecture: str, seed: int = 0) -> Model:
 
 
 def learner(case: Case) -> Learner:
-    """As `orchestration.build` makes one, over tiny models."""
+    """As `run.build` makes one, over tiny models."""
     config = config_of(case)
     mesh, control = mesh_of(config.mesh, CPU), build_control(config)
     model, frozen = model_of(case.architecture), model_of(case.architecture, 1).requires_grad_(False)

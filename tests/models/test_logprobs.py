@@ -13,8 +13,9 @@ from transformers import AutoModel, AutoModelForCausalLM, CohereConfig
 
 from millrace.data.batch import Batch
 from millrace.data.beginnings import common_beginnings
+from millrace.distributed.fsdp import Sharding, shard
+from millrace.distributed.mesh import make_mesh
 from millrace.kernels.token_logprob import token_divergence, token_logprob
-from millrace.models.fsdp import Sharding, shard
 from millrace.models.fused import set_deterministic
 from millrace.models.load import Model, fresh_model, save_model
 from millrace.models.logprobs import (
@@ -25,7 +26,6 @@ from millrace.models.logprobs import (
     packed_context,
     states,
 )
-from millrace.models.mesh import make_mesh
 from millrace.planner.layout import Layout
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32

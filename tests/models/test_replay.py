@@ -16,13 +16,13 @@ from millrace.config.mesh import MeshConfig
 from millrace.data.batch import Batch
 from millrace.data.beginnings import common_beginnings
 from millrace.data.packing import pack
+from millrace.distributed import expert
 from millrace.inference.engine import PagedEngine
-from millrace.models import expert
 from millrace.models.load import Model, load_model, named_weights, save_model
 from millrace.models.logprobs import chosen_logprobs
 from millrace.models.replay import Routing
 from millrace.models.routing import BIAS, Routers, balance_loss, expert_load
-from millrace.orchestration.methods import build_loss
+from millrace.training.method import build_loss
 from millrace.training.objective import Predicted, surrogate
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer

@@ -10,7 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.models.load import Model, load_model, save_model
-from millrace.models.saving import INDEX, fixed_numbers, own_layers, save_config, write_index, write_weights
+from millrace.models.saving import (
+    INDEX,
+    fixed_numbers,
+    own_layers,
+    save_config,
+    write_index,
+    write_weights,
+)
 from tests.models.mixtures import MIXTURES, mixture
 from tests.models.tiny import tiny_model
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from millrace.observability.sink_mlflow import MlflowSink
+from millrace.observability.sink_tensorboard import TensorBoardSink
 from millrace.observability.sink_wandb import WandbSink
-from millrace.observability.sinks import JsonlSink, TensorBoardSink, TrackerError, read_metrics, tagged
+from millrace.observability.sinks import JsonlSink, TrackerError, read_metrics, tagged
 
 STEP = {"stage": "reinforcement", "step": 3, "reward/mean": 0.5, "time/wall_s": 1.25}
 EVALUATION = {"stage": "evaluation", "during": "warmup", "step": 20, "accuracy": 0.25}

@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
+from millrace.distributed.fsdp import PRODUCTS
+from millrace.engines.build import SHARE
 from millrace.kernels import packed_attention, token_logprob
 from millrace.kernels.norm import rms_norm_plain
-from millrace.models.expert import experts_of
-from millrace.models.fsdp import PRODUCTS
+from millrace.models.facts import experts_of
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.models.logprobs import chosen_hidden, output_head
-from millrace.orchestration import memory as engine_memory
 from millrace.planner import memory as planned
 from millrace.planner.errors import PlanError
 from millrace.planner.layout import Layout
@@ -197,7 +197,7 @@ def test_a_large_head_needs_chunks_of_logits():
 def test_the_constants_are_those_of_the_kernels():
     assert planned.CHUNK_ELEMENTS == token_logprob.CHUNK_ELEMENTS
     assert planned.SHORT_LENGTH == packed_attention.SHORT_LENGTH
-    assert planned.CACHE_SHARE == engine_memory.SHARE
+    assert planned.CACHE_SHARE == SHARE
     for vocabulary, width in [(700, 192), (151_936, 4096), (9_000_000, 16)]:
         head = torch.empty(vocabulary, width, device="meta")
         assert rows_per_chunk(vocabulary, width) == token_logprob.rows_per_chunk(head)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace.errors import CheckpointError
 from millrace.training.checkpoint import (
-    CheckpointError,
     newest_checkpoint,
     read_state,
     remove_checkpoint,

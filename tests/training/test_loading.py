@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from millrace.config.mesh import MeshConfig
+from millrace.distributed.fsdp import local
 from millrace.models.adapter_folder import adapter_pairs
 from millrace.models.adapters import add_adapter, base_tensors, freeze, merged, trained_weights
-from millrace.models.fsdp import local
 from millrace.models.heads import SCALAR, empty_scalar_model, save_scalar_model, scalar_model, scalar_weights
 from millrace.models.load import Model, ModelError, fresh_config, fresh_model, load_model, save_model
 from millrace.training.loading import loaded, taken

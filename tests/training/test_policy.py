@@ -16,8 +16,8 @@ from millrace.config.sections import PolicyConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import pack_demonstrations
 from millrace.models.logprobs import chosen_logprobs
-from millrace.orchestration.methods import build_loss
 from millrace.training.kl_control import KlControl
+from millrace.training.method import build_loss
 from millrace.training.objective import Terms, full_kl_penalty, imitation, kl_penalty, surrogate
 from millrace.training.optimizer import adamw, optimizer_tensors
 from millrace.training.policy import PolicyTrainer

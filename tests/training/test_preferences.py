@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from millrace.config.recipe import ConfigError
 from millrace.data.rows import DataError
 from millrace.data.tokenizers import train_tokenizer
+from millrace.errors import CheckpointError
 from millrace.models.heads import load_scalar_model, scalar_model
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
-from millrace.training.checkpoint import CheckpointError
 from millrace.training.optimizer import adamw
 from millrace.training.preferences import (
     PreferenceReport,

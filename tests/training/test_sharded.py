@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from millrace.orchestration.ranks import Ranks
-from millrace.training.checkpoint import CheckpointError
+from millrace.distributed.ranks import Ranks
+from millrace.errors import CheckpointError
 from millrace.training.sharded import deal, own_parts, read_parts, write_parts
 from tests.ranks import run_ranks
 

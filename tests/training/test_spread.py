@@ -13,9 +13,9 @@ from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
 from millrace.data.beginnings import common_beginnings
 from millrace.data.packing import pack_demonstrations
+from millrace.distributed.mesh import Mesh
 from millrace.models.fused import set_deterministic
 from millrace.models.heads import scalar_model
-from millrace.models.mesh import Mesh
 from millrace.planner.layout import Layout
 from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw

@@ -13,7 +13,7 @@ from millrace.config.methods import PpoClipLoss
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.inference.reference import ReferenceEngine
-from millrace.orchestration.methods import build_loss
+from millrace.training.method import build_loss
 from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer

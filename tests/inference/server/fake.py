@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from millrace.inference.async_engine import EngineClosed, EngineFull, Piece, Stream
-from millrace.inference.stats import EngineStats
+from millrace.inference.engine import EngineStats
 from millrace.types import Completion, SamplingParams
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from millrace.inference.stats import EngineStats
+from millrace.inference.engine import EngineStats
 from tests.house.scripts import load_script
 from tests.house.source import ROOT
 

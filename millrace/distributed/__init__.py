@@ -1,0 +1,1 @@
+"""One decoder on many ranks."""

@@ -1,0 +1,394 @@
+"""Pipeline parallel: a transformers decoder cut into stages by layers, one or more on each rank.
+
+Stage 0 has the embedding, the last one the final norm and the head. Micro-batches differ in length, and
+torch's `PipelineStage` fixes shapes at the first, so it would need padding. Every rank holds the whole batch
+and knows all shapes: plain sends and receives in the order of `pipeline_stages.schedule` are simpler.
+
+T = packed tokens of a micro-batch, D = model width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from millrace.data.batch import Batch
+from millrace.distributed.mesh import Mesh
+from millrace.distributed.pipeline_stages import (
+    Absent,
+    Piece,
+    Step,
+    pieces,
+    schedule,
+    stage_model,
+    stage_states,
+    whole_row,
+)
+from millrace.distributed.pipeline_trial import Runner, check_stages
+from millrace.models.load import ModelKind, named_weights
+
+R = TypeVar("R")
+# Sends under way at a time; older ones are waited for, so that their memory can go.
+SENDS = 2
+
+
+class Pipeline:
+    """This rank's stages of a model, and the passes of micro-batches through all stages.
+
+    Attributes:
+        model: the model given, with what lives on other ranks taken out: the home of this rank's weights
+            under their Hugging Face names. It cannot be called.
+        holders: the rank of the pipeline that holds each weight of the whole model, in the model's order,
+            tied weights once.
+        tied: second names of tied weights, by which the last rank holds a copy of a weight of the first, and
+            the names in `holders`. Both copies get the same gradient, so both stay equal; a norm or a
+            checkpoint must count one of them.
+    """
+
+    model: PreTrainedModel
+    holders: dict[str, int]
+    tied: dict[str, str]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: Mesh,
+        *,
+        num_chunks: int = 1,
+        dtype: torch.dtype | None = None,
+        wrap: Callable[[PreTrainedModel], Runner] | None = None,
+    ) -> None:
+        """Cut a model; all ranks of the pipeline call it with the same whole model.
+
+        The stages are compared with the whole model at once, unless its weights are on the meta device: then
+        the caller does it (`check`) when this rank's stages have theirs.
+
+        Args:
+            model: from `models.load`; what belongs to other ranks is taken out of it.
+            mesh: its dimension "pp".
+            num_chunks: stages of each rank. With 1 the schedule is 1F1B, with more it is interleaved: less
+                idle time, more exchange.
+            dtype: of the hidden states; that of the weights if None.
+            wrap: what to put around the model of each stage (FSDP); its result calls a function of the model.
+
+        Raises:
+            ValueError: pp is 1, cp is not, num_chunks is below 1, there are more stages than layers, or the
+                architecture cannot be cut; then also as `check`.
+        """
+        group = mesh.group("pp")
+        if group is None:
+            raise ValueError("mesh.pp is 1; a pipeline needs at least 2 ranks, and one rank needs none")
+        if mesh.size("cp") > 1:
+            # Each rank along cp would compute all tokens, and what it learned from them would count cp times.
+            raise ValueError(
+                f"mesh.pp is {mesh.size('pp')} and mesh.cp is {mesh.size('cp')}; the stages of a pipeline "
+                "compute whole rows, so set one of them to 1"
+            )
+        if num_chunks < 1:
+            raise ValueError(f"num_chunks is {num_chunks}; each rank of a pipeline holds at least 1")
+        self.model = model
+        self.num_chunks = num_chunks
+        self.rank, self.num_ranks = mesh.rank("pp"), mesh.size("pp")
+        self.num_stages = self.num_ranks * num_chunks
+        self.group, self.device = group, mesh.device
+        self.dtype = dtype or next(model.parameters()).dtype
+        self.width = int(model.config.get_text_config().hidden_size)
+        found = pieces(model, self.num_stages)
+        self.holders, self.tied = self._weights(found)
+        self._shapes = {name: (weight.shape, weight.dtype) for name, weight in named_weights(model)}
+        self._stage_of = {piece.name: piece.stage for piece in found}
+        empty = next(model.parameters()).is_meta
+        local = range(self.rank, self.num_stages, self.num_ranks)
+        stages = {stage: stage_model(model, found, stage) for stage in local}
+        for piece in found:
+            if piece.stage not in local:
+                parent, _, leaf = piece.name.rpartition(".")
+                model.get_submodule(parent).add_module(leaf, Absent())
+        self.runners: dict[int, Runner] = {
+            stage: partial(_plain, stages[stage]) if wrap is None else wrap(stages[stage]) for stage in local
+        }
+        if not empty:
+            self.check()
+
+    def check(self, kind: ModelKind | None = None) -> None:
+        """Refuse an architecture whose stages, one after the other, are not the whole model.
+
+        All ranks of the pipeline call it in step.
+
+        Args:
+            kind: as what the model was loaded, if it is to be tried as an ordinary load tries it too.
+
+        Raises:
+            ModelError: on a short row the two differ, or the other trial fails; the same on every rank.
+        """
+        check_stages(self.model, self._stage_of, self.runners, self.group, self.device, kind=kind)
+
+    def forward_backward(
+        self, micros: Sequence[Batch], loss_of: Callable[[Batch, Tensor], tuple[Tensor, R]]
+    ) -> list[R]:
+        """Add the gradient of the losses of all micro-batches; all ranks of the pipeline call it together.
+
+        After an error on one rank the others fail when its process ends, or when the group's timeout is over;
+        they cannot go on together.
+
+        Args:
+            micros: at least one, the same on all ranks of the pipeline, on the device that computes.
+            loss_of: called on the last stage with a micro-batch and its final hidden states, [T, D]; gives
+                its part of the loss and anything else.
+
+        Returns:
+            What `loss_of` gave besides, by micro-batch; nothing on other ranks than the last.
+
+        Raises:
+            ValueError: no micro-batch was given, or hidden states do not have the dtype agreed on.
+            RuntimeError: nothing came from another stage; which, is said.
+        """
+        results: list[R] = []
+        tied = self._tied_weight()
+        before = None if tied is None else tied.grad
+        if tied is not None:
+            tied.grad = None
+
+        def end(micro: Batch, hidden_TD: Tensor) -> Tensor:
+            loss, result = loss_of(micro, hidden_TD)
+            results.append(result)
+            return loss
+
+        self._run(micros, end, backward=True)
+        if tied is not None:
+            self._sum_tied(tied, before)
+        return results
+
+    @torch.no_grad()
+    def forward(self, micros: Sequence[Batch], number_of: Callable[[Batch, Tensor], R]) -> list[R]:
+        """What `number_of` makes of each micro-batch and its final hidden states, without gradient.
+
+        Otherwise as `forward_backward`.
+        """
+        results: list[R] = []
+
+        def end(micro: Batch, hidden_TD: Tensor) -> Tensor:
+            results.append(number_of(micro, hidden_TD))
+            return hidden_TD
+
+        self._run(micros, end, backward=False)
+        return results
+
+    def everywhere(self, local: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Every weight of the whole model on every rank, one after the other, in the model's order.
+
+        All ranks of the pipeline go through it in step.
+
+        Args:
+            local: this rank's weights, or their gradients, whole and in the order of
+                `load.named_weights(model)`; of the dtype the model was given with.
+
+        Raises:
+            ValueError: a weight is missing, or is not of the shape and dtype the model was given with.
+        """
+        mine = ((name, tensor) for name, tensor in local if name not in self.tied)
+        for name, rank in self.holders.items():
+            shape, dtype = self._shapes[name]
+            if rank == self.rank:
+                given, tensor = next(mine, ("nothing", torch.empty(0)))
+                if given != name or tensor.shape != shape or tensor.dtype != dtype:
+                    raise ValueError(
+                        f"weight {name}, {tuple(shape)} {dtype}, was to be sent from pipeline rank {rank}; "
+                        f"it was given {given}, {tuple(tensor.shape)} {tensor.dtype}"
+                    )
+                tensor = tensor.detach().to(self.device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            dist.broadcast(tensor, group_src=rank, group=self.group)
+            yield name, tensor
+
+    def _run(
+        self, micros: Sequence[Batch], end: Callable[[Batch, Tensor], Tensor], *, backward: bool
+    ) -> None:
+        if not micros:
+            raise ValueError("a pipeline was given no micro-batch; give every rank at least one")
+        steps = schedule(self.num_ranks, self.num_chunks, len(micros), backward=backward)[self.rank]
+        passage = _Passage(self, micros, end)
+        for step in steps:
+            try:
+                passage.take(step)
+            except Exception as error:
+                error.add_note(
+                    f"in the pipeline: {step.act} of micro-batch {step.micro} on stage {step.stage}"
+                )
+                raise
+        passage.wait()
+
+    def _weights(self, found: list[Piece]) -> tuple[dict[str, int], dict[str, str]]:
+        """The rank of each weight, and the first name of each that has a second on another rank."""
+        stage_of = {
+            f"{piece.name}.{name}": piece.stage
+            for piece in found
+            for name, _ in (
+                *piece.module.named_parameters(remove_duplicate=False),
+                *piece.module.named_buffers(),
+            )
+        }
+        first = {weight: name for name, weight in self.model.named_parameters()}
+        holders = {name: stage_of[name] % self.num_ranks for name, _ in named_weights(self.model)}
+        named = self.model.named_parameters(remove_duplicate=False)
+        tied = {name: first[weight] for name, weight in named if stage_of[name] != stage_of[first[weight]]}
+        return holders, tied
+
+    def _tied_weight(self) -> nn.Parameter | None:
+        """The weight that the first and the last rank both hold; None elsewhere, or where it is frozen."""
+        if self.rank not in (0, self.num_ranks - 1):
+            return None
+        names = self.tied.values() if self.rank == 0 else self.tied
+        weights = [parameter for name, parameter in self.model.named_parameters() if name in names]
+        return weights[0] if weights and weights[0].requires_grad else None
+
+    def _sum_tied(self, weight: nn.Parameter, before: Tensor | None) -> None:
+        """Give both copies of a weight the sum of their gradients, the same bits on both ranks."""
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        ours = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        sent = ours.to(self.device).contiguous()
+        theirs = torch.empty(ours.shape, dtype=ours.dtype, device=self.device)
+        first = self.rank == 0
+        other = self.num_ranks - 1 if first else 0
+        # Both sides name the two transfers in one order.
+        transfers = [
+            dist.isend(sent, group=self.group, group_dst=other)
+            if sending
+            else dist.irecv(theirs, group=self.group, group_src=other)
+            for sending in (first, not first)
+        ]
+        for transfer in transfers:
+            _wait(transfer, f"tied gradients were not exchanged with pipeline rank {other}")
+        ours.add_(theirs.to(ours.device))
+        weight.grad = gradient if before is None else gradient.add_(before)
+
+
+class _Passage:
+    """One pass of micro-batches through this rank's stages."""
+
+    def __init__(
+        self, pipeline: Pipeline, micros: Sequence[Batch], end: Callable[[Batch, Tensor], Tensor]
+    ) -> None:
+        self._pipeline = pipeline
+        self._micros = micros
+        self._rows = [whole_row(pipeline.model, micro) for micro in micros]
+        self._end = end
+        # By stage and micro-batch: what came from its neighbours, what it made, and what it has to send.
+        self._arriving: dict[Step, tuple[dist.Work | None, Tensor]] = {}
+        self._begun: dict[tuple[int, int], Tensor] = {}
+        self._made: dict[tuple[int, int], Tensor] = {}
+        self._gradient: dict[tuple[int, int], Tensor] = {}
+        self._sends: deque[tuple[dist.Work | None, Tensor, str]] = deque()
+
+    def take(self, step: Step) -> None:
+        """Take one step of the schedule."""
+        at = step.stage, step.micro
+        if step.act == "forward":
+            self._forward(*at)
+        elif step.act == "backward":
+            self._backward(*at)
+        elif step.act == "send hidden states":
+            made = self._made[at] if torch.is_grad_enabled() else self._made.pop(at)
+            self._send(step, made.detach())
+        elif step.act == "send gradient":
+            self._send(step, self._gradient.pop(at))
+        else:
+            self._receive(step)
+
+    def wait(self, sends: int = 0) -> None:
+        """Until no more than so many sends are under way."""
+        while len(self._sends) > sends:
+            work, _, problem = self._sends.popleft()
+            _wait(work, problem)
+
+    def _forward(self, stage: int, micro: int) -> None:
+        row = self._rows[micro]
+        received_1TD = self._arrived(Step("receive hidden states", stage, micro)) if stage else None
+        if received_1TD is not None and torch.is_grad_enabled():
+            self._begun[stage, micro] = received_1TD.requires_grad_()
+
+        def compute(model: PreTrainedModel) -> tuple[Tensor, ...]:
+            hidden_1TD = stage_states(model, row, received_1TD)
+            if stage < self._pipeline.num_stages - 1:
+                return (hidden_1TD,)
+            return (self._end(self._micros[micro], hidden_1TD[0]),)
+
+        (made,) = self._pipeline.runners[stage](compute)
+        if torch.is_grad_enabled() or stage < self._pipeline.num_stages - 1:
+            self._made[stage, micro] = made
+
+    def _backward(self, stage: int, micro: int) -> None:
+        made = self._made.pop((stage, micro))
+        if stage == self._pipeline.num_stages - 1:
+            made.backward()
+        else:
+            gradient_1TD = self._arrived(Step("receive gradient", stage, micro))
+            # A stage whose weights are all frozen has nothing to do.
+            if made.requires_grad:
+                made.backward(gradient_1TD)
+        if stage:
+            begun_1TD = self._begun.pop((stage, micro))
+            self._gradient[stage, micro] = (
+                torch.zeros_like(begun_1TD) if begun_1TD.grad is None else begun_1TD.grad
+            )
+
+    def _send(self, step: Step, tensor_1TD: Tensor) -> None:
+        if tensor_1TD.dtype != self._pipeline.dtype:
+            raise ValueError(
+                f"hidden states are {tensor_1TD.dtype}, but the pipeline was made for "
+                f"{self._pipeline.dtype}; give Pipeline(dtype=...) what the stages compute in"
+            )
+        tensor_1TD = tensor_1TD.contiguous()
+        to = step.other % self._pipeline.num_ranks
+        work = dist.isend(tensor_1TD, group=self._pipeline.group, group_dst=to)
+        what = step.act.removeprefix("send ")
+        problem = (
+            f"stage {step.stage} could not hand {what} of micro-batch {step.micro} to stage {step.other}"
+        )
+        self._sends.append((work, tensor_1TD, problem))
+        self.wait(SENDS)
+
+    def _receive(self, step: Step) -> None:
+        row = self._rows[step.micro]
+        shape = 1, len(row.token_T), self._pipeline.width
+        tensor_1TD = torch.empty(shape, dtype=self._pipeline.dtype, device=row.token_T.device)
+        source = step.other % self._pipeline.num_ranks
+        work = dist.irecv(tensor_1TD, group=self._pipeline.group, group_src=source)
+        self._arriving[step] = work, tensor_1TD
+
+    def _arrived(self, step: Step) -> Tensor:
+        work, tensor_1TD = self._arriving.pop(step)
+        what = step.act.removeprefix("receive ")
+        _wait(work, f"stage {step.stage} got no {what} of micro-batch {step.micro} from stage {step.other}")
+        return tensor_1TD
+
+
+def _wait(work: dist.Work | None, problem: str) -> None:
+    """Until a transfer is done.
+
+    Raises:
+        RuntimeError: the problem, where it is not done within the group's timeout or the other end is gone.
+    """
+    assert work is not None  # this rank is one of the group's
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"in the pipeline {problem}, whose rank failed, ended, or took longer than the process group's "
+            f"timeout; see what it says: {error}"
+        ) from error
+
+
+def _plain(
+    model: PreTrainedModel, compute: Callable[[PreTrainedModel], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    return compute(model)

@@ -1,0 +1,83 @@
+"""Context parallelism over heads: an all-to-all gives each rank all tokens for its share of the heads.
+
+It attends as one process would, and a second all-to-all brings what each rank's tokens attended to back.
+
+T = tokens of this rank, W = tokens of the whole row, P = ranks, H = query heads, J = key heads, K = head
+width, X = numbers that one rank receives of a token, S = T P rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace.distributed.collectives import Peers
+from millrace.models.attention import Dealt, Packed, attend_packed
+
+
+class Ulysses(Dealt):
+    """Each rank attends with its share of the heads, over the whole row.
+
+    Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
+    """
+
+    def __init__(self, packed: Packed, dealt: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """A forward of one row.
+
+        Args:
+            packed: the whole row.
+            dealt: places of each rank's tokens.
+            group: the ranks.
+        """
+        self._packed = packed
+        self._peers = Peers(group)
+        self._counts = [len(place_T) for place_T in dealt]
+        place_W = torch.cat(list(dealt))
+        device = packed.segments.buckets[0].length_B.device
+        self._place_W, self._arrival_W = place_W.to(device), place_W.argsort().to(device)
+
+    def attend(
+        self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """What this rank's tokens attend to, [T, H, K].
+
+        Raises:
+            ValueError: the ranks do not divide the query heads.
+        """
+        num_ranks, (num_tokens, num_heads, _) = len(self._counts), query_THK.shape
+        if num_heads % num_ranks:
+            raise ValueError(
+                f"mesh.cp is {num_ranks}, which does not divide the {num_heads} query heads that ulysses "
+                "deals out; choose a cp that does, or the kind ring"
+            )
+        # With fewer key heads than ranks several ranks have the same one.
+        copies = num_ranks // math.gcd(key_TJK.shape[1], num_ranks)
+        key_TJK, value_TJK = (x.repeat_interleave(copies, 1) for x in (key_TJK, value_TJK))
+        parts = [x.reshape(num_tokens, num_ranks, -1) for x in (query_THK, key_TJK, value_TJK)]
+        own = self._to_heads(torch.cat(parts, 2)).split([part.shape[2] for part in parts], 1)
+        heads = [
+            part.unflatten(1, (-1, x.shape[2]))
+            for part, x in zip(own, (query_THK, key_TJK, value_TJK), strict=True)
+        ]
+        out = attend_packed(heads[0], heads[1], heads[2], self._packed, options)
+        return self._to_tokens(out.flatten(1)).reshape(num_tokens, num_heads, -1)
+
+    def _to_heads(self, x_TPX: Tensor) -> Tensor:
+        """From what this rank's tokens have for each rank to what all tokens have for this one, [W, X]."""
+        num_tokens, num_ranks, _ = x_TPX.shape
+        x_WX = self._peers.exchange(
+            x_TPX.transpose(0, 1).flatten(0, 1), [num_tokens] * num_ranks, self._counts
+        )
+        return x_WX.index_select(0, self._arrival_W)
+
+    def _to_tokens(self, x_WX: Tensor) -> Tensor:
+        """The way back, [T, P, X]."""
+        num_ranks, num_tokens = len(self._counts), self._counts[self._peers.group.rank()]
+        x_WX = x_WX.index_select(0, self._place_W)
+        x_SX = self._peers.exchange(x_WX, self._counts, [num_tokens] * num_ranks)
+        return x_SX.unflatten(0, (num_ranks, num_tokens)).transpose(0, 1)

@@ -1,0 +1,115 @@
+"""The ranks of a run as processes of this machine: started, watched, and ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from millrace.distributed.ranks import open_store
+from millrace.launchers.supervise import GRACE_S, INTERRUPTED, failure, watch
+
+LOOPBACK = "127.0.0.1"
+
+
+def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[str, str] | None = None) -> int:
+    """Run the same command as every rank of one run, and wait for all of them.
+
+    The first rank has the terminal; what the others say is shown only if they fail. When one ends with an
+    error, the others are ended too.
+
+    Args:
+        command: of one rank.
+        num_ranks: how many there are.
+        environment: variables besides those of this process.
+
+    Returns:
+        the first rank's exit code, or that of those that left because they were told to; where the first
+        failed, it said why.
+
+    Raises:
+        RankFailed: another rank failed first, or one was killed.
+    """
+    # The store is this process's, as it is torchrun's agent's.
+    store = open_store(LOOPBACK)
+    shared = {
+        **os.environ,
+        **(environment or {}),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank-{rank}.log" for rank in range(num_ranks)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(num_ranks):
+                own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with logs[rank].open("wb") as log:
+                    ranks.append(_start(command, own, None if rank == 0 else log))
+            with _passed_on(ranks):
+                failed = watch(lambda: _codes(ranks), num_ranks)
+        finally:
+            _end(ranks)
+        codes = [rank.returncode for rank in ranks]
+        if failed is None and INTERRUPTED in codes:
+            return INTERRUPTED
+        if failed is None or (failed == 0 and codes[0] > 0):
+            return codes[0]
+        code = codes[failed]
+        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        said = logs[failed].read_text(encoding="utf-8", errors="replace") if failed else ""
+        raise failure(f"rank {failed} of {num_ranks} ended with {how}", said)
+
+
+def _start(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    # Whatever else a rank says must not stand between the lines of the first.
+    return subprocess.Popen(command, env=own, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def _codes(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    return {rank: code for rank, one in enumerate(ranks) if (code := one.poll()) is not None}
+
+
+@contextmanager
+def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Meanwhile a request to end goes to every rank; Ctrl-C in a terminal reaches them without us."""
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, frame: _tell(ranks, number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(number)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End those that still run: time to see that the others have gone, then killed."""
+    deadline_s = time.monotonic() + GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def this_command() -> list[str]:
+    """The command line of this process, to be run again as a rank."""
+    return [sys.executable, "-m", "millrace.cli.main", *sys.argv[1:]]

@@ -1,1 +1,0 @@
-"""One run, from recipe to report."""

@@ -1,0 +1,123 @@
+"""Whether a run that repeats another one does so bit for bit: its records, samples and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.engines.recorded import ReplayError
+from millrace.errors import CheckpointError
+from millrace.observability.files import MANIFEST, FileError, read_manifest
+from millrace.observability.sinks import Record, plain, read_records
+from millrace.observability.tables import read_table
+from millrace.run.folder import RunFolder
+from millrace.training.checkpoint import verify_checkpoint
+
+# What the clock and the system say; nobody can repeat it.
+MEASURED = ("time/", "memory/")
+# What of a checkpoint holds numbers of the run alone; the rest tells times, or places in files.
+WEIGHTS = ("model/", "optimizer/", "critic/", "rollouts.safetensors")
+
+
+class Comparison:
+    """A `sinks.Sink` that refuses the first record, or table of samples, that is not the original's."""
+
+    def __init__(self, original: RunFolder, repeated: RunFolder) -> None:
+        """Go on after what was repeated so far."""
+        self._original, self._repeated = original, repeated
+        self._records = read_records(original.metrics)
+        self._num_seen = len(read_records(repeated.metrics))
+
+    def write(self, record: Record) -> None:
+        """Compare a record, and the samples of its batch, with those of the original.
+
+        Raises:
+            ReplayError: they differ; the message says where.
+        """
+        about = f"{record['stage']}, step {record['step']}"
+        if self._num_seen == len(self._records):
+            raise ReplayError(f"{about}: the run has no such record")
+        theirs = self._records[self._num_seen]
+        self._num_seen += 1
+        check_same(about, theirs, {key: plain(key, value) for key, value in record.items()})
+        if record["stage"] == "reinforcement":
+            name = f"step-{record['step']:06d}.parquet"
+            check_tables(self._original.rollouts / name, self._repeated.rollouts / name)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def check_same(about: str, original: Mapping[str, Any], repeated: Mapping[str, Any]) -> None:
+    """Compare two records, or rows, but for what is measured.
+
+    Raises:
+        ReplayError: a value differs.
+    """
+    for key in {**original, **repeated}:
+        ours, theirs = repeated.get(key), original.get(key)
+        # As text, because NaN equals nothing.
+        if not key.startswith(MEASURED) and repr(ours) != repr(theirs):
+            raise ReplayError(f"{about}: {key} was {theirs} in the run and is {ours} in the replay")
+
+
+def check_tables(original: Path, repeated: Path) -> None:
+    """Compare two tables row by row.
+
+    Raises:
+        ReplayError: they differ.
+    """
+    about = f"{original.parent.name}/{original.name}"
+    try:
+        theirs, ours = read_table(original), read_table(repeated)
+    except FileError as error:
+        raise ReplayError(str(error)) from None
+    if len(ours) != len(theirs):
+        raise ReplayError(f"{about} had {len(theirs)} rows in the run and has {len(ours)} in the replay")
+    for place, rows in enumerate(zip(theirs, ours, strict=True)):
+        check_same(f"{about}, row {place}", *rows)
+
+
+def check_evaluations(original: RunFolder, repeated: RunFolder) -> None:
+    """Compare the held-out answers that were kept.
+
+    Raises:
+        ReplayError: they differ.
+    """
+    for table in sorted(repeated.evaluations.glob("*.parquet")):
+        check_tables(original.evaluations / table.name, table)
+
+
+def check_weights(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
+    """Compare every checkpoint that both have: the files of every rank, by their checksums.
+
+    Returns:
+        their names.
+
+    Raises:
+        ReplayError: a file differs, or is not any more what the run saved.
+    """
+    both = sorted(set(_checkpoints(original)) & set(_checkpoints(repeated)))
+    for name in both:
+        theirs, ours = (_sums(folder.checkpoints / name) for folder in (original, repeated))
+        for file in sorted({**theirs, **ours}):
+            if theirs.get(file) != ours.get(file):
+                raise ReplayError(f"checkpoint {name}: {file} is not that of the run")
+        try:
+            verify_checkpoint(original.checkpoints / name)
+        except CheckpointError as error:
+            raise ReplayError(str(error)) from None
+    return both
+
+
+def _checkpoints(folder: RunFolder) -> Iterator[str]:
+    return (path.parent.name for path in folder.checkpoints.glob(f"[ws]*/{MANIFEST}"))
+
+
+def _sums(checkpoint: Path) -> dict[str, str]:
+    try:
+        files = read_manifest(checkpoint)
+    except FileError as error:
+        raise ReplayError(str(error)) from None
+    return {name: entry.sha256 for name, entry in files.items() if name.startswith(WEIGHTS)}

@@ -1,0 +1,269 @@
+"""Repeat a run from its event log, bit for bit on a CPU, or repeat its beginning and go on otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from millrace.config.recipe import load_recipe, to_yaml
+from millrace.config.settings import RunConfig
+from millrace.distributed.ranks import Ranks, joined
+from millrace.engines.recorded import ReplayError
+from millrace.errors import SetupError
+from millrace.eventlog.file import check_old
+from millrace.eventlog.log import check_log, read_events
+from millrace.eventlog.verify import LogError
+from millrace.observability.files import shown
+from millrace.observability.sinks import read_records
+from millrace.replay.backend import Repeated
+from millrace.replay.compare import check_evaluations, check_weights
+from millrace.replay.recorded_log import Part, parts_of
+from millrace.run import launch
+from millrace.run.build import choose_device
+from millrace.run.folder import RunFolder
+from millrace.run.progress import RunReport, versions
+from millrace.run.status import read_summary
+
+# Of which run, and from which batch on, a folder is a branch; and what it changed.
+BRANCH = "branch.json"
+# What a branch may change: nothing that says what the samples and weights are that it begins with.
+CHANGEABLE = (
+    "steps",
+    "threads",
+    "trackers",
+    "profile_steps",
+    "engine",
+    "flow.kv",
+    "flow.interrupt",
+    "advantage",
+    "policy.loss",
+    "policy.proximal",
+    "policy.correction",
+    "policy.kl",
+    "policy.entropy_coefficient",
+    "policy.token_weights",
+    "policy.optimizer_steps_per_batch",
+    "policy.tokens_per_micro_batch",
+    "policy.optimizer",
+    "kernels",
+    "evaluation",
+    "checkpoint",
+    "limits",
+)
+FIXED = ("advantage.kind", "policy.optimizer.eight_bit")
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What was repeated.
+
+    Attributes:
+        run: the folder of the repetition.
+        num_batches: of reinforcement.
+        num_records: of `metrics.jsonl`.
+        weights: checkpoints whose weights were compared.
+        report: of the branch that went on from there; None without one.
+    """
+
+    run: Path
+    num_batches: int
+    num_records: int
+    weights: tuple[str, ...]
+    report: RunReport | None
+
+
+def replay(
+    path: str | Path,
+    *,
+    from_step: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    quiet: bool = False,
+) -> Replay:
+    """Repeat a run in a new folder beside it, and prove step by step that it is the same.
+
+    Every rank of the repetition calls it; it has as many as the run, whoever started those.
+
+    Args:
+        path: the run's folder.
+        from_step: repeat only so many batches, then go on as a run of its own.
+        changes: dotted settings of that run which are to be others from there on.
+        name: of the new folder; None takes `RUN-replay-1`, `RUN-replay-2`, ...
+        quiet: print nothing.
+
+    Raises:
+        RunFolderError, ConfigError: there is no such run, or a setting cannot be so.
+        SetupError: the run cannot be replayed here, or the setting cannot be changed on the way.
+        ReplayError: its log is of no use, or the repetition is not the run; the message says where.
+    """
+    config, changed = check(path, from_step=from_step, changes=changes)
+    original = RunFolder.open(path)
+    with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
+        # All repeat what the first one reads, for the run may be going on.
+        summary, events = json.loads(ranks.share(json.dumps(_read(original) if ranks.first else None)))
+        try:
+            parts = parts_of(events, finished=summary.get("status") == "finished", until=from_step)
+            _check_ranks(parts, ranks.size)
+            repeated = _repeat(original, config, parts, ranks=ranks, name=name, quiet=quiet)
+            weights = _compare(original, repeated) if ranks.first else []
+        except ReplayError as error:
+            raise ReplayError(f"run {shown(original.path)}: {error}{_others(summary)}") from None
+        num_batches = sum(event["kind"] == "take" for part in parts for event in part.lines)
+        found = Replay(repeated.path, num_batches, len(read_records(repeated.metrics)), tuple(weights), None)
+        if changed is None:
+            return found
+        if ranks.first:
+            about = {"run": str(original.path), "from_step": from_step, "settings": dict(changes or {})}
+            repeated.write_json(repeated.path / BRANCH, about)
+            place = {"name": repeated.path.name, "output": str(repeated.path.parent)}
+            repeated.write_text(repeated.recipe, to_yaml(changed.model_copy(update=place)))
+        ranks.wait()
+        return replace(found, report=launch.resume(repeated.path, quiet=quiet, ranks=ranks))
+
+
+def check(
+    path: str | Path, *, from_step: int | None = None, changes: Mapping[str, Any] | None = None
+) -> tuple[RunConfig, RunConfig | None]:
+    """Refuse what cannot be repeated, before a rank is started for it.
+
+    Args:
+        path: the run's folder.
+        from_step: see `replay`.
+        changes: likewise.
+
+    Returns:
+        the settings of the repetition, whose ranks are processes of this machine, and those of the branch;
+        None without one.
+
+    Raises:
+        RunFolderError, ConfigError, SetupError, ReplayError: as `replay`.
+    """
+    original, config = RunFolder.open(path), launch.run_config(path)
+    changed = _branch(original, config, from_step, changes or {})
+    _check_can(original, config)
+    here = {"mesh": config.mesh.model_copy(update={"launcher": "processes"})}
+    repetition = config.model_copy(update={**here, "trackers": ()})
+    return repetition, None if changed is None else changed.model_copy(update=here)
+
+
+def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A run's summary, as far as there is one, and its event log.
+
+    Raises:
+        ReplayError: the log is of no use.
+    """
+    summary: dict[str, Any] = {}
+    try:
+        if original.summary.exists():
+            summary = read_summary(original.summary).model_dump()
+        events = read_events(original.events)
+        check_log(events)
+        if not any(event["kind"] == "heard" for event in events):
+            raise LogError("its event log does not say what was heard; it is not whole")
+    except ValueError as error:
+        raise ReplayError(f"run {shown(original.path)}: {error}") from error
+    return summary, events
+
+
+def _branch(
+    original: RunFolder, config: RunConfig, from_step: int | None, changes: Mapping[str, Any]
+) -> RunConfig | None:
+    """The settings of the branch; None for a replay to the end."""
+    changed = load_recipe(original.recipe, changes)
+    for key in changes:
+        if not _below(key, CHANGEABLE) or _below(key, FIXED):
+            raise SetupError(
+                f"{key} cannot change on the way: it says what the samples or weights are that the branch "
+                "begins with; start a new run with it"
+            )
+    if from_step is None:
+        if changes:
+            raise SetupError(f"--set {next(iter(changes))} needs --from-step: a replay changes nothing")
+        return None
+    if (changed.policy.kl is None) != (config.policy.kl is None):
+        raise SetupError("policy.kl cannot begin or end on the way: the branch has no reference of its own")
+    if changed.steps < config.steps:
+        raise SetupError(f"steps can only grow in a branch: groups were started for {config.steps} batches")
+    if changed.steps <= from_step:
+        raise SetupError(
+            f"--from-step {from_step} leaves nothing to do of {changed.steps} steps; raise steps"
+        )
+    return changed
+
+
+def _below(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _check_can(original: RunFolder, config: RunConfig) -> None:
+    """Refuse what cannot be repeated.
+
+    Raises:
+        SetupError: the run is of a kind that cannot be.
+        ReplayError: it left no log.
+    """
+    if (original.path / BRANCH).is_file():
+        raise SetupError(
+            f"run {shown(original.path)} is a branch ({BRANCH}); replay the run that it is of, and branch "
+            "that again"
+        )
+    if choose_device(config.device).type != "cpu":
+        raise SetupError(
+            f"run {shown(original.path)} would be replayed on CUDA, where sums have no fixed order; only "
+            "runs on a CPU are replayed (if it was one, hide the GPUs with CUDA_VISIBLE_DEVICES=)"
+        )
+    check_old(original.events)
+    if not original.events.is_file() or not original.events.stat().st_size:
+        raise ReplayError(f"run {shown(original.path)} has no event log: it has not come to its first batch")
+
+
+def _check_ranks(parts: Sequence[Part], num_ranks: int) -> None:
+    """Refuse parts of other numbers of ranks, which add up gradients in another order.
+
+    Raises:
+        ReplayError: one is, or does not tell.
+    """
+    for part in parts:
+        if len(part.threads) != num_ranks:
+            raise ReplayError(
+                f"its event log is of {len(part.threads)} ranks from event {part.first} on, and the mesh of "
+                f"its recipe of {num_ranks}; a run whose mesh was changed on the way cannot be replayed"
+            )
+
+
+def _repeat(
+    original: RunFolder,
+    config: RunConfig,
+    parts: list[Part],
+    *,
+    ranks: Ranks,
+    name: str | None,
+    quiet: bool,
+) -> RunFolder:
+    """Do the parts one after the other, each as the processes did that it is of."""
+    stem = f"{original.path.name}-replay"
+    config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
+    repeats = Repeated(original, parts[0])
+    report = launch.train(config, recipe=stem, quiet=quiet, repeats=repeats, ranks=ranks)
+    repeated = RunFolder(Path(ranks.share(report.run)))
+    for part in parts[1:]:
+        repeats = Repeated(original, part)
+        launch.resume(repeated.path, quiet=quiet, repeats=repeats, ranks=ranks)
+    return repeated
+
+
+def _compare(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
+    """Compare what is not compared on the way; gives the checkpoints that both have."""
+    check_evaluations(original, repeated)
+    return check_weights(original, repeated)
+
+
+def _others(summary: Mapping[str, Any]) -> str:
+    """What else may be the reason: other versions of what decides a run's numbers."""
+    here = versions()
+    others = {name: found for name, found in summary.get("versions", {}).items() if found != here.get(name)}
+    told = ", ".join(f"{name} {found} (here {here.get(name)})" for name, found in others.items())
+    return f"; it was made with {told}" if told else ""

@@ -1,0 +1,1 @@
+"""What is sampled and what is trained on: staleness, groups, episodes, batches."""

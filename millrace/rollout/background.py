@@ -1,0 +1,133 @@
+"""Rollouts that go on in a thread of their own while the trainer trains. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from millrace.rollout.backend import Event, Runtime
+from millrace.rollout.engine_pool import Engines
+from millrace.rollout.manager import Found, Rolled, Rollouts
+
+# How long the thread may take to notice that it is to leave, and others to hear that it is busy.
+_LOOK_S = 0.1
+
+
+class Pump:
+    """The verbs of `Rollouts`, for the trainer's thread, while entered; its own thread hears the events."""
+
+    def __init__(
+        self, rollouts: Rollouts, runtime: Runtime, asked: Callable[[], Sequence[Event]] = tuple
+    ) -> None:
+        """Nothing moves before it is entered.
+
+        Args:
+            rollouts: begun; nobody else calls them from now on.
+            runtime: theirs.
+            asked: what is asked of the run from outside, since the last call.
+        """
+        self._rollouts, self._runtime, self._asked = rollouts, runtime, asked
+        self._engines = rollouts.engines()
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="millrace-pump", daemon=True)
+
+    def __enter__(self) -> Pump:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """End the thread."""
+        self._over = True
+        self._thread.join()
+
+    def next_batch(self, deadline_s: float) -> Rolled:
+        """Wait for a batch; errors of the thread are raised here."""
+        with self._changed:
+            return self._rollouts.next_batch(deadline_s, self._wait)
+
+    def until(self, ready: Callable[[], Found | None], what: str, deadline_s: float) -> Found:
+        """Wait until `ready` gives something; errors of the thread are raised here."""
+        with self._changed:
+            self._check()
+            return self._rollouts.until(ready, what, deadline_s, self._wait)
+
+    def published(self, version: int) -> None:
+        """Send every engine the trainer's weights; they may change again once this has returned."""
+        with self._changed:
+            self._rollouts.published(version)
+
+    def wait_until_published(self, deadline_s: float) -> None:
+        """Wait until the newest weights are in force; errors of the thread are raised here."""
+        with self._changed:
+            self._rollouts.wait_until_published(deadline_s, self._wait)
+
+    def blockers(self) -> list[str]:
+        """Whom the next batch or publish waits for; answered also where the thread is stuck."""
+        if not self._changed.acquire(timeout=_LOOK_S):
+            return [f"{self._thread.name} (handles what happened)"]
+        try:
+            return self._rollouts.blockers()
+        finally:
+            self._changed.release()
+
+    def engines(self) -> Engines:
+        """What engines do; where the thread is stuck, what they did when it was asked last."""
+        if self._changed.acquire(timeout=_LOOK_S):
+            try:
+                self._engines = self._rollouts.engines()
+            finally:
+                self._changed.release()
+        return self._engines
+
+    def hold(self) -> None:
+        """Have engines hand over what they have drawn so far; see `Rollouts.hold`."""
+        with self._changed:
+            self._rollouts.hold()
+
+    def state(self) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
+        """What a checkpoint keeps; see `Rollouts.state`."""
+        with self._changed:
+            return self._rollouts.state()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block nothing is decided; what happens meanwhile is heard after it."""
+        with self._changed:
+            yield
+
+    def _run(self) -> None:
+        while not self._over:
+            events: Sequence[Event] = ()
+            with self._keeping_errors():
+                events = self._runtime.wait(self._rollouts.patience_s(_LOOK_S))
+            with self._changed:
+                # Within the lock: who waits must not look at what was half decided before it hears why.
+                with self._keeping_errors():
+                    self._rollouts.handle([*events, *self._asked()])
+                self._changed.notify_all()
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failure, self._over = self._failure or error, True
+
+    def _wait(self, timeout_s: float) -> None:
+        self._check()
+        self._changed.wait(timeout_s)
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure

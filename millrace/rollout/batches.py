@@ -1,0 +1,432 @@
+"""Batches for the trainer: the recipe's staleness rules, its rollouts, what runs them; saved and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Protocol
+
+from safetensors.numpy import load_file, save_file
+
+from millrace.config.settings import RunConfig, num_processes
+from millrace.data.prompts import PromptStream
+from millrace.errors import CheckpointError
+from millrace.eventlog.log import EventLog, flow_after
+from millrace.observability.files import Shape, read_json
+from millrace.observability.metrics import Spans
+from millrace.observability.watchdog import Watchdog
+from millrace.protocols import Environment, RankGroup
+from millrace.rollout.backend import Runtime, ScaleRequests
+from millrace.rollout.background import Pump
+from millrace.rollout.manager import Rolled, Rollouts, Stalled
+from millrace.rollout.remote import pack_batch
+from millrace.rollout.sampling import Sampled, completion_seed, greedy, group_rewards, sampling
+from millrace.rollout.selection_bias import BiasMeter
+from millrace.rollout.staleness import Flow, FlowRules, Note, unheard
+from millrace.types import Group, Prompt, SamplingParams, Trajectory
+
+
+@contextmanager
+def going_on(checkpoint: Path) -> Iterator[None]:
+    """Whatever forbids to go on from a checkpoint, as one sentence.
+
+    Raises:
+        CheckpointError: the block raised ValueError, of a log, or AssertionError, of a flow.
+    """
+    try:
+        yield
+    except (ValueError, AssertionError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} and the run's event log do not go together: {error}. Move the "
+            "checkpoint elsewhere to resume from the one before it, or start a new run"
+        ) from error
+
+
+def check_resumed(flow: Flow, left: Mapping[str, Any] | None) -> None:
+    """Prove that no prompt was lost on the way through a checkpoint, and that none is trained on twice.
+
+    Args:
+        flow: as the checkpoint restored it.
+        left: what `log.flow_after` found in the log; None on a rank that does not keep it.
+
+    Raises:
+        AssertionError: the flow is not sound, or not the one that the log tells of.
+    """
+    if left is not None:
+        _compare(flow.state(), left)
+    flow.check()
+
+
+def _compare(state: Mapping[str, Any], left: Mapping[str, Any]) -> None:
+    """What a flow holds with what the log leaves; the first difference is an AssertionError."""
+    for name in ("num_taken", "num_started", "repeats"):
+        if state[name] != left[name]:
+            raise AssertionError(f"{name} is {state[name]} in the checkpoint and {left[name]} in the log")
+    groups = {group[0]: [*group[:3], group[3] and list(group[3])] for group in state["line"]["groups"]}
+    logged = {group[0]: group for group in left["groups"]}
+    for number in sorted(groups.keys() | logged.keys()):
+        if groups.get(number) != logged.get(number):
+            raise AssertionError(
+                f"group {number} (prompt, publishes when it started, births) is "
+                f"{_told(groups.get(number))} in the checkpoint and {_told(logged.get(number))} in the log"
+            )
+
+
+def _told(group: list[Any] | None) -> str:
+    return "not open" if group is None else str(group[1:])
+
+
+# A checkpoint waits no longer for engines that compute a long prompt, or load weights.
+HAND_OVER_S = 10.0
+WORDS, NUMBERS = "rollouts.json", "rollouts.safetensors"
+
+
+def flow_rules(config: RunConfig) -> FlowRules:
+    """What the recipe's flow keeps to."""
+    flow, options = config.flow, config.rollout
+    return FlowRules(
+        groups_per_step=options.prompts_per_step,
+        staleness=flow.staleness,
+        order=flow.order,
+        stale=flow.stale,
+        refill_rounds=options.refill_rounds,
+        spare_groups=flow.spare_groups,
+    )
+
+
+class _Method(Protocol):
+    @property
+    def greedy_baseline(self) -> bool: ...
+
+
+class RolloutParts(Protocol):
+    """What rollouts need of a run's parts; see `run.components.Parts`."""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """Engines in processes of their own."""
+        ...
+
+    @property
+    def train_prompts(self) -> list[Prompt]:
+        """Problems to train on."""
+        ...
+
+    @property
+    def environment(self) -> Callable[[Prompt], Environment]:
+        """Makes an episode of a prompt."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+        ...
+
+    @property
+    def method(self) -> _Method:
+        """The arithmetic of the recipe."""
+        ...
+
+
+def rollouts_of(
+    config: RunConfig,
+    parts: RolloutParts,
+    stream: PromptStream,
+    runtime: Runtime,
+    *,
+    num_batches: int,
+    patient: bool = False,
+    note: Note = unheard,
+) -> Rollouts:
+    """The recipe's rollouts; nothing runs before their `begin`.
+
+    Args:
+        config: of the run.
+        parts: of the run.
+        stream: deals prompts.
+        runtime: draws and judges.
+        num_batches: of all.
+        patient: no engine is given up because it is late.
+        note: hears of every decision.
+    """
+    limit_s = math.inf if patient else config.limits.phase_s
+    return Rollouts(
+        Flow(flow_rules(config), num_batches=num_batches, note=note),
+        runtime,
+        stream,
+        prompts={prompt.id: prompt for prompt in parts.train_prompts},
+        environment=parts.environment,
+        params=_params(config, parts.stop_token_ids),
+        num_samples=config.rollout.samples_per_prompt,
+        num_baselines=int(parts.method.greedy_baseline),
+        draw_s=limit_s,
+        load_s=limit_s,
+        note=note,
+    )
+
+
+def as_sampled(rolled: Rolled) -> Sampled:
+    """A batch as it is trained on: without what is withheld, with the rewards of the greedy answers."""
+    taken = rolled.taken
+    groups = []
+    for number, group in zip(taken.numbers, rolled.groups, strict=True):
+        out = set(taken.withheld.get(number, ()))
+        kept = tuple(t for place, t in enumerate(group.trajectories) if place not in out)
+        groups.append(Group(group.prompt, kept))
+    answers = [Group(g.prompt, row) for g, row in zip(groups, rolled.baselines, strict=True)]
+    num_greedy_tokens = sum(t.num_actions for answer in answers for t in answer.trajectories)
+    baselines = None
+    if num_greedy_tokens:
+        rewards = [group_rewards(answer) for answer in answers]
+        baselines = [reward[0] if reward else math.nan for reward in rewards]
+    return Sampled(groups, taken.left_out, baselines, num_greedy_tokens, taken.num_rounds)
+
+
+class _Words(Shape):
+    """What `rollouts.json` of a checkpoint says; rewards that failed are NaN."""
+
+    rollouts: dict[str, Any]
+    bias: Any
+    log_bytes: int
+
+
+class Source:
+    """Batches for the trainer: of engines of their own, heard of in a thread, or of its own while it waits.
+
+    Use it as a context manager; nothing is sampled outside.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: RolloutParts,
+        stream: PromptStream,
+        *,
+        runtime: Runtime,
+        log: EventLog,
+        ranks: RankGroup,
+        spans: Spans,
+        watchdog: Watchdog,
+        asked: ScaleRequests | None = None,
+    ) -> None:
+        """No prompt was dealt yet.
+
+        Args:
+            config: of the run.
+            parts: of the run.
+            stream: deals prompts.
+            runtime: draws and judges.
+            log: hears of every decision.
+            ranks: of the run. Where each has an engine, each has a source, and the first one's log is the
+                run's; otherwise the others have a `Follower` each.
+            spans: of the trainer's thread.
+            watchdog: knows what that thread waits for.
+            asked: how many engines somebody wants; None where nobody can ask, as in a replay.
+        """
+        self._config, self._runtime, self._log, self._ranks = config, runtime, log, ranks
+        self._spans, self._watchdog, self._asked = spans, watchdog, asked
+        self._ahead = config.flow.staleness > 0
+        # Elsewhere nothing is left out but what has no reward.
+        self._selects = config.flow.stale in ("drop", "withhold") or config.flow.spare_groups > 0
+        self._apart = parts.runtime is not None
+        self._rollouts = rollouts_of(
+            config, parts, stream, runtime, num_batches=config.steps, patient=log.replays, note=log.add
+        )
+        self._verbs: Rollouts | Pump = self._rollouts
+        self._bias, self._refused = BiasMeter(), ""
+        self._held = ExitStack()
+
+    def begin(self, checkpoint: Path | None, version: int) -> None:
+        """Send the engines the weights and start the first groups, or those that a checkpoint left.
+
+        Args:
+            checkpoint: to go on from; one without rollouts, as None, begins the flow anew.
+            version: of the weights.
+
+        Raises:
+            ValueError: the checkpoint was made with other settings of the flow, or other prompts.
+            CheckpointError: it and the event log do not tell of the same groups.
+        """
+        if checkpoint is None or not (checkpoint / WORDS).is_file():
+            self._log.rewind(0)
+            self._log.add("begin", rules=asdict(flow_rules(self._config)), num_batches=self._config.steps)
+        else:
+            words, left = read_json(checkpoint / WORDS, _Words, finite=False), None
+            with going_on(checkpoint):
+                self._log.rewind(words.log_bytes if self._ranks.first else 0)
+                if self._ranks.first:
+                    left = flow_after(self._log.events())
+            self._bias.load_state(words.bias)
+            self._rollouts.load_state(words.rollouts, load_file(checkpoint / NUMBERS))
+            with going_on(checkpoint):
+                check_resumed(self._rollouts.flow, left)
+        # They decide the last bits of what is computed; engines have as many as the first rank.
+        self._log.add("threads", ranks=self._ranks.threads())
+        self._rollouts.begin(version)
+        # Engines of their own are lost and joined also while the trainer trains, evaluates or saves.
+        if self._apart:
+            asked = tuple if self._asked is None else self._asked.look
+            pump = self._verbs = self._held.enter_context(Pump(self._rollouts, self._runtime, asked))
+            self._watchdog.more = lambda: {"engines": self._status(pump)}
+            self._held.callback(self._unheard)
+
+    def __enter__(self) -> Source:
+        """Sample within the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """Nothing is sampled any more."""
+        self._held.close()
+        if error is None:
+            self._rollouts.records()
+        self._log.close()
+
+    def next_batch(self) -> tuple[Sampled, dict[str, float]]:
+        """The next batch and what is to be recorded of how it came about.
+
+        Raises:
+            Stalled: it did not come in time; the message says who waits for whom.
+        """
+        with self._waiting("sample", "its next batch"):
+            self._reach("take")
+            rolled = self._verbs.next_batch(self._config.limits.phase_s)
+        sampled = as_sampled(rolled)
+        told = self._record(rolled, sampled.baselines)
+        if self._apart and self._ranks.size > 1:
+            self._ranks.hand_out(pack_batch(sampled, told))
+        return sampled, told
+
+    def published(self, version: int) -> None:
+        """Send every engine the trainer's weights; at staleness 0, wait until all have proved them.
+
+        Ahead of training, the weights before must be in force: one version is under way at a time.
+
+        Raises:
+            Stalled: they were not, in time.
+            WeightSyncError: an engine in this process could not.
+        """
+        limit_s = self._config.limits.phase_s
+        with self._waiting("sync", f"version {version} to be in force"):
+            if self._ahead:
+                self._verbs.wait_until_published(limit_s)
+            self._reach("send")
+            self._verbs.published(version)
+            if not self._ahead:
+                self._verbs.wait_until_published(limit_s)
+
+    def _reach(self, kind: str) -> None:
+        """In a replay, let happen what the run heard before the trainer did this."""
+        limit_s = self._config.limits.phase_s
+        self._verbs.until(lambda: self._log.reached(kind) or None, f"its turn to {kind}", limit_s)
+
+    @contextmanager
+    def _waiting(self, span: str, reason: str) -> Iterator[None]:
+        """The trainer waits, if it does not work itself, as it does where the engine is in this process."""
+        if not self._apart:
+            yield
+            return
+        limit_s, on = self._config.limits.phase_s, self._verbs.blockers
+        with self._spans(span), self._watchdog.waiting("trainer", reason, deadline_s=limit_s, on=on):
+            yield
+
+    def save(self, folder: Path) -> None:
+        """Write all that is under way into a checkpoint being filled, trained on every batch given out."""
+        if self._apart:
+            self._hand_over()
+        self._reach("save")
+        # Nothing may be decided between what is kept and where the log of it ends.
+        with self._verbs.paused() if isinstance(self._verbs, Pump) else nullcontext():
+            self._rollouts.records()
+            words, columns = self._verbs.state()
+            self._log.add("save", name=folder.name)
+            told = {"rollouts": words, "bias": self._bias.state(), "log_bytes": self._log.position}
+            self._rollouts.release()
+        (folder / WORDS).write_text(json.dumps(told), encoding="utf-8")
+        save_file(dict(columns), folder / NUMBERS)
+
+    def _hand_over(self) -> None:
+        """Have engines hand over what they have drawn. Who is late keeps it: it is no part of what is saved.
+
+        In a replay, those are late who were late in the run. Where it ends, all are: they do what they did in
+        the run, which went on, and take no other order.
+        """
+        self._reach("hold")
+        if self._log.ended:
+            return
+        self._verbs.hold()
+        if self._log.replays:
+            return
+        what, on = "engines to hand over what they drew", self._verbs.blockers
+        watched = self._watchdog.waiting("trainer", what, deadline_s=HAND_OVER_S, on=on)
+        with suppress(Stalled), watched:
+            self._verbs.until(lambda: self._rollouts.handed_over or None, what, HAND_OVER_S)
+
+    def warnings(self) -> list[str]:
+        """What to say of a selection among the samples, and of engines that could not be had."""
+        found, refused = [self._bias.warning()], self._verbs.engines().reason
+        if refused and refused != self._refused:
+            found.append(f"fewer engines were started than were asked for: {refused}")
+        self._refused = refused
+        return [text for text in found if text]
+
+    def _status(self, pump: Pump) -> dict[str, Any]:
+        """What `status.json` says of engines."""
+        found, heard = pump.engines(), "" if self._asked is None else self._asked.heard
+        return asdict(replace(found, wanted=found.wanted or num_processes(self._config), asked=heard))
+
+    def _unheard(self) -> None:
+        """Nobody is asked any more."""
+        self._watchdog.more = dict
+        if self._asked is not None:
+            self._asked.close()
+
+    def _record(self, rolled: Rolled, baselines: list[float] | None) -> dict[str, float]:
+        taken, found = rolled.taken, {}
+        if self._ahead:
+            found = {
+                "staleness/mean": fmean(taken.staleness),
+                "staleness/max": max(taken.staleness),
+                "staleness/dropped_groups": len(taken.dropped),
+            }
+        for index, (number, group) in enumerate(zip(taken.numbers, rolled.groups, strict=True)):
+            out = taken.withheld.get(number, ())
+            facts = [_facts(trajectory) for trajectory in group.trajectories]
+            # As `training.estimate.usable` and `train_step.train_on` have it.
+            lacks = baselines is not None and math.isnan(baselines[index])
+            used = [not (place in out or math.isnan(r) or lacks) for place, (_, r) in enumerate(facts)]
+            self._bias.add([length for length, _ in facts], [reward for _, reward in facts], used)
+        longest = max(float(t.num_actions) for group in rolled.groups for t in group.trajectories)
+        for dropped in rolled.dropped:
+            facts = [_facts(trajectory) for trajectory in dropped.trajectories]
+            # Those that were still being drawn: at least as long as what was drawn meanwhile.
+            facts += [(longest, math.nan)] * (self._config.rollout.samples_per_prompt - len(facts))
+            lengths, rewards = [length for length, _ in facts], [reward for _, reward in facts]
+            self._bias.add(lengths, rewards, [False] * len(facts))
+        return found | self._bias.record() if self._selects or self._bias.drops else found
+
+
+def _facts(trajectory: Trajectory) -> tuple[float, float]:
+    """Tokens drawn, and the reward, NaN where there is none."""
+    outcome = trajectory.outcome
+    failed = outcome is None or outcome.kind == "failed"
+    return float(trajectory.num_actions), math.nan if failed or outcome is None else outcome.value
+
+
+def _params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> Callable[[int, int, int], SamplingParams]:
+    """(group, sample, turn) to sampling parameters; samples beyond those of a group are greedy."""
+    drawn, likeliest = sampling(config.rollout, stop_token_ids), greedy(config.rollout, stop_token_ids)
+
+    def params(number: int, place: int, turn: int) -> SamplingParams:
+        if place >= config.rollout.samples_per_prompt:
+            return likeliest
+        return replace(drawn, seed=completion_seed(config.seed, number, place, turn))
+
+    return params

@@ -1,0 +1,147 @@
+"""Samples on their way to engines and back: those that wait for one, and those that one draws. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from millrace.rollout.backend import Draw, Drawn, Lost, Runtime
+from millrace.rollout.engine_pool import DrawFailed, Fleet
+from millrace.rollout.episodes import Playing, Sample
+from millrace.rollout.staleness import Note
+from millrace.types import SamplingParams
+
+
+class Dispatch:
+    """Hands samples to the engines of a `Fleet`, and knows whose draw is whose.
+
+    Attributes:
+        num_draws: asked for so far, those of the processes before this one of a run included.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        runtime: Runtime,
+        *,
+        params: Callable[[int, int, int], SamplingParams],
+        note: Note,
+    ) -> None:
+        """Nothing waits.
+
+        Args:
+            fleet: chooses engines.
+            runtime: theirs.
+            params: (group's number, sample, turn) to sampling parameters, the seed among them.
+            note: hears of `dispatch`, `part` and `ignore`.
+        """
+        self._fleet, self._runtime, self._params, self._note = fleet, runtime, params, note
+        self.num_draws = 0
+        # Samples with one context are together, for an engine computes it once.
+        self._waiting: deque[list[Sample]] = deque()
+        self._drawing: dict[str, Sample] = {}
+        self._holds = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no engine draws anything."""
+        return not self._drawing
+
+    def add(self, samples: Iterable[Sample], *, first: bool = False) -> None:
+        """Have the next turns of samples drawn, after those that wait or before them."""
+        alike: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
+        for sample in samples:
+            alike.setdefault((sample.number, sample.context), []).append(sample)
+        if first:
+            self._waiting.extendleft(reversed(alike.values()))
+        else:
+            self._waiting.extend(alike.values())
+
+    def send(self) -> None:
+        """Hand what waits to engines that serve, unless it is held."""
+        later: list[list[Sample]] = []
+        while self._waiting and not self._holds:
+            samples = self._waiting.popleft()
+            birth = self._birth(samples)
+            name = self._fleet.choose(samples[0].engine, birth)
+            if name is None:
+                later.append(samples)
+                if birth < 0:
+                    break  # nobody serves
+                continue
+            draws, now_s = [], self._runtime.now()
+            for sample in samples:
+                sample.engine, sample.asked_s = name, now_s
+                sample.draw = f"{sample.number}.{sample.place}.{self.num_draws}"
+                self.num_draws += 1
+                self._drawing[sample.draw] = sample
+                params = self._params(sample.number, sample.place, len(sample.turns))
+                draws.append(Draw(sample.draw, sample.context, params, sample.drawn))
+            one, places = samples[0], [sample.place for sample in samples]
+            self._note("dispatch", number=one.number, samples=places, turn=len(one.turns), engine=name)
+            self._fleet.submit(name, draws)
+        self._waiting.extendleft(reversed(later))
+
+    def _birth(self, samples: Iterable[Sample]) -> int:
+        """Of the newest token that was handed over of their turns; -1 where nothing was."""
+        newest = (int(sample.drawn.versions[-1]) for sample in samples if sample.drawn is not None)
+        return max(map(self._fleet.birth, newest), default=-1)
+
+    def drawn(self, event: Drawn) -> Sample | None:
+        """The sample whose turn this ends, if it ends one.
+
+        Raises:
+            DrawFailed: an engine could not draw what was asked.
+        """
+        sample, completion = self._drawing.get(event.id), event.completion
+        if sample is None:
+            if completion.finish_reason != "abort":
+                self._note("ignore", reason=f"{event.engine} gives draw {event.id}, for which nobody waits")
+            return None
+        if completion.finish_reason == "error":
+            raise DrawFailed(
+                f"{event.engine} failed to draw sample {sample.place} of group {sample.number}: "
+                f"{completion.reason}"
+            )
+        if not self._fleet.accept(event):
+            return None
+        del self._drawing[event.id]
+        sample.draw = ""
+        if completion.finish_reason != "abort":
+            return sample
+        # It is wanted still, for nobody waits for what is not, and goes on from what there is of it.
+        if completion.token_ids:
+            sample.drawn = completion
+            facts = {"number": sample.number, "sample": sample.place, "turn": len(sample.turns)}
+            self._note("part", **facts, engine=event.engine, began=event.began, ended=event.ended)
+        self.add([sample])
+        return None
+
+    def lost(self, event: Lost) -> None:
+        """Have others draw again what a lost engine had, with the same seeds."""
+        again = [self._drawing.pop(id) for id in self._fleet.lost(event)]
+        for sample in again:
+            sample.draw = ""
+        self.add(again, first=True)
+
+    def end(self, playing: Playing) -> None:
+        """Forget the samples of a group."""
+        ids: dict[str, list[str]] = {}
+        for sample in playing.samples:
+            if sample.draw:
+                ids.setdefault(sample.engine, []).append(sample.draw)
+                del self._drawing[sample.draw]
+        for engine, theirs in ids.items():
+            self._fleet.abort(engine, theirs)
+        number = playing.samples[0].number
+        self._waiting = deque(samples for samples in self._waiting if samples[0].number != number)
+
+    def hold(self) -> None:
+        """Have engines give what they have of every draw, and send them nothing until `release`."""
+        self._holds = True
+        self._fleet.interrupt()
+
+    def release(self) -> None:
+        """Send again."""
+        self._holds = False
+        self.send()

@@ -1,0 +1,389 @@
+"""The sampling half of every run: prompts become scored groups, wherever engines run. No torch.
+
+`Flow` says which groups may start and which are trained on, `Fleet` knows the engines, `Dispatch` who draws
+what, a `Runtime` draws and judges. What stands between them is here: episodes, and what they said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from millrace.data.prompts import PromptStream
+from millrace.observability.watchdog import Wait
+from millrace.rollout.backend import Drawn, Event, Joined, Judged, Loaded, Lost, Runtime, Wanted, named
+from millrace.rollout.dispatcher import Dispatch
+from millrace.rollout.engine_pool import Engines, Fleet
+from millrace.rollout.episodes import Begun, Episode, Playing, Sample
+from millrace.rollout.sampling import is_equal
+from millrace.rollout.serialization import pack_groups, unpack_groups
+from millrace.rollout.staleness import Flow, Note, Taken, unheard
+from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
+
+Found = TypeVar("Found")
+
+
+class Stalled(RuntimeError):
+    """Somebody waited to the deadline; the message says for whom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """A batch: what `Flow` says of it, its scored groups in that order, and the baselines of each.
+
+    Besides, what was drawn of the groups that were dropped, scored where they were finished.
+    """
+
+    taken: Taken
+    groups: list[Group]
+    baselines: list[tuple[Trajectory, ...]]
+    dropped: list[Group]
+
+
+class Rollouts:
+    """Starts groups, sees them through and hands out batches. For one thread; `Pump` makes it one for two."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        runtime: Runtime,
+        stream: PromptStream,
+        *,
+        prompts: Mapping[str, Prompt],
+        environment: Callable[[Prompt], Episode],
+        params: Callable[[int, int, int], SamplingParams],
+        num_samples: int,
+        num_baselines: int = 0,
+        draw_s: float = math.inf,
+        load_s: float = math.inf,
+        note: Note = unheard,
+    ) -> None:
+        """Nothing runs before `begin`.
+
+        Args:
+            flow: says what may start.
+            runtime: draws and judges.
+            stream: deals new prompts.
+            prompts: every prompt by its id, for those that start again.
+            environment: makes a fresh episode of a prompt.
+            params: (group's number, sample, turn) to sampling parameters, the seed among them.
+            num_samples: trajectories of a group.
+            num_baselines: samples beyond them, which are scored but not trained on.
+            draw_s: an engine that answers a draw no sooner is lost.
+            load_s: an engine that proves new weights no sooner is lost.
+            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `want`, `dispatch`, `arrive`, `part`,
+                `judge`, `keep`, `hold`, `ignore` and the runtime's records, as `log.EventLog.add` does.
+        """
+        self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
+        self._environment, self._note = environment, note
+        self._num_samples, self._num_baselines = num_samples, num_baselines
+        self._fleet = Fleet(runtime, draw_s=draw_s, load_s=load_s, note=note)
+        self._dispatch = Dispatch(self._fleet, runtime, params=params, note=note)
+        self._running: dict[int, Playing] = {}
+        self._finished: dict[int, Group] = {}
+        # What a checkpoint holds of groups that were not finished, until `begin`.
+        self._begun: dict[int, Begun] = {}
+        self._unjudged: list[int] = []
+        self._judging: dict[str, list[tuple[int, str]]] = {}
+        self._num_calls = 0
+
+    @property
+    def flow(self) -> Flow:
+        """What says which groups may start."""
+        return self._flow
+
+    def begin(self, version: int) -> None:
+        """Send every engine the weights, and go on with what `load_state` left unfinished."""
+        self._runtime.begin()
+        self._fleet.begin(version, self._flow.num_published)
+        for number, prompt_id in self._flow.unfinished.items():
+            self._open(number, self._prompts[prompt_id], self._begun.pop(number))
+        self._judge()
+        self.start()
+
+    def start(self) -> None:
+        """Start the groups that have a ticket, and send what waits for an engine."""
+        for _ in range(self._flow.num_free):
+            repeats = self._flow.repeats
+            prompt = self._prompts[repeats[0]] if repeats else self._stream.next(1)[0]
+            self._open(self._flow.start(prompt.id), prompt)
+        self._dispatch.send()
+
+    def advance(self, timeout_s: float) -> None:
+        """Let things happen for at most so long."""
+        self.handle(self._runtime.wait(self.patience_s(timeout_s)))
+
+    def patience_s(self, timeout_s: float) -> float:
+        """How long to wait for events: no longer than until an engine may have to be given up."""
+        return max(0.0, min(timeout_s, self._fleet.due_s - self._runtime.now()))
+
+    def handle(self, events: Sequence[Event]) -> None:
+        """Take in what happened, and order what follows from it.
+
+        Raises:
+            DrawFailed: an engine could not draw what was asked.
+        """
+        self._hear(events)
+        # Heard after the rest, so that the log alone says what was decided: it knows no clock.
+        self._hear(self._fleet.overdue())
+
+    def records(self) -> None:
+        """Note what the runtime has to say to a replay."""
+        for kind, facts in self._runtime.records():
+            self._note(kind, **facts)
+
+    def _hear(self, events: Sequence[Event]) -> None:
+        if not events:
+            return
+        self.records()
+        self._note("heard", events=[named(event) for event in events])
+        for event in events:
+            match event:
+                case Drawn():
+                    self._drawn(event)
+                case Judged():
+                    self._judged(event)
+                case Loaded():
+                    for early in self._fleet.loaded(event):
+                        self._drawn(early)
+                case Lost():
+                    self._dispatch.lost(event)
+                case Joined():
+                    self._fleet.join(event.engine)
+                case Wanted():
+                    self._fleet.want(event)
+        self._judge()
+        self._settle()
+
+    def take(self) -> Rolled | None:
+        """The next batch, once it is complete; what it makes superfluous is ended."""
+        self.records()
+        taken = self._flow.take()
+        if taken is None:
+            return None
+        dropped = [self._end(each.number) for each in taken.dropped]
+        groups = [self._finished.pop(number) for number in taken.numbers]
+        for group in groups:
+            # In the order of groups: what is dealt next must not depend on which reward came first.
+            scores = [t.outcome for t in group.trajectories[: self._num_samples] if t.outcome is not None]
+            self._stream.learn(group.prompt, [one.value for one in scores if one.kind != "failed"])
+        self.start()
+        return Rolled(
+            taken,
+            [Group(group.prompt, group.trajectories[: self._num_samples]) for group in groups],
+            [group.trajectories[self._num_samples :] for group in groups],
+            dropped,
+        )
+
+    def next_batch(self, deadline_s: float, let_happen: Callable[[float], None] | None = None) -> Rolled:
+        """Let things happen until a batch is complete.
+
+        Args:
+            deadline_s: so long at most.
+            let_happen: for at most so many seconds; `advance` unless another thread does that.
+
+        Raises:
+            Stalled: no batch was complete in time.
+        """
+        return self.until(self.take, f"batch {self._flow.num_taken}", deadline_s, let_happen)
+
+    def published(self, version: int) -> None:
+        """Send every engine the trainer's weights, after its work on the oldest batch that had none yet."""
+        self._note("send", version=version)
+        self._fleet.publish(version)
+        self._settle()
+
+    def wait_until_published(
+        self, deadline_s: float, let_happen: Callable[[float], None] | None = None
+    ) -> None:
+        """Let things happen, as in `next_batch`, until all engines that serve have proved the newest weights.
+
+        Raises:
+            Stalled: they had not in time.
+        """
+        self.until(
+            lambda: self._flow.num_published == self._fleet.newest or None,
+            f"publish {self._fleet.newest}",
+            deadline_s,
+            let_happen,
+        )
+
+    def blockers(self) -> list[str]:
+        """Whom the next batch or publish waits for, and what those are doing."""
+        found = list(self._fleet.blockers())
+        for number in self._flow.waits_for():
+            if number in self._running:
+                group = self._running[number]
+                drawn = [
+                    f"sample {s.place} on {s.engine} since {self._runtime.now() - s.asked_s:.0f} s"
+                    for s in group.samples
+                    if s.draw
+                ]
+                doing = ", ".join(drawn) or ("an engine" if group.num_open else "its reward")
+                found.append(f"group {number} ({doing})")
+        return found
+
+    def engines(self) -> Engines:
+        """How many engines are wanted, and what those do that are there."""
+        return self._fleet.engines()
+
+    def hold(self) -> None:
+        """Have engines hand over what they have drawn so far, for `state`; see `handed_over`, `release`."""
+        self._note("hold")
+        self._dispatch.hold()
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether they have."""
+        return self._dispatch.idle
+
+    def release(self) -> None:
+        """Have them go on from there."""
+        self._dispatch.release()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Words for JSON and columns of numbers; save them with weights trained on every batch taken.
+
+        Of what engines draw they hold as much as was handed over.
+        """
+        begun = self._begun | {number: playing.so_far for number, playing in self._running.items()}
+        groups, columns = pack_groups(self._finished | {number: one.group for number, one in begun.items()})
+        turns = [turn for one in begun.values() for t in one.group.trajectories for turn in t.turns]
+        versions = np.concatenate([np.empty(0, np.int32), *(turn.completion.versions for turn in turns)])
+        words = {
+            "flow": self._flow.state(),
+            "stream": self._stream.state(),
+            "num_draws": self._dispatch.num_draws,
+            "versions": self._fleet.births(np.unique(versions).tolist()),
+            "births": [[number, one.births] for number, one in begun.items()],
+            "groups": groups,
+        }
+        return words, columns
+
+    def load_state(self, words: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
+        """Go on where `state` was taken; before `begin`."""
+        self._flow.load_state(words["flow"])
+        self._stream.load_state(words["stream"])
+        self._dispatch.num_draws = words["num_draws"]
+        self._fleet.load_births(words["versions"])
+        births = dict(words["births"])
+        self._finished = unpack_groups(words["groups"], columns, self._prompts)
+        unfinished = self._flow.unfinished
+        self._begun = {number: Begun(self._finished.pop(number), births[number]) for number in unfinished}
+
+    def until(
+        self,
+        ready: Callable[[], Found | None],
+        what: str,
+        deadline_s: float,
+        let_happen: Callable[[float], None] | None = None,
+    ) -> Found:
+        """Let things happen, as in `next_batch`, until `ready` gives something; that.
+
+        Raises:
+            Stalled: it did not in time.
+        """
+        began_s = self._runtime.now()
+        while (found := ready()) is None:
+            waited_s = self._runtime.now() - began_s
+            if waited_s >= deadline_s:
+                raise Stalled(str(Wait("trainer", what, waited_s, deadline_s, tuple(self.blockers()))))
+            (let_happen or self.advance)(deadline_s - waited_s)
+        return found
+
+    def _open(self, number: int, prompt: Prompt, before: Begun | None = None) -> None:
+        """Begin the episodes of a group, or go on with those that were begun."""
+        num_samples = self._num_samples + self._num_baselines
+        playing = Playing.begin(number, prompt, self._environment, num_samples, before)
+        self._running[number] = playing
+        if before is not None:
+            turns = [len(sample.turns) for sample in playing.samples]
+            tokens = [len(sample.drawn.token_ids) if sample.drawn else 0 for sample in playing.samples]
+            self._note("keep", number=number, turns=turns, tokens=tokens)
+        self._dispatch.add(sample for sample in playing.samples if not sample.over)
+        if not playing.num_open:
+            self._unjudged.append(number)
+
+    def _drawn(self, event: Drawn) -> None:
+        sample = self._dispatch.drawn(event)
+        if sample is None:
+            return
+        self._arrived(sample, event)
+        if not sample.play(event.completion):
+            self._dispatch.add([sample])
+            return
+        if not self._running[sample.number].num_open:
+            self._unjudged.append(sample.number)
+
+    def _arrived(self, sample: Sample, event: Drawn) -> None:
+        """Note who drew a turn with which weights."""
+        versions = event.completion.versions
+        oldest, newest = self._fleet.birth(int(versions[0])), self._fleet.birth(int(versions[-1]))
+        sample.birth = oldest if sample.birth is None else min(sample.birth, oldest)
+        self._note(
+            "arrive",
+            number=sample.number,
+            sample=sample.place,
+            turn=len(sample.turns),
+            engine=event.engine,
+            oldest=oldest,
+            newest=newest,
+            began=event.began,
+            ended=event.ended,
+        )
+
+    def _judge(self) -> None:
+        """Have the groups judged whose episodes are over. What is said twice is judged once."""
+        if not self._unjudged:
+            return
+        said = {
+            (number, sample.said): None
+            for number in self._unjudged
+            for sample in self._running[number].samples
+        }
+        self._unjudged = []
+        call = f"call-{self._num_calls}"
+        self._num_calls += 1
+        self._note("judge", call=call, numbers=list(dict.fromkeys(number for number, _ in said)))
+        self._judging[call] = list(said)
+        self._runtime.judge(call, [self._running[n].prompt for n, _ in said], [text for _, text in said])
+
+    def _judged(self, event: Judged) -> None:
+        said = self._judging.pop(event.id, None)
+        if said is None:
+            self._note("ignore", reason=f"{event.id} of the reward is answered again")
+            return
+        outcomes: dict[int, dict[str, Outcome]] = {}
+        for (number, text), outcome in zip(said, event.outcomes, strict=True):
+            outcomes.setdefault(number, {})[text] = outcome
+        for number, by_text in outcomes.items():
+            # A batch may have been full before it was judged.
+            if number in self._running:
+                self._finish(number, by_text)
+
+    def _finish(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
+        playing = self._running.pop(number)
+        group = self._finished[number] = playing.scored(outcomes)
+        trained = Group(group.prompt, group.trajectories[: self._num_samples])
+        births = [s.birth for s in playing.samples[: self._num_samples] if s.birth is not None]
+        self._flow.finish(number, births, equal=is_equal(trained))
+
+    def _settle(self) -> None:
+        """Tell the flow of publishes that are in force, and start what that makes room for."""
+        if self._flow.num_published < self._fleet.newest:
+            for _ in range(self._fleet.in_force - self._flow.num_published):
+                self._flow.published()
+        self.start()
+
+    def _end(self, number: int) -> Group:
+        """Forget a group that is not trained on: what was drawn of it."""
+        if number in self._finished:
+            group = self._finished.pop(number)
+            return Group(group.prompt, group.trajectories[: self._num_samples])
+        playing = self._running.pop(number)
+        self._dispatch.end(playing)
+        return playing.unscored(self._num_samples)

@@ -1,0 +1,546 @@
+"""Staleness control: which groups may start, which make the next batch, and which are dropped.
+
+No clock, no threads, no tensors: what drives a `Flow` may be real engines or a simulation. `Line` holds the
+groups that have started and that no batch has taken, in order.
+
+Letters: `g` groups_per_step, `eta` the staleness bound, `p` weight updates so far, `t` batches taken so far.
+Batch `t` trains the weights of update `t`, so a token sampled with the weights of update `b` is `t - b` old
+there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import islice
+from typing import Any, Literal, Protocol
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A group of the line.
+
+    Attributes:
+        prompt_id: what it answers.
+        started: publishes when it started; none of its tokens can be older.
+        births: publishes before the oldest token of each of its trajectories; None until it is finished.
+        equal: all its rewards are, and equal groups are to be replaced.
+    """
+
+    prompt_id: str
+    started: int
+    births: tuple[int, ...] | None = None
+    equal: bool = False
+
+
+class Line:
+    """The groups, and the rule that makes a batch of them.
+
+    **In order** of their starts: with `E(i)` of the first `i` groups known to be equal, `end = g`, then
+    `refill_rounds` times `end = g + E(end)`. The next batch is the first `end` groups, once they are
+    finished. What is learnt later can only raise `end`.
+
+    **As they finish**: up to `refill_rounds * g` equal groups are replaced, and `g` others fill the places in
+    the order in which they finished, equal ones last. With `none_late` those that would be too old for later
+    batches come first: for each batch `d >= t`, at most `g (d + 1 - t)` groups of the line must be trained on
+    by `d`, and the next batch is complete only if it leaves that true for `t + 1`. The sets grow with `d`,
+    so a batch has room for what each of them asks for.
+
+    Args:
+        size: g.
+        staleness: eta.
+        refill_rounds: how often equal groups are replaced.
+        in_order: batches are made in the order of starts.
+        none_late: no group may be left behind until it is too old.
+    """
+
+    def __init__(
+        self, *, size: int, staleness: int, refill_rounds: int, in_order: bool, none_late: bool
+    ) -> None:
+        self._size, self._staleness, self._refill_rounds = size, staleness, refill_rounds
+        self._in_order, self._none_late = in_order, none_late
+        # By number, ascending.
+        self.groups: dict[int, Waiting] = {}
+        # Numbers of those that are finished, the earliest first.
+        self.arrived: list[int] = []
+        # Of the next batch, as far as is known.
+        self.num_replaced = self.num_rounds = 0
+
+    @property
+    def num_places(self) -> int:
+        """Places that the line holds."""
+        return len(self.groups) - self.num_replaced
+
+    def add(self, number: int, group: Waiting) -> None:
+        """A group starts, with a number above those before."""
+        self.groups[number] = group
+
+    def finish(self, number: int, births: Iterable[int], *, equal: bool) -> None:
+        """A group has been drawn and scored."""
+        group = self.groups[number]
+        group.births, group.equal = tuple(births), equal and self._refill_rounds > 0
+        self.arrived.append(number)
+        if group.equal:
+            self._count()
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Groups are taken or dropped."""
+        for number in numbers:
+            if self.groups.pop(number).births is not None:
+                self.arrived.remove(number)
+        self._count()
+
+    def choose(self, batch: int) -> tuple[list[int], list[int]]:
+        """The next batch: its groups, or none while it is not complete; and the unfinished ones it waits for.
+
+        It may be incomplete and wait for nothing that has started; then more groups must start.
+        """
+        size, groups = self._size, self.groups
+        if self._in_order:
+            first = list(islice(groups, size + self.num_replaced))
+            missing = [number for number in first if groups[number].births is None]
+            return ([] if missing or len(first) < size + self.num_replaced else first), missing
+        running = [number for number, group in groups.items() if group.births is None]
+        if len(self.arrived) < size + self.num_replaced:
+            return [], running
+        equal = [number for number in self.arrived if groups[number].equal]
+        ready = [number for number in self.arrived if not groups[number].equal]
+        chosen: list[int] = []
+        for later in range(batch, batch + self._staleness):
+            due = self.due(later)
+            needed = len(due) - size * (later - batch)
+            early = [number for number in ready if number in due and number not in chosen]
+            chosen += early[: max(0, needed - len(chosen))]
+            if len(chosen) < needed:
+                return [], [number for number in running if number in due]
+        others = [number for number in ready if number not in chosen]
+        chosen = (chosen + others + equal[self.num_replaced :])[:size]
+        return chosen + equal[: self.num_replaced], []
+
+    def due(self, batch: int) -> set[int]:
+        """Groups that must be trained on by a batch, because they might be too old for the one after it."""
+        if not self._none_late:
+            return set()
+        latest, groups = batch - self._staleness, self.groups.items()
+        return {number for number, group in groups if group.started <= latest and not group.equal}
+
+    def check(self, batch: int, num_spare: int) -> None:
+        """Prove that no group can become too old, where the rule says so, with `batch` the next.
+
+        Raises:
+            AssertionError: which group or batch it does not hold for.
+        """
+        finished = [number for number, group in self.groups.items() if group.births is not None]
+        if sorted(self.arrived) != finished:
+            raise AssertionError(f"groups {self.arrived} arrived, but {finished} are finished")
+        if self._in_order:
+            for index, (number, group) in enumerate(self.groups.items()):
+                latest = batch + max(0, 1 + (index - self._size - self.num_replaced) // self._size)
+                if latest - group.started > self._staleness:
+                    raise AssertionError(f"group {number} would wait until batch {latest}")
+        for later in range(batch, batch + self._staleness + 1):
+            num_due = len(self.due(later)) - num_spare
+            if num_due > self._size * (later + 1 - batch):
+                raise AssertionError(f"{num_due} groups must be trained on by batch {later}")
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON."""
+        groups = [[number, *astuple(group)] for number, group in self.groups.items()]
+        return {"groups": groups, "arrived": list(self.arrived)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.arrived = list(state["arrived"])
+        self.groups = {
+            number: Waiting(prompt_id, started, births and tuple(births), equal)
+            for number, prompt_id, started, births, equal in state["groups"]
+        }
+        self._count()
+
+    def _count(self) -> None:
+        """Count the groups that are replaced in the next batch."""
+        if not self._in_order:
+            num_equal = sum(self.groups[number].equal for number in self.arrived)
+            self.num_replaced = min(num_equal, self._refill_rounds * self._size)
+            self.num_rounds = -(-self.num_replaced // self._size)
+            return
+        self.num_replaced = self.num_rounds = 0
+        for _ in range(self._refill_rounds):
+            first = islice(self.groups.values(), self._size + self.num_replaced)
+            num_equal = sum(group.equal for group in first)
+            if num_equal == self.num_replaced:
+                break
+            self.num_replaced, self.num_rounds = num_equal, self.num_rounds + 1
+
+
+class Note(Protocol):
+    """Hears of each decision: its kind and its facts, as `log.EventLog.add` takes them."""
+
+    def __call__(self, kind: str, /, **facts: Any) -> None:
+        """Keep one decision."""
+        ...
+
+
+def unheard(kind: str, /, **facts: Any) -> None:
+    """For a flow whose decisions nobody keeps."""
+
+
+class TooStale(RuntimeError):
+    """A batch would train on a group that is older than the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlowRules:
+    """What a flow keeps to.
+
+    Attributes:
+        groups_per_step: places of a batch.
+        staleness: at most so many publishes lie between the weights that drew a trained group's oldest token
+            and those it trains; 0 is synchronous.
+        order: a batch is made of the groups that started first, or of those that were finished first.
+        stale: with completion order, what becomes of a group that would be too old in the next batch. `wait`:
+            no batch leaves it behind. `drop`: it is dropped and its prompt starts again. `keep`: it is
+            trained on, however old. `withhold`: its too old trajectories are not trained on; it is dropped
+            where fewer than two are left.
+        refill_rounds: how often the groups of a batch whose rewards are all equal are replaced.
+        spare_groups: groups started beyond the places of a batch; those that are not finished when it is full
+            are dropped, and their prompts start again.
+
+    Raises:
+        ValueError: a number out of range, or a rule that can have no effect beside the others.
+    """
+
+    groups_per_step: int
+    staleness: int
+    order: Literal["submission", "completion"] = "submission"
+    stale: Literal["wait", "drop", "keep", "withhold"] = "wait"
+    refill_rounds: int = 0
+    spare_groups: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be kept to."""
+        for name in ("groups_per_step", "staleness", "refill_rounds", "spare_groups"):
+            least = int(name == "groups_per_step")
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.stale != "wait" and (self.order == "submission" or not self.staleness):
+            raise ValueError(
+                f"stale {self.stale} needs completion order and a staleness of 1 or more; elsewhere no group "
+                "is ever too old"
+            )
+        if self.spare_groups and (self.order == "submission" or self.staleness):
+            raise ValueError(
+                f"spare_groups is {self.spare_groups}; it needs completion order and staleness 0 (with more, "
+                "slow groups go on while others are trained on)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group that is not trained on; its prompt starts again under another number."""
+
+    number: int
+    prompt_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A batch.
+
+    Attributes:
+        batch: its number, from 0; it trains the weights of so many publishes.
+        numbers: its groups, ascending.
+        staleness: of each of them: publishes since its oldest token that is trained on.
+        left_out: places in `numbers` of groups that are not trained on, because all their rewards are equal;
+            empty without refills.
+        withheld: by number of the group, places of its trajectories that are too old to be trained on.
+        num_rounds: times equal groups were replaced.
+        dropped: groups dropped since the batch before, by this `take` too; end those that still run.
+    """
+
+    batch: int
+    numbers: tuple[int, ...]
+    staleness: tuple[int, ...]
+    left_out: frozenset[int]
+    withheld: dict[int, tuple[int, ...]]
+    num_rounds: int
+    dropped: tuple[Dropped, ...]
+
+
+class Flow:
+    """Started, finished, taken, published: the life of every group.
+
+    **Tickets.** A group starts only while fewer than `(eta + 1) g` places are held: by the line of groups
+    that are not yet taken (`Line`; one that is replaced holds none), and by each batch that is taken and
+    not yet published, `g`.
+
+    **In submission order no group is older than eta.** Let a group start after `p` publishes, when `t`
+    batches are taken; let `n` be the length of the line with it and `end` the groups of batch `t` as far as
+    is known. By the ticket `n - (end - g) + g (t - p) <= (eta + 1) g`. Were it trained in batch `t + k`
+    with `k >= 1`, the line before it would fill batch `t`, at least `end` groups, and `k - 1` more, at
+    least `g` each: `n - 1 >= end + g (k - 1)`. Added up, `g (t + k - p) <= (eta + 1) g - 1`: it is at most
+    eta old. With `k = 0` it holds a place itself: `1 + g (t - p) <= (eta + 1) g` says the same. Later
+    refills only raise `end`, and drawn again elsewhere it is younger.
+
+    **In completion order with `wait` neither.** At most `g (d + 1 - t)` groups of the line must be trained
+    on by batch `d`, for every `d >= t`. A batch is complete only if it keeps that (`Line`). So does a start
+    after `p` publishes: it counts from `d = p + eta` on, and by its ticket the whole line then holds at
+    most `(eta + 1) g - g (t - p) <= g (d + 1 - t)`. With `d = t`: batch `t` has room for all that are due.
+    """
+
+    def __init__(self, rules: FlowRules, *, num_batches: int, note: Note = unheard) -> None:
+        """Nothing has started.
+
+        Args:
+            rules: to keep to.
+            num_batches: of the whole run; no group starts that none of them has a place for.
+            note: hears of `start`, `finish`, `drop`, `take`, `publish` and `resume`, in their order.
+        """
+        self._rules, self._num_batches, self._note = rules, num_batches, note
+        self._num_published = self._num_taken = self._num_started = self._num_left = 0
+        self._repeats: deque[str] = deque()
+        self._dropped: list[Dropped] = []
+        self._line = Line(
+            size=rules.groups_per_step,
+            staleness=rules.staleness,
+            refill_rounds=rules.refill_rounds,
+            in_order=rules.order == "submission",
+            none_late=rules.order == "completion" and rules.stale == "wait",
+        )
+
+    @property
+    def num_published(self) -> int:
+        """Publishes so far; tokens drawn from now on are of this many, or of more."""
+        return self._num_published
+
+    @property
+    def num_taken(self) -> int:
+        """Batches so far; the next one trains the weights of so many publishes."""
+        return self._num_taken
+
+    @property
+    def num_free(self) -> int:
+        """Groups that may start now."""
+        rules = self._rules
+        tickets = rules.staleness + 1 - (self._num_taken - self._num_published)
+        batches = min(tickets, self._num_batches - self._num_taken)
+        if not batches:
+            return 0
+        return max(0, batches * rules.groups_per_step + rules.spare_groups - self._line.num_places)
+
+    @property
+    def repeats(self) -> tuple[str, ...]:
+        """Prompts that start again before new ones do, in this order."""
+        return tuple(self._repeats)
+
+    @property
+    def unfinished(self) -> dict[int, str]:
+        """The prompt of each group that is started and not finished; after `load_state`, draw them anew."""
+        groups = self._line.groups.items()
+        return {number: group.prompt_id for number, group in groups if group.births is None}
+
+    def start(self, prompt_id: str) -> int:
+        """Take a ticket.
+
+        Args:
+            prompt_id: the first of `repeats`, where there is one.
+
+        Returns:
+            the group's number, counted from 0 in the order of starts.
+
+        Raises:
+            ValueError: no ticket is free, or another prompt must start first.
+        """
+        if not self.num_free:
+            held = self._line.num_places
+            raise ValueError(f"prompt {prompt_id} cannot start: {held} places are held and none is free")
+        if self._repeats and self._repeats[0] != prompt_id:
+            raise ValueError(f"prompt {prompt_id} cannot start: {self._repeats[0]} starts again before it")
+        if self._repeats:
+            self._repeats.popleft()
+        number = self._num_started
+        self._num_started += 1
+        self._line.add(number, Waiting(prompt_id, self._num_published))
+        self._note("start", number=number, prompt=prompt_id, published=self._num_published)
+        return number
+
+    def finish(self, number: int, births: Sequence[int], *, equal: bool) -> None:
+        """All trajectories of a group are drawn and scored.
+
+        Args:
+            number: of the group.
+            births: for each trajectory, publishes before the weights that drew its oldest token.
+            equal: whether all its rewards are equal, so that it teaches nothing.
+
+        Raises:
+            ValueError: no such group is unfinished, or it was drawn by weights that no engine should hold.
+        """
+        group = self._unfinished(number)
+        if not births:
+            raise ValueError(f"group {number} finished without a trajectory")
+        if min(births) < group.started or max(births) > self._num_taken:
+            raise ValueError(
+                f"group {number} started after {group.started} publishes, and {self._num_taken} batches "
+                f"are taken, but the weights of publishes {sorted(set(births))} drew its tokens; an engine "
+                "missed a load, or its tokens carry wrong versions"
+            )
+        self._line.finish(number, births, equal=equal)
+        self._note("finish", number=number, births=list(births), equal=equal)
+        self._second_check()
+
+    def take(self) -> Taken | None:
+        """The next batch, or None while it is not complete, and after the last one.
+
+        Raises:
+            TooStale: a group of it is older than the rules allow, which no sound flow comes to.
+        """
+        numbers, _ = self._line.choose(self._num_taken)
+        if not numbers or self._num_taken == self._num_batches:
+            return None
+        taken = self._taken(sorted(numbers))
+        self._refuse_stale(taken)
+        self._line.remove(taken.numbers)
+        self._num_taken += 1
+        self._num_left += len(taken.numbers)
+        self._note(
+            "take",
+            batch=taken.batch,
+            numbers=list(taken.numbers),
+            staleness=list(taken.staleness),
+            left_out=sorted(taken.left_out),
+            withheld={str(number): list(places) for number, places in taken.withheld.items()},
+        )
+        if self._rules.spare_groups:
+            self._drop(list(self._line.groups), "spare")
+        self._second_check()
+        dropped, self._dropped = tuple(self._dropped), []
+        return replace(taken, dropped=dropped)
+
+    def published(self) -> None:
+        """The weights trained on the oldest batch that is not published are in force everywhere.
+
+        The next batch may be taken, and trained on, before.
+
+        Raises:
+            ValueError: every batch that was taken is published.
+        """
+        if self._num_published == self._num_taken:
+            raise ValueError(f"publish {self._num_published + 1} has no batch; {self._num_taken} are taken")
+        self._num_published += 1
+        self._note("publish", version=self._num_published)
+
+    def waits_for(self) -> list[int]:
+        """Unfinished groups that the next batch cannot do without, for the watchdog."""
+        return self._line.choose(self._num_taken)[1]
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON. Save it with weights that were trained on every batch that is taken."""
+        return {
+            "rules": asdict(self._rules),
+            "num_taken": self._num_taken,
+            "num_started": self._num_started,
+            "num_left": self._num_left,
+            "line": self._line.state(),
+            "repeats": list(self._repeats),
+            "dropped": [astuple(dropped) for dropped in self._dropped],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue there, the saved weights being in force everywhere, so that every batch is published.
+
+        Raises:
+            ValueError: it was saved under other rules.
+        """
+        if state["rules"] != asdict(self._rules):
+            raise ValueError(
+                f"the state was saved under {state['rules']}; the rules are {asdict(self._rules)}"
+            )
+        self._num_taken = self._num_published = state["num_taken"]
+        self._num_started, self._num_left = state["num_started"], state["num_left"]
+        self._line.load_state(state["line"])
+        self._repeats = deque(state["repeats"])
+        self._dropped = [Dropped(*dropped) for dropped in state["dropped"]]
+        numbers = list(self._line.groups)
+        self._note("resume", numbers=numbers, taken=self._num_taken, num_batches=self._num_batches)
+
+    def check(self) -> None:
+        """Prove that no group is lost, that none can become too old, and that the run can go on.
+
+        Raises:
+            AssertionError: what does not hold, and where.
+        """
+        rules, taken, line = self._rules, self._num_taken, self._line
+        num_known = self._num_left + len(line.groups)
+        if num_known != self._num_started:
+            raise AssertionError(f"{self._num_started} groups started, {num_known} are known")
+        if not self._num_published <= taken <= self._num_batches:
+            raise AssertionError(f"{taken} batches of {self._num_batches}, {self._num_published} published")
+        batches = min(rules.staleness + 1 - (taken - self._num_published), self._num_batches - taken)
+        if batches < 0 or line.num_places > batches * rules.groups_per_step + rules.spare_groups:
+            raise AssertionError(f"{line.num_places} places are held, for {batches} batches")
+        line.check(taken, rules.spare_groups)
+        numbers, missing = line.choose(taken)
+        if batches and not numbers and not missing and not self.num_free:
+            raise AssertionError(f"batch {taken} is not complete and nothing may start")
+
+    def _unfinished(self, number: int) -> Waiting:
+        """An unfinished group of the line."""
+        group = self._line.groups.get(number)
+        if group is None or group.births is not None:
+            why = "it is finished already" if group else "it never started, was taken or was dropped"
+            raise ValueError(f"group {number} is not running: {why}")
+        return group
+
+    def _taken(self, numbers: Sequence[int]) -> Taken:
+        """The next batch, made of these groups."""
+        groups = [self._line.groups[number] for number in numbers]
+        left_out = frozenset(place for place, group in enumerate(groups) if group.equal)
+        withheld, staleness = {}, []
+        for place, (number, group) in enumerate(zip(numbers, groups, strict=True)):
+            births, old = group.births or (), self._too_old(group)
+            if old and place not in left_out and self._rules.stale == "withhold":
+                withheld[number] = old
+                births = tuple(birth for i, birth in enumerate(births) if i not in old)
+            staleness.append(self._num_taken - min(births))
+        return Taken(
+            self._num_taken, tuple(numbers), tuple(staleness), left_out, withheld, self._line.num_rounds, ()
+        )
+
+    def _refuse_stale(self, taken: Taken) -> None:
+        """The bound once more, of what is about to be trained on, whatever was proved before."""
+        rules = self._rules
+        for place, (number, age) in enumerate(zip(taken.numbers, taken.staleness, strict=True)):
+            if age > rules.staleness and rules.stale != "keep" and place not in taken.left_out:
+                raise TooStale(
+                    f"group {number} would be {age} publishes old in batch {taken.batch}; the bound is "
+                    f"{rules.staleness}"
+                )
+
+    def _too_old(self, group: Waiting) -> tuple[int, ...]:
+        """Places of the trajectories of a group that are too old for the next batch."""
+        oldest = self._num_taken - self._rules.staleness
+        return tuple(place for place, birth in enumerate(group.births or ()) if birth < oldest)
+
+    def _second_check(self) -> None:
+        """Drop finished groups that are too old for the next batch, where the rules say so."""
+        if self._rules.stale not in ("drop", "withhold"):
+            return
+        stale = []
+        for number in self._line.arrived:
+            group = self._line.groups[number]
+            num_old = len(self._too_old(group))
+            enough = self._rules.stale == "withhold" and len(group.births or ()) - num_old >= 2
+            if num_old and not enough and not group.equal:
+                stale.append(number)
+        self._drop(stale, "stale")
+
+    def _drop(self, numbers: Sequence[int], reason: str) -> None:
+        for number in numbers:
+            prompt_id = self._line.groups[number].prompt_id
+            self._dropped.append(Dropped(number, prompt_id, reason))
+            self._repeats.append(prompt_id)
+            self._note("drop", number=number, reason=reason)
+        self._num_left += len(numbers)
+        self._line.remove(numbers)

@@ -1,0 +1,478 @@
+"""The one file that names concrete classes: from a RunConfig to the parts of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+
+from millrace.config.inputs import TASK_PREFIX
+from millrace.config.rewards import FunctionReward, RewardConfig, reward_names
+from millrace.config.settings import RunConfig, num_processes
+from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
+from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
+from millrace.distributed.mesh import Mesh
+from millrace.distributed.ranks import Ranks
+from millrace.engines.build import engine_over
+from millrace.engines.subprocesses import ProcessRuntime
+from millrace.environments.single_turn import SingleTurn
+from millrace.errors import SetupError
+from millrace.inference.engine import PagedEngine
+from millrace.inference.reference import ReferenceEngine
+from millrace.models.adapters import merged, trained_weights
+from millrace.models.fused import set_deterministic
+from millrace.models.load import (
+    Model,
+    check_folder,
+    fresh_config,
+    fresh_model,
+    load_model,
+    num_parameters,
+)
+from millrace.models.replay import Routing
+from millrace.models.routing import Routers
+from millrace.protocols import Engine, Reward, WeightTransport
+from millrace.rewards.combine import CombinedReward
+from millrace.rewards.errors import RewardError
+from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
+from millrace.rewards.text import ExactReward, Gsm8kReward
+from millrace.rollout.policy_weights import Newest
+from millrace.rollout.remote import FirstEngine, Onlooker, SharedEngine, SharedReward
+from millrace.run.build_engines import OneAtATime, num_threads, start_engines
+from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
+from millrace.run.canary import canary
+from millrace.run.components import Parts, longest_prompt, longest_sequence
+from millrace.run.health.memory import total_memory
+from millrace.training.kl_control import KlControl
+from millrace.training.loading import loaded
+from millrace.training.method import build_control, build_method, build_objective
+from millrace.training.objective import Objective, imitation
+from millrace.training.optimizer import adamw, check_eight_bit
+from millrace.training.policy import PolicyTrainer
+from millrace.training.reward_model import load_reward_model
+from millrace.training.schedule import learning_rate
+from millrace.training.scorer import ModelScorer
+from millrace.training.spread import Spread, mesh_of, spread_over
+from millrace.transport.local import LocalTransport
+from millrace.types import Prompt
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+
+# What a token of a batch takes on the host at most: as a completion, and while batches are packed (measured).
+TOKEN_BYTES = 150
+
+
+class _Sampling(TypedDict):
+    """The fields of `Parts` that have to do with sampling."""
+
+    engine: Engine
+    sleeper: PagedEngine | None
+    runtime: ProcessRuntime | None
+    newest: Newest
+    transport: WeightTransport
+    reward: Reward
+    held: ExitStack
+
+
+def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> Parts:
+    """Every part of a run as one rank has it, with the weights of `checkpoint` if there is one.
+
+    Raises:
+        ValueError: a DataError, ModelError, RewardError or SetupError that says what to change.
+    """
+    device, ranks = choose_device(config.device), ranks or Ranks()
+    torch.set_num_threads(num_threads(config))
+    if checkpoint is None and config.model.path is not None:
+        check_folder(config.model.path)
+    split = read_split(config.data, seed=config.seed)
+    saved = None if checkpoint is None else checkpoint / "model"
+    tokenizer = _tokenizer(config, saved, split)
+    mesh = mesh_of(config.mesh, device)
+    spread, sampled, base = _policy(config, tokenizer, saved, mesh, device)
+    model = spread.model
+    if config.policy.optimizer.eight_bit:
+        check_eight_bit(trained_weights(model))
+    check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
+    limit = longest_prompt(config, model)
+    prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
+    train_prompts, num_dropped = prompts(split.train, prefix="train")
+    eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
+    demonstrations = {}
+    if config.warmup:
+        longest = longest_sequence(config, model)
+        demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
+    check_batch(config, train_prompts, longest=limit + config.rollout.max_tokens)
+    routing = _routing(config, model, sampled)
+    asked = teacher(config, mesh, device, tokenizer) if config.steps else None
+    sampling = _sampling(config, sampled, tokenizer, ranks, device)
+    return Parts(
+        **sampling,
+        full_marks=full_marks(config),
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        num_filtered=num_dropped + num_dropped_eval,
+        stop_token_ids=stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
+        imitator=partial(_imitator, config, spread),
+        reinforcer=partial(_reinforcer, config, spread, routing),
+        critic=partial(critic, config, spread, mesh, checkpoint, device=device, rate=_rate)
+        if config.critic
+        else None,
+        reference=partial(reference, config, spread, mesh, device) if config.policy.kl else None,
+        teacher=asked,
+        control=build_control(config),
+        method=build_method(config),
+        demonstrations=demonstrations,
+        save_model=partial(save_policy, model, tokenizer, base),
+        num_parameters=num_parameters(sampled),
+        device=_device_name(device),
+        environment=SingleTurn,
+    )
+
+
+def _sampling(
+    config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, device: torch.device
+) -> _Sampling:
+    """What draws and judges."""
+    newest = Newest(*canary(config, sampled))
+    with ExitStack() as undone:
+        reward: Reward = undone.enter_context(closing(build_reward(config, device)))
+        runtime, sleeper = None, None
+        engine: Engine
+        transport: WeightTransport
+        if num_processes(config):
+            # All of them are the first rank's.
+            if ranks.first:
+                reward = OneAtATime(reward)
+                runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
+            engine = FirstEngine(runtime, ranks)
+            transport = runtime or Onlooker(newest.canary)
+        else:
+            own = build_engine(config, sampled, tokenizer)
+            sleeper = own if isinstance(own, PagedEngine) else None
+            engine = SharedEngine(own, ranks) if ranks.size > 1 else own
+            transport = LocalTransport(own.load_weights, own.fingerprint, own.logprobs_of, newest.canary)
+        if ranks.size > 1:
+            reward = SharedReward(reward, ranks)
+        return {
+            "engine": engine,
+            "sleeper": sleeper,
+            "runtime": runtime,
+            "newest": newest,
+            "transport": transport,
+            "reward": reward,
+            "held": undone.pop_all(),
+        }
+
+
+def _tokenizer(config: RunConfig, saved: Path | None, split: Split) -> Tokenizer:
+    """From a checkpoint, from a folder of the recipe, or trained on the data."""
+    folder = saved or config.tokenizer.path or config.model.path
+    if folder is not None:
+        return load_tokenizer(folder)
+    options = config.tokenizer
+    return train_tokenizer(
+        corpus(split, config.data),
+        vocab_size=options.vocab_size,
+        across_words=options.across_words,
+        alphabet=options.alphabet,
+    )
+
+
+def _policy(
+    config: RunConfig, tokenizer: Tokenizer, saved: Path | None, mesh: Mesh | None, device: torch.device
+) -> tuple[Spread, Model, str]:
+    """The policy, in which it is settled what learns, as the ranks share it out.
+
+    Besides, a whole model with weights of its own, for the sampler, and a checksum of an adapter's base.
+    """
+    # An adapter goes on beside the model it began with; what a checkpoint calls its model is both, merged.
+    folder = saved if saved is not None and config.model.adapter is None else config.model.path
+
+    def settle(model: Model) -> None:
+        if config.deterministic:
+            set_deterministic(model)
+        # A fresh model is drawn from the seed itself.
+        choose_weights(config.model, model, saved, seed=config.seed + 1)
+
+    if mesh is None or folder is None:
+        # Every rank draws all of a fresh model, so that its weights do not depend on how many there are.
+        model = _whole(config, tokenizer, folder).to(device)
+        settle(model)
+        sampled, spread = merged(model), spread_over(model, mesh, config.mesh)
+    else:
+        # An adapter comes to the sampler when weights are published for the first time.
+        sampled = _whole(config, tokenizer, folder).to(device)
+        if config.deterministic:
+            set_deterministic(sampled)
+        dtype = getattr(torch, config.precision)
+        spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=settle)
+    return spread, sampled, check_base(config.model, spread.model, saved)
+
+
+def check_batch(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -> None:
+    """Refuse a batch that the data or this machine's memory cannot hold, and rewards without an answer.
+
+    Args:
+        config: of the run.
+        prompts: to train on.
+        longest: tokens of the longest sequence, prompt and completion.
+
+    Raises:
+        SetupError: with the numbers, and what to change.
+    """
+    for kind in [reward.kind for reward in config.rewards if reward.kind in ("exact", "gsm8k", "number")]:
+        if not any(prompt.answer for prompt in prompts):
+            raise SetupError(
+                f"a reward of kind {kind} compares with the reference answer, and no row has one; set "
+                "data.answer_column to the answer's column, or choose another reward"
+            )
+    if not config.steps:
+        return
+    rollout = config.rollout
+    if rollout.prompts_per_step > len(prompts):
+        raise SetupError(
+            f"rollout.prompts_per_step is {rollout.prompts_per_step}, but there are {len(prompts)} prompts "
+            f"to train on besides those held out, so that a batch would hold one twice; lower it to "
+            f"{len(prompts)} or less, or give more data"
+        )
+    num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    asked, there = num_sequences * longest * TOKEN_BYTES, total_memory()
+    if asked > there:
+        raise SetupError(
+            f"a batch of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples of up to "
+            f"{longest} tokens takes up to {asked / 1e9:.1f} GB of this machine's {there / 1e9:.1f} GB; "
+            "lower rollout.prompts_per_step, rollout.samples_per_prompt or rollout.max_tokens"
+        )
+
+
+def _whole(config: RunConfig, tokenizer: Tokenizer, folder: str | Path | None) -> Model:
+    """A model of a folder, or a fresh one."""
+    dtype = getattr(torch, config.precision)
+    if folder is not None:
+        return load_model(folder, dtype=dtype)
+    if not config.model.shape:
+        raise SetupError(
+            "no model is named; set model.path to a model folder (safetensors), or model.shape to the sizes "
+            "of a fresh one"
+        )
+    fresh = fresh_config(
+        config.model.architecture,
+        config.model.shape,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return fresh_model(fresh, seed=config.seed, dtype=dtype)
+
+
+def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> PagedEngine | ReferenceEngine:
+    """A sampler over a model from `models.load`, which it owns from now on."""
+    return engine_over(
+        config.engine,
+        model,
+        tokenizer,
+        longest=longest_sequence(config, model),
+        record_experts=bool(config.policy.needs_experts),
+    )
+
+
+def build_reward(config: RunConfig, device: torch.device) -> Reward:
+    """The weighted sum of the recipe's rewards, each tried before the run begins; models go to `device`.
+
+    Raises:
+        RewardError: a reward cannot start.
+    """
+    parts: list[tuple[str, float, Reward]] = []
+    try:
+        for name, entry in zip(reward_names(config.rewards), config.rewards, strict=True):
+            parts.append((name, entry.weight, _one_reward(config, entry, device)))
+    except ValueError:
+        for _, _, reward in parts:
+            reward.close()
+        raise
+    return CombinedReward(parts, apart=[reward for *_, reward in parts if isinstance(reward, IsolatedReward)])
+
+
+def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) -> Reward:
+    if entry.kind == "model":
+        dtype, limit = getattr(torch, config.precision), config.policy.tokens_per_micro_batch
+        return load_reward_model(entry.path, dtype=dtype, device=device, max_tokens=limit)
+    if entry.kind == "exact":
+        return ExactReward()
+    if entry.kind == "gsm8k":
+        return Gsm8kReward()
+    spec: dict[str, object] = {"kind": entry.kind}
+    if entry.kind == "task":
+        spec |= {"name": config.data.train.removeprefix(TASK_PREFIX), "options": config.data.task}
+    elif entry.kind == "format":
+        spec["pattern"] = entry.pattern
+    elif entry.kind == "function":
+        spec["function"] = entry.function
+    permissions = function_permissions(entry) if entry.kind == "function" else None
+    reward = IsolatedReward(
+        spec, timeout_s=entry.timeout_s, num_workers=entry.workers, permissions=permissions
+    )
+    try:
+        reward.check()
+    except ValueError:
+        reward.close()
+        raise
+    return reward
+
+
+def function_permissions(entry: FunctionReward) -> Permissions:
+    """What a reward function may do.
+
+    Raises:
+        RewardError: a variable is not set, or a folder is not there.
+    """
+    for name in entry.env_vars:
+        if name not in os.environ:
+            raise RewardError(
+                f"reward function {entry.function} is to see the variable {name}, which is not set; set it "
+                "or take it out of env_vars"
+            )
+    folders = [str(Path(folder).expanduser().resolve()) for folder in entry.writable]
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise RewardError(
+                f"reward function {entry.function} is to write to {folder}, which is not a folder; make it "
+                "first"
+            )
+    return replace(
+        FUNCTION_PERMISSIONS,
+        network=entry.network,
+        env_vars=entry.env_vars,
+        writable=tuple(folders),
+        memory_bytes=round(entry.memory_gb * 2**30),
+    )
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device a setting means on this machine.
+
+    Raises:
+        SetupError: CUDA was asked for and is not there.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SetupError("device is cuda but torch sees no CUDA device; set device: auto or cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def full_marks(config: RunConfig) -> float:
+    """The reward of a right answer: the sum of the positive weights."""
+    return sum(max(0.0, reward.weight) for reward in config.rewards)
+
+
+def _trainer(
+    config: RunConfig,
+    spread: Spread,
+    version: int,
+    *,
+    objective: Objective,
+    rate: Callable[[int], float],
+    reference: ModelScorer | None = None,
+    routing: Routing | None = None,
+) -> PolicyTrainer:
+    options, model = config.policy.optimizer, spread.model
+    return PolicyTrainer(
+        model,
+        objective,
+        adamw(
+            trained_weights(model),
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            eight_bit=options.eight_bit,
+        ),
+        learning_rate=rate,
+        temperature=1.0 if objective is imitation else config.rollout.temperature,
+        max_tokens=config.policy.tokens_per_micro_batch,
+        max_gradient_norm=options.max_gradient_norm,
+        version=version,
+        spread=spread,
+        reference=reference,
+        routing=routing,
+    )
+
+
+def _imitator(config: RunConfig, spread: Spread, version: int) -> PolicyTrainer:
+    assert config.warmup is not None
+    warmup = config.warmup
+    options = config.policy.optimizer
+    rate = partial(
+        learning_rate,
+        peak=warmup.learning_rate,
+        # Where the warm-up ends at a gate, nobody knows when: its learning rate stays up after the ramp.
+        shape="constant" if warmup.gate else options.schedule,
+        ramp_steps=options.ramp_steps,
+        total_steps=warmup.steps,
+    )
+    return _trainer(config, spread, version, objective=imitation, rate=rate)
+
+
+def _reinforcer(
+    config: RunConfig,
+    spread: Spread,
+    routing: Routing | None,
+    version: int,
+    control: KlControl | None,
+    reference: ModelScorer | None,
+) -> PolicyTrainer:
+    objective = build_objective(config, control)
+    rate = _rate(config, config.policy.optimizer.learning_rate)
+    full = config.policy.kl is not None and config.policy.kl.estimator == "full"
+    return _trainer(
+        config,
+        spread,
+        version,
+        objective=objective,
+        rate=rate,
+        reference=reference if full else None,
+        routing=routing,
+    )
+
+
+def _routing(config: RunConfig, trained: Model, sampled: Model) -> Routing | None:
+    """What is done about the experts that tokens are sampled with; None where nothing is asked for.
+
+    Raises:
+        SetupError: the policy is no mixture of experts, or has nothing that could be balanced so.
+    """
+    policy, name = config.policy, config.policy.needs_experts
+    if not name:
+        return None
+    try:
+        routers = Routers(trained)
+        if policy.router_bias_step:
+            name = "policy.router_bias_step"
+            for each in (routers, Routers(sampled)):
+                each.prepare_biases()
+    except ValueError as error:
+        raise SetupError(f"{name} does not go with this policy: {error}; remove it") from None
+    return Routing(routers, policy.router_replay, policy.router_aux_coefficient, policy.router_bias_step)
+
+
+def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:
+    """The learning rate of reinforcement's n-th optimizer step."""
+    options = config.policy.optimizer
+    return partial(
+        learning_rate,
+        peak=peak,
+        shape=options.schedule,
+        ramp_steps=options.ramp_steps,
+        total_steps=config.steps * config.policy.optimizer_steps_per_batch,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads)"

@@ -1,0 +1,238 @@
+"""What of the policy learns, and the models beside it: a critic, a reference, a teacher."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from millrace.config.inputs import ModelConfig
+from millrace.config.methods import TeacherAdvantage
+from millrace.config.settings import RunConfig
+from millrace.data.tokenizers import load_tokenizer
+from millrace.distributed.mesh import Mesh
+from millrace.errors import SetupError
+from millrace.models.adapter_folder import load_adapter, save_adapter, saved_base
+from millrace.models.adapters import adapted_layers, add_adapter, base_tensors, freeze, merged
+from millrace.models.heads import SCALAR, empty_scalar_model, scalar_model, scalar_weights
+from millrace.models.load import Model, ModelError, fresh_config, save_model
+from millrace.models.saving import save_config
+from millrace.run.folder import model_folder
+from millrace.training.loading import loaded, taken
+from millrace.training.optimizer import adamw
+from millrace.training.policy import BaseScorer
+from millrace.training.scorer import ModelScorer
+from millrace.training.spread import Spread
+from millrace.training.value import ValueTrainer
+from millrace.transport.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+
+# Folder of the adapter within a saved model.
+ADAPTER = "adapter"
+
+
+def choose_weights(config: ModelConfig, model: Model, saved: Path | None, *, seed: int) -> None:
+    """Freeze what is not to learn; where an adapter learns, put it beside the model.
+
+    Args:
+        config: says what learns.
+        model: the policy, whole or without memory; with an adapter, its base.
+        saved: model folder of the checkpoint that is taken up, if any; its adapter goes on.
+        seed: of a fresh adapter.
+
+    Raises:
+        ModelError: a pattern matches no weight, the adapter does not fit the model, or the checkpoint is of
+            another architecture.
+    """
+    if saved is not None:
+        _check_architecture(config, model, saved)
+    options = config.adapter
+    if options is None:
+        freeze(model, config.frozen)
+    elif saved is not None:
+        load_adapter(model, saved / ADAPTER)
+    elif options.path is not None:
+        load_adapter(model, options.path)
+    else:
+        add_adapter(
+            model,
+            rank=options.rank,
+            alpha=options.alpha,
+            seed=seed,
+            targets=options.targets,
+            rank_stabilised=options.rank_stabilised,
+        )
+
+
+def check_base(config: ModelConfig, model: Model, saved: Path | None) -> str:
+    """A checksum of the weights that an adapter stands beside; empty where there is none.
+
+    All ranks call it in step, once the model is dealt and has its weights.
+
+    Args:
+        config: where the base is from.
+        model: the policy.
+        saved: model folder of the checkpoint that is taken up, if any.
+
+    Raises:
+        ModelError: the checkpoint's adapter was trained beside another base.
+    """
+    if not adapted_layers(model):
+        return ""
+    each = sorted(fingerprint(base_tensors(model)).items())
+    base = hashlib.sha256(repr(each).encode()).hexdigest()
+    if saved is not None and saved_base(saved / ADAPTER) != base:
+        origin = f"model.path {config.path}" if config.path else "the fresh model of this seed"
+        raise ModelError(
+            f"adapter {saved / ADAPTER} was trained beside other weights than {origin} now holds; put "
+            "those back, or start a new run from the checkpoint's model folder, where they are merged"
+        )
+    return base
+
+
+def _check_architecture(config: ModelConfig, model: Model, saved: Path) -> None:
+    """Refuse a checkpoint that a fresh model of this recipe could not have become."""
+    if config.path is not None:
+        return
+    held = model.config
+    text = held.get_text_config()
+    wanted = fresh_config(
+        config.architecture, config.shape, vocab_size=text.vocab_size, eos_token_id=held.eos_token_id
+    )
+    for name in ("model_type", *config.shape):
+        if getattr(held, name, None) != getattr(wanted, name):
+            raise ModelError(
+                f"checkpoint model {saved} has {name} {getattr(held, name, None)} and the recipe makes it "
+                f"{getattr(wanted, name)}; put the recipe's model section back, or start a new run from the "
+                "folder with model.path"
+            )
+
+
+def save_policy(model: Model, tokenizer: Tokenizer, base: str, folder: Path, *, weights: bool = True) -> None:
+    """Write a Hugging Face folder, tokenizer included: the model with its adapter merged, and the adapter.
+
+    Args:
+        model: the policy.
+        tokenizer: of its tokens.
+        base: what `check_base` gave.
+        folder: it is made.
+        weights: whether the merged model's and the adapter's are written too; they must be whole on this
+            rank.
+    """
+    adapted = bool(adapted_layers(model))
+    if weights:
+        save_model(merged(model) if adapted else model, folder)
+    else:
+        save_config(model, folder)
+    if adapted:
+        save_adapter(model, folder / ADAPTER, base=base, weights=weights)
+    tokenizer.save_pretrained(folder)
+
+
+# Folder of the critic within a checkpoint.
+CRITIC = "critic"
+
+
+def critic(
+    config: RunConfig,
+    spread: Spread,
+    mesh: Mesh | None,
+    checkpoint: Path | None,
+    *,
+    device: torch.device,
+    rate: Callable[[RunConfig, float], Callable[[int], float]],
+) -> ValueTrainer:
+    """The critic of a checkpoint, or a fresh one on the policy's present weights.
+
+    Args:
+        config: of the run.
+        spread: the policy.
+        mesh: over which the critic is spread too.
+        checkpoint: that the run goes on from, if any.
+        device: of this rank.
+        rate: makes a learning rate by steps of the recipe and a peak.
+    """
+    assert config.critic is not None
+    saved = None if checkpoint is None else checkpoint / CRITIC
+    if saved is not None and saved.is_dir():
+        own = loaded(saved, mesh, config.mesh, dtype=spread.model.dtype, device=device, kind=SCALAR)
+    elif mesh is None:
+        model = merged(spread.model) if adapted_layers(spread.model) else spread.model
+        own = Spread(scalar_model(model))
+    else:
+        made = empty_scalar_model(spread.model)
+        own = taken(made, scalar_weights(made, spread.named_tensors()), mesh, config.mesh, device)
+    made = own.model
+    options = config.policy.optimizer
+    return ValueTrainer(
+        made,
+        adamw(
+            made,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            eight_bit=options.eight_bit,
+        ),
+        learning_rate=rate(config, config.critic.learning_rate),
+        clip=config.critic.clip,
+        coefficient=config.critic.coefficient,
+        max_tokens=config.policy.tokens_per_micro_batch,
+        max_gradient_norm=options.max_gradient_norm,
+        spread=own,
+    )
+
+
+def reference(
+    config: RunConfig, policy: Spread, mesh: Mesh | None, device: torch.device, folder: Path
+) -> ModelScorer:
+    """What a KL penalty holds the policy to: the weights of a folder, or without a copy of it the base."""
+    adapter = config.model.adapter
+    if adapter is None or adapter.path is not None or config.warmup is not None:
+        return _frozen(config, mesh, device, folder)
+    # A fresh adapter adds nothing, so that the policy began as its base.
+    limit = config.policy.tokens_per_micro_batch
+    temperature = config.rollout.temperature
+    return BaseScorer(policy.model, temperature=temperature, max_tokens=limit, spread=policy)
+
+
+def _frozen(config: RunConfig, mesh: Mesh | None, device: torch.device, folder: Path) -> ModelScorer:
+    """What the weights of a folder say of tokens; they never change."""
+    dtype, limit = getattr(torch, config.precision), config.policy.tokens_per_micro_batch
+    spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=_still)
+    temperature = config.rollout.temperature
+    return ModelScorer(spread.model, temperature=temperature, max_tokens=limit, spread=spread)
+
+
+def _still(model: Model) -> Model:
+    """The model, of which nothing learns."""
+    return model.requires_grad_(False)
+
+
+def teacher(
+    config: RunConfig, mesh: Mesh | None, device: torch.device, tokenizer: Tokenizer
+) -> ModelScorer | None:
+    """Whom on-policy distillation follows.
+
+    Raises:
+        SetupError: the teacher is not there, or reads other tokens than the policy.
+    """
+    if not isinstance(config.advantage, TeacherAdvantage):
+        return None
+    path = Path(config.advantage.path)
+    if not path.is_dir():
+        raise SetupError(
+            f"teacher {path} does not exist; train one first (millrace train quickstart makes "
+            "runs/quickstart-1) or set advantage.path to a run or a model folder"
+        )
+    folder = model_folder(path)
+    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise SetupError(
+            f"teacher {folder} reads other tokens than the policy; distillation needs one tokenizer, so "
+            "train both on the same data and tokenizer settings, or set tokenizer.path to the teacher's"
+        )
+    return _frozen(config, mesh, device, folder)

@@ -1,0 +1,1 @@
+"""Checks of a run that goes on."""

@@ -1,0 +1,397 @@
+"""Start a run, or take one up again: the two calls behind `millrace train` and `millrace resume`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from millrace.config.recipe import settings, to_yaml
+from millrace.config.settings import RunConfig
+from millrace.data.prompts import settled
+from millrace.distributed.ranks import Ranks, joined
+from millrace.engines.subprocesses import EngineFailed
+from millrace.errors import CheckpointError
+from millrace.inference.engine import RequestFailed
+from millrace.observability.console import Console
+from millrace.observability.files import FileError, check_saved_model, notice, read_text, shown
+from millrace.observability.plain import plain_text
+from millrace.observability.sink_mlflow import MlflowSink
+from millrace.observability.sink_tensorboard import TensorBoardSink
+from millrace.observability.sink_wandb import WandbSink
+from millrace.observability.sinks import JsonlSink, Sink
+from millrace.observability.watchdog import Watchdog
+from millrace.rollout.engine_pool import DrawFailed
+from millrace.rollout.manager import Stalled
+from millrace.run.build import build, choose_device
+from millrace.run.checkpointing import Saver
+from millrace.run.components import Parts
+from millrace.run.folder import RunFolder, RunFolderError
+from millrace.run.health.checks import RunStopped
+from millrace.run.health.out_of_memory import explained
+from millrace.run.loop import run
+from millrace.run.progress import Progress, RunReport
+from millrace.run.run import Controller, Repeats
+from millrace.run.signals import Interrupted, Interrupts
+from millrace.run.status import read_summary
+from millrace.training.checkpoint import newest_checkpoint, read_state
+from millrace.training.spread import layout_of
+
+# What a disk says of a file that is open, without its name.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Start:
+    """Where a process takes a run up."""
+
+    config: RunConfig
+    recipe: str
+    checkpoint: Path | None
+    refused: list[str]
+    progress: Progress
+    ranks: Ranks
+    repeats: Repeats | None
+    fresh: bool
+
+
+def train(
+    config: RunConfig,
+    *,
+    recipe: str = "run",
+    quiet: bool = False,
+    repeats: Repeats | None = None,
+    ranks: Ranks | None = None,
+) -> RunReport:
+    """Train a policy from start to end in a new run folder, which is removed if nothing comes of the start.
+
+    Args:
+        config: from `load_recipe`.
+        recipe: what the run folder is called where `config.name` is null.
+        quiet: print nothing.
+        repeats: in a replay, the part of another run that this one repeats; see `replay.replay`.
+        ranks: of the run, where they have met before.
+
+    Returns:
+        what is also in the run folder's summary.json; `status` tells whether it ended or was interrupted.
+
+    Raises:
+        ValueError: the data, model, rewards or settings cannot be used; the message says what to change.
+        RuntimeError: the run stopped on its way; what was saved can be resumed.
+        KeyboardInterrupt: the user pressed Ctrl-C twice.
+    """
+    started_s = time.monotonic()
+    with _met(config, ranks) as ranks:
+        config = _as_then(config, repeats, ranks)
+        # Everything that can be wrong with a recipe is found before a folder is made for it.
+        if ranks.first:
+            _check_taken(config)
+        with explained(config):
+            parts = build(config, None, ranks)
+        make = partial(RunFolder.create, config.output, config.name, recipe)
+        with closing(parts), _folder(ranks, make) as folder, _removed_if_empty(folder, ranks):
+            # A prompt that comes without a row, to generate or serve, gets the template of the rows.
+            data = settled(config.data, parts.train_prompts[0])
+            config = config.model_copy(update={"data": data})
+            (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
+            # Last, because it makes the folder one that can be resumed.
+            folder.write_text(folder.recipe, to_yaml(config))
+            start = _Start(config, recipe, None, [], Progress(), ranks, repeats, fresh=True)
+            return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+
+
+def resume(
+    path: str | Path, *, quiet: bool = False, repeats: Repeats | None = None, ranks: Ranks | None = None
+) -> RunReport:
+    """Take up a run at its newest whole checkpoint, or from the beginning if it has none yet.
+
+    Args:
+        path: the run folder.
+        quiet: print nothing.
+        repeats: as in `train`.
+        ranks: likewise.
+
+    Raises:
+        RunFolderError: it is not a run folder, it is finished, or another process is training it.
+        ValueError, RuntimeError: as `train`.
+    """
+    started_s = time.monotonic()
+    given = RunFolder.open(path)
+    config = run_config(path)
+    with _met(config, ranks) as ranks, _folder(ranks, partial(_locked, given)) as folder:
+        config = _as_then(config, repeats, ranks)
+        origin = given.path / "origin.txt"
+        recipe = plain_text(read_text(origin), 200) if origin.is_file() else given.path.name
+        checkpoint, refused = _newest(given.checkpoints, ranks)
+        progress = Progress() if checkpoint is None else _progress(checkpoint)
+        with explained(config):
+            parts = build(config, checkpoint, ranks)
+        with closing(parts):
+            start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats, fresh=False)
+            return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+
+
+def _check_taken(config: RunConfig) -> None:
+    """Refuse weights of an earlier run that are not what it saved.
+
+    Raises:
+        FileError: they are not.
+    """
+    adapter = config.model.adapter
+    for path in (config.model.path, None if adapter is None else adapter.path):
+        if path is not None:
+            check_saved_model(Path(path))
+
+
+def run_config(path: str | Path) -> RunConfig:
+    """The settings that a run was started with.
+
+    Raises:
+        RunFolderError: it is not a run folder.
+        FileError, ConfigError: its recipe is damaged.
+    """
+    return RunFolder.open(path).config()
+
+
+def _met(config: RunConfig, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
+    """The ranks of a run, met here unless they have before."""
+    if ranks is not None:
+        return nullcontext(ranks)
+    return joined(config.mesh.num_ranks, device=choose_device(config.device))
+
+
+def _as_then(config: RunConfig, repeats: Repeats | None, ranks: Ranks) -> RunConfig:
+    """In a replay, the settings with as many threads as this rank had."""
+    if repeats is None:
+        return config
+    return config.model_copy(update={"threads": repeats.threads[ranks.rank]})
+
+
+def _locked(folder: RunFolder) -> RunFolder:
+    folder.lock()
+    if _status(folder) == "finished":
+        folder.unlock()
+        report = shown(folder.path / "report.html")
+        raise RunFolderError(f"run {shown(folder.path)} is finished; look at {report}")
+    return folder
+
+
+@contextmanager
+def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
+    """The run's folder for the first rank; of the others' notes only what all write into it is ever read."""
+    if ranks.first:
+        with make() as folder:
+            ranks.share(str(folder.path.resolve()))
+            yield folder
+        return
+    path = Path(ranks.share(""))
+    with tempfile.TemporaryDirectory() as notes:
+        yield RunFolder(Path(notes), shared=path, rank=ranks.rank)
+
+
+@contextmanager
+def _removed_if_empty(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """After an error in the block, a run without a single result leaves nothing behind."""
+    try:
+        yield
+    except BaseException:
+        if ranks.first and not folder.has_results():
+            folder.remove()
+        raise
+
+
+def _newest(checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """As `newest_checkpoint`, which the first rank finds for all: its every byte is read."""
+    found, refused = newest_checkpoint(checkpoints) if ranks.first else (None, [])
+    name, refused = json.loads(ranks.share(json.dumps([found and found.name, refused])))
+    return (checkpoints / name if name else None), refused
+
+
+def _status(folder: RunFolder) -> str | None:
+    """What the summary of a run says, if it has one."""
+    if not folder.summary.is_file():
+        return None
+    try:
+        return read_summary(folder.summary).status
+    except FileError as error:
+        notice(f"{error}; the run goes on from its newest checkpoint and writes it anew")
+        return None
+
+
+def _progress(checkpoint: Path) -> Progress:
+    """Where a run stands.
+
+    Raises:
+        CheckpointError: the state of the checkpoint is not one.
+    """
+    try:
+        return Progress.from_json(read_state(checkpoint))
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {shown(checkpoint)} has a state that cannot be: {error}") from None
+
+
+def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started_s: float) -> RunReport:
+    ranks = start.ranks
+    console = Console(folder.path.name, _facts(start, parts), quiet=quiet or not ranks.first)
+    with ExitStack() as held:
+        metrics = held.enter_context(closing(JsonlSink(folder.metrics)))
+        metrics.rewind(start.progress.metrics_bytes if ranks.first else 0)
+        chosen = _trackers(start, folder) if ranks.first else []
+        if start.repeats is not None and ranks.first:
+            chosen.append(start.repeats.comparison(folder))
+        trackers = [held.enter_context(closing(sink)) for sink in chosen]
+        held.enter_context(console)
+        if ranks.size > 1:
+            console.say(layout_of(start.config.mesh).table())
+        interrupts = held.enter_context(Interrupts(lambda text: console.say(text, "bold")))
+        saver = Saver(ranks)
+        controller = Controller(
+            start.config,
+            parts,
+            folder,
+            ranks=ranks,
+            saver=saver,
+            recipe=start.recipe,
+            console=console,
+            interrupts=interrupts,
+            metrics=metrics,
+            trackers=trackers,
+            progress=start.progress,
+            started_s=ranks.since(started_s),
+        )
+        # Ranks must not leave one by one in the midst of a step.
+        interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and controller.at_start
+        if ranks.first:
+            controller.repeats = start.repeats
+            # Where another rank hangs, the first waits for it.
+            _watch(held.enter_context(controller.watchdog), ranks, saver, console, start.config)
+        # However the run ends, nobody else may be let into its folder while something is written to it.
+        held.callback(saver.wait)
+        _keep_spans(controller, held.enter_context(closing(JsonlSink(folder.spans))))
+        _tell_resumed(controller, start)
+        # It is about an earlier process, and a kill of this one must not leave it standing.
+        folder.summary.unlink(missing_ok=True)
+        try:
+            spans, named = controller.spans, controller.owners
+            with explained(start.config, phase=lambda: spans.failed, owners=named, engine=parts.sleeper):
+                run(controller, start.checkpoint)
+                saver.settle()
+            return controller.finish("finished")
+        except Interrupted:
+            return controller.finish("interrupted")
+        except (KeyboardInterrupt, Exception) as error:
+            # Whatever the interruption of what was under way has become.
+            if interrupts.left and not interrupts.twice:
+                saver.settle()
+                return controller.finish("interrupted")
+            if interrupts.twice or isinstance(error, KeyboardInterrupt):
+                raise _left_at_once(start, folder) from None
+            error = _failed(controller, saver, start, error)
+            raise error
+
+
+def _tell_resumed(controller: Controller, start: _Start) -> None:
+    for sentence in start.refused:
+        controller.warn(f"{sentence}; it is passed over")
+    if start.checkpoint is not None:
+        controller.console.say(f"resumed from {start.checkpoint}")
+
+
+def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
+    """Write what the run does and when, and begin with what went by until now."""
+    controller.spans.heard = lambda name, seconds: kept.write(
+        {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+    )
+    controller.spans.add("start", controller.wall_s - controller.progress.wall_s)
+
+
+def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, config: RunConfig) -> None:
+    """Let the watchdog know what ranks and saver wait for, and the console what it knows."""
+    known = partial(watchdog.waiting, "trainer", deadline_s=config.limits.phase_s)
+    ranks.waiting = partial(known, "the other ranks")
+    saver.waiting = partial(known, "a checkpoint to be on disk")
+    console.waiting = watchdog.line
+
+
+def _go_on(start: _Start, folder: RunFolder, how: str = "continue with") -> str:
+    """What to do after a run has ended before its time."""
+    # The run's own, of whatever rank.
+    path = folder.checkpoints.parent
+    if start.fresh and not folder.has_results():
+        return f"nothing was recorded yet, so {path} was removed; start it again with: millrace train"
+    return f"{how}: millrace resume {path}"
+
+
+def _left_at_once(start: _Start, folder: RunFolder) -> KeyboardInterrupt:
+    how = "continue from the last checkpoint with"
+    return KeyboardInterrupt(f"left at once; {_go_on(start, folder, how)}")
+
+
+def _failed(controller: Controller, saver: Saver, start: _Start, error: Exception) -> Exception:
+    """What the run failed with, once its summary says so."""
+    error = _named(error, controller.folder, _go_on(start, controller.folder))
+    controller.progress.warnings.append(str(error))
+    try:
+        saver.settle()
+    except RuntimeError as another:
+        controller.warn(str(another))
+    # A summary that cannot be written must not hide why the run failed.
+    with suppress(OSError):
+        controller.finish("failed")
+    return error
+
+
+def _named(error: Exception, folder: RunFolder, go_on: str) -> Exception:
+    """An error that says how to go on, where the user can."""
+    path = folder.checkpoints.parent
+    if isinstance(error, OSError) and _is_of(path, error):
+        return RunStopped(
+            f"run folder {path} cannot be written: {error.strerror or error}; what was saved before is "
+            f"intact, so make room and {go_on}"
+        )
+    if isinstance(error, OSError):
+        return RunStopped(f"{type(error).__name__}: {error}; {go_on}")
+    if isinstance(error, (DrawFailed, RequestFailed)):
+        grown = "where weights have grown without bound, lower policy.optimizer.learning_rate in"
+        return RunStopped(f"{error}; {grown} {path / folder.recipe.name}; {go_on}")
+    return RunStopped(f"{error}; {go_on}") if isinstance(error, (EngineFailed, Stalled)) else error
+
+
+def _is_of(path: Path, error: OSError) -> bool:
+    """Whether an error is of a folder's files, and not of a socket, a process or another file."""
+    if error.filename is None:
+        return error.errno in DISK
+    return Path(str(error.filename)).absolute().is_relative_to(path.absolute())
+
+
+def _trackers(start: _Start, folder: RunFolder) -> list[Sink]:
+    purge = start.progress.step + 1 if start.checkpoint is not None else None
+    made: list[Sink] = []
+    shown: dict[str, Any] = {key: value for key, value, _ in settings(start.config)}
+    for name in start.config.trackers:
+        if name == "tensorboard":
+            made.append(TensorBoardSink(folder.tensorboard, purge))
+        elif name == "wandb":
+            made.append(WandbSink(folder.path, shown))
+        else:
+            made.append(MlflowSink(folder.path, shown))
+    return made
+
+
+def _facts(start: _Start, parts: Parts) -> list[tuple[str, str]]:
+    filtered = f" ({parts.num_filtered} too long)" if parts.num_filtered else ""
+    if parts.num_long_demonstrations:
+        filtered += f", {parts.num_long_demonstrations} demonstrations too long to imitate"
+    return [
+        ("recipe", start.recipe),
+        ("policy", f"{parts.num_parameters / 1e6:.2f} M parameters"),
+        ("prompts", f"{len(parts.train_prompts)} to train on, {len(parts.eval_prompts)} held out{filtered}"),
+        ("device", parts.device),
+    ]

@@ -1,0 +1,308 @@
+"""The run, from first step to last: warm-up, then reinforcement, whose samples come from a `Source`.
+
+Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint.
+So at staleness 0 a resumed run does bit for bit what an undisturbed one would have done. With more, the same
+prompts are drawn with the same seeds, and timing alone decides which weights draw which token.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from millrace.config.sections import WarmupConfig
+from millrace.data.packing import pack_demonstrations
+from millrace.observability.profile import Profiler
+from millrace.observability.tables import write_table
+from millrace.planner.flops import utilization
+from millrace.planner.hardware import peak_flops
+from millrace.rollout.batches import Source
+from millrace.rollout.remote import Follower
+from millrace.run.canary import rounding
+from millrace.run.evaluation import is_right
+from millrace.run.health.checks import check_current, check_mismatch, check_rewards, check_steps
+from millrace.run.health.memory import fullest
+from millrace.run.run import Controller
+from millrace.run.train_step import BatchResult, Learner, train_on
+from millrace.training.method import build_warmup_token_weights
+
+
+def reached(
+    operations: int, seconds: float, *, num_ranks: int, device: torch.device, dtype: str
+) -> dict[str, float]:
+    """Metrics of a batch; `time/mfu` only where the planner knows the device's peak.
+
+    Args:
+        operations: of the forwards and backwards of policy and critic, over all ranks.
+        seconds: of everything between the scored batch and the new weights.
+        num_ranks: each with a device like this one.
+        device: of this rank.
+        dtype: of the products' factors, such as "bfloat16".
+    """
+    each = operations / num_ranks
+    found = {"time/tflops_per_rank": each / seconds / 1e12}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak = peak_flops(name, dtype)
+    if peak is not None:
+        found["time/mfu"] = utilization(each, seconds=seconds, peak_flops=peak)
+    return found
+
+
+def run(controller: Controller, checkpoint: Path | None) -> None:
+    """Do what is left of a run.
+
+    Args:
+        controller: at the progress of the newest checkpoint, or at the beginning.
+        checkpoint: that one; None at the beginning.
+
+    Raises:
+        Interrupted: the user asked to leave, or the run is out of time; everything is saved.
+        RunStopped: it cannot usefully go on.
+        CheckpointError: the reference policy is damaged, or a checkpoint cannot be written.
+    """
+    config, progress = controller.config, controller.progress
+    try_demonstrations(controller)
+    if progress.order and controller.ranks.first:
+        controller.tidy(progress)
+    if progress.stage == "warmup" and config.warmup is None:
+        begin_reinforcement(controller)
+    if progress.stage == "warmup":
+        warm_up(controller, checkpoint)
+        checkpoint = None
+        if config.steps:
+            begin_reinforcement(controller)
+    if progress.stage == "reinforcement":
+        reinforce(controller, checkpoint)
+
+
+def try_demonstrations(controller: Controller) -> None:
+    """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
+    parts = controller.parts
+    shown = [prompt for prompt in parts.eval_prompts if prompt.demonstration]
+    if not shown:
+        return
+    with controller.spans("score"):
+        outcomes = parts.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
+    right = sum(is_right(outcome, parts.full_marks) for outcome in outcomes)
+    controller.scored_demonstrations = (len(shown), right)
+    mean = sum(outcome.value for outcome in outcomes) / len(shown)
+    graded = any(reward.kind in ("function", "model") for reward in controller.config.rewards)
+    if right == len(shown) or (graded and mean > 0):
+        earned = "all earn full marks" if right == len(shown) else f"mean reward {mean:.3f}"
+        controller.console.say(f"rewards tried on {len(shown)} held-out reference answers: {earned}")
+        return
+    wrong = next(i for i, outcome in enumerate(outcomes) if not is_right(outcome, parts.full_marks))
+    why = outcomes[wrong].reason or f"reward {outcomes[wrong].value:g} of {parts.full_marks:g}"
+    controller.warn(
+        f"{len(shown) - right} of {len(shown)} held-out reference answers do not earn full marks "
+        f"from this recipe's rewards; the first is {shown[wrong].id}: {why}"
+    )
+
+
+def warm_up(controller: Controller, checkpoint: Path | None) -> None:
+    """Supervised training on demonstrations, until the gate opens or its steps are done."""
+    config, progress, parts = controller.config, controller.progress, controller.parts
+    warmup = config.warmup
+    assert warmup is not None
+    trainer = controller.adopt(parts.imitator(progress.version), checkpoint)
+    stream, token_weights = controller.stream(), build_warmup_token_weights(config)
+    controller.console.stage("warm-up", warmup.steps, progress.step)
+    if progress.step == 0 and not config.steps:
+        controller.publish()
+        result = controller.evaluate()
+        controller.keep_answers("before", result)
+        progress.eval_before = controller.measured(result)
+    while progress.step < warmup.steps and not progress.gate_open:
+        with controller.spans("sync"):
+            controller.turns.train()
+        with controller.spans("train"):
+            prompts = stream.next(warmup.sequences_per_step)
+            pairs = [(prompt.token_ids, parts.demonstrations[prompt.id]) for prompt in prompts]
+            batch = pack_demonstrations(pairs, token_weights)
+            trainer.forward_backward(batch)
+            report = trainer.optim_step()
+        progress.step += 1
+        progress.stream, progress.attempts = stream.state(), trainer.num_attempts
+        progress.tokens_trained += int(batch.action_mask_T.sum())
+        spent = controller.spans.take()
+        controller.record(
+            "warmup",
+            {
+                "loss": report.metrics["loss"],
+                "learning_rate": report.learning_rate,
+                "gradient_norm": report.gradient_norm,
+                "time/step_s": spent["train"],
+                **{f"time/{name}_s": seconds for name, seconds in spent.items() if name != "train"},
+            },
+        )
+        limit = config.limits.nonfinite_steps
+        controller.warn(
+            check_steps(progress, [report], [batch], limit=limit, folder=controller.folder.evidence)
+        )
+        last = progress.step == warmup.steps
+        improved = False
+        if last or progress.step % config.evaluation.every == 0:
+            controller.publish()
+            result = controller.evaluate()
+            check_gate(controller, warmup, result.accuracy, last=last)
+            last = last or progress.gate_open
+            if not config.steps:
+                # With reinforcement to come, the best checkpoint is one of reinforcement.
+                improved = controller.note_best(result)
+                if last:
+                    controller.keep_answers("after", result)
+                    progress.eval_after, progress.warmup_steps = controller.measured(result), progress.step
+        if improved or last or progress.step % config.checkpoint.every == 0:
+            controller.checkpoint()
+        controller.report()
+        controller.leave_if_asked()
+
+
+def check_gate(controller: Controller, warmup: WarmupConfig, accuracy: float, *, last: bool) -> None:
+    """Open the gate once accuracy has reached its band, and say so where the band was missed."""
+    if warmup.gate is None:
+        return
+    low, high = warmup.gate
+    controller.progress.gate_open = accuracy >= low
+    if accuracy > high:
+        controller.warn(
+            f"the warm-up passed its gate: accuracy {accuracy:.3f} is above {high}; evaluate more often "
+            "(evaluation.every) or lower warmup.learning_rate"
+        )
+    if last and accuracy < low:
+        controller.warn(
+            f"the warm-up did not reach its gate: accuracy {accuracy:.3f} is below {low} after "
+            f"{warmup.steps} steps; raise warmup.steps"
+        )
+
+
+def begin_reinforcement(controller: Controller) -> None:
+    """From the warm-up (or the given model) to batch 0: new optimizer, what is to be beaten, a checkpoint."""
+    progress, parts = controller.progress, controller.parts
+    progress.version = controller.trainer.version if controller.trainer else 0
+    progress.warmup_steps = progress.step
+    progress.stage, progress.step, progress.attempts = "reinforcement", 0, 0
+    progress.stream, progress.nonfinite_in_row = {}, 0
+    controller.adopt(parts.reinforcer(progress.version, None, None), None)
+    controller.publish()
+    result = controller.evaluate()
+    controller.keep_answers("before", result)
+    progress.eval_before = controller.measured(result)
+    controller.note_best(result)
+    controller.checkpoint()
+    controller.report()
+    controller.leave_if_asked()
+
+
+def reinforce(controller: Controller, checkpoint: Path | None) -> None:
+    """Batches of reinforcement, each trained on as soon as its samples are there."""
+    config, progress = controller.config, controller.progress
+    with controller.spans.rest("start"):
+        learner = controller.learn(checkpoint)
+    controller.console.stage("reinforcement", config.steps, progress.step)
+    profiler = Profiler(config.profile_steps, controller.folder.profile)
+    with controller.source() as source:
+        with controller.spans.rest("start"):
+            source.begin(checkpoint, learner.trainer.version)
+        # The first hand-over is made once for all batches.
+        for name, seconds in controller.spans.take().items():
+            controller.spans.add("start" if name == "sync" else name, seconds)
+        controller.memory.take()
+        while progress.step < config.steps:
+            with profiler(progress.step + 1), controller.spans.rest("bookkeeping"):
+                result, told = _one_batch(controller, learner, source)
+            progress.step += 1
+            _account(controller, learner, result, told)
+            for sentence in source.warnings():
+                controller.warn(sentence)
+            last, improved = progress.step == config.steps, False
+            if last or progress.step % config.evaluation.every == 0:
+                evaluation = controller.evaluate()
+                improved = controller.note_best(evaluation)
+                if last:
+                    controller.keep_answers("after", evaluation)
+                    progress.eval_after = controller.measured(evaluation)
+            if improved or last or progress.step % config.checkpoint.every == 0:
+                controller.checkpoint(source)
+            controller.report()
+            controller.leave_if_asked(source)
+
+
+def _one_batch(
+    controller: Controller, learner: Learner, source: Source | Follower
+) -> tuple[BatchResult, dict[str, float]]:
+    """Sample, train, publish; what the batch did, and how its samples came about."""
+    config, spans, step = controller.config, controller.spans, controller.progress.step
+    with spans("sync"):
+        controller.turns.sample()
+    sampled, told = source.next_batch()
+    with spans("sync"):
+        controller.turns.train()
+    critic_alone = config.critic is not None and step < config.critic.warmup_steps
+    with spans("train"):
+        result = train_on(learner, sampled, seed=config.seed, step=step + 1, policy_moves=not critic_alone)
+    source.published(learner.trainer.version)
+    return result, told
+
+
+def _account(controller: Controller, learner: Learner, result: BatchResult, told: dict[str, float]) -> None:
+    """Count, record and judge one batch.
+
+    Args:
+        controller: of the run.
+        learner: what learned.
+        result: what the batch did.
+        told: how its samples came about.
+
+    Raises:
+        RunStopped: too many rewards failed, or too many steps had no finite gradient.
+    """
+    config, progress, spans = controller.config, controller.progress, controller.spans
+    progress.attempts = learner.trainer.num_attempts
+    progress.tokens_sampled += result.tokens_sampled
+    progress.tokens_trained += result.tokens_trained
+    with spans("other"):
+        name = f"step-{progress.step:06d}.parquet"
+        write_table(controller.folder.rollouts / name, result.rows)
+    spent = spans.take()
+    parts = dict.fromkeys(("sample", "score", "train", "sync", "other"), 0.0)
+    total = sum(spent.get(part, 0.0) for part in parts)
+    # What came between two batches, such as a checkpoint, is recorded beside them and is no part of either.
+    times = {f"time/{part}_s": seconds for part, seconds in (parts | spent).items()}
+    speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}
+    if learner.shape is not None:
+        dtype, device = config.mesh.compute or config.precision, learner.trainer.model.device
+        num_ranks = controller.ranks.size
+        speed |= reached(result.operations, spent["train"], num_ranks=num_ranks, device=device, dtype=dtype)
+    peaks = fullest(controller.ranks, controller.memory.take())
+    version = {"version": learner.trainer.version}
+    told |= controller.parts.transport.metrics
+    controller.record("reinforcement", version | result.record | told | times | speed | peaks)
+    reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
+    kind, limit = config.advantage.kind, config.limits.failed_rewards
+    controller.warn(check_rewards(progress, result.record, kind=kind, limit=limit, reason=reason))
+    limit = config.limits.nonfinite_steps
+    folder = controller.folder.evidence
+    controller.warn(check_steps(progress, result.reports, result.skipped, limit=limit, folder=folder))
+    for sentence in check_mismatch(
+        result.record,
+        result.batch,
+        k3=config.limits.mismatch_k3,
+        effective_share=config.limits.effective_share,
+        bounded_share=config.limits.bounded_share,
+        folder=folder,
+    ):
+        controller.warn(sentence)
+    most = config.limits.mismatch or rounding(config, config.rollout.temperature)
+    controller.warn(
+        check_current(
+            result.record,
+            result.compared,
+            warning=config.limits.mismatch_warning or most / 4,
+            # Ahead of training nothing rests on it: what is older is corrected, or told as staleness.
+            limit=math.inf if config.flow.staleness else most,
+            folder=folder,
+        )
+    )

@@ -1,0 +1,260 @@
+"""Does this recipe compute the same numbers whatever the layout? The checks of `millrace doctor --numerics`.
+
+Every check runs on the recipe's own model, data, advantages and loss, on one small batch that it samples.
+What an untrained policy does not bring along is drawn by seed: rewards and advantages that differ, and
+weights off the sampler's, without which every ratio would be 1 and no bound or penalty would act.
+
+T = packed tokens of the batch, N = trajectories.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from millrace.config.flow import FlowConfig
+from millrace.config.methods import SCANNED
+from millrace.config.sections import KernelConfig
+from millrace.config.settings import RunConfig
+from millrace.data.batch import Batch
+from millrace.data.packing import once_each, pack, without_twins
+from millrace.data.prompts import PromptStream
+from millrace.engines.in_process import InlineRuntime
+from millrace.errors import SetupError
+from millrace.kernels.dispatch import Scan
+from millrace.models.load import Model
+from millrace.rollout.batches import as_sampled, rollouts_of
+from millrace.rollout.sampling import Sampled
+from millrace.run.build import build
+from millrace.run.components import Parts
+from millrace.run.health.checks import check_failures
+from millrace.run.train_step import Learner, estimated, moving_part, one_step
+from millrace.training.estimate import usable
+from millrace.training.method import build_method
+from millrace.types import Trajectory
+
+MOST_PROMPTS = 8
+# What rounding may do to gradient and loss, relative; to a log-probability ten times as much.
+ALLOWED = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2}
+# Advantages are float32 whatever the weights are.
+ALLOWED_SCAN = 1e-5
+# How far weights are moved, of their mean size: log-probabilities of small models move by about 0.1.
+SHAKEN = 0.05
+# Optimizer steps that the shaken weights stand for.
+VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: the number, and what was changed that must not move it.
+        difference: how far it moved.
+        allowed: what rounding may do.
+        unit: of both.
+    """
+
+    name: str
+    difference: float
+    allowed: float
+    unit: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains it; a NaN does not pass."""
+        return self.difference <= self.allowed
+
+
+def check_numerics(config: RunConfig) -> list[Check]:
+    """Run every check on a recipe.
+
+    Raises:
+        SetupError: the recipe has no reinforcement, or cannot be built on this machine.
+        RunStopped: too many rewards failed.
+        ValueError: a DataError, ModelError or RewardError that says what to change.
+    """
+    if config.steps == 0:
+        raise SetupError(
+            "steps is 0, so there is no reinforcement whose numbers could be checked; set steps=1"
+        )
+    few = min(MOST_PROMPTS, config.rollout.prompts_per_step)
+    rollout = config.rollout.model_copy(update={"prompts_per_step": few, "refill_rounds": 0})
+    policy = config.policy.model_copy(update={"optimizer_steps_per_batch": 1})
+    # For a row as short as this one `auto` is the plain loop, which would be compared with itself.
+    fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
+    # The numbers of a batch do not depend on where it was sampled, nor on what else is.
+    here = {"flow": FlowConfig(), "engine": config.engine.model_copy(update={"processes": None})}
+    config = config.model_copy(update={"rollout": rollout, "policy": policy, **here, **_with_scan(fast)})
+    parts = build(config, None)
+    with closing(parts):
+        learner = _learner(parts)
+        stream = PromptStream(parts.train_prompts, seed=config.seed, shuffle=config.data.shuffle)
+        runtime = InlineRuntime(parts.engine, parts.reward, lambda version: None)
+        rollouts = rollouts_of(config, parts, stream, runtime, num_batches=1)
+        rollouts.begin(parts.engine.version)
+        sampled = as_sampled(rollouts.next_batch(config.limits.phase_s))
+    _check_rewards(sampled, config)
+    trajectories, group_N = usable(sampled.groups)
+    allowed = ALLOWED[config.precision]
+    checks = _sampling_checks(learner, pack(trajectories), allowed)
+
+    _shake(learner, config.seed)
+    trajectories = _with_drawn_rewards(trajectories, config.seed)
+    baselines = None if sampled.baselines is None else [0.25] * len(sampled.groups)
+    whole = estimated(learner, trajectories, group_N, len(sampled.groups), baselines)
+    if config.advantage.kind in SCANNED:
+        slow = replace(learner, method=build_method(config.model_copy(update=_with_scan("loop"))))
+        loop = estimated(slow, trajectories, group_N, len(sampled.groups), baselines)
+        away = _relative(whole.advantage_T - loop.advantage_T, loop.advantage_T)
+        checks.append(Check("advantages: the scan = a plain loop", away, ALLOWED_SCAN, "of their norm"))
+
+    _shake(learner, config.seed + 1)
+    # One sequence stands twice, so that there are equal ones to merge.
+    whole = whole.select([0, *range(whole.num_segments)])
+    whole.advantage_T = _drawn_advantages(whole, config.seed)
+    batch = one_step(learner.method, whole, list(range(whole.num_segments)))
+    return checks + list(_layout_checks(learner, batch, allowed))
+
+
+def _with_scan(scan: Scan) -> dict[str, KernelConfig]:
+    return {"kernels": KernelConfig(scan=scan)}
+
+
+def _learner(parts: Parts) -> Learner:
+    """Everything that learns, at the weights the recipe starts from."""
+    reference = None
+    if parts.reference is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            parts.save_model(Path(folder))
+            reference = parts.reference(Path(folder))
+    trainer = parts.reinforcer(VERSION, parts.control, reference)
+    critic = parts.critic() if parts.critic else None
+    return Learner(trainer, parts.method, critic, reference, parts.teacher, parts.control)
+
+
+def _check_rewards(sampled: Sampled, config: RunConfig) -> None:
+    """Stop where training would: without rewards there is nothing to say of a method.
+
+    Raises:
+        RunStopped: too many rewards failed.
+    """
+    outcomes = [t.outcome for group in sampled.groups for t in group.trajectories if t.outcome]
+    failed = [outcome.reason for outcome in outcomes if outcome.kind == "failed"]
+    limit = config.limits.failed_rewards
+    check_failures(len(failed) / len(outcomes), limit=limit, reason="".join(failed[:1]), of="this batch")
+
+
+def _sampling_checks(learner: Learner, batch: Batch, allowed: float) -> list[Check]:
+    """The sampler against the trainer, and one packed row against a row for each sequence."""
+    scorer, mask_T = learner.trainer.scorer, batch.action_mask_T
+    trainer_T = scorer.logprobs(batch)
+    alone_T = torch.cat([scorer.logprobs(batch.select([b])) for b in range(batch.num_segments)])
+    others = {
+        "sampler's log-probabilities = trainer's": batch.sampler_logprob_T,
+        "log-probabilities: one row of all = each alone": alone_T,
+    }
+    return [
+        Check(name, float((trainer_T - other_T)[mask_T].abs().max()), 10 * allowed, "nats, the largest")
+        for name, other_T in others.items()
+    ]
+
+
+def _layout_checks(learner: Learner, batch: Batch, allowed: float) -> Iterator[Check]:
+    """Loss and gradients of one optimizer step, cut and ordered in every way that must not matter."""
+    moving = moving_part(learner, batch, 0)
+    assert moving is not None
+    layouts: dict[str, Sequence[Batch]] = {}
+    if learner.method.selection is not None:
+        # The selection belongs to the optimizer step: from here on it is data.
+        batch = moving
+    else:
+        layouts["equal sequences merged"] = [without_twins(batch)]
+        if learner.method.multiple:
+            layouts["those without advantage left out"] = [moving]
+    order = torch.randperm(batch.num_segments, generator=torch.Generator().manual_seed(1)).tolist()
+    half = max(int(batch.length_B.max()), -(-batch.num_tokens // 2))
+    layouts |= {
+        "micro-batches of half the tokens": list(batch.split(half)),
+        "a micro-batch for each sequence": [batch.select([b]) for b in range(batch.num_segments)],
+        "another packing order": [batch.select(order)],
+    }
+    if batch.num_segments > 1:
+        layouts["two ranks"] = [batch.shard(rank, 2) for rank in range(2)]
+    loss, gradient = _loss_and_gradient(learner, [batch])
+    scale = max(abs(loss), float((batch.weight_T * batch.advantage_T.abs()).sum()))
+    for name, pieces in layouts.items():
+        other_loss, other = _loss_and_gradient(learner, pieces)
+        yield Check(f"loss: {name}", abs(other_loss - loss) / scale, allowed, "of the loss")
+        away = _relative(other - gradient, gradient)
+        yield Check(f"gradient: {name}", away, allowed, "of its norm")
+        if learner.critic is not None and pieces is not layouts.get("those without advantage left out"):
+            ours, theirs = _critic_gradient(learner, [batch]), _critic_gradient(learner, pieces)
+            yield Check(f"critic's gradient: {name}", _relative(theirs - ours, ours), allowed, "of its norm")
+
+
+def _loss_and_gradient(learner: Learner, pieces: Sequence[Batch]) -> tuple[float, Tensor]:
+    trainer = learner.trainer
+    for piece in pieces:
+        trainer.forward_backward(piece)
+    gradient = _gradient(trainer.model)
+    return trainer.discard()["loss"], gradient
+
+
+def _critic_gradient(learner: Learner, pieces: Sequence[Batch]) -> Tensor:
+    critic = learner.critic
+    assert critic is not None
+    for piece in pieces:
+        critic.forward_backward(piece)
+    gradient = _gradient(critic.model)
+    critic.optimizer.zero_grad(set_to_none=True)
+    return gradient
+
+
+def _gradient(model: Model) -> Tensor:
+    gradients = [
+        weight.grad.double().flatten().cpu() for weight in model.parameters() if weight.grad is not None
+    ]
+    return torch.cat(gradients)
+
+
+def _relative(difference: Tensor, whole: Tensor) -> float:
+    """The norm of a difference over that of what it is of; the difference's own where that is 0."""
+    return float(difference.norm()) / (float(whole.norm()) or 1.0)
+
+
+def _shake(learner: Learner, seed: int) -> None:
+    """Move all weights that learn, as optimizer steps would."""
+    generator = torch.Generator().manual_seed(seed)
+    models = [learner.trainer.model] + ([learner.critic.model] if learner.critic else [])
+    with torch.no_grad():
+        for weight in (weight for model in models for weight in model.parameters()):
+            # A critic's head begins with zeros and is to move, too.
+            size = SHAKEN * weight.abs().mean().clamp(min=0.1)
+            weight += size * torch.randn(weight.shape, generator=generator).to(weight)
+
+
+def _with_drawn_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
+    """The same trajectories with rewards that differ, equal ones with equal rewards."""
+    drawn = []
+    for one in trajectories:
+        assert one.outcome is not None
+        said = [(turn.observation, turn.completion.token_ids) for turn in one.turns]
+        value = random.Random(repr((seed, said))).gauss(0.0, 1.0)
+        drawn.append(one.scored(replace(one.outcome, value=value)))
+    return drawn
+
+
+def _drawn_advantages(batch: Batch, seed: int) -> Tensor:
+    """An advantage for each chosen token, equal in equal sequences, 0 throughout in every fourth."""
+    small, place_T = once_each(batch)
+    drawn_T = torch.randn(small.num_tokens, generator=torch.Generator().manual_seed(seed))
+    drawn_T[small.segment_T % 4 == 3] = 0
+    return drawn_T[place_T] * batch.action_mask_T

@@ -1,0 +1,168 @@
+"""Use a trained policy: evaluate a checkpoint again, or let it answer prompts of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from millrace.config.settings import RunConfig
+from millrace.data.chat import render
+from millrace.data.prompts import make_prompts, read_split
+from millrace.data.rows import read_rows
+from millrace.data.tokenizers import load_tokenizer, stop_token_ids
+from millrace.errors import SetupError
+from millrace.models.load import check_folder, load_model
+from millrace.protocols import Engine
+from millrace.rollout.sampling import greedy
+from millrace.run.build import (
+    build_engine,
+    build_reward,
+    choose_device,
+    full_marks,
+)
+from millrace.run.components import longest_prompt
+from millrace.run.evaluation import Evaluation, evaluate
+from millrace.run.folder import RunFolder, find_checkpoint
+from millrace.run.health.checks import check_evaluation
+from millrace.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """A checkpoint ready to answer.
+
+    Attributes:
+        config: of its run.
+        tokenizer: of the checkpoint.
+        engine: holds its weights.
+        greedy: the run's sampling parameters at temperature 0.
+        longest_prompt: tokens of the longest prompt that the run itself would take.
+        max_length: tokens the model allows, prompt and answer together; None where it sets no limit.
+    """
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    engine: Engine
+    greedy: SamplingParams
+    longest_prompt: int
+    max_length: int | None
+
+
+def open_policy(run: str | Path, checkpoint: str) -> Policy:
+    """Load a checkpoint of a run: `best`, `last` or a checkpoint's name.
+
+    Raises:
+        ValueError, RuntimeError: the run or its checkpoint cannot be read; the message says why.
+    """
+    folder = RunFolder.open(run)
+    return load_policy(find_checkpoint(folder, checkpoint) / "model", folder.config())
+
+
+def load_policy(folder: Path, config: RunConfig) -> Policy:
+    """Load a model folder, to answer as a recipe says.
+
+    Raises:
+        ValueError: it is not one, or does not go with the recipe; the message says why.
+    """
+    tokenizer = load_tokenizer(check_folder(folder))
+    model = load_model(folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
+    stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
+    max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = longest_prompt(config, model)
+    engine = build_engine(config, model, tokenizer)
+    return Policy(config, tokenizer, engine, greedy(config.rollout, stops), limit, max_length)
+
+
+def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation:
+    """Greedy answers of a checkpoint to its run's held-out prompts, scored.
+
+    Args:
+        run: the run folder.
+        checkpoint: `best`, `last` or a checkpoint's name.
+
+    Raises:
+        ValueError, RuntimeError: the run, its checkpoint or its data cannot be read; the message says why.
+    """
+    folder = RunFolder.open(run)
+    return evaluate_model(find_checkpoint(folder, checkpoint) / "model", folder.config())
+
+
+def evaluate_model(
+    folder: str | Path, config: RunConfig, *, whole: bool = False, temperature: float = 0.0
+) -> Evaluation:
+    """The answers of any model folder to questions of a recipe, scored by its rewards.
+
+    Args:
+        folder: of the model and its tokenizer.
+        config: says which questions, how they are put and answered, and what answers are worth. What it says
+            of a model and of training has no part in it.
+        whole: ask all questions of `data.train`, and not those that the recipe holds out.
+        temperature: 0 takes the most likely tokens; above it, answers are drawn by the recipe's seed.
+
+    Raises:
+        ValueError, RuntimeError: the model, the data or a reward cannot be used; the message says why.
+    """
+    # Data and rewards say what is wrong with them sooner than a model is loaded.
+    rows = read_rows(config.data.train) if whole else read_split(config.data, seed=config.seed).eval
+    policy = load_policy(Path(folder), config)
+    prompts, num_dropped = make_prompts(
+        rows, config.data, policy.tokenizer, prefix="eval", max_prompt_tokens=policy.longest_prompt
+    )
+    params = replace(policy.greedy, temperature=temperature, seed=config.seed)
+    reward = build_reward(config, choose_device(config.device))
+    try:
+        result = evaluate(policy.engine, reward, prompts, params, full_marks=full_marks(config))
+    finally:
+        reward.close()
+    check_evaluation(result, limit=config.limits.failed_rewards)
+    return replace(result, left_out=num_dropped)
+
+
+def answer(
+    run: str | Path,
+    texts: Sequence[str],
+    *,
+    checkpoint: str = "best",
+    temperature: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
+) -> list[list[Completion]]:
+    """What a checkpoint says to prompts of one's own, rendered with the run's template.
+
+    Args:
+        run: the run folder.
+        texts: prompts.
+        checkpoint: `best`, `last` or a checkpoint's name.
+        temperature: 0 takes the most likely tokens.
+        num_samples: completions of each prompt.
+        seed: of the first sample; the next ones count up.
+
+    Raises:
+        ValueError, RuntimeError: as `evaluate_checkpoint`.
+    """
+    policy = open_policy(run, checkpoint)
+    template = policy.config.data.template
+    prompts = [render(policy.tokenizer, template, text, f"prompt {i + 1}")[1] for i, text in enumerate(texts)]
+    for number, prompt in enumerate(prompts, start=1):
+        _check_length(policy, number, len(prompt))
+    params = [
+        replace(policy.greedy, temperature=temperature, seed=seed + sample) for sample in range(num_samples)
+    ]
+    drawn = policy.engine.generate([prompt for prompt in prompts for _ in params], params * len(prompts))
+    return [drawn[i * num_samples : (i + 1) * num_samples] for i in range(len(prompts))]
+
+
+def _check_length(policy: Policy, number: int, num_tokens: int) -> None:
+    num_more = policy.greedy.max_tokens
+    if policy.max_length is not None and num_tokens + num_more > policy.max_length:
+        raise SetupError(
+            f"prompt {number} has {num_tokens} tokens and rollout.max_tokens allows {num_more} more, but the "
+            f"model was made for {policy.max_length} in all; shorten the prompt"
+        )

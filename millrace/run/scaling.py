@@ -1,0 +1,142 @@
+"""How many engines a run that is going on is to have: asked in a file of its folder, answered in its status.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from millrace.config.recipe import ConfigError
+from millrace.config.settings import num_processes
+from millrace.observability.files import Shape, read_json
+from millrace.rollout.backend import Wanted
+from millrace.rollout.engine_pool import Engines
+from millrace.run.folder import RunFolder, RunFolderError
+from millrace.run.status import Status, read_status
+
+# How often the run looks for a request, and whoever asked for the answer.
+LOOK_S = 1.0
+POLL_S = 0.1
+# How long a run may take to hear of it: no batch, publish or save of a sound run keeps it from looking.
+HEAR_S = 60.0
+
+
+class _Request(Shape):
+    """What `wanted.json` says."""
+
+    id: str
+    engines: int
+
+
+class Asked:
+    """The run's end: what was asked for since it last looked.
+
+    Attributes:
+        heard: which request it heard last; empty before any.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Forget what was asked of an earlier process of the run.
+
+        Args:
+            path: of the request.
+            clock: seconds.
+        """
+        self._path, self._clock = path, clock
+        self._looked_s = clock()
+        self.heard = ""
+        self.close()
+
+    def look(self) -> list[Wanted]:
+        """What is asked for, heard once; the file is read each second at most."""
+        if self._clock() < self._looked_s + LOOK_S:
+            return []
+        self._looked_s = self._clock()
+        # What `ask` has not written ends no run, and nobody waits for an answer.
+        with suppress(ValueError):
+            told = read_json(self._path, _Request)
+            if told.id != self.heard:
+                found = [Wanted(_checked(told.engines))]
+                self.heard = told.id
+                return found
+        return []
+
+    def close(self) -> None:
+        """Nobody is heard any more."""
+        self._path.unlink(missing_ok=True)
+
+
+def engines_of(run: str | Path) -> Engines:
+    """The engines of a run that is going on.
+
+    Raises:
+        RunFolderError: it is not going on, or has none that could be counted.
+    """
+    status, folder = read_status(run), RunFolder.open(run)
+    if status.state not in ("running", "starting"):
+        go_on = "start another one" if status.state == "finished" else f"go on with: millrace resume {run}"
+        raise RunFolderError(f"run {run} is {status.state}, so it has no engines; {go_on}")
+    config = folder.config()
+    if not num_processes(config):
+        turns = " without engine.take_turns" if config.engine.take_turns else ""
+        raise RunFolderError(
+            f"run {run} draws in the trainer's process, where engines are neither added nor retired; start "
+            f"one with engine.processes=1{turns}"
+        )
+    if status.engines is None:
+        raise RunFolderError(
+            f"run {run} does not sample for reinforcement yet; ask again when millrace status {run} says so"
+        )
+    return status.engines
+
+
+def ask(run: str | Path, number: int, say: Callable[[str], None]) -> Engines:
+    """Ask a run that is going on to have so many engines from now on, and wait until it has heard it.
+
+    Args:
+        run: its folder.
+        number: of engines.
+        say: is told what is waited for, and for how long at most.
+
+    Returns:
+        the engines as they are then; others may be starting, or leaving.
+
+    Raises:
+        ConfigError: there cannot be so many.
+        RunFolderError: as `engines_of`; or the run ended before it heard it, or did not hear it in time.
+    """
+    _checked(number)
+    engines_of(run)
+    folder, id = RunFolder.open(run), uuid.uuid4().hex
+    folder.write_json(folder.wanted, {"id": id, "engines": number})
+    say(f"waiting for run {run} to hear it, at most {HEAR_S:g} s")
+    ends_s = time.monotonic() + HEAR_S
+    while (found := _answer(status := read_status(run), id)) is None:
+        if status.engines is None:
+            raise RunFolderError(f"run {run} ended before it heard that {number} engines are wanted")
+        if time.monotonic() > ends_s:
+            folder.wanted.unlink(missing_ok=True)
+            raise RunFolderError(
+                f"run {run} did not hear within {HEAR_S:g} s that {number} engines are wanted, and will not; "
+                f"see what it waits for with: millrace status {run}"
+            )
+        time.sleep(POLL_S)
+    return found
+
+
+def _answer(status: Status, id: str) -> Engines | None:
+    """The engines, once the run has heard this."""
+    return status.engines if status.engines is not None and status.engines.asked == id else None
+
+
+def _checked(number: int) -> int:
+    if number < 1:
+        raise ConfigError(
+            f"{number} engines cannot draw anything; ask for 1 or more, or end the run with Ctrl-C"
+        )
+    return number

@@ -1,0 +1,430 @@
+"""The second half of a batch: from scored groups to new weights.
+
+T = packed tokens of the batch, N = trajectories (one segment each).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.algorithms.ratios import mismatch, mismatch_metrics, typical
+from millrace.algorithms.shaping import overlong_penalty
+from millrace.data.batch import Batch
+from millrace.data.packing import once_each, pack, with_gradient, without_twins
+from millrace.planner.flops import training_operations
+from millrace.planner.model_shape import ModelShape
+from millrace.protocols import StepReport
+from millrace.rollout.sampling import Sampled, completion_seed, group_rewards, is_equal, part_metrics
+from millrace.run.evaluation import rollout_rows
+from millrace.training.estimate import Scored, usable
+from millrace.training.kl_control import KlControl
+from millrace.training.method import Method
+from millrace.training.policy import PolicyTrainer
+from millrace.training.scorer import ModelScorer
+from millrace.training.value import ValueTrainer
+from millrace.types import Group, Trajectory
+
+# Segments of a batch that teaches nothing, whose tokens trainer and sampler still compare.
+NUM_COMPARED = 8
+
+
+@dataclass(slots=True)
+class Learner:
+    """What turns scored groups into new weights.
+
+    Attributes:
+        trainer: the policy.
+        method: its arithmetic.
+        critic: the value of each state, where the method asks for it.
+        reference: what a KL penalty holds the policy to.
+        teacher: whom on-policy distillation follows.
+        control: coefficient of the KL penalty.
+        shape: the policy's, by which operations are counted; None where they are not.
+    """
+
+    trainer: PolicyTrainer
+    method: Method
+    critic: ValueTrainer | None = None
+    reference: ModelScorer | None = None
+    teacher: ModelScorer | None = None
+    control: KlControl | None = None
+    shape: ModelShape | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """What trainer and sampler both gave a log-probability, before the first update of a batch.
+
+    Attributes:
+        batch: with the sampler's.
+        trainer_logprob_N: the trainer's, of the chosen tokens.
+        num_current: chosen tokens of segments that the trainer's own version sampled as a whole.
+    """
+
+    batch: Batch
+    trainer_logprob_N: Tensor
+    num_current: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchResult:
+    """What one batch did.
+
+    Attributes:
+        record: numbers for the metrics, without times.
+        rows: one for each trajectory, for a table.
+        reports: of the optimizer steps.
+        batch: what was trained on, packed; None where nothing was.
+        compared: what was compared with the sampler's numbers; likewise.
+        skipped: the packed batches whose optimizer step was skipped, as evidence.
+        tokens_sampled: tokens drawn.
+        tokens_trained: chosen tokens a gradient was computed for.
+        operations: of the forwards and backwards of policy and critic, over all ranks; 0 where not counted.
+    """
+
+    record: dict[str, float]
+    rows: list[dict[str, Any]]
+    reports: list[StepReport]
+    batch: Batch | None
+    compared: Compared | None
+    skipped: list[Batch]
+    tokens_sampled: int
+    tokens_trained: int
+    operations: int
+
+
+def train_on(
+    learner: Learner,
+    sampled: Sampled,
+    *,
+    seed: int,
+    step: int,
+    policy_moves: bool = True,
+) -> BatchResult:
+    """Advantages over the whole batch, then the method's optimizer steps over equal shares of its groups.
+
+    Args:
+        learner: what learns.
+        sampled: scored groups. One whose greedy answer was asked for and has no reward is left out.
+        seed: of the run.
+        step: number of this batch, counted from 1.
+        policy_moves: False trains the critic alone.
+    """
+    groups, baselines = sampled.groups, sampled.baselines
+    kept = _kept(sampled)
+    every, group_of_every = usable(groups)
+    inside = torch.isin(group_of_every, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0].tolist()
+    trajectories, group_N = [every[i] for i in inside], group_of_every[inside]
+    whole = estimated(learner, trajectories, group_N, len(groups), baselines) if trajectories else None
+    done = _Done()
+    for part, members in enumerate(_parts(kept, group_N, learner.method.num_parts)):
+        if not members or whole is None:
+            continue
+        batch = one_step(learner.method, whole, members)
+        _count_bounded(learner.method, batch, done)
+        if learner.critic is not None:
+            valued = without_twins(batch)
+            learner.critic.forward_backward(valued)
+            done.operations += _operations(learner.shape, valued, num_predicted=0)
+            done.critic_reports.append(learner.critic.optim_step())
+        if policy_moves:
+            _update(learner, batch, completion_seed(seed, step, part), done)
+    record = _describe(groups) | _averaged(done.reports, "policy") | _averaged(done.critic_reports, "critic")
+    record |= done.mismatch
+    if done.num_corrected:
+        record["policy/bounded_share"] = done.num_bounded / done.num_corrected
+    record |= _steer(learner, whole, record)
+    if sampled.num_rounds:
+        record["group/refill_rounds"] = sampled.num_rounds
+    tokens_sampled = sum(t.num_actions for group in groups for t in group.trajectories)
+    tokens_sampled += sampled.num_greedy_tokens
+    record |= {"tokens/sampled": tokens_sampled, "tokens/trained": done.tokens_trained}
+    shown = [math.nan] * len(every)
+    for i, advantage in zip(inside, _advantages(whole), strict=True):
+        shown[i] = advantage
+    return BatchResult(
+        record,
+        rollout_rows(step, groups, shown),
+        done.reports,
+        whole,
+        done.compared,
+        done.skipped,
+        tokens_sampled,
+        done.tokens_trained,
+        done.operations,
+    )
+
+
+def _kept(sampled: Sampled) -> list[int]:
+    """The groups that are trained on."""
+    baselines = sampled.baselines
+    return [
+        g
+        for g in range(len(sampled.groups))
+        if g not in sampled.left_out and not (baselines and math.isnan(baselines[g]))
+    ]
+
+
+@dataclass(slots=True)
+class _Done:
+    """What the optimizer steps of a batch came to."""
+
+    reports: list[StepReport] = field(default_factory=list)
+    critic_reports: list[StepReport] = field(default_factory=list)
+    skipped: list[Batch] = field(default_factory=list)
+    mismatch: dict[str, float] = field(default_factory=dict)
+    compared: Compared | None = None
+    num_corrected: int = 0
+    num_bounded: int = 0
+    tokens_trained: int = 0
+    operations: int = 0
+
+
+def _operations(shape: ModelShape | None, batch: Batch, *, num_predicted: int) -> int:
+    """Of a forward and a backward over a batch; 0 where they are not counted."""
+    return 0 if shape is None else training_operations(shape, batch.length_B.tolist(), num_predicted)
+
+
+def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
+    """The trajectories of each optimizer step: equal shares of the groups that are kept, in order."""
+    bounds = [len(kept) * part // num_parts for part in range(num_parts + 1)]
+    step_of = {g: part for part in range(num_parts) for g in kept[bounds[part] : bounds[part + 1]]}
+    members: list[list[int]] = [[] for _ in range(num_parts)]
+    for n, g in enumerate(group_N.tolist()):
+        members[step_of[g]].append(n)
+    return members
+
+
+def _update(learner: Learner, batch: Batch, seed: int, done: _Done) -> None:
+    """One optimizer step of the policy."""
+    moving = moving_part(learner, batch, seed)
+    compared = moving
+    if moving is not None:
+        logprob_N = learner.trainer.forward_backward(moving)
+        num_chosen = int(moving.action_mask_T.sum())
+        done.tokens_trained += num_chosen
+        done.operations += _operations(learner.shape, moving, num_predicted=num_chosen)
+    elif not done.reports:
+        # A sampler that writes nonsense earns the same everywhere; that must not hide it.
+        compared = batch.select(list(range(min(NUM_COMPARED, batch.num_segments))))
+        logprob_N = learner.trainer.scorer.logprobs(compared)[compared.action_mask_T]
+    if compared is not None and not done.reports:
+        # Only before the first update is what is compared not of this batch's own making.
+        done.mismatch, num_current = _mismatch(logprob_N, compared, learner.trainer.version)
+        done.compared = Compared(compared, logprob_N, num_current)
+    done.reports.append(learner.trainer.optim_step())
+    if done.reports[-1].skipped and moving is not None:
+        done.skipped.append(moving)
+
+
+def estimated(
+    learner: Learner,
+    trajectories: Sequence[Trajectory],
+    group_N: Tensor,
+    num_groups: int,
+    baselines: Sequence[float] | None,
+) -> Batch:
+    """The packed batch with everything that is computed of it before an update."""
+    method, batch = learner.method, pack(trajectories)
+    reward_N = torch.tensor([t.outcome.value for t in trajectories if t.outcome], dtype=torch.float64)
+    last_N = batch.length_B.cumsum(0) - 1
+    if method.overlong_tokens:
+        length_N = torch.tensor([len(t.turns[-1].completion.token_ids) for t in trajectories])
+        penalty_N = overlong_penalty(length_N, max_tokens=method.max_tokens, buffer=method.overlong_tokens)
+        reward_N = reward_N + penalty_N
+        batch.reward_T[last_N] = reward_N.float()
+    # A model says the same of the same tokens, so each sequence is looked at once.
+    small, place_T = once_each(batch)
+    if learner.reference is not None:
+        batch.reference_logprob_T = learner.reference.logprobs(small)[place_T]
+    if method.recompute:
+        batch.proximal_logprob_T = learner.trainer.scorer.logprobs(small)[place_T]
+    final_N = None
+    if learner.critic is not None:
+        value_T, final_B = learner.critic.values(small)
+        batch.value_T = value_T[place_T]
+        cut_N = torch.tensor([t.turns[-1].completion.finish_reason == "length" for t in trajectories])
+        if method.bootstrap_truncated:
+            final_N = final_B[small.segment_T[place_T[last_N]]] * cut_N
+    if method.reward_divergence is not None and learner.control is not None:
+        assert batch.reference_logprob_T is not None
+        divergence_T = method.reward_divergence(batch.sampler_logprob_T, batch.reference_logprob_T)
+        cost_T = learner.control.coefficient * divergence_T * batch.action_mask_T
+        batch.reward_T = batch.reward_T - cost_T
+        reward_N = reward_N.index_add(0, batch.segment_T, -cost_T.double())
+    scored = Scored(
+        batch,
+        reward_N,
+        group_N,
+        num_groups,
+        component_KN=_components(trajectories),
+        baseline_N=None if baselines is None else torch.tensor(baselines, dtype=torch.float64)[group_N],
+        final_value_N=final_N,
+        square_T=learner.trainer.scorer.squares(small)[place_T] if method.squares else None,
+        teacher_logprob_T=learner.teacher.logprobs(small)[place_T] if learner.teacher else None,
+    )
+    advantage_N, return_N = method.estimator(scored)
+    batch.advantage_T = scored.chosen.put(advantage_N.float())
+    batch.return_T = None if return_N is None else scored.chosen.put(return_N.float())
+    return batch
+
+
+def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
+    """The segments of one optimizer step, with their shares of its loss and their corrections."""
+    batch = whole if len(members) == whole.num_segments else whole.select(members)
+    batch = replace(batch, weight_T=method.token_weights(batch.action_mask_T, batch.segment_T))
+    if method.correction is not None:
+        assert batch.proximal_logprob_T is not None
+        mask_T = batch.action_mask_T
+        log_ratio_N = (batch.proximal_logprob_T - batch.sampler_logprob_T)[mask_T]
+        factor_N = method.correction(log_ratio_N, batch.segment_T[mask_T], batch.num_segments)
+        batch.correction_T = factor_N.new_ones(len(mask_T)).masked_scatter(mask_T, factor_N)
+    return batch
+
+
+def moving_part(learner: Learner, batch: Batch, seed: int) -> Batch | None:
+    """What of an optimizer step's batch has a gradient, each sequence once; None where nothing has."""
+    method, mask_T = learner.method, batch.action_mask_T
+    if method.selection is not None:
+        small, place_T = once_each(batch)
+        logprob_N = learner.trainer.scorer.logprobs(small)[place_T][mask_T]
+        start_T = batch.sampler_logprob_T if batch.proximal_logprob_T is None else batch.proximal_logprob_T
+        selected_N = method.selection(logprob_N, start_T[mask_T], batch.advantage_T[mask_T], seed)
+        selected_T = torch.zeros_like(mask_T).masked_scatter(mask_T, selected_N)
+        if method.drop_selected:
+            kept_T = (~selected_T).to(batch.weight_T.dtype)
+            factor_T = kept_T if batch.correction_T is None else batch.correction_T * kept_T
+            batch = replace(batch, correction_T=factor_T)
+        else:
+            batch = replace(batch, selected_T=selected_T)
+    moving = with_gradient(batch) if method.multiple else batch
+    return None if moving is None else without_twins(moving)
+
+
+def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """The rewards that were added up, [K, N]; None where there is one."""
+    names = list(trajectories[0].outcome.parts) if trajectories[0].outcome else []
+    if len(names) < 2:
+        return None
+    return torch.tensor(
+        [[t.outcome.parts[name] for t in trajectories if t.outcome] for name in names], dtype=torch.float64
+    )
+
+
+def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> tuple[dict[str, float], int]:
+    """How far the trainer's log-probabilities are from the sampler's, before the first update.
+
+    Args:
+        logprob_N: the trainer's, of the chosen tokens.
+        batch: with the sampler's.
+        version: of the trainer's weights. Where older ones drew a part of the tokens, the rest is also
+            compared alone: there nothing but arithmetic differs.
+
+    Returns:
+        the metrics, and how many tokens `current` is of: those of segments that this version sampled as a
+        whole, because a later token also depends on what an engine kept of the older weights.
+    """
+    mask_T = batch.action_mask_T
+    trainer_N, sampler_N = logprob_N.cpu(), batch.sampler_logprob_T[mask_T]
+    found = mismatch_metrics(trainer_N, sampler_N, batch.segment_T[mask_T], batch.num_segments)
+    fresh_N = batch.version_T[mask_T] == version
+    if fresh_N.any() and not fresh_N.all():
+        fresh = mismatch(trainer_N[fresh_N], sampler_N[fresh_N])
+        found |= {"fresh_mean": fresh["mean"], "fresh_max": fresh["max"]}
+    segment_N = batch.segment_T[mask_T]
+    num_older_B = torch.bincount(segment_N[~fresh_N], minlength=batch.num_segments)
+    current_N = num_older_B[segment_N] == 0
+    num_current = int(current_N.sum())
+    if num_current:
+        found["current"] = typical(trainer_N[current_N] - sampler_N[current_N])
+    return {f"mismatch/{key}": value for key, value in found.items()}, num_current
+
+
+def _count_bounded(method: Method, batch: Batch, done: _Done) -> None:
+    """Count the tokens whose importance weight the correction's bounds have cut."""
+    if method.bounded is None or batch.proximal_logprob_T is None:
+        return
+    mask_T = batch.action_mask_T
+    log_ratio_N = (batch.proximal_logprob_T - batch.sampler_logprob_T)[mask_T]
+    done.num_corrected += len(log_ratio_N)
+    done.num_bounded += int(method.bounded(log_ratio_N, batch.segment_T[mask_T], batch.num_segments).sum())
+
+
+def _steer(learner: Learner, whole: Batch | None, record: dict[str, float]) -> dict[str, float]:
+    """Let the KL penalty's coefficient follow what this batch showed."""
+    control, method = learner.control, learner.method
+    if control is None or whole is None:
+        return {}
+    used = control.coefficient
+    found = {}
+    divergence = record.get("policy/kl_reference")
+    if method.reward_divergence is not None:
+        assert whole.reference_logprob_T is not None
+        divergence_T = method.reward_divergence(whole.sampler_logprob_T, whole.reference_logprob_T)
+        divergence = float(divergence_T[whole.action_mask_T].mean())
+        found["policy/kl_reference"] = divergence
+    if divergence is not None and math.isfinite(divergence):
+        control.update(divergence, whole.num_segments)
+    return found | {"policy/kl_coefficient": used}
+
+
+def _advantages(whole: Batch | None) -> list[float]:
+    """The mean advantage of each trajectory's tokens."""
+    if whole is None:
+        return []
+    mask_T = whole.action_mask_T
+    total_N = torch.zeros(whole.num_segments, dtype=torch.float64)
+    total_N = total_N.index_add(0, whole.segment_T, whole.advantage_T.double())
+    count_N = torch.bincount(whole.segment_T[mask_T], minlength=whole.num_segments)
+    mean_N: list[float] = (total_N / count_N.clamp(min=1)).tolist()
+    return mean_N
+
+
+def _describe(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, groups and lengths of a batch."""
+    every = [trajectory for group in groups for trajectory in group.trajectories]
+    kinds = [trajectory.outcome.kind for trajectory in every if trajectory.outcome]
+    rewards = [reward for group in groups for reward in group_rewards(group)]
+    # Where every reward failed there is no mean, and none is made up.
+    count, least = len(rewards) or math.nan, min(rewards, default=math.nan)
+    # Taken from the least, since the mean of equal rewards is rounded and their deviation must be 0.
+    above = [reward - least for reward in rewards]
+    mean = sum(above) / count
+    lengths = [trajectory.num_actions for trajectory in every]
+    return {
+        "reward/mean": least + mean,
+        **part_metrics([trajectory.outcome for trajectory in every if trajectory.outcome]),
+        "reward/std": (sum((one - mean) ** 2 for one in above) / count) ** 0.5,
+        "reward/invalid_share": kinds.count("invalid") / len(kinds),
+        "reward/failed_share": kinds.count("failed") / len(kinds),
+        "group/equal_share": sum(map(is_equal, groups)) / len(groups),
+        "length/mean": sum(lengths) / len(lengths),
+        "length/max": max(lengths),
+        "length/truncated_share": sum(t.turns[-1].completion.finish_reason == "length" for t in every)
+        / len(every),
+    }
+
+
+def _averaged(reports: Sequence[StepReport], whose: str) -> dict[str, float]:
+    """Means over the optimizer steps that moved, the last learning rate, and how many were skipped."""
+    if not reports:
+        return {}
+    good = [report for report in reports if not report.skipped]
+    names = dict.fromkeys(name for report in good for name in report.metrics)
+    averaged = {
+        f"{whose}/{name}": sum(values) / len(values)
+        for name in names
+        if (values := [report.metrics[name] for report in good if name in report.metrics])
+    }
+    if good:
+        averaged[f"{whose}/gradient_norm"] = sum(report.gradient_norm for report in good) / len(good)
+    return averaged | {
+        f"{whose}/learning_rate": reports[-1].learning_rate,
+        f"{whose}/skipped_steps": len(reports) - len(good),
+    }

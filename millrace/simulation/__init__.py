@@ -1,0 +1,1 @@
+"""The same rollouts on a virtual clock."""

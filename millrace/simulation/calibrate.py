@@ -1,0 +1,258 @@
+"""How long things took in a run: read from its metrics and its event log, for simulations.
+
+An engine counts its steps, and answers tell at which of them they began and ended. Between two moments at
+which the count is known lie
+
+    seconds = step_s * steps + row_s * answers drawn in each of them + prompt_s * prompts + load_s * updates
+
+and the four are those that fit all such spans best (least squares, none below 0).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from millrace.config.recipe import load_recipe
+from millrace.config.settings import RunConfig
+from millrace.eventlog.log import read_events
+from millrace.observability.files import FileError
+from millrace.observability.plain import plain_text
+from millrace.observability.sinks import read_records
+from millrace.planner.errors import PlanError
+from millrace.planner.simulate import Quantile, Service, constant, measured
+from millrace.simulation.engine import Costs
+
+Event = Mapping[str, Any]
+# What happens until the first batch is done happens once: kernels are compiled, caches are empty.
+NUM_FIRST = 1
+LEAST_SPANS = 8
+# No engine of a run that is measured has taken more steps.
+MAX_STEPS = 1 << 27
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Durations of a run, and what it took as a whole.
+
+    Attributes:
+        config: its recipe.
+        num_engines: that sampled.
+        num_ranks: that trained.
+        num_batches: that are finished.
+        costs: of an engine; a prompt counts as one token.
+        train_token_s: seconds of training for each token of a batch's answers, on all ranks.
+        rest_s: seconds of a batch in which the trainer does something else.
+        step: means of `step_s`, `wait_s`, `train_s` (all work between taking and publishing), `sync_s`,
+            `tokens_per_s` and `staleness`, without the first batch.
+    """
+
+    config: RunConfig
+    num_engines: int
+    num_ranks: int
+    num_batches: int
+    costs: Costs
+    train_token_s: Quantile
+    rest_s: Quantile
+    step: dict[str, float]
+
+    def train_s(self, num_ranks: int, num_tokens: int, share: float) -> float:
+        """Seconds between taking a batch and publishing, on so many ranks as those of the run."""
+        return self.train_token_s(share) * num_tokens * self.num_ranks / num_ranks + self.rest_s(share)
+
+
+def read_measured(run: str | Path) -> Measured:
+    """The durations of a run with engines in processes of their own.
+
+    Raises:
+        PlanError: it is no run folder, a file of it is damaged, it has too few finished batches, or it does
+            not tell what is needed.
+    """
+    folder = Path(run)
+    if not (folder / "recipe.yaml").is_file():
+        raise PlanError(f"{run} is not a run folder (it has no recipe.yaml)")
+    config = load_recipe(str(folder / "recipe.yaml"))
+    records = _lines(read_records, folder / "metrics.jsonl")
+    records = [one for one in records if one["stage"] == "reinforcement"]
+    if len(records) <= NUM_FIRST:
+        raise PlanError(
+            f"run {run} has finished {len(records)} of the {NUM_FIRST + 1} batches of reinforcement that "
+            "durations need at least; the first does not count"
+        )
+    if not (config.flow.staleness or config.engine.processes):
+        raise PlanError(
+            f"run {run} drew its answers in the trainer's process, so nothing tells what a step of an engine "
+            "costs; run the recipe with engine.processes=1"
+        )
+    events = _lines(read_events, folder / "events.log")
+    try:
+        return _measured(run, config, records, events)
+    except (KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
+        # Of sound files, those of an older millrace lack some of it.
+        reason = plain_text(f"{type(error).__name__}: {error}", 200)
+        raise PlanError(
+            f"run {run}: its metrics.jsonl and events.log do not tell together how long things took "
+            f"({reason}); measure another run"
+        ) from None
+
+
+def _measured(
+    run: str | Path, config: RunConfig, records: Sequence[Event], events: Sequence[Event]
+) -> Measured:
+    counted = records[NUM_FIRST:]
+    if not any(event["kind"] == "dispatch" for event in events):
+        raise PlanError(f"run {run}: its event log does not say what was asked of engines; it is not whole")
+    arrived = [event for event in events if event["kind"] == "arrive"]
+    taken = next(event["time_s"] for event in events if event["kind"] == "take")
+    spans = [span for engine in _by_engine(events).values() for span in _spans(*engine, since_s=taken)]
+    if len(spans) < LEAST_SPANS:
+        raise PlanError(
+            f"run {run} tells {len(spans)} times how long its engines took from one answer to the next; "
+            f"durations need {LEAST_SPANS} at least, so let it sample more"
+        )
+    step_s, row_s, prompt_s, load_s = _fitted(spans)
+    step = _means(counted)
+    ahead = config.flow.staleness > 0
+    if not ahead:
+        # Between batches nothing runs, and the trainer waits for the whole update.
+        load_s = step["sync_s"]
+    seconds = [one["time/train_s"] / one["tokens/sampled"] for one in counted]
+    # Ahead of training the trainer also waits there for the update before, which is foreseen, not given.
+    own_s = min(one["time/sync_s"] for one in counted) if ahead else 0.0
+    return Measured(
+        config,
+        num_engines=len({event["engine"] for event in arrived}),
+        num_ranks=config.mesh.num_ranks,
+        num_batches=len(records),
+        costs=Costs(
+            service=Service(step_s, row_s, prompt_s),
+            num_tokens=measured(_lengths(events)),
+            judge_s=measured(_judging(events)),
+            load_s=constant(load_s),
+            slots=config.engine.max_requests,
+            message_s=constant(0.0),
+        ),
+        train_token_s=measured(seconds),
+        rest_s=measured([one["time/other_s"] + own_s for one in counted]),
+        step=step,
+    )
+
+
+def _lines(read: Callable[[Path], list[dict[str, Any]]], path: Path) -> list[dict[str, Any]]:
+    try:
+        return read(path)
+    except FileError as error:
+        raise PlanError(str(error)) from None
+
+
+def _means(records: Sequence[Event]) -> dict[str, float]:
+    seconds = {name: fmean(one[f"time/{name}_s"] for one in records) for name in ("step", "sample", "sync")}
+    tokens = fmean(one["tokens/sampled"] for one in records)
+    return {
+        "step_s": seconds["step"],
+        "wait_s": seconds["sample"],
+        "train_s": seconds["step"] - seconds["sample"] - seconds["sync"],
+        "sync_s": seconds["sync"],
+        "tokens_per_s": tokens / seconds["step"],
+        "staleness": fmean(one.get("staleness/mean", 0.0) for one in records),
+    }
+
+
+def _judging(events: Iterable[Event]) -> list[float]:
+    """Seconds that the reward of each group took."""
+    asked: dict[int, float] = {}
+    found = []
+    for event in events:
+        if event["kind"] == "judge":
+            asked |= dict.fromkeys(event["numbers"], event["time_s"])
+        elif event["kind"] == "finish":
+            found.append(event["time_s"] - asked[event["number"]])
+    return found
+
+
+def _lengths(events: Iterable[Event]) -> list[float]:
+    """Tokens of each turn, in however many parts it was drawn."""
+    found: dict[tuple[int, int, int], float] = defaultdict(float)
+    for event in events:
+        if event["kind"] in ("part", "arrive"):
+            place = event["number"], event["sample"], event["turn"]
+            found[place] += event["ended"] - event["began"]
+    return list(found.values())
+
+
+def _by_engine(events: Iterable[Event]) -> dict[str, tuple[list[Event], list[int]]]:
+    """Of each engine what it drew, with when that was asked, and the steps at which it took new weights."""
+    drawn: dict[str, list[Event]] = defaultdict(list)
+    loads: dict[str, list[int]] = defaultdict(list)
+    asked: dict[tuple[int, int], float] = {}
+    for event in events:
+        match event["kind"]:
+            case "dispatch":
+                asked |= {(event["number"], sample): event["time_s"] for sample in event["samples"]}
+            case "arrive" | "part":
+                asked_s = asked[event["number"], event["sample"]]
+                drawn[event["engine"]].append({**event, "asked_s": asked_s})
+            case "load" if event["version"] and event.get("at") is not None:
+                loads[event["engine"]].append(event["at"])
+    return {name: (given, loads[name]) for name, given in drawn.items()}
+
+
+def _spans(
+    answers: Sequence[Event], loads: Sequence[int], *, since_s: float
+) -> list[tuple[float, int, int, int, int]]:
+    """Spans since then in which an engine never idled: seconds, steps, answers in them, prompts, updates."""
+    last = max(event["ended"] for event in answers)
+    if last > MAX_STEPS or any(not 0 <= event["began"] <= event["ended"] for event in answers):
+        raise PlanError(
+            f"the event log counts steps of an engine that cannot be, up to {last}; measure another run"
+        )
+    change, new = np.zeros((2, last + 1), np.int64)
+    heard: dict[int, float] = {}
+    begun: dict[int, float] = {}
+    prompts: dict[int, set[int]] = defaultdict(set)
+    for event in answers:
+        began, ended = event["began"], event["ended"]
+        change[began] += 1
+        new[began] += 1
+        change[ended] -= 1
+        heard.setdefault(ended, event["time_s"])
+        begun[began] = max(begun.get(began, 0.0), event["asked_s"])
+        prompts[began].add(event["number"])
+    running = np.cumsum(change)
+    rows = np.concatenate([[0], np.cumsum(running)])
+    # The count stands still while nothing is drawn: where all is new, the engine may have been idle before.
+    woken = {step for step in begun if running[step] == new[step]}
+    places = sorted({*heard, *woken})
+    found = []
+    for first, then in zip(places, places[1:], strict=False):
+        from_s = max(begun[first] if first in woken else 0.0, heard.get(first, 0.0))
+        if then not in heard or from_s < since_s:
+            continue
+        num_prompts = sum(len(prompts[step]) for step in range(first, then) if step in prompts)
+        updates = sum(first <= at < then and not (at == first and first in woken) for at in loads)
+        found.append(
+            (heard[then] - from_s, then - first, int(rows[then] - rows[first]), num_prompts, updates)
+        )
+    return found
+
+
+def _fitted(spans: Sequence[tuple[float, int, int, int, int]]) -> list[float]:
+    """Seconds of a step, an answer in it, a prompt and an update; what never occurs costs nothing."""
+    table = np.array(spans, float)
+    seconds, counts = table[:, 0], table[:, 1:]
+    kept = [column for column in range(counts.shape[1]) if counts[:, column].any()]
+    while True:
+        fit, *_ = np.linalg.lstsq(counts[:, kept], seconds, rcond=None)
+        if min(fit) >= 0:
+            break
+        del kept[int(np.argmin(fit))]
+    found = [0.0] * counts.shape[1]
+    for column, value in zip(kept, fit, strict=True):
+        found[column] = float(value)
+    return found

@@ -1,0 +1,187 @@
+"""One engine on a virtual clock: a queue that all requests share, a token for each of them in every step."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.planner.simulate import Quantile, Service, constant, share_of
+from millrace.rollout.backend import Draw, Drawn
+from millrace.types import Completion, Prompt
+
+_WORD = 7  # whatever an engine draws after the first token
+# Told of what an engine does: its name, from when until when, and for how many requests; 0 takes weights.
+Watch = Callable[[str, float, float, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """How long things take, and what comes of them.
+
+    Attributes:
+        service: of an engine.
+        num_tokens: of an answer, before `max_tokens` cuts it.
+        judge_s: seconds of a reward call.
+        load_s: seconds for which an engine draws nothing while it takes new weights.
+        recompute: whether it then computes the keys and values of all that runs again, a prompt once.
+        slots: requests that an engine draws at once; the others wait in the order in which they came.
+        message_s: seconds that an event is under way.
+        reward: the value of an answer.
+        num_answers: different answers to a prompt.
+    """
+
+    service: Service = Service()
+    num_tokens: Quantile = field(default=constant(100.0))
+    judge_s: Quantile = field(default=constant(0.1))
+    load_s: Quantile = field(default=constant(0.5))
+    recompute: bool = False
+    slots: int = 1_000_000
+    message_s: Quantile = field(default=constant(1e-3))
+    reward: Callable[[Prompt, str], float] = field(default=lambda prompt, text: float(int(text) % 2))
+    num_answers: int = 4
+
+
+class VirtualEngine:
+    """One engine. Its clock counts steps, of which every request that runs has one token each.
+
+    A step costs what `Costs.service` says. What is drawn, and how much, are functions of a draw's seed.
+    """
+
+    def __init__(self, name: str, costs: Costs, slowness: float, watch: Watch) -> None:
+        self.name = name
+        self.hangs = False
+        self.clock, self.at_s, self.busy_until_s = 0.0, 0.0, 0.0
+        # With the clock at which each was begun; infinite for those that wait.
+        self.draws: dict[str, tuple[Draw, float, int]] = {}
+        self.plan = 0
+        self._costs, self._slowness, self._watch = costs, slowness, watch
+        self._ends: list[tuple[float, int, str]] = []
+        self._waiting: deque[str] = deque()
+        self._num_begun = self._num_running = 0
+        self._weights: list[tuple[float, int]] = []
+
+    def advance(self, now_s: float) -> None:
+        """Do the steps up to now, but for the time in which it did something else."""
+        begin_s = max(self.at_s, min(self.busy_until_s, now_s))
+        if self._num_running and not self.hangs and begin_s < now_s:
+            self.clock += (now_s - begin_s) / self._step_s()
+            self._watch(self.name, begin_s, now_s, self._num_running)
+        self.at_s = now_s
+
+    def stop_for(self, seconds: float, num_running: int) -> None:
+        """Do something else for so long, after whatever else it does now."""
+        begin_s = max(self.busy_until_s, self.at_s)
+        self.busy_until_s = begin_s + seconds
+        self._watch(self.name, begin_s, self.busy_until_s, num_running)
+
+    def add(self, draws: Sequence[Draw]) -> None:
+        """Take requests up, as many as there is room for; the prompt that they share is computed once."""
+        num_known: float = sum(map(len, {draw.prompt for draw in draws}))
+        for draw in draws:
+            wanted = round(self._costs.num_tokens(share_of(draw.params.seed)))
+            left = max(1, min(draw.params.max_tokens, wanted) - _num_drawn(draw))
+            self.draws[draw.id] = (draw, math.inf, left)
+            self._waiting.append(draw.id)
+            num_known += _num_drawn(draw)
+        self._begin()
+        self._compute(num_known)
+
+    def end(self, id: str, *, aborted: bool = False) -> Drawn:
+        """Give what a request drew, which is over."""
+        draw, start, length = self._pop(id)
+        if aborted:
+            length = max(0, min(length - 1, int(self.clock - start)))
+        versions = self._versions(start, length)
+        seed = draw.params.seed
+        tokens = ((seed & 0xFFFF,) + (_WORD,) * length)[:length]
+        if draw.drawn is not None:
+            tokens = draw.drawn.token_ids + (_WORD,) * length
+            versions = np.concatenate((draw.drawn.versions, versions))
+        total = len(tokens)
+        completion = Completion(
+            token_ids=tokens,
+            logprobs=np.full(total, -1.0, np.float32),
+            versions=versions,
+            finish_reason="abort" if aborted else "length" if total == draw.params.max_tokens else "stop",
+            text=str(seed % self._costs.num_answers),
+        )
+        return Drawn(self.name, id, completion, math.ceil(start), math.ceil(start) + length)
+
+    def _pop(self, id: str) -> tuple[Draw, float, int]:
+        """A request that is over, when it was begun and its length; one that waited has drawn nothing."""
+        draw, start, length = self.draws.pop(id)
+        if start == math.inf:
+            return draw, self.clock, 0
+        self._num_running -= 1
+        self._begin()
+        return draw, start, length
+
+    def recompute(self) -> None:
+        """Compute keys and values of all that runs."""
+        running = [(draw, start) for draw, start, _ in self.draws.values() if start < math.inf]
+        num_known: float = sum(map(len, {draw.prompt for draw, _ in running}))
+        for draw, start in running:
+            num_known += self.clock - start + _num_drawn(draw)
+        self._compute(num_known)
+
+    def _begin(self) -> None:
+        while self._waiting and self._num_running < self._costs.slots:
+            id = self._waiting.popleft()
+            if id in self.draws:
+                draw, _, length = self.draws[id]
+                self.draws[id] = (draw, self.clock, length)
+                self._num_begun += 1
+                self._num_running += 1
+                heapq.heappush(self._ends, (self.clock + length, self._num_begun, id))
+
+    def _compute(self, num_tokens: float) -> None:
+        self.stop_for(num_tokens * self._costs.service.prompt_token_s * self._slowness, self._num_running)
+
+    def take_weights(self, version: int) -> None:
+        """Draw with this version from here on."""
+        oldest = min((start for _, start, _ in self.draws.values()), default=self.clock)
+        first = bisect_right(self._weights, oldest, key=lambda one: one[0]) - 1
+        self._weights = [*self._weights[max(first, 0) :], (self.clock, version)]
+
+    def _versions(self, start: float, length: int) -> np.ndarray:
+        """Of the tokens of a request that began at this clock; each is of the weights its step began with."""
+        if not self._weights:
+            raise RuntimeError(f"{self.name} was asked to draw before it had weights")
+        last_clock, last_version = self._weights[-1]
+        if last_clock <= start:
+            return np.full(length, last_version, np.int32)
+        clocks = np.array([clock for clock, _ in self._weights])
+        places = np.searchsorted(clocks, start + np.arange(length), side="right") - 1
+        versions: np.ndarray = np.array([version for _, version in self._weights], np.int32)[places]
+        return versions
+
+    def next_end_s(self) -> float:
+        """When the next request ends, if nothing changes."""
+        while self._ends and self._ends[0][2] not in self.draws:
+            heapq.heappop(self._ends)
+        if not self._ends:
+            return math.inf
+        return max(self.at_s, self.busy_until_s) + max(0.0, self._ends[0][0] - self.clock) * self._step_s()
+
+    def pop_ended(self) -> Iterator[str]:
+        """Requests that have all their tokens, in the order in which they were given."""
+        # The clock is a sum of many small steps; its rounding neither misses the last token nor adds up.
+        while self._ends and self._ends[0][0] <= self.clock + 1e-6:
+            end, _, id = heapq.heappop(self._ends)
+            self.clock = end if end > self.clock - 1e-6 else self.clock
+            if id in self.draws:
+                yield id
+
+    def _step_s(self) -> float:
+        return self._costs.service.token_s(self._num_running) * self._slowness
+
+
+def _num_drawn(draw: Draw) -> int:
+    """Tokens that were drawn of it before."""
+    return 0 if draw.drawn is None else len(draw.drawn.token_ids)

@@ -1,0 +1,277 @@
+"""A run on a virtual clock: the controller of every run; engines and trainer only take time. No torch.
+
+`Flow` and `Rollouts` are those of a real run, and the trainer takes, trains and publishes in the order of
+`rollout.batches`. So what is foreseen is what the controller does with the durations it is given.
+
+Long answers are counted in units of several tokens, so that a simulated answer has about `UNITS` of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import NamedTuple
+
+from millrace.data.prompts import PromptStream
+from millrace.environments.single_turn import SingleTurn
+from millrace.planner.simulate import share_of
+from millrace.rollout.manager import Rollouts
+from millrace.rollout.staleness import Flow, FlowRules, Note, unheard
+from millrace.simulation.backend import VirtualRuntime
+from millrace.simulation.engine import Costs
+from millrace.types import Prompt, SamplingParams
+
+DEADLINE_S = 1e12
+# The longest answer has at most so many units; a step's time is right to about one of them.
+UNITS = 256
+# Seeds of one simulation lie so far from those of another.
+APART = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A run: its rules, its machines, and how long things take.
+
+    Attributes:
+        rules: of its flow.
+        num_engines: that sample.
+        num_samples: answers to a prompt.
+        prompt_tokens: of every prompt.
+        max_tokens: of the longest answer.
+        costs: of the engines and rewards, in tokens.
+        train_s: (tokens of a batch's answers, a share between 0 and 1) to the seconds of training on it.
+    """
+
+    rules: FlowRules
+    num_engines: int
+    num_samples: int
+    prompt_tokens: int
+    max_tokens: int
+    costs: Costs
+    train_s: Callable[[int, float], float]
+
+
+class Stretch(NamedTuple):
+    """An engine is at work for so many requests; for none: it takes new weights."""
+
+    engine: str
+    begin_s: float
+    end_s: float
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A batch, in seconds of the virtual clock.
+
+    Attributes:
+        begin_s: the trainer begins to wait for it.
+        taken_s: it begins to train.
+        trained_s: it begins to publish.
+        end_s: it is done, and waits for the next one.
+        num_tokens: of its answers.
+        staleness: of its groups.
+    """
+
+    begin_s: float
+    taken_s: float
+    trained_s: float
+    end_s: float
+    num_tokens: int
+    staleness: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What came of a run.
+
+    Attributes:
+        num_engines: that sampled.
+        steps: that count, in order.
+        stretches: of all engines, in the order in which they were known; they may reach beyond the steps.
+    """
+
+    num_engines: int
+    steps: tuple[Step, ...]
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def begin_s(self) -> float:
+        """Of the first step."""
+        return self.steps[0].begin_s
+
+    @property
+    def end_s(self) -> float:
+        """Of the last one."""
+        return self.steps[-1].end_s
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return (self.end_s - self.begin_s) / len(self.steps)
+
+    @property
+    def wait_s(self) -> float:
+        """Of which the trainer waits for the batch."""
+        return fmean(step.taken_s - step.begin_s for step in self.steps)
+
+    @property
+    def train_s(self) -> float:
+        """Of which it trains."""
+        return fmean(step.trained_s - step.taken_s for step in self.steps)
+
+    @property
+    def sync_s(self) -> float:
+        """Of which it publishes."""
+        return fmean(step.end_s - step.trained_s for step in self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of trained answers a second."""
+        return sum(step.num_tokens for step in self.steps) / (self.end_s - self.begin_s)
+
+    @property
+    def staleness(self) -> tuple[float, int]:
+        """Mean and largest of all groups."""
+        found = [age for step in self.steps for age in step.staleness]
+        return fmean(found), max(found)
+
+    @property
+    def engines_busy(self) -> float:
+        """Share of the engines' time in which they draw at least one answer, or take weights."""
+        busy_s = sum(end_s - begin_s for _, begin_s, end_s, _ in self.within())
+        return busy_s / (self.num_engines * (self.end_s - self.begin_s))
+
+    @property
+    def trainer_busy(self) -> float:
+        """Share of the trainer's time in which it trains."""
+        return self.train_s / self.step_s
+
+    def within(self) -> Iterator[Stretch]:
+        """Stretches, cut to the steps."""
+        for name, begin_s, end_s, num_running in self.stretches:
+            begin_s, end_s = max(begin_s, self.begin_s), min(end_s, self.end_s)
+            if begin_s < end_s:
+                yield Stretch(name, begin_s, end_s, num_running)
+
+
+def simulate(
+    work: Work,
+    *,
+    num_batches: int,
+    num_first: int = 0,
+    ends: bool = False,
+    seed: int = 0,
+    note: Note = unheard,
+) -> Simulated:
+    """Run so many batches.
+
+    Args:
+        work: the run.
+        num_batches: in all.
+        num_first: as many at the beginning do not count, while the engines fill up.
+        ends: whether the run ends after them, so that nothing is sampled that no batch has a place for.
+        seed: of all that is drawn.
+        note: hears of every decision of the controller.
+
+    Raises:
+        ValueError: no batch counts.
+    """
+    if not 0 <= num_first < num_batches:
+        raise ValueError(f"{num_first} of {num_batches} batches do not count, so none is left")
+    unit = math.ceil(work.max_tokens / UNITS)
+    stretches: list[Stretch] = []
+    runtime = VirtualRuntime(
+        work.num_engines,
+        _in_units(work, unit),
+        seed=seed,
+        watch=lambda *told: stretches.append(Stretch(*told)),
+    )
+    further = 0 if ends else work.rules.staleness + 1
+    flow = Flow(work.rules, num_batches=num_batches + further, note=note)
+    rollouts = _rollouts(work, runtime, flow, unit, seed, note)
+    rollouts.begin(0)
+    ahead, steps = work.rules.staleness > 0, []
+    for batch in range(num_batches):
+        begin_s = runtime.now()
+        rolled = rollouts.next_batch(DEADLINE_S)
+        taken_s = runtime.now()
+        num_units = sum(t.num_actions for group in rolled.groups for t in group.trajectories)
+        trained_s = taken_s + work.train_s(num_units * unit, share_of(seed * APART + batch))
+        while runtime.now() < trained_s:
+            rollouts.advance(trained_s - runtime.now())
+        if ahead:
+            rollouts.wait_until_published(DEADLINE_S)
+        rollouts.published(batch + 1)
+        if not ahead:
+            rollouts.wait_until_published(DEADLINE_S)
+        steps.append(
+            Step(begin_s, taken_s, trained_s, runtime.now(), num_units * unit, rolled.taken.staleness)
+        )
+    return Simulated(work.num_engines, tuple(steps[num_first:]), tuple(stretches))
+
+
+def _in_units(work: Work, unit: int) -> Costs:
+    """The costs where each token stands for so many."""
+    costs, service = work.costs, work.costs.service
+    per_unit = replace(
+        service,
+        step_s=service.step_s * unit,
+        row_s=service.row_s * unit,
+        product_s=service.product_s * unit,
+        prompt_token_s=service.prompt_token_s * unit,
+    )
+    return replace(
+        costs, service=per_unit, num_tokens=lambda share: min(costs.num_tokens(share), work.max_tokens) / unit
+    )
+
+
+def _rollouts(work: Work, runtime: VirtualRuntime, flow: Flow, unit: int, seed: int, note: Note) -> Rollouts:
+    num_prompts = (work.rules.staleness + 2) * work.rules.groups_per_step
+    rest, max_units = (0,) * max(0, round(work.prompt_tokens / unit) - 1), math.ceil(work.max_tokens / unit)
+    prompts = [Prompt(f"p{number}", (number, *rest), "") for number in range(num_prompts)]
+
+    def params(number: int, sample: int, turn: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_units, seed=seed * APART + number * work.num_samples + sample)
+
+    return Rollouts(
+        flow,
+        runtime,
+        PromptStream(prompts, seed=0, shuffle=False),
+        prompts={prompt.id: prompt for prompt in prompts},
+        environment=SingleTurn,
+        params=params,
+        num_samples=work.num_samples,
+        note=note,
+    )
+
+
+def best_split(splits: Sequence[int], step_s: Callable[[int], float]) -> dict[int, float]:
+    """Find the split with the shortest step, where steps grow longer on both sides of it.
+
+    Args:
+        splits: rising.
+        step_s: seconds of a step with one of them.
+
+    Returns:
+        seconds of those that were tried, the best among them.
+    """
+    tried: dict[int, float] = {}
+
+    def cost(place: int) -> float:
+        split = splits[place]
+        if split not in tried:
+            tried[split] = step_s(split)
+        return tried[split]
+
+    low, high = 0, len(splits) - 1
+    while high > low:
+        middle = (low + high) // 2
+        if cost(middle) <= cost(middle + 1):
+            high = middle
+        else:
+            low = middle + 1
+    cost(low)
+    return tried

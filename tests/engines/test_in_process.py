@@ -1,0 +1,108 @@
+"""One engine and one thread: everything in order, in one call each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from millrace.engines.in_process import InlineRuntime
+from millrace.rollout.backend import Draw, Drawn, Judged, Loaded
+from millrace.types import Completion, Outcome, Prompt, SamplingParams
+from tests.engines.test_subprocesses import Judge
+
+PROMPT = Prompt("train:0", (1,), "text")
+
+
+class Engine:
+    """Draws the length of the prompt, and remembers what it was asked."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[tuple[int, ...], int]]] = []
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        self.calls.append([(tuple(prompt), one.seed) for prompt, one in zip(prompts, params, strict=True)])
+        nothing = np.zeros(1, np.float32), np.zeros(1, np.int32)
+        return [Completion((len(prompt),), *nothing, "stop", "") for prompt in prompts]
+
+
+class Rewards(Judge):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        assert len(prompts) == len(completions)
+        self.calls.append(list(completions))
+        return super().score(prompts, completions)
+
+
+def runtime() -> tuple[InlineRuntime, Engine, Rewards, list[int]]:
+    engine, rewards, sent = Engine(), Rewards(), list[int]()
+    return InlineRuntime(engine, rewards, sent.append), engine, rewards, sent
+
+
+def draw(id: str, *prompt: int) -> Draw:
+    return Draw(id, prompt, SamplingParams(seed=len(id)))
+
+
+def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
+    inline, engine, _, sent = runtime()
+    (name,) = inline.engines()
+    inline.offer(4)
+    inline.load(name, 4)
+    assert sent == [4]
+    assert inline.wait(0.0) == [Loaded(name, 4, 0)]
+    inline.submit(name, [draw("a", 1), draw("bb", 1)])
+    inline.submit(name, [draw("c", 2, 3)])
+    assert engine.calls == []
+    drawn = inline.wait(0.0)
+    assert engine.calls == [[((1,), 1), ((1,), 2), ((2, 3), 1)]]
+    assert [(e.id, e.completion.token_ids, e.began, e.ended) for e in drawn if isinstance(e, Drawn)] == [
+        ("a", (1,), 0, 1),
+        ("bb", (1,), 0, 1),
+        ("c", (2,), 0, 1),
+    ]
+    inline.offer(5)
+    inline.load(name, 5)
+    inline.submit(name, [draw("d", 1)])
+    loaded, last = inline.wait(0.0)
+    assert loaded == Loaded(name, 5, 1)
+    assert isinstance(last, Drawn) and (last.began, last.ended) == (1, 2)
+
+
+def test_all_that_is_to_be_judged_is_judged_in_one_call() -> None:
+    inline, _, rewards, _ = runtime()
+    inline.judge("x", [PROMPT] * 2, ["right", "wrong"])
+    inline.judge("none", [], [])
+    inline.judge("y", [PROMPT], ["right"])
+    events = inline.wait(0.0)
+    assert rewards.calls == [["right", "wrong", "right"]]
+    values = {e.id: [outcome.value for outcome in e.outcomes] for e in events if isinstance(e, Judged)}
+    assert values == {"x": [1.0, 0.0], "none": [], "y": [1.0]}
+    assert list(values) == ["x", "none", "y"]
+    inline.close()
+    assert rewards.closed
+
+
+def test_what_is_ended_before_it_is_drawn_is_empty() -> None:
+    inline, engine, _, _ = runtime()
+    inline.submit("engine-0", [draw("a", 1), draw("bb", 2)])
+    inline.abort("engine-0", ["a", "nobody"])
+    first, second = inline.wait(0.0)
+    assert isinstance(first, Drawn) and isinstance(second, Drawn)
+    assert (first.id, first.completion.finish_reason, first.completion.token_ids) == ("a", "abort", ())
+    assert (second.id, engine.calls) == ("bb", [[((2,), 2)]])
+
+
+def test_nothing_happens_by_itself() -> None:
+    inline, _, _, _ = runtime()
+    with pytest.raises(RuntimeError, match="nothing is asked of the engine in this thread"):
+        inline.wait(9.0)
+    with pytest.raises(RuntimeError, match="^engine-0 is lost, and no other engine .*: it drew nothing$"):
+        inline.lose("engine-0", "it drew nothing")

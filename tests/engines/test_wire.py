@@ -1,0 +1,198 @@
+"""Frames arrive as they were sent, in whatever pieces; what is no frame is refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.engines.wire import (
+    LENGTHS,
+    Frame,
+    FrameError,
+    Line,
+    drawn_as_frame,
+    drawn_of,
+    draws_as_frame,
+    draws_of,
+)
+from millrace.rollout.backend import Draw
+from millrace.types import SamplingParams
+from tests.rollout.test_remote_shared import check_same, completion
+
+KINDS = ("a", "b")
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, Line]]:
+    """A socket to write bytes to, and the line that reads them."""
+    ours, theirs = socket.socketpair()
+    line = Line(theirs, KINDS)
+    yield ours, line
+    ours.close()
+    line.close()
+
+
+def header(**changes: Any) -> bytes:
+    return json.dumps({"kind": "a", "note": {}, "arrays": []} | changes).encode()
+
+
+def raw(head: bytes, body: bytes = b"") -> bytes:
+    return LENGTHS.pack(len(head), len(body)) + head + body
+
+
+def through(frame: tuple[dict[str, Any], dict[str, np.ndarray]]) -> Frame:
+    """A frame at the other end."""
+    ours, theirs = socket.socketpair()
+    sender, receiver = Line(ours, ()), Line(theirs, KINDS)
+    sender.put("a", *frame)
+    frames = receiver.take()
+    while not frames:
+        sender.flush()
+        frames = receiver.take()
+    sender.close()
+    receiver.close()
+    return frames[0]
+
+
+def test_frames_arrive_in_pieces_of_any_length(ends: tuple[socket.socket, Line]) -> None:
+    ours, line = ends
+    numbers = random.Random(0)
+    arrays = {"x": np.arange(6, dtype=np.int64).reshape(2, 3), "empty": np.empty((0, 2), np.float32)}
+    told = [[name, str(array.dtype), array.shape] for name, array in arrays.items()]
+    one = raw(header(kind="b", note={"é": [1, None]}, arrays=told), arrays["x"].tobytes())
+    data = one * 20
+    frames = []
+    while data:
+        cut = numbers.randrange(1, 200)
+        ours.sendall(data[:cut])
+        data = data[cut:]
+        frames += line.take()
+    assert len(frames) == 20
+    for frame in frames:
+        assert (frame.kind, frame.note) == ("b", {"é": [1, None]})
+        for name, array in arrays.items():
+            assert frame.arrays[name].dtype == array.dtype and np.array_equal(frame.arrays[name], array)
+            frame.arrays[name][:] = 1
+
+
+def test_nobody_waits_for_a_full_socket() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Line(ours, ()), Line(theirs, KINDS)
+    large = np.arange(1 << 20, dtype=np.int32)
+    sender.put("a", {"n": 1}, {"large": large})
+    sender.put("b", {"n": 2})
+    assert sender.unsent
+    frames: list[Frame] = []
+    while len(frames) < 2:
+        frames += receiver.take()
+        sender.flush()
+    assert not sender.unsent
+    assert [frame.note["n"] for frame in frames] == [1, 2]
+    assert np.array_equal(frames[0].arrays["large"], large)
+    sender.close()
+    assert receiver.take() == [] and receiver.ended
+    receiver.put("a")
+    assert not receiver.unsent
+    receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (LENGTHS.pack((1 << 28) + 1, 0), "header was announced with 268435457 bytes; at most 268435456 come"),
+        (
+            LENGTHS.pack(2, (1 << 34) + 1),
+            "body was announced with 17179869185 bytes; at most",
+        ),
+        (raw(b"{nothing"), "header cannot be read: JSONDecodeError"),
+        (raw(b'{"kind": "a"}'), "header cannot be read: KeyError: 'note'"),
+        (raw(b"[]"), "header cannot be read: TypeError"),
+        (raw(header(arrays=[["x", "int32"]])), "header cannot be read: ValueError"),
+        (raw(header(kind="c")), "a frame of kind 'c' came; here only a, b do"),
+        (
+            raw(header(arrays=[["x", "object", [1]]]), b"12345678"),
+            "array x of frame a is object; it may be",
+        ),
+        (
+            raw(header(arrays=[["x", "int32", [2]]]), b"1234567"),
+            r"array x of frame a has shape \[2\], for",
+        ),
+        (raw(header(arrays=[["x", "int32", [-1, -1]]]), b"1234"), r"array x of frame a has shape \[-1, -1\]"),
+        (raw(header(arrays=[["x", "int16", [1]]]), b"1234"), "frame a has 2 bytes that belong to no array"),
+    ],
+)
+def test_what_is_no_frame_is_refused(ends: tuple[socket.socket, Line], data: bytes, words: str) -> None:
+    ours, line = ends
+    ours.sendall(data)
+    with pytest.raises(FrameError, match=words):
+        line.take()
+
+
+EVERYTHING = SamplingParams(
+    max_tokens=9,
+    temperature=0.5,
+    top_k=3,
+    top_p=0.25,
+    stop_token_ids=(1, 2),
+    stop=("é", "\n"),
+    seed=(1 << 80) + 1,
+    min_tokens=1,
+    min_p=0.125,
+    repetition_penalty=1.1,
+    presence_penalty=-0.1,
+    frequency_penalty=0.3,
+    allowed_token_ids=(4, 5),
+    forbidden_token_ids=(6,),
+    logit_bias=((4, 0.1), (5, -2.0)),
+    logprobs="raw",
+    prompt_logprobs=True,
+)
+
+
+def test_draws_arrive_as_they_were() -> None:
+    plain = SamplingParams()
+    for name in SamplingParams.__slots__:
+        assert getattr(EVERYTHING, name) != getattr(plain, name)
+    draws = [
+        Draw("a", (1, 2), EVERYTHING),
+        Draw("b", (1, 2), plain),
+        Draw("c", (), plain),
+        Draw("d", (1 << 40,), plain),
+        Draw("e", (1, 2), plain),
+    ]
+    frame = through(draws_as_frame(draws))
+    assert draws_of(frame) == [draws[:2], draws[2:3], draws[3:4], draws[4:]]
+    assert len(frame.arrays["tokens"]) == 5
+    assert list(frame.arrays) == ["tokens"]
+
+
+def test_what_was_drawn_before_arrives_with_its_draw() -> None:
+    begun = [None, completion(4), None, completion(7)]
+    draws = [Draw(f"{i}", (i // 2,), SamplingParams(), drawn) for i, drawn in enumerate(begun)]
+    found = [draw for group in draws_of(through(draws_as_frame(draws))) for draw in group]
+    assert [draw.id for draw in found] == ["0", "1", "2", "3"]
+    assert found[0].drawn is None and found[2].drawn is None
+    for place in (1, 3):
+        check_same(found[place].drawn, begun[place])
+
+
+@pytest.mark.parametrize("num", [0, 1, 24])
+def test_completions_arrive_as_they_were(num: int) -> None:
+    drawn = [(f"draw {seed}", seed, 2 * seed, completion(seed)) for seed in range(num)]
+    back = drawn_of(through(drawn_as_frame(drawn)))
+    assert [one[:3] for one in back] == [one[:3] for one in drawn]
+    for one, other in zip(drawn, back, strict=True):
+        check_same(one[3], other[3])
+
+
+def test_completions_that_do_not_fit_are_refused() -> None:
+    note, columns = drawn_as_frame([("a", 0, 1, completion(3))])
+    frame = through((note, columns | {"logprobs": np.zeros(9, np.float32)}))
+    with pytest.raises(FrameError, match="^frame a does not fit: column logprobs holds 9 numbers"):
+        drawn_of(frame)

@@ -1,0 +1,166 @@
+"""A runtime that does only what a test tells it, and rollouts over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from millrace.data.prompts import PromptStream
+from millrace.environments.single_turn import SingleTurn
+from millrace.rollout.backend import Draw, Drawn, Event, Judged, Loaded, Record
+from millrace.rollout.manager import Rollouts
+from millrace.rollout.staleness import Flow, FlowRules
+from millrace.types import Completion, Outcome, Prompt, SamplingParams
+
+PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 5), f"text {i}") for i in range(6)}
+
+
+class Manual:
+    """Orders are kept in `orders`; `wait` gives what is in `events`, or lets the clock run."""
+
+    def __init__(self, *engines: str, sleeps: bool = False) -> None:
+        self.alive = list(engines)
+        self.orders: list[tuple[Any, ...]] = []
+        self.events: list[Event] = []
+        self.draws: dict[str, tuple[str, Draw]] = {}
+        self.calls: dict[str, list[tuple[str, str]]] = {}
+        self.now_s, self.sleeps = 0.0, sleeps
+
+    def now(self) -> float:
+        return self.now_s
+
+    def engines(self) -> list[str]:
+        return list(self.alive)
+
+    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
+        self.orders.append(("submit", engine, [draw.id for draw in draws]))
+        self.draws |= {draw.id: (engine, draw) for draw in draws}
+
+    def abort(self, engine: str, ids: Sequence[str]) -> None:
+        self.orders.append(("abort", engine, list(ids)))
+
+    def offer(self, version: int) -> None:
+        self.offered = version
+
+    def load(self, engine: str, version: int) -> None:
+        assert version == self.offered
+        self.orders.append(("load", engine, version))
+
+    def lose(self, engine: str, reason: str) -> None:
+        self.orders.append(("lose", engine, reason))
+
+    def want(self, number: int) -> None:
+        self.orders.append(("want", number))
+
+    def retire(self, engine: str) -> None:
+        self.orders.append(("retire", engine))
+
+    def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+        self.orders.append(("judge", id, list(texts)))
+        self.calls[id] = [(prompt.id, text) for prompt, text in zip(prompts, texts, strict=True)]
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        found, self.events = self.events, []
+        if not found:
+            self.now_s += timeout_s
+            if self.sleeps:
+                time.sleep(0.001)
+        return found
+
+    def begin(self) -> None:
+        pass
+
+    def records(self) -> list[Record]:
+        return []
+
+    def close(self) -> None:
+        self.alive.clear()
+
+    def taken(self, kind: str) -> list[tuple[Any, ...]]:
+        """The orders of this kind so far; they are forgotten."""
+        found = [order for order in self.orders if order[0] == kind]
+        self.orders = [order for order in self.orders if order[0] != kind]
+        return found
+
+    def drawn(
+        self, id: str, *, version: int | tuple[int, int] = 0, text: str | None = None, reason: str = "stop"
+    ) -> Drawn:
+        """The draw is over: two tokens, of which the first is the seed, of one version or two."""
+        engine, draw = self.draws[id]
+        return Drawn(engine, id, completion(draw, version, text, reason), 3, 5)
+
+    def judged(self, id: str) -> Judged:
+        """An answer to each text."""
+        return Judged(id, tuple(Outcome("score", worth(text)) for _, text in self.calls[id]))
+
+
+def worth(text: str) -> float:
+    return float(sum(text.encode()))
+
+
+def completion(draw: Draw, version: Any = 0, text: str | None = None, reason: Any = "stop") -> Completion:
+    seed = draw.params.seed
+    return Completion(
+        token_ids=(seed, 9),
+        logprobs=np.array([-0.25, -seed / 7], np.float32),
+        versions=np.broadcast_to(np.array(version, np.int32), 2),
+        finish_reason=reason,
+        text=f"says {seed}" if text is None else text,
+        reason="the logits are not finite" if reason == "error" else "",
+    )
+
+
+def seeded(number: int, sample: int, turn: int) -> SamplingParams:
+    return SamplingParams(max_tokens=50, seed=100 * number + 10 * sample + turn)
+
+
+class Notes(list):
+    """A log in memory, which begins as a run's does."""
+
+    def add(self, kind: str, /, **facts: Any) -> None:
+        self.append({"kind": kind, **facts})
+
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in self if event["kind"] in kinds]
+
+
+def rollouts_over(
+    runtime: Any,
+    *,
+    num_batches: int = 3,
+    groups_per_step: int = 2,
+    staleness: int = 0,
+    begin: int | None = 0,
+    notes: Notes | None = None,
+    rules: dict[str, Any] | None = None,
+    **given: Any,
+) -> tuple[Rollouts, Flow, Notes]:
+    notes = Notes() if notes is None else notes
+    kept = FlowRules(groups_per_step=groups_per_step, staleness=staleness, **rules or {})
+    if not notes:
+        notes.add("begin", rules=asdict(kept), num_batches=num_batches)
+    flow = Flow(kept, num_batches=num_batches, note=notes.add)
+    rollouts = Rollouts(
+        flow,
+        runtime,
+        PromptStream(list(PROMPTS.values()), seed=0, shuffle=False),
+        **{
+            "prompts": PROMPTS,
+            "environment": SingleTurn,
+            "params": seeded,
+            "num_samples": 2,
+            "note": notes.add,
+        }
+        | given,
+    )
+    if begin is not None:
+        rollouts.begin(begin)
+    return rollouts, flow, notes
+
+
+def serving(*engines: str, version: int = 0) -> list[Event]:
+    return [Loaded(engine, version) for engine in engines]

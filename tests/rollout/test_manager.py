@@ -1,0 +1,382 @@
+"""Groups from prompt to batch: who draws, what is drawn again, what is judged, what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from millrace.data.prompts import PromptStream
+from millrace.eventlog.log import check_log
+from millrace.planner.simulate import lognormal
+from millrace.rollout.backend import Joined, Lost
+from millrace.rollout.engine_pool import DrawFailed
+from millrace.rollout.manager import Stalled
+from millrace.simulation.backend import VirtualRuntime
+from millrace.simulation.engine import Costs
+from millrace.types import Outcome
+from tests.environments.rollout import rollout
+from tests.rollout.manual import (
+    PROMPTS,
+    Manual,
+    completion,
+    rollouts_over,
+    seeded,
+    serving,
+    worth,
+)
+
+
+class ThreeTurns:
+    """Answers each completion with the turn and its first token."""
+
+    def __init__(self, prompt):
+        self.prompt, self.turn = prompt, 0
+
+    def observe(self):
+        return self.prompt.token_ids
+
+    def step(self, drawn):
+        self.turn += 1
+        return None if self.turn == 3 else (self.turn, drawn.token_ids[0])
+
+
+def draw_all(rollouts, runtime, **given):
+    """Let every draw that was submitted end, and everything be judged, until nothing happens."""
+    while drawn := [id for order in runtime.taken("submit") for id in order[2]]:
+        rollouts.handle([runtime.drawn(id, **given) for id in drawn])
+    rollouts.handle([runtime.judged(order[1]) for order in runtime.taken("judge")])
+
+
+def test_siblings_go_together_to_the_engine_with_least_to_do():
+    runtime = Manual("a", "b", "c")
+    rollouts, _, _ = rollouts_over(runtime, groups_per_step=4)
+    assert runtime.orders == [("load", "a", 0), ("load", "b", 0), ("load", "c", 0)]
+    rollouts.handle(serving("b", "a"))
+    orders = [(name, len(ids)) for _, name, ids in runtime.taken("submit")]
+    assert orders == [("a", 2), ("b", 2), ("a", 2), ("b", 2)]
+    # Engine a has four draws, c none.
+    rollouts.handle([*serving("c"), Lost("b", "it died")])
+    orders = [(name, len(ids)) for _, name, ids in runtime.taken("submit")]
+    assert orders == [("c", 2), ("c", 2)]
+
+
+@pytest.mark.parametrize("num_baselines", [0, 1])
+def test_a_batch_is_what_the_synchronous_loop_samples(num_baselines):
+    """Same prompts, contexts, seeds and tokens as a loop over whole batches of turns."""
+
+    class Engine:
+        def generate(self, prompts, params):
+            seen.extend(zip(prompts, [p.seed for p in params], strict=True))
+            return [completion(replace_draw(p)) for p in params]
+
+    def replace_draw(params):
+        return type("D", (), {"params": params})()
+
+    seen = []
+    expected = rollout(
+        [PROMPTS["p0"], PROMPTS["p1"]], ThreeTurns, Engine(), seeded, num_samples=2 + num_baselines
+    )
+    runtime = Manual("a")
+    rollouts, _, _ = rollouts_over(runtime, environment=ThreeTurns, num_baselines=num_baselines)
+    rollouts.handle(serving("a"))
+    draw_all(rollouts, runtime)
+    rolled = rollouts.take()
+    asked = [(draw.prompt, draw.params.seed) for _, draw in runtime.draws.values()]
+    assert sorted(asked) == sorted(seen)
+    assert [group.prompt.id for group in rolled.groups] == ["p0", "p1"]
+    for ours, baselines, theirs in zip(rolled.groups, rolled.baselines, expected, strict=True):
+        assert len(ours.trajectories) == 2
+        assert len(baselines) == num_baselines
+        for mine, other in zip((*ours.trajectories, *baselines), theirs.trajectories, strict=True):
+            assert [t.observation for t in mine.turns] == [t.observation for t in other.turns]
+            assert [t.completion.token_ids for t in mine.turns] == [
+                t.completion.token_ids for t in other.turns
+            ]
+            assert mine.outcome == Outcome("score", worth(mine.text))
+
+
+def test_a_turn_goes_where_the_one_before_was_drawn():
+    runtime = Manual("a", "b")
+    rollouts, _, _ = rollouts_over(runtime, environment=ThreeTurns)
+    rollouts.handle(serving("a", "b"))
+    first = {id: engine for _, engine, ids in runtime.taken("submit") for id in ids}
+    assert set(first.values()) == {"a", "b"}
+    rollouts.handle([runtime.drawn(id) for id in first])
+    second = {id: engine for _, engine, ids in runtime.taken("submit") for id in ids}
+    assert {id.rsplit(".", 1)[0]: engine for id, engine in second.items()} == {
+        id.rsplit(".", 1)[0]: engine for id, engine in first.items()
+    }
+
+
+def test_what_is_said_twice_is_judged_once():
+    runtime = Manual("a")
+    rollouts, _, _ = rollouts_over(runtime, num_samples=3)
+    rollouts.handle(serving("a"))
+    ids = [id for order in runtime.taken("submit") for id in order[2]]
+    texts = ["yes", "no", "yes", "yes", "yes", "yes"]
+    rollouts.handle([runtime.drawn(id, text=text) for id, text in zip(ids, texts, strict=True)])
+    ((_, call, judged),) = runtime.taken("judge")
+    assert judged == ["yes", "no", "yes"]
+    assert [prompt for prompt, _ in runtime.calls[call]] == ["p0", "p0", "p1"]
+    rollouts.handle([runtime.judged(call)])
+    groups = rollouts.take().groups
+    assert [[t.outcome.value for t in g.trajectories] for g in groups] == [
+        [worth("yes"), worth("no"), worth("yes")],
+        [worth("yes")] * 3,
+    ]
+
+
+def test_groups_whose_rewards_are_equal_are_replaced():
+    runtime = Manual("a")
+    rollouts, _, notes = rollouts_over(runtime, rules={"refill_rounds": 1})
+    rollouts.handle(serving("a"))
+    draw_all(rollouts, runtime, text="same")
+    assert [event["equal"] for event in notes.of("finish")] == [True, True]
+    assert rollouts.take() is None
+    draw_all(rollouts, runtime)
+    assert rollouts.take().taken.left_out == {0, 1}
+
+
+def test_the_stream_learns_what_each_group_of_a_batch_earned_in_the_order_of_groups(monkeypatch):
+    runtime, told = Manual("a"), []
+    rollouts, _, _ = rollouts_over(runtime, num_baselines=1)
+    monkeypatch.setattr(PromptStream, "learn", lambda _, *facts: told.append(facts))
+    rollouts.handle(serving("a"))
+    first, second = [order[2] for order in runtime.taken("submit")]
+    rollouts.handle([runtime.drawn(id) for id in (*second, *first)])
+    events = [runtime.judged(order[1]) for order in runtime.taken("judge")]
+    outcomes = (Outcome.failure("it hung"), *events[0].outcomes[1:])
+    rollouts.handle([replace(events[0], outcomes=outcomes), *events[1:]])
+    assert told == []
+    rollouts.take()
+    # The greedy sample is no part of it, nor is a failed reward.
+    assert [prompt.id for prompt, _ in told] == ["p0", "p1"]
+    assert sorted(len(rewards) for _, rewards in told) == [1, 2]
+
+
+def test_failed_rewards_are_no_difference_between_rewards():
+    runtime = Manual("a")
+    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1)
+    rollouts.handle(serving("a"))
+    rollouts.handle([runtime.drawn(id) for order in runtime.taken("submit") for id in order[2]])
+    ((_, call, _),) = runtime.taken("judge")
+    event = runtime.judged(call)
+    rollouts.handle([replace(event, outcomes=(Outcome.failure("it hung"), event.outcomes[1]))])
+    assert [event["equal"] for event in notes.of("finish")] == [True]
+
+
+def test_others_draw_again_what_a_lost_engine_had():
+    """The turn it was at, in the same context, with the same seed; what was drawn before stays."""
+    runtime = Manual("a", "b")
+    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1, environment=ThreeTurns)
+    rollouts.handle(serving("a"))
+    first, other = [id for order in runtime.taken("submit") for id in order[2]]
+    rollouts.handle([runtime.drawn(first), *serving("b")])
+    ((_, _, (second,)),) = runtime.taken("submit")
+    had = [runtime.draws[id][1] for id in (other, second)]
+    rollouts.handle([Lost("a", "it died"), Lost("a", "it died")])
+    again = runtime.taken("submit")
+    assert [engine for _, engine, _ in again] == ["b", "b"]
+    drawn = [runtime.draws[id][1] for _, _, ids in again for id in ids]
+    assert [(d.prompt, d.params) for d in drawn] == [(d.prompt, d.params) for d in had]
+    assert not {d.id for d in drawn} & {first, other, second}
+    assert [event["reason"] for event in notes.of("lost")] == ["it died"]
+    # What was under way when it died comes too late.
+    rollouts.handle([runtime.drawn(other)])
+    assert len(notes.of("ignore")) == 1
+    runtime.orders = again
+    draw_all(rollouts, runtime)
+    assert [len(t.turns) for t in rollouts.take().groups[0].trajectories] == [3, 3]
+    assert check_log(notes) == []
+
+
+def test_answers_that_come_twice_count_once():
+    runtime = Manual("a")
+    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1)
+    rollouts.handle(serving("a"))
+    ids = [id for order in runtime.taken("submit") for id in order[2]]
+    rollouts.handle([runtime.drawn(ids[0]), runtime.drawn(ids[0])])
+    assert runtime.taken("judge") == []
+    rollouts.handle([runtime.drawn(ids[1]), runtime.drawn(ids[1])])
+    ((_, call, _),) = runtime.taken("judge")
+    rollouts.handle([runtime.judged(call), runtime.judged(call)])
+    assert len(rollouts.take().groups) == 1
+    assert len(notes.of("ignore")) == 3
+    assert len(notes.of("arrive")) == 2
+
+
+def test_an_abort_that_nobody_asked_for_is_drawn_again():
+    runtime = Manual("a")
+    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
+    rollouts.handle(serving("a"))
+    ((_, _, ids),) = runtime.taken("submit")
+    rollouts.handle([runtime.drawn(ids[0], reason="abort")])
+    ((_, _, (again,)),) = runtime.taken("submit")
+    assert runtime.draws[again][1].params == runtime.draws[ids[0]][1].params
+    assert again != ids[0]
+
+
+def test_a_draw_that_fails_ends_the_run():
+    runtime = Manual("a")
+    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
+    rollouts.handle(serving("a"))
+    ((_, _, ids),) = runtime.taken("submit")
+    with pytest.raises(DrawFailed, match=r"a failed to draw sample 1 of group 0: the logits are not finite"):
+        rollouts.handle([runtime.drawn(ids[1], reason="error")])
+
+
+def test_spare_groups_are_ended_and_their_prompts_start_again():
+    runtime = Manual("a")
+    rules = {"order": "completion", "spare_groups": 1}
+    rollouts, flow, notes = rollouts_over(runtime, groups_per_step=1, rules=rules)
+    rollouts.handle(serving("a"))
+    slow, fast = [order[2] for order in runtime.taken("submit")]
+    rollouts.handle([runtime.drawn(slow[0])] + [runtime.drawn(id) for id in fast])
+    rollouts.handle([runtime.judged(order[1]) for order in runtime.taken("judge")])
+    rolled = rollouts.take()
+    assert rolled.taken.numbers == (1,)
+    # One of its two samples was drawn, and nobody has judged it.
+    assert [(g.prompt.id, [t.outcome for t in g.trajectories]) for g in rolled.dropped] == [("p0", [None])]
+    assert runtime.taken("abort") == [("abort", "a", [slow[1]])]
+    # What the engine says of it is no surprise.
+    rollouts.handle([runtime.drawn(slow[1], reason="abort")])
+    assert notes.of("ignore") == []
+    rollouts.published(1)
+    rollouts.handle(serving("a", version=1))
+    assert [event["prompt"] for event in notes.of("start")] == ["p0", "p1", "p0", "p2"]
+    assert flow.num_free == 0
+
+
+def test_a_group_may_be_ended_while_its_reward_works():
+    runtime = Manual("a")
+    rules = {"order": "completion", "spare_groups": 1}
+    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1, rules=rules)
+    rollouts.handle(serving("a"))
+    first, second = [order[2] for order in runtime.taken("submit")]
+    rollouts.handle([runtime.drawn(id) for id in first])
+    rollouts.handle([runtime.drawn(id) for id in second])
+    one, two = [order[1] for order in runtime.taken("judge")]
+    rollouts.handle([runtime.judged(two)])
+    assert rollouts.take().taken.numbers == (1,)
+    rollouts.handle([runtime.judged(one)])
+    assert runtime.taken("abort") == []
+    assert rollouts.take() is None
+
+
+@pytest.mark.world
+def test_a_stall_says_who_waits_for_whom():
+    runtime = Manual("a")
+    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
+    with pytest.raises(Stalled, match=r"trainer waits for batch 0 since 7 s, at most 7 s: an engine that"):
+        rollouts.next_batch(7.0)
+    rollouts.handle(serving("a"))
+    with pytest.raises(
+        Stalled, match=r"most 5 s: group 0 \(sample 0 on a since 5 s, sample 1 on a since 5 s\)$"
+    ):
+        rollouts.next_batch(5.0)
+    rollouts.handle([runtime.drawn(id) for order in runtime.taken("submit") for id in order[2]])
+    with pytest.raises(Stalled, match=r"group 0 \(its reward\)$"):
+        rollouts.next_batch(5.0)
+    rollouts.handle([runtime.judged(order[1]) for order in runtime.taken("judge")])
+    rollouts.take()
+    rollouts.published(1)
+    with pytest.raises(Stalled, match=r"waits for publish 1 .*: a \(loads version 1 since 5 s\)$"):
+        rollouts.wait_until_published(5.0)
+    rollouts.handle(serving("a", version=1))
+    rollouts.handle([Lost("a", "it died")])
+    with pytest.raises(Stalled, match=r"an engine that serves; group 1 \(an engine\)$"):
+        rollouts.next_batch(5.0)
+
+
+def test_who_lets_things_happen_is_told_how_long():
+    runtime = Manual("a")
+    rollouts, _, _ = rollouts_over(runtime)
+    seen = []
+
+    def let_happen(left_s):
+        seen.append(left_s)
+        runtime.now_s += 4.0
+
+    with pytest.raises(Stalled, match="since 12 s, at most 10 s"):
+        rollouts.next_batch(10.0, let_happen)
+    assert seen == [10.0, 6.0, 2.0]
+
+
+def test_a_trajectory_is_as_old_as_its_oldest_turn():
+    runtime = Manual("a")
+    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1, staleness=1, environment=ThreeTurns)
+    rollouts.handle(serving("a"))
+    first, second = [order[2] for order in runtime.taken("submit")]
+    rollouts.handle([runtime.drawn(id) for id in second])
+    later = runtime.taken("submit")
+    runtime.orders = [("submit", "a", first)]
+    draw_all(rollouts, runtime)
+    rollouts.take()
+    rollouts.published(1)
+    rollouts.handle(serving("a", version=1))
+    runtime.orders = later
+    draw_all(rollouts, runtime, version=1)
+    assert notes.of("finish")[-1]["births"] == [0, 0]
+    assert rollouts.take().taken.staleness == (1,)
+
+
+def test_a_new_engine_takes_up_what_waits():
+    runtime = Manual("a")
+    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
+    rollouts.handle([Lost("a", "it died"), Joined("b")])
+    assert runtime.taken("submit") == []
+    rollouts.handle(serving("b"))
+    assert [order[1] for order in runtime.taken("submit")] == ["b"]
+
+
+def finish_run(rollouts, flow, runtime, version):
+    """Train to the end; the batches' tokens."""
+    seen = []
+    while flow.num_taken < 4:
+        rolled = rollouts.next_batch(1e6)
+        seen += [[t.turns[-1].completion.token_ids for t in g.trajectories] for g in rolled.groups]
+        version += 1
+        rollouts.published(version)
+    rollouts.wait_until_published(1e6)
+    return seen
+
+
+def test_a_run_goes_on_from_what_was_saved():
+    """Finished groups come back bit for bit; the others start again under their number and seeds."""
+    costs = Costs(num_tokens=lognormal(20, 1.0))
+    given = {"num_batches": 4, "staleness": 1}
+    runtime = VirtualRuntime(2, costs)
+    rollouts, flow, notes = rollouts_over(runtime, **given)
+    rollouts.next_batch(1e6)
+    rollouts.published(1)
+    while not rollouts.state()[0]["groups"]["completions"]:
+        rollouts.advance(1e6)
+    words, columns = rollouts.state()
+    kept = list(notes)
+    expected = finish_run(rollouts, flow, runtime, 1)
+
+    again, flow, notes = rollouts_over(VirtualRuntime(3, costs), begin=None, notes=type(notes)(kept), **given)
+    again.load_state(json.loads(json.dumps(words)), {name: c.copy() for name, c in columns.items()})
+    assert again.state()[0] == words
+    assert all(np.array_equal(column, columns[name]) for name, column in again.state()[1].items())
+    again.begin(1)
+    assert finish_run(again, flow, runtime, 1) == expected
+    assert check_log(notes) == []
+
+
+def test_what_was_heard_together_is_one_line_before_what_follows():
+    runtime = Manual("a", "b")
+    runtime.records = lambda: [("took", {"engine": "a", "orders": [(0, "l")]})]
+    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1, staleness=1)
+    del notes[:]
+    rollouts.handle([])
+    assert notes == []
+    rollouts.handle(serving("a", "b"))
+    assert [event["kind"] for event in notes] == ["took", "heard", "load", "load", "dispatch", "dispatch"]
+    assert notes[1]["events"] == ["loaded a 0", "loaded b 0"]
+    rollouts.published(3)
+    assert notes[-1] == {"kind": "send", "version": 3}
+    assert rollouts.take() is None and notes[-1]["kind"] == "took"

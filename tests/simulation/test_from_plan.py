@@ -1,0 +1,151 @@
+"""From a recipe to its runs on machines: planned ones, and those of a measured run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from millrace.config.settings import RunConfig
+from millrace.planner.errors import PlanError
+from millrace.planner.fit import choose
+from millrace.planner.hardware import GPUS
+from millrace.planner.memory import Workload, cache_bytes_per_token
+from millrace.planner.model_shape import ModelShape
+from millrace.planner.step_time import step_time
+from millrace.rollout.staleness import FlowRules
+from millrace.simulation.calibrate import read_measured
+from millrace.simulation.from_plan import (
+    check_simulated,
+    given_lengths,
+    mean_tokens,
+    measured_machines,
+    num_samples,
+    planned_machines,
+    rules,
+)
+from tests.close import close_fp64
+from tests.planner.shapes import LLAMA_8B
+from tests.rollout.written import write_run
+
+SHAPE = ModelShape.of(LLAMA_8B)
+WORK = Workload(512, 1024, 64, 8, 4096, 2, 2, 2, checkpointing="full", max_requests=32)
+
+
+def recipe(**changes):
+    tree = {
+        "steps": 3,
+        "data": {"train": "none.jsonl", "max_prompt_tokens": 512},
+        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_tokens": 1024},
+        "rewards": [{"kind": "exact"}],
+    }
+    return RunConfig.model_validate(tree | changes)
+
+
+def planned(gpus, config=None, lengths=None, refuse=lambda layout: None):
+    config = config or recipe()
+    return planned_machines(config, gpus, lengths, shape=SHAPE, work=WORK, refuse=refuse, mfu=0.4)
+
+
+def test_a_recipes_flow_at_another_bound_keeps_what_has_a_meaning_there():
+    config = recipe(flow={"staleness": 3, "order": "completion", "stale": "drop"})
+    assert rules(config, 3) == FlowRules(8, 3, "completion", "drop")
+    assert rules(config, 0) == FlowRules(8, 0)
+    config = recipe(flow={"order": "completion", "spare_groups": 2})
+    assert rules(config, 0) == FlowRules(8, 0, "completion", spare_groups=2)
+    assert rules(config, 1) == FlowRules(8, 1, "completion")
+
+
+def test_greedy_baselines_are_answers_too():
+    assert num_samples(recipe()) == 8
+    assert num_samples(recipe(advantage={"kind": "greedy_baseline"})) == 9
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"flow": {"staleness": 1, "interrupt": False}}, "flow.interrupt false cannot be simulated"),
+        ({"rollout": {"refill_rounds": 2}}, "rollout.refill_rounds 2 cannot be simulated"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(section, said):
+    check_simulated(recipe())
+    with pytest.raises(PlanError, match=said):
+        check_simulated(recipe(**section))
+
+
+def test_lengths_are_cut_at_the_longest():
+    config = recipe()
+    half = given_lengths(config, "1024,0.7")
+    close_fp64(half(0.5), 1024.0)
+    # Half of them are 1024; below its median m lies m exp(s^2 / 2) (1 - F(s)) of a lognormal's mean.
+    close_fp64(mean_tokens(config, half), 512 + 1024 * 1.27762131 * 0.24196365, rtol=1e-3)
+    close_fp64(given_lengths(config, None)(0.5), 256.0)
+    for wrong in ("300", "a,b", "300,-1", "1,2,3"):
+        with pytest.raises(PlanError, match="write the median and the deviation"):
+            given_lengths(config, wrong)
+
+
+def test_planned_durations_are_those_of_a_plan():
+    machines = planned("8xH200", lengths="200,0")
+    run = machines.work(2, 3, 5)
+    gpu = GPUS["H200"]
+    turns = replace(WORK, take_turns=True)
+    fit = choose(SHAPE, turns, 5, gpu.memory_bytes, refuse=lambda layout: None)
+    times = step_time(SHAPE, fit.layout, replace(turns, completion_tokens=200), fit.memory, gpu, mfu=0.4)
+    close_fp64(run.train_s(64 * 200, 0.5), times.training)
+    close_fp64(run.train_s(32 * 200, 0.5), times.training / 2)
+    assert (run.num_engines, run.num_samples, run.prompt_tokens, run.max_tokens) == (3, 8, 512, 1024)
+    assert run.rules == FlowRules(8, 2)
+    kept = recipe(flow={"kv": "keep", "staleness": 2})
+    assert run.costs.recompute and not planned("8xH200", kept).work(2, 3, 5).costs.recompute
+    assert machines.num_gpus == 8
+    assert machines.source.startswith("8 x H200, as millrace plan counts at 40% of the peak; 200 tokens an")
+
+
+def test_an_engine_draws_what_its_cache_has_room_for():
+    each = cache_bytes_per_token(SHAPE, 2)
+    for wanted, room in ((32, 32), (1000, None)):
+        machines = planned_machines(
+            recipe(),
+            "8xH100",
+            "200,0",
+            shape=SHAPE,
+            work=replace(WORK, max_requests=wanted),
+            refuse=lambda layout: None,
+            mfu=0.4,
+        )
+        memory = choose(
+            SHAPE,
+            replace(WORK, max_requests=wanted, take_turns=True),
+            4,
+            GPUS["H100"].memory_bytes,
+            refuse=lambda layout: None,
+        ).memory
+        assert machines.work(0, 4, 4).costs.slots == (room or memory.cache // each // 712)
+
+
+def test_a_split_that_leaves_too_little_to_train_on_is_none():
+    machines = planned("8xL40S")
+    assert machines.work(0, 7, 1) is None
+    assert machines.work(0, 4, 4) is not None
+
+
+def test_a_layout_that_is_refused_is_none():
+    machines = planned("8xH200", refuse=lambda layout: "no" if layout.num_ranks == 1 else None)
+    assert machines.work(0, 7, 1) is None
+    assert machines.work(0, 6, 2) is not None
+
+
+def test_measured_durations_are_shared_by_more_machines(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", monkeypatch)
+    found = read_measured(tmp_path / "run")
+    machines = measured_machines(found.config, found, "16", None)
+    one, many = machines.work(0, 8, 1), machines.work(4, 8, 8)
+    close_fp64(one.train_s(100, 0.5) - many.train_s(100, 0.5), 0.1 * 100 * 7 / 8)
+    assert many.costs == found.costs and many.rules == FlowRules(4, 4)
+    longer = measured_machines(found.config, found, "16", "40,0").work(0, 8, 8)
+    close_fp64(longer.costs.num_tokens(0.1), 40.0)
+    for wrong in ("16xH100", "0", "-3"):
+        with pytest.raises(PlanError, match="with --from the machines are those of the run"):
+            measured_machines(found.config, found, wrong, None)

@@ -6,7 +6,10 @@ report = train(load_recipe("quickstart", {"steps": 50}))
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from millrace.version import __version__
 
 if TYPE_CHECKING:
     from millrace.config.recipe import load_recipe
@@ -14,7 +17,6 @@ if TYPE_CHECKING:
     from millrace.run.launch import resume, train
     from millrace.run.progress import RunReport
 
-__version__ = "0.1.0"
 __all__ = ["RunConfig", "RunReport", "__version__", "load_recipe", "resume", "train"]
 
 _HOME = {
@@ -30,6 +32,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import millrace` stays instant."""
     if name not in _HOME:
         raise AttributeError(f"module 'millrace' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(_HOME[name]), name)

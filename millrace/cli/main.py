@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from millrace import __version__
 from millrace.cli.config import config
 from millrace.cli.doctor import doctor
 from millrace.cli.engines import engines
@@ -32,6 +31,7 @@ from millrace.cli.trace import trace
 from millrace.cli.train import train
 from millrace.cli.warm import warm
 from millrace.observability.plain import plain_text
+from millrace.version import __version__
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 # Characters of one line of an error.

@@ -8,9 +8,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace import __version__
 from millrace.observability.files import checked
 from millrace.run.components import Parts
+from millrace.version import __version__
 
 Stage = Literal["warmup", "reinforcement"]
 

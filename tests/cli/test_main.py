@@ -10,8 +10,8 @@ from importlib import import_module
 
 import pytest
 
-from millrace import __version__
 from millrace.cli.main import KNOWN, exit_code
+from millrace.version import __version__
 from tests.house.source import ROOT
 
 

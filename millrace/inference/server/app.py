@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from millrace import __version__
 from millrace.inference.async_engine import EngineClosed
 from millrace.inference.server.endpoints_page import endpoints_page
 from millrace.inference.server.errors import ApiError, Json, install
@@ -20,6 +19,7 @@ from millrace.inference.server.prompts import check_model, checked_turns
 from millrace.inference.server.rl import Verbs
 from millrace.inference.server.schemas import DetokenizeBody, TokenizeBody
 from millrace.inference.server.service import Service
+from millrace.version import __version__
 
 HEALTH_TIMEOUT_S = 30.0
 

@@ -16,7 +16,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from safetensors import SafetensorError, safe_open
 
-from millrace import __version__
 from millrace.inference.async_engine import EngineClosed, Piece
 from millrace.inference.server.errors import ApiError, Json, encode, shown
 from millrace.inference.server.replies import Streamed, completed
@@ -30,6 +29,7 @@ from millrace.inference.server.schemas import (
 from millrace.inference.server.service import Samples, Service, new_id, require_success, sampling_params
 from millrace.models.load import ModelError, check_folder
 from millrace.types import Completion
+from millrace.version import __version__
 
 DEFAULT_TOKENS = 128
 T = TypeVar("T")

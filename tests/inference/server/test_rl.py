@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from millrace import __version__
 from millrace.inference.server.rl import allowed_folder
+from millrace.version import __version__
 from tests.inference.server.running import asking, fake_served, running, tokenizer
 
 ASK = {"prompt_token_ids": [5, 6], "max_tokens": 7, "seed": 9}

@@ -22,6 +22,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import io
 import math
 import os
 import re
@@ -29,14 +30,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
+import textwrap
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +189,8 @@ def change_base(root: Path) -> str | None:
 def changed_functions(root: Path, file: str, base: str) -> set[str]:
     """The functions of a file, as mutants name them, that differ from a commit.
 
-    A changed line outside of functions counts for "module".
+    A changed statement outside of functions counts for "module". What only moved, from whichever file of the
+    package, has not changed.
     """
     done = subprocess.run(
         ["git", "diff", "-U0", base, "--", file], cwd=root, capture_output=True, text=True, check=True
@@ -196,9 +200,39 @@ def changed_functions(root: Path, file: str, base: str) -> set[str]:
         if found := HUNK.match(line):
             start, count = int(found[1]), int(found[2] or 1)
             lines.update(range(start, start + max(count, 1)))
-    spans = list(_spans(ast.parse((root / file).read_text(encoding="utf-8")), ""))
+    text = (root / file).read_text(encoding="utf-8")
+    known = _texts_at(root, base) if lines else frozenset[str]()
+    spans = list(_pieces(ast.parse(text)))
     around = [[span for span in spans if span[0] <= line <= span[1]] for line in lines]
-    return {max(found)[2] if found else "module" for found in around}
+    innermost = {max(found) for found in around if found}
+    return {name for first, last, name in innermost if _text_of(text, first, last) not in known}
+
+
+@cache
+def _texts_at(root: Path, commit: str) -> frozenset[str]:
+    """Every function, class and statement outside of them of the package at a commit."""
+    done = subprocess.run(
+        ["git", "archive", commit, "--", "millrace"], cwd=root, capture_output=True, check=True
+    )
+    found: set[str] = set()
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        for member in archive:
+            if member.name.endswith(".py") and (file := archive.extractfile(member)) is not None:
+                text = file.read().decode("utf-8")
+                found |= {_text_of(text, first, last) for first, last, _ in _pieces(ast.parse(text))}
+    return frozenset(found)
+
+
+def _text_of(text: str, first: int, last: int) -> str:
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : last]))
+
+
+def _pieces(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
+    """First line, last line and name of every function and class, and of the statements outside of them."""
+    yield from _spans(tree, "")
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.end_lineno or node.lineno, "module"
 
 
 def _spans(node: ast.AST, outer: str) -> Iterator[tuple[int, int, str]]:

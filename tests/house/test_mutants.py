@@ -200,3 +200,22 @@ def test_a_hunt_that_cannot_be_held_says_why(toy, change, message):
 @pytest.mark.world
 def test_a_pattern_that_matches_nothing_says_so(toy):
     assert "no file to break matches 'tyo'; there are millrace/algorithms/*.py" in hunt(toy, "tyo").stderr
+
+
+@pytest.mark.world
+def test_what_only_moved_has_not_changed(script, toy):
+    def git(*words: str) -> None:
+        name = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *name, *words], cwd=toy, check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "before")
+    here, there = "millrace/algorithms/toy.py", "millrace/algorithms/other.py"
+    (toy / here).rename(toy / there)
+    git("add", ".")
+    assert script.changed_functions(toy, there, "HEAD") == set()
+    (toy / there).write_text(TOY.replace("min(max(", "max(max(") + "\n\ndef g(x):\n    return x + 1\n")
+    assert script.changed_functions(toy, there, "HEAD") == {"clip", "g"}
+    (toy / there).write_text("LIMIT = 3\n" + TOY)
+    assert script.changed_functions(toy, there, "HEAD") == {"module"}

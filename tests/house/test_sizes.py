@@ -1,10 +1,11 @@
-"""How long functions may be, and how many parameters they take.
+"""How long functions may be, how many parameters they take, and how much one package may hold.
 
 Where a limit makes the code worse, change it here and say why.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.house.source import PACKAGE, ROOT, functions, parse, python_files, wr
 
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 6
+# Of the lines of all packages. One that holds more has several subjects.
+MAX_PACKAGE_FRACTION = 0.125
 FIRST = (["self"], ["cls"], ["ctx"])  # given by Python, or by torch to an autograd function
 
 
@@ -42,6 +45,27 @@ def crowded_functions(folder: Path) -> list[str]:
                     f"the limit is {MAX_POSITIONAL}, and more can follow a *"
                 )
     return found
+
+
+def large_packages(folder: Path) -> list[str]:
+    lines: Counter[str] = Counter()
+    for path in python_files(folder):
+        lines[path.relative_to(folder).parts[0]] += len(path.read_text(encoding="utf-8").splitlines())
+    total = sum(lines.values())
+    return [
+        f"{name} has {count} of {total} lines; divide it by subject"
+        for name, count in lines.items()
+        if count > MAX_PACKAGE_FRACTION * total
+    ]
+
+
+def test_no_package_holds_an_eighth_of_the_lines():
+    assert large_packages(PACKAGE) == []
+
+
+def test_a_package_with_too_many_lines_is_found(tmp_path):
+    files = {f"{name}/one.py": "x = 1\n" * 10 for name in "abcdefgh"} | {"i/one.py": "x = 1\n" * 20}
+    assert large_packages(write(tmp_path, files)) == ["i has 20 of 100 lines; divide it by subject"]
 
 
 @pytest.mark.parametrize("check", [long_functions, crowded_functions])

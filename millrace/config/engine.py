@@ -1,11 +1,11 @@
-"""Settings of the sampler: which engine draws, and what it may hold."""
+"""Settings of the engine: what it may hold, and where it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from millrace.config.section import Section
 
@@ -13,10 +13,14 @@ from millrace.config.section import Section
 class EngineConfig(Section):
     """What draws completions."""
 
-    name: Literal["paged", "reference"] = Field(
-        "paged",
-        description="paged: continuous batching over a paged cache; reference: its slow twin, a dense cache",
-    )
+    @model_validator(mode="before")
+    @classmethod
+    def _without_name(cls, given: Any) -> Any:
+        """Older run folders hold `name: paged`; there is no other engine now."""
+        if isinstance(given, dict) and given.get("name") == "paged":
+            return {key: value for key, value in given.items() if key != "name"}
+        return given
+
     cache_tokens: PositiveInt | None = Field(
         None,
         description="tokens whose keys and values are kept; null takes what max_requests of the longest "
@@ -49,10 +53,6 @@ class EngineConfig(Section):
 
 def idle_engine(engine: EngineConfig) -> Iterator[str]:
     """One sentence for each setting that was given and can have no effect."""
-    if engine.name == "reference":
-        for name in ("max_requests", "block_size", "cuda_graphs", "take_turns"):
-            if name in engine.model_fields_set:
-                yield f"engine.{name} has no effect with engine.name reference; remove it"
     if engine.cache_tokens is not None and engine.cache_tokens < engine.block_size:
         yield (
             f"engine.cache_tokens {engine.cache_tokens} is less than one block of engine.block_size "

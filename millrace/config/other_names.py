@@ -43,7 +43,6 @@ NAMES: dict[str, str] = {
     "rollout.refill_rounds": "filter_groups.enable dynamic_filtering dynamic_sampling",
     "rollout.overlong_fraction": "overlong_tokens overlong_buffer_cfg.enable overlong_buffer_cfg.len "
     "overlong_buffer_len soft_punish_cache",
-    "engine.name": "use_vllm rollout_backend",
     "engine.cache_tokens": "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static "
     "num_gpu_blocks_override",
     "engine.max_requests": "max_num_seqs max_running_requests",

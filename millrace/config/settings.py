@@ -151,8 +151,6 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         "policy.optimizer.eight_bit": config.policy.optimizer.eight_bit,
     }
     found += idle_mesh(config.mesh, precision=config.precision, used=used)
-    if config.deterministic and config.engine.name == "reference":
-        found.append("deterministic needs engine.name paged; remove one of them")
     if config.steps == 0:
         # All that belongs to reinforcement waits, so that steps=0 over any recipe is its warm-up alone.
         return [*found, *([] if config.warmup else [NOTHING_TRAINED])]
@@ -229,8 +227,6 @@ def _idle_ahead(config: RunConfig) -> Iterator[str]:
     if not (ahead or processes):
         return
     why = "flow.staleness above 0" if ahead else f"engine.processes {processes}"
-    if config.engine.name == "reference":
-        yield f"{why} needs engine.name paged; remove one of them"
     if config.engine.take_turns:
         yield f"engine.take_turns does not go with {why}, where nobody takes turns; remove one of them"
 

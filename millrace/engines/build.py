@@ -17,7 +17,6 @@ from millrace.config.engine import EngineConfig
 from millrace.data.tokenizers import load_tokenizer
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
-from millrace.inference.reference import ReferenceEngine
 from millrace.inference.trial import check_engine
 from millrace.models.decoding import prepare
 from millrace.models.facts import facts_of
@@ -40,7 +39,7 @@ def engine_over(
     *,
     longest: int,
     record_experts: bool = False,
-) -> PagedEngine | ReferenceEngine:
+) -> PagedEngine:
     """A sampler over a model from `models.load`, which it owns from now on.
 
     Args:
@@ -62,14 +61,6 @@ def engine_over(
         )
     prepare(model)
     tokens = cache_tokens(options, model, longest)
-    if options.name == "reference":
-        return ReferenceEngine(
-            model,
-            decode,
-            max_cache_tokens=tokens,
-            max_prefill_tokens=options.tokens_per_step,
-            record_experts=record_experts,
-        )
     check_engine(model)
     return PagedEngine(
         model,
@@ -103,12 +94,7 @@ def save_engine(
         longest: tokens of the longest sequence.
         deterministic: whether a row's bits must not depend on its batch.
         record_experts: as `engine_over` takes it.
-
-    Raises:
-        SetupError: the reference engine draws in the trainer's process alone.
     """
-    if options.name != "paged":
-        raise SetupError(f"engine.name {options.name} cannot draw in a process of its own; make it paged")
     settings = {
         "options": options.model_dump(),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -133,15 +119,13 @@ def open_engine(folder: Path) -> PagedEngine:
     if settings["deterministic"]:
         set_deterministic(model)
     options = EngineConfig(**settings["options"])
-    engine = engine_over(
+    return engine_over(
         options,
         model,
         load_tokenizer(folder),
         longest=settings["longest"],
         record_experts=settings["record_experts"],
     )
-    assert isinstance(engine, PagedEngine)
-    return engine
 
 
 def cache_tokens(config: EngineConfig, model: Model, longest: int) -> int:

@@ -3,7 +3,7 @@
 The model is called with `use_cache=False` and one extra keyword, `context`, which transformers passes through
 to every layer untouched. It says what this forward is: a packed row of segments (training, scoring, prefill),
 the same with its tokens spread over ranks, new tokens of any number of rows over a paged pool (the paged
-engine), or one new token per row over a dense cache (the reference engine). Nothing is hidden in module
+engine), or one new token per row over a dense cache (`tests/twins/reference.py`). Nothing is hidden in module
 state.
 """
 

@@ -24,7 +24,6 @@ from millrace.engines.subprocesses import ProcessRuntime
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
-from millrace.inference.reference import ReferenceEngine
 from millrace.models.adapters import merged, trained_weights
 from millrace.models.fused import set_deterministic
 from millrace.models.load import (
@@ -156,8 +155,7 @@ def _sampling(
             engine = FirstEngine(runtime, ranks)
             transport = runtime or Onlooker(newest.canary)
         else:
-            own = build_engine(config, sampled, tokenizer)
-            sleeper = own if isinstance(own, PagedEngine) else None
+            own = sleeper = build_engine(config, sampled, tokenizer)
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
             transport = LocalTransport(own.load_weights, own.fingerprint, own.logprobs_of, newest.canary)
         if ranks.size > 1:
@@ -273,7 +271,7 @@ def _whole(config: RunConfig, tokenizer: Tokenizer, folder: str | Path | None) -
     return fresh_model(fresh, seed=config.seed, dtype=dtype)
 
 
-def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> PagedEngine | ReferenceEngine:
+def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> PagedEngine:
     """A sampler over a model from `models.load`, which it owns from now on."""
     return engine_over(
         config.engine,

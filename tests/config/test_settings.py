@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from millrace.config.engine import EngineConfig
 from millrace.config.recipe import validate
 from millrace.config.settings import ineffective_settings
 from tests.config.trees import BASE, data, kl, message_of, task
@@ -65,24 +67,8 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "a reward of kind task needs data.train to be a reasoning-gym: task; choose another reward",
     ),
     (
-        {"engine": {"name": "reference", "max_requests": 4}},
-        "engine.max_requests has no effect with engine.name reference; remove it",
-    ),
-    (
-        {"engine": {"name": "reference", "block_size": 16}},
-        "engine.block_size has no effect with engine.name reference; remove it",
-    ),
-    (
-        {"engine": {"name": "reference", "take_turns": True}},
-        "engine.take_turns has no effect with engine.name reference; remove it",
-    ),
-    (
         {"engine": {"cache_tokens": 15}},
         "engine.cache_tokens 15 is less than one block of engine.block_size 16; raise it",
-    ),
-    (
-        {"engine": {"name": "reference"}, "deterministic": True},
-        "deterministic needs engine.name paged; remove one of them",
     ),
     (
         {"steps": 0},
@@ -185,14 +171,6 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     (
         {"flow": {"staleness": 1}, "engine": {"processes": 0}},
         "flow.staleness above 0 needs engines in processes of their own; remove engine.processes 0",
-    ),
-    (
-        {"flow": {"staleness": 1}, "engine": {"name": "reference"}},
-        "flow.staleness above 0 needs engine.name paged; remove one of them",
-    ),
-    (
-        {"engine": {"processes": 2, "name": "reference"}},
-        "engine.processes 2 needs engine.name paged; remove one of them",
     ),
     (
         {"engine": {"processes": 2, "delta": True}},
@@ -335,3 +313,9 @@ def test_a_setting_that_can_have_no_effect_is_refused(tree: dict[str, Any], sent
 )
 def test_settings_with_an_effect_are_accepted(tree: dict[str, Any]) -> None:
     assert ineffective_settings(validate({**BASE, **tree}, "mine")) == []
+
+
+def test_a_run_folder_that_names_the_paged_engine_is_still_read():
+    assert EngineConfig.model_validate({"name": "paged", "block_size": 4}) == EngineConfig(block_size=4)
+    with pytest.raises(ValidationError, match="name"):
+        EngineConfig.model_validate({"name": "reference"})

@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
         "policy.proximal": "recompute",
         "policy.optimizer_steps_per_batch": 2,
         "policy.kl": {"coefficient": 0.1},
-        "engine.name": "reference",
     },
     "loss": {"policy.router_aux_coefficient": 0.01},
     "bias": {"policy.router_bias_step": 0.01, "policy.router_replay": True},

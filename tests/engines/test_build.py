@@ -14,7 +14,6 @@ from millrace.engines import build
 from millrace.engines.build import engine_over, open_engine, save_engine
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
-from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.types import SamplingParams
 from tests.models.tiny import SIZES, tiny_model
@@ -50,17 +49,6 @@ def test_an_engine_of_a_folder_draws_the_same_bits(
         assert all((one.logprobs == other.logprobs).all() for one, other in zip(ours, theirs, strict=True))
         assert engine._scheduler.blocks.num_blocks == twin._scheduler.blocks.num_blocks == 64
     assert engine.version == 3
-
-
-def test_the_recipe_says_which_engine_it_is() -> None:
-    options = EngineConfig(name="reference", cache_tokens=512)
-    assert isinstance(engine_over(options, policy(), TOKENIZER, longest=64), ReferenceEngine)
-
-
-def test_the_reference_engine_has_no_process(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="^engine.name reference cannot draw in a process of its own"):
-        save_engine(EngineConfig(name="reference"), policy(), TOKENIZER, tmp_path, longest=64)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_graphs_need_a_cuda_device(tmp_path: Path) -> None:

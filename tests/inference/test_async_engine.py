@@ -9,11 +9,11 @@ import pytest
 
 from millrace.inference.async_engine import AsyncEngine, EngineClosed, EngineFull, Stream
 from millrace.inference.engine import PagedEngine
-from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import Model
 from millrace.types import SamplingParams
 from tests.inference.fresh import decode, paged, random_requests, same
 from tests.models.tiny import tiny_model
+from tests.twins.reference import ReferenceEngine
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 LONG = replace(GREEDY, max_tokens=100)

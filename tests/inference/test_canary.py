@@ -7,7 +7,6 @@ import torch
 
 from millrace.data.packing import pack_demonstrations
 from millrace.inference.canary import sampler_logprobs
-from millrace.inference.reference import ReferenceEngine
 from millrace.models.decoding import prepare
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_logprobs
@@ -15,6 +14,7 @@ from millrace.types import SamplingParams
 from tests.close import close_fp32
 from tests.inference.fresh import paged
 from tests.models.tiny import SHAPES, tiny_model
+from tests.twins.reference import ReferenceEngine
 
 TOKENS = tuple(range(3, 40, 2))
 

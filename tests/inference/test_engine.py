@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from millrace.inference.engine import PagedEngine, RequestFailed
-from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import Model
 from millrace.types import Completion, SamplingParams
 from tests.close import close_fp32
 from tests.inference.fresh import decode, paged, random_prompts, random_requests, same
 from tests.models.tiny import VOCABULARY, tiny_model
+from tests.twins.reference import ReferenceEngine
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 DRAW = SamplingParams(max_tokens=12, seed=4)

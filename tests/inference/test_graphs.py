@@ -8,11 +8,11 @@ from torch import Tensor
 
 from millrace.inference.engine import PagedEngine
 from millrace.inference.graphs import DecodeGraphs, bucket
-from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import Model
 from tests.inference.fresh import decode, paged, random_requests, same
 from tests.models.mixtures import mixture
 from tests.models.tiny import tiny_model
+from tests.twins.reference import ReferenceEngine
 
 
 def replayed(model: Model, recorded: list[int], **more: Any) -> PagedEngine:

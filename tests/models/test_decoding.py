@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from millrace.inference.reference import ReferenceEngine
 from millrace.kernels.decode import Layers
 from millrace.kernels.product_cpu import product
 from millrace.models.decoding import prepare
@@ -20,6 +19,7 @@ from millrace.types import SamplingParams
 from tests.close import close_fp32
 from tests.inference.fresh import decode, paged, random_requests, same
 from tests.models.tiny import SHAPES, VOCABULARY, tiny_model
+from tests.twins.reference import ReferenceEngine
 
 # Of whose layers the order of things is known.
 KNOWN = {"llama", "qwen2", "qwen3", "mistral"}

@@ -13,8 +13,6 @@ import torch
 from millrace.config.rewards import FunctionReward
 from millrace.data.rows import DataError
 from millrace.errors import SetupError
-from millrace.inference.engine import PagedEngine
-from millrace.inference.reference import ReferenceEngine
 from millrace.models.heads import save_scalar_model
 from millrace.models.load import ModelError
 from millrace.rewards.errors import RewardError
@@ -61,11 +59,6 @@ def test_one_seed_gives_one_start_and_another_seed_another(tmp_path):
     assert (weights_0, held_0) == (again, held_again)
     assert weights_0 != weights_1
     assert held_0 != held_1
-
-
-@pytest.mark.parametrize(("name", "kind"), [("paged", PagedEngine), ("reference", ReferenceEngine)])
-def test_the_recipe_says_which_engine_draws(tmp_path, name, kind):
-    assert type(build(tiny_recipe(tmp_path, {"engine": {"name": name}}), None).engine) is kind
 
 
 def test_a_deterministic_run_has_one_arithmetic_on_both_sides(tmp_path):

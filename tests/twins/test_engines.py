@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.inference.reference import ReferenceEngine
 from tests.close import close_fp32
 from tests.inference.fresh import decode, paged, random_requests, same
 from tests.models.families import bold_family
 from tests.models.tiny import SHAPES, tiny_model
+from tests.twins.reference import ReferenceEngine
 
 # Values narrower than keys; two calls of attention in a layer; keys of other layers; chunks and positions.
 FURTHER = ("minicpm3", "diffllama", "gemma3n_text", "llama4_text")

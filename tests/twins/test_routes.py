@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from millrace.inference.engine import PagedEngine
-from millrace.inference.reference import ReferenceEngine
 from millrace.kernels.packed_attention import Segments
 from millrace.models.attention import Packed
 from millrace.models.load import Model
@@ -21,6 +20,7 @@ from millrace.types import Completion, SamplingParams
 from tests.inference.fresh import decode, paged, random_requests
 from tests.models.mixtures import MIXTURES, NUM_CHOICES, mixture
 from tests.models.tiny import tiny_model
+from tests.twins.reference import ReferenceEngine
 
 SIZES: dict[str, dict[str, Any]] = {
     "roomy": {},

@@ -12,7 +12,6 @@ from millrace.algorithms.weights import token_mean
 from millrace.config.methods import PpoClipLoss
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
-from millrace.inference.reference import ReferenceEngine
 from millrace.training.method import build_loss
 from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
@@ -21,6 +20,7 @@ from millrace.types import Outcome, SamplingParams, Trajectory, Turn
 from tests.close import close_fp32
 from tests.data.pieces import words
 from tests.models.tiny import VOCABULARY, tiny_model
+from tests.twins.reference import ReferenceEngine
 
 TEMPERATURE = 0.8
 TRUNCATIONS = {

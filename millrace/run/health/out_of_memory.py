@@ -122,7 +122,7 @@ def _named(owners: Sequence[Owner], device: str) -> Iterator[tuple[str, int]]:
 
 def _advice(phase: str, config: RunConfig) -> str:
     """What to change, the likeliest first, with what it is now."""
-    engine, mesh, paged = config.engine, config.mesh, config.engine.name == "paged"
+    engine, mesh = config.engine, config.mesh
     lower = {}
     if phase == "train":
         lower["policy.tokens_per_micro_batch"] = config.policy.tokens_per_micro_batch
@@ -132,11 +132,10 @@ def _advice(phase: str, config: RunConfig) -> str:
         ways, lower["engine.cache_tokens"] = [], engine.cache_tokens
     if phase in ("sample", "evaluate"):
         lower["engine.tokens_per_step"] = engine.tokens_per_step
-        if paged:
-            lower["engine.max_requests"] = engine.max_requests
+        lower["engine.max_requests"] = engine.max_requests
     if lower:
         ways.insert(0, "lower " + ", ".join(f"{key} ({value})" for key, value in lower.items()))
-    if paged and not (engine.take_turns or engine.processes or config.flow.staleness):
+    if not (engine.take_turns or engine.processes or config.flow.staleness):
         ways.append("set engine.take_turns")
     if phase == "train" and mesh.num_ranks > 1 and mesh.checkpointing != "full":
         ways.append("set mesh.checkpointing: full")

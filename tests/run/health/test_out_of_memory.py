@@ -98,8 +98,9 @@ def test_what_to_change_depends_on_the_phase_and_on_what_is_set_already():
         "lower engine.cache_tokens (64), engine.tokens_per_step (8192), engine.max_requests (5); "
         "set engine.take_turns; or raise mesh.dp_shard (1)"
     )
-    assert told("evaluate", engine={"name": "reference"}) == (
-        "lower engine.tokens_per_step (8192); set engine.cache_tokens; or raise mesh.dp_shard (1)"
+    assert told("evaluate", engine={"take_turns": True}) == (
+        "lower engine.tokens_per_step (8192), engine.max_requests (1024); set engine.cache_tokens; "
+        "or raise mesh.dp_shard (1)"
     )
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from millrace.data.packing import pack
-from millrace.inference.reference import ReferenceEngine
 from millrace.models.load import Model, save_model
 from millrace.models.logprobs import chosen_logprobs
 from millrace.types import Completion, Outcome, SamplingParams, Trajectory, Turn
 from tests.close import close_fp32
 from tests.models.tiny import SHAPES, VOCABULARY, tiny_model
+from tests.twins.reference import ReferenceEngine
 
 
 def decode(tokens: Sequence[int]) -> str:

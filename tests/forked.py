@@ -29,8 +29,8 @@ from millrace.cli.main import main
 from millrace.engines import handle as child
 from millrace.engines import worker as engine_process
 from millrace.launchers import local
-from tests.house.source import ROOT
 
+ROOT = Path(__file__).parents[1]
 PRELOADED = ["tests.preloaded"]
 COMMAND = ("-m", "millrace.cli.main")
 ENGINE = "engine"

@@ -6,11 +6,13 @@ import platform
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.observability.files import checked
-from millrace.run.components import Parts
 from millrace.version import __version__
+
+if TYPE_CHECKING:
+    from millrace.run.components import Parts
 
 Stage = Literal["warmup", "reinforcement"]
 

@@ -32,7 +32,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import textwrap
 import time
 import traceback
 from collections import deque
@@ -55,7 +54,7 @@ NOT_ARITHMETIC = ("millrace/kernels/warm.py",)
 ALLOWED = "tests/mutants_allowed.txt"
 # Without a branch of its own, a change is what was committed within so many seconds before the last commit.
 CHANGE_S = 4 * 3600
-HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@")
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 NOT_RUN = (3, 4, 5)  # pytest's words for an internal error, a wrong command line, and no tests
 PRELOADED = ("numpy", "torch", "torch.testing", "hypothesis", "pytest")
 
@@ -190,27 +189,16 @@ def changed_functions(root: Path, file: str, base: str) -> set[str]:
     """The functions of a file, as mutants name them, that differ from a commit.
 
     A changed statement outside of functions counts for "module". What only moved, from whichever file of the
-    package, has not changed.
+    package, has not changed; neither has a function with other comments or another docstring.
     """
-    done = subprocess.run(
-        ["git", "diff", "-U0", base, "--", file], cwd=root, capture_output=True, text=True, check=True
-    )
-    lines: set[int] = set()
-    for line in done.stdout.splitlines():
-        if found := HUNK.match(line):
-            start, count = int(found[1]), int(found[2] or 1)
-            lines.update(range(start, start + max(count, 1)))
-    text = (root / file).read_text(encoding="utf-8")
-    known = _texts_at(root, base) if lines else frozenset[str]()
-    spans = list(_pieces(ast.parse(text)))
-    around = [[span for span in spans if span[0] <= line <= span[1]] for line in lines]
-    innermost = {max(found) for found in around if found}
-    return {name for first, last, name in innermost if _text_of(text, first, last) not in known}
+    known = _meanings_at(root, base)
+    tree = ast.parse((root / file).read_text(encoding="utf-8"))
+    return {name for name, meaning in _meanings(tree) if meaning not in known}
 
 
 @cache
-def _texts_at(root: Path, commit: str) -> frozenset[str]:
-    """Every function, class and statement outside of them of the package at a commit."""
+def _meanings_at(root: Path, commit: str) -> frozenset[str]:
+    """What every function, class and statement outside of them of the package means at a commit."""
     done = subprocess.run(
         ["git", "archive", commit, "--", "millrace"], cwd=root, capture_output=True, check=True
     )
@@ -218,31 +206,30 @@ def _texts_at(root: Path, commit: str) -> frozenset[str]:
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive:
             if member.name.endswith(".py") and (file := archive.extractfile(member)) is not None:
-                text = file.read().decode("utf-8")
-                found |= {_text_of(text, first, last) for first, last, _ in _pieces(ast.parse(text))}
+                found |= {meaning for _, meaning in _meanings(ast.parse(file.read().decode("utf-8")))}
     return frozenset(found)
 
 
-def _text_of(text: str, first: int, last: int) -> str:
-    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : last]))
+def _meanings(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Name and meaning of every function and class, each without those inside it, and of other statements."""
+    for name, node in [*_definitions(tree, ""), ("module", tree)]:
+        statements = node.body[ast.get_docstring(node) is not None :]
+        inner = [ast.dump(child) for child in statements if not isinstance(child, Definition)]
+        if isinstance(node, ast.Module):
+            yield from ((name, statement) for statement in inner)
+        else:
+            shell = {key: value for key, value in ast.iter_fields(node) if key != "body"}
+            yield name, "\n".join([ast.dump(type(node)(**shell, body=[])), *inner])
 
 
-def _pieces(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
-    """First line, last line and name of every function and class, and of the statements outside of them."""
-    yield from _spans(tree, "")
-    for node in tree.body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.lineno, node.end_lineno or node.lineno, "module"
-
-
-def _spans(node: ast.AST, outer: str) -> Iterator[tuple[int, int, str]]:
-    """First line, last line and full name of every function and class; the innermost one starts last."""
+def _definitions(node: ast.AST, outer: str) -> Iterator[tuple[str, Definition]]:
+    """Full name and node of every function and class."""
     for child in ast.iter_child_nodes(node):
         name = outer
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(child, Definition):
             name = f"{outer}.{child.name}" if outer else child.name
-            yield child.lineno, child.end_lineno or child.lineno, name
-        yield from _spans(child, name)
+            yield name, child
+        yield from _definitions(child, name)
 
 
 def targets(root: Path, pattern: str) -> list[str]:

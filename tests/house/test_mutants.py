@@ -215,6 +215,10 @@ def test_what_only_moved_has_not_changed(script, toy):
     (toy / here).rename(toy / there)
     git("add", ".")
     assert script.changed_functions(toy, there, "HEAD") == set()
+    (toy / there).write_text(
+        TOY.replace(":\n    if", ':\n    """Within bounds."""\n    # None is none.\n    if', 1)
+    )
+    assert script.changed_functions(toy, there, "HEAD") == set()
     (toy / there).write_text(TOY.replace("min(max(", "max(max(") + "\n\ndef g(x):\n    return x + 1\n")
     assert script.changed_functions(toy, there, "HEAD") == {"clip", "g"}
     (toy / there).write_text("LIMIT = 3\n" + TOY)

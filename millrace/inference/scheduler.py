@@ -29,30 +29,6 @@ from millrace.inference.request import FinishReason, Request, RequestTable
 from millrace.types import SamplingParams
 
 
-def _check_row(
-    table: RequestTable, blocks: BlockManager, cache: PrefixCache, row: int, *, waits: bool
-) -> None:
-    request = table.requests[row]
-    assert request is not None and request.row == row, f"row {row} and its request do not name each other"
-    assert request.finish_reason is None, f"row {row} is held by a request that has ended"
-    size, held = blocks.block_size, table.blocks(row)
-    computed, known = int(table.num_computed_R[row]), int(table.num_tokens_R[row])
-    assert computed < known < table.limit_R[row], (
-        f"row {row} has {computed} tokens computed of {known} known and {table.limit_R[row]} at most"
-    )
-    if waits:
-        assert not held and not computed, f"row {row} waits for its leader, but it holds {len(held)} blocks"
-        return
-    assert computed <= len(held) * size, f"row {row} has {computed} tokens computed in {len(held)} blocks"
-    assert len(held) <= -(-known // size), f"row {row} holds {len(held)} blocks for {known} tokens"
-    assert table.num_hashed_R[row] * size <= computed, f"row {row} has registered what is not computed"
-    for block in held[computed // size :]:
-        assert block not in cache, f"block {block} is cached, and row {row} will write to it"
-        assert blocks.num_references(block) == 1 or table.forked_R[row], (
-            f"block {block} is shared, and row {row} will write to it"
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Family:
     """Requests of one prompt that is being computed: the prompt, and their rows, leader first."""

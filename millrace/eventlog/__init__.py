@@ -1,1 +1,1 @@
-"""What happened in a run, and whether it can have happened."""
+"""The event log of a run, and its verification."""

@@ -1,9 +1,9 @@
-"""How `events.log` keeps events: blocks of them in columns, compressed, each with a checksum. No torch.
+"""The file format of `events.log`: compressed columnar blocks of events with checksums. No torch.
 
 The file begins with `HEADER`. A block is `MARK`, then the length and the CRC-32 of its payload (four bytes
 each, little endian), then the payload: JSON, compressed by zlib. A block that a killed process left half
-written is no block. Events of one kind and the same facts are one table, and what grows slowly is kept as
-differences, so that ten thousand tokens' worth of events take a few hundred bytes.
+written does not count. Events with the same kind and fields form one table, and slowly growing columns are
+delta-encoded, so that the events of ten thousand tokens take a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from millrace.observability.files import RESTORE, FileError, parse_json, read_by
 
 VERSION = 2
 HEADER = b"millrace event log 2\n"
-# JSON lines, as version 1 of the log was kept.
+# The file name of version 1 of the log: JSON lines.
 OLD_NAME = "events.jsonl"
 MARK = b"\xf5MEV"
-# Of mark, length and checksum.
+# Bytes of mark, length and checksum.
 _HEAD = 12
-# A block has a few thousand events; one that would become larger is damaged.
+# A block has a few thousand events; a larger one is damaged.
 MAX_BLOCK_BYTES = 1 << 30
-# A whole number inside of text, written as Python writes it.
+# An integer inside text, in Python's notation.
 _NUMBER = re.compile(r"((?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9]))")
 _MICRO = 1_000_000
 _ANY = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError)
@@ -40,12 +40,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A place in a file of events.
+    """A block of an event log file.
 
     Attributes:
         number: of the block, from 1.
-        events: in order; None where it is damaged.
-        cut: whether it goes beyond the end of the file, as where its writer was killed.
+        events: in order; None if the block is damaged.
+        cut: whether it is truncated by the end of the file, because its writer was killed.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Block:
 
 
 def encode(events: Sequence[Event]) -> bytes:
-    """A block of events: dictionaries that JSON can hold, with keys that are text."""
+    """Encode events as a block; an event is a JSON object."""
     tables: dict[tuple[str, ...], list[Event]] = {}
     order: list[list[int]] = []
     numbers: dict[tuple[str, ...], int] = {}
@@ -72,10 +72,10 @@ def encode(events: Sequence[Event]) -> bytes:
 
 
 def decode(payload: bytes) -> list[Event]:
-    """The events of a block's payload.
+    """Decode the events of a block's payload.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the payload is invalid.
     """
     try:
         unpacker = zlib.decompressobj()
@@ -90,7 +90,7 @@ def decode(payload: bytes) -> list[Event]:
 
 
 def blocks(content: bytes) -> Iterator[Block]:
-    """The blocks of a file after its header; what is none is a damaged one, up to where the next begins."""
+    """Yield the blocks after the header; invalid bytes up to the next block count as a damaged block."""
     at, number = len(HEADER), 0
     while at < len(content):
         end, number = _end(content, at), number + 1
@@ -106,7 +106,7 @@ def blocks(content: bytes) -> Iterator[Block]:
 
 
 def whole_bytes(content: bytes) -> int:
-    """Bytes up to the end of the last whole block: what comes after was cut by a kill."""
+    """Return the offset of the end of the last whole block; later bytes were truncated by a kill."""
     last = at = len(HEADER) if content.startswith(HEADER) else 0
     while at < len(content):
         end = _end(content, at)
@@ -118,10 +118,10 @@ def whole_bytes(content: bytes) -> int:
 
 
 def check_header(path: Path, content: bytes) -> None:
-    """Refuse a file that another version of millrace wrote, or that does not begin as a log.
+    """Reject a file of another format version, or without the header of an event log.
 
     Raises:
-        FileError: naming the version.
+        FileError: it is one; the message has the version.
     """
     if HEADER.startswith(content[: len(HEADER)]):
         return
@@ -132,10 +132,10 @@ def check_header(path: Path, content: bytes) -> None:
 
 
 def check_old(path: Path) -> None:
-    """Refuse a run whose log has the name that it had in version 1.
+    """Reject a run whose log has the file name of version 1.
 
     Raises:
-        FileError: it has.
+        FileError: it has that name.
     """
     old = path.with_name(OLD_NAME)
     if not path.exists() and old.is_file() and old.stat().st_size:
@@ -148,15 +148,15 @@ def read_log(
     *,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[Event]:
-    """The events of a log, without a last block that is still being written, or was cut by a kill.
+    """Yield the events of a log, without a truncated last block.
 
     Args:
         path: of the log.
-        check: what is wrong with an event, or None.
-        tell: is told at the end of what is damaged and left out; without it, that is an error.
+        check: returns the defect of an event, or None.
+        tell: callback for a message about damaged parts, which are skipped; without it they are an error.
 
     Raises:
-        FileError: it cannot be read, or is of another version; or a part is damaged, and there is no `tell`.
+        FileError: the file is unreadable or of another version, or a part is damaged and `tell` is None.
     """
     check_old(path)
     content = read_bytes(path)
@@ -197,7 +197,7 @@ def _is_cut(rest: bytes) -> bool:
 
 
 def _end(content: bytes, at: int) -> int | None:
-    """Where the block that begins there ends; None where none does, or its checksum is wrong."""
+    """Return the end offset of the block at `at`; None if there is none or its checksum is wrong."""
     if content[at : at + 4] != MARK or at + _HEAD > len(content):
         return None
     length, checksum = (int.from_bytes(content[at + i : at + i + 4], "little") for i in (4, 8))
@@ -208,7 +208,7 @@ def _end(content: bytes, at: int) -> int | None:
 
 
 def _next_whole(content: bytes, at: int) -> int:
-    """Where the next whole block begins; the end of the file where none does."""
+    """Return the offset of the next whole block, else the end of the file."""
     while (at := content.find(MARK, at)) >= 0:
         if _end(content, at) is not None:
             return at
@@ -221,7 +221,7 @@ def _rows(names: list[str], columns: list[list[Any]]) -> Iterator[Event]:
 
 
 def _pack(column: list[Any], name: str = "") -> list[Any]:
-    """A column of values as JSON: a letter of how, and what `_unpack` needs."""
+    """Encode a column of values as JSON: a letter for the encoding, and its data for `_unpack`."""
     kinds = set(map(type, column))
     if kinds in ({int}, {str}) and column.count(column[0]) == len(column):
         return ["s", len(column), column[0]]
@@ -259,7 +259,7 @@ def _unpack(packed: list[Any]) -> list[Any]:
 
 
 def _pack_texts(column: list[str]) -> list[Any]:
-    r"""Texts as what they share and the numbers in them: `drawn 3.0.24` is `drawn \0.\0.\0` and 3, 0, 24."""
+    r"""Encode texts as templates and their integers: `drawn 3.0.24` is `drawn \0.\0.\0` and 3, 0, 24."""
     if any("\0" in text for text in column):
         return ["j", column]
     known: dict[str, int] = {}
@@ -290,7 +290,7 @@ def _texts(parts: list[str], columns: list[list[int]]) -> Iterator[str]:
 
 
 def _steps(values: list[int]) -> list[int]:
-    """Each value less the one before it."""
+    """Delta-encode: each value minus the one before it."""
     return list(map(sub, values, [0, *values[:-1]]))
 
 

@@ -1,34 +1,34 @@
 """The event log of a run: one event for each decision, with its cause.
 
-| kind | facts |
+| kind | fields |
 |---|---|
-| begin | `rules` of the flow, `num_batches`; the first line |
-| threads | `ranks`: with how many each rank computes, in this process of its |
-| start | `number`, `prompt`, `published`: publishes so far |
-| dispatch | `number`, `samples` whose turn `turn` the `engine` is to draw |
-| part | `number`, `sample`, `turn`, `engine`: what it drew of it, which goes on from there or elsewhere |
-| arrive | `number`, `sample`, `turn`, `engine`, `oldest`, `newest`: publishes before these tokens |
+| begin | `rules` (staleness policy), `num_batches`; the first event |
+| threads | `ranks`: number of compute threads of each rank in the current process |
+| start | `number`, `prompt`, `published`: policy version in force |
+| dispatch | `number`, `samples`, `turn`, `engine`: this turn of the samples is submitted to the engine |
+| part | `number`, `sample`, `turn`, `engine`: partial output; generation continues on any engine |
+| arrive | `number`, `sample`, `turn`, `engine`, `oldest`, `newest`: policy versions of its tokens |
 | judge | `call` of the reward, `numbers` of the groups |
-| finish | `number`, `births`: `oldest` of each sample from the first on, `equal`: whether its rewards are |
+| finish | `number`, `births`: `oldest` of each sample in order, `equal`: whether its rewards are equal |
 | drop | `number`, `reason`; its prompt starts again, before new ones |
-| take | `batch`, `numbers`, `staleness` of each, `left_out`, `withheld`: as `staleness.Taken` has them |
-| publish | `version`: publishes with this one |
-| load | `engine`, `version`: publishes whose weights it draws with from here on; at first those it has |
+| take | `batch`, `numbers`, `staleness` of each, `left_out`, `withheld`: as in `staleness.Taken` |
+| publish | `version`: policy version that is in force from here on |
+| load | `engine`, `version`: policy version that it samples with from here on, starting with its first |
 | lost | `engine`, `reason` |
 | joined | `engine` |
-| want | `engines` from here on, `leaving`: they get no draw any more, `reason` where more were asked for |
-| ignore | `reason`: what came too late, or twice |
-| hold | engines hand over what they have drawn |
-| keep | `number`; after a resume, `turns` and `tokens` of the turn begun that each sample has already |
+| want | `engines`: target number from here on, `leaving`: draining engines, `reason` if more were requested |
+| ignore | `reason`: a late or duplicate event |
+| hold | in-flight requests are aborted for their partial output |
+| keep | `number`; after a resume, `turns` and `tokens` of the unfinished turn that each sample has already |
 | resume | `numbers` of the groups that are neither trained on nor dropped, `taken` batches, `num_batches` |
 | save | `name` of the checkpoint |
-| heard | `events` that were taken in together, as `rollout.backend.named` names them |
+| heard | `events` that were handled together, as `rollout.backend.named` names them |
 | send | `version`: the trainer's weights are sent |
-| took | `engine`, `orders`: their letters, by the turn before which it took them up |
-| asked | `engine`, `draws` whose caller waits, such as an evaluation's |
+| took | `engine`, `orders`: letters of its commands, with the engine step before which each was started |
+| asked | `engine`, `draws`: blocking requests, such as those of an evaluation |
 
-A `Flow` notes start, finish, drop, take, publish and resume itself; who drives it notes the others. Threads
-and the last four are for `replayed`. More facts may stand beside these.
+A `Flow` logs start, finish, drop, take, publish and resume itself; its caller logs the others. Threads and
+the last four are for `replayed`. Events may have further fields.
 """
 
 from __future__ import annotations
@@ -50,24 +50,23 @@ from millrace.eventlog.file import (
 from millrace.eventlog.verify import FACTS, LogError, read, wrong_fact
 from millrace.observability.files import FileError, finite, read_json_lines, shown
 
-# A block is written at the latest after so many events.
+# A block is written after at most so many events.
 MAX_PENDING = 20_000
 _SCALARS = frozenset((int, str, float, bool, type(None)))
 
 
 class EventLog:
-    """`events.log`: events are kept back, and handed to the operating system at each take and save.
+    """Writer of `events.log`: events are buffered, and written to the file at each take and save.
 
-    A killed process loses those since then, which belong to no checkpoint. `rewind` it to the `position` that
-    the checkpoint was saved with. A block that a killed process left half written is cut off when the file is
-    opened.
+    A killed process loses the buffered events, which belong to no checkpoint. To resume, `rewind` to the
+    `position` saved in the checkpoint. Opening the file truncates a half-written last block.
 
     Args:
-        path: the file; made if missing, continued if there.
+        path: the file; created if missing, else continued.
         clock: seconds, for `time_s` of each event.
 
     Raises:
-        FileError: the file is of another version of millrace, or no event log.
+        FileError: the file is of another version of millrace, or is not an event log.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
@@ -88,21 +87,21 @@ class EventLog:
 
     @property
     def replays(self) -> bool:
-        """Whether it holds what is to happen; then no clock decides anything."""
+        """Whether this is a replay, in which the recorded log replaces the clock."""
         return False
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is to happen any more of what it holds."""
+        """Whether a replay has reached the end of its recorded log."""
         return False
 
     def reached(self, kind: str) -> bool:
-        """Whether the trainer may do what this kind says; a replay waits until the run did."""
+        """Return whether the trainer may take the action of this event kind; a replay waits for its turn."""
         return True
 
     @property
     def position(self) -> int:
-        """Bytes in the file, with all events so far: where to `rewind` to when a run resumes from now."""
+        """Size of the file in bytes with all events so far: the argument of a later `rewind`."""
         self._write()
         return self._file.tell()
 
@@ -110,7 +109,7 @@ class EventLog:
         """Append one event.
 
         Raises:
-            ValueError: the kind is unknown, or a fact is missing.
+            ValueError: the kind is unknown, or a field is missing.
         """
         needed = FACTS.get(kind)
         if needed is None or not needed.keys() <= facts.keys():
@@ -124,7 +123,7 @@ class EventLog:
             self._write()
 
     def _write(self) -> None:
-        """Hand all events to the operating system as one block."""
+        """Write all buffered events as one block, and flush."""
         if not self._pending:
             return
         block = encode(self._pending)
@@ -133,10 +132,10 @@ class EventLog:
         self._file.flush()
 
     def rewind(self, position: int) -> None:
-        """Forget every event after the first `position` bytes.
+        """Delete every event after the first `position` bytes.
 
         Raises:
-            FileError: the file is shorter than that, or no block of events ends there.
+            FileError: the file is shorter than that, or no block ends there.
         """
         self._pending = []
         self._file.seek(0)
@@ -155,7 +154,7 @@ class EventLog:
         self._file.seek(0, 2)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What the file holds, one event at a time.
+        """Yield the events of the file.
 
         Raises:
             LogError: a part of it is damaged.
@@ -169,7 +168,7 @@ class EventLog:
             yield from block.events
 
     def close(self) -> None:
-        """Write what is kept back, and close the file."""
+        """Write the buffered events, and close the file."""
         try:
             self._write()
         finally:
@@ -177,40 +176,40 @@ class EventLog:
 
 
 def _as_now(value: Any) -> Any:
-    """What JSON makes of a value, whatever becomes of it later."""
+    """Return a JSON copy of a value, which later mutations do not affect."""
     if isinstance(value, list | tuple) and _SCALARS.issuperset(map(type, value)):
         return list(value)
     return json.loads(json.dumps(value, allow_nan=False))
 
 
 def read_events(path: Path, tell: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """The events of a log that is only to be looked at; one that goes on from it takes `EventLog.events`.
+    """Read the events of a log without opening it for writing; to continue a log, use `EventLog.events`.
 
     Args:
         path: of the log.
-        tell: is told of damaged parts, which are left out.
+        tell: callback for a message about damaged parts, which are skipped.
 
     Raises:
-        FileError: it cannot be read, or is of another version; or a part is damaged, and there is no `tell`.
+        FileError: the file is unreadable or of another version, or a part is damaged and `tell` is None.
     """
     return list(read_log(path, _unseen, tell=tell))
 
 
 def read_spans(path: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """What a rank did and when, as `spans.jsonl` keeps it: `name`, `begin_s` and `seconds`.
+    """Read the timed spans of a rank from `spans.jsonl`: `name`, `begin_s` and `seconds`.
 
     Args:
         path: of the file.
-        tell: is told of damaged lines, which are left out.
+        tell: callback for a message about damaged lines, which are skipped.
 
     Raises:
-        FileError: it cannot be read.
+        FileError: the file is unreadable.
     """
     return read_json_lines(path, _wrong_span, tell=tell)
 
 
 def _unseen(event: Mapping[str, Any]) -> str | None:
-    """What is wrong with an event; one without a time cannot be shown."""
+    """Return the defect of an event, or None; an event without a time cannot be displayed."""
     return wrong_fact(event) or (None if "time_s" in event else "it has no time_s")
 
 
@@ -221,26 +220,26 @@ def _wrong_span(span: Mapping[str, Any]) -> str | None:
 
 
 def check_log(events: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Prove from its log alone that a run lost no group, trained none twice and kept its staleness bound.
+    """Verify from its log alone that a run lost no group, trained none twice and kept its staleness bound.
 
     Args:
-        events: in order, as `read_events` reads them.
+        events: in order, as `read_events` returns them.
 
     Returns:
-        the groups that are neither trained on nor dropped where the log ends; a finished run has none.
+        the groups that are neither trained on nor dropped at the end of the log; a finished run has none.
 
     Raises:
-        LogError: the first event that contradicts those before it, and why.
+        LogError: an event contradicts earlier ones; the message has the first one and the reason.
     """
     return sorted(read(events).line)
 
 
 def flow_after(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Prove the same as `check_log`, and say what a flow that goes on from there must hold.
+    """Verify a log like `check_log`, and return the expected state of a resumed staleness controller.
 
     Returns:
         `num_taken`, `num_started` and `repeats` as in `Flow.state`, and `groups` that are neither trained on
-        nor dropped: number, prompt, publishes when it started, and births, None until it is finished.
+        nor dropped: number, prompt, policy version when it started, and births, None until it is finished.
 
     Raises:
         LogError: as `check_log`.

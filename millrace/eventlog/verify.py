@@ -1,4 +1,4 @@
-"""What is known after each event of a log, where none may contradict those before it. No torch."""
+"""Verification of an event log: no event may contradict earlier ones. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_rules(value: Any) -> bool:
-    """The rules of a flow, as far as they are read here."""
+    """Check the fields of a staleness policy that are used here."""
     if not isinstance(value, dict):
         return False
     numbers = all(count(value.get(name)) for name in ("groups_per_step", "staleness", "refill_rounds"))
@@ -39,7 +39,7 @@ def _are_withheld(value: Any) -> bool:
 
 
 def _are_orders(value: Any) -> bool:
-    """Pairs of a turn and the letters of the orders before it."""
+    """Check pairs of an engine step and the letters of the commands before it."""
     return isinstance(value, list) and all(
         isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and isinstance(pair[1], str)
         for pair in value
@@ -54,7 +54,7 @@ Checks = dict[str, Callable[[Any], bool]]
 _NUMBER: Checks = {"number": _is_int}
 _ENGINE: Checks = {"engine": _is_text}
 _TURN: Checks = {**_NUMBER, "sample": _is_int, "turn": _is_int, **_ENGINE}
-# What an event of each kind says, and what checks it when it is read back.
+# The fields of each event kind, with the type check of each for reading.
 FACTS: dict[str, Checks] = {
     "begin": {"rules": _are_rules, "num_batches": _is_int},
     "threads": {"ranks": _are_ints},
@@ -87,16 +87,16 @@ FACTS: dict[str, Checks] = {
     "took": {**_ENGINE, "orders": _are_orders},
     "asked": {**_ENGINE, "draws": _is_anything},
 }
-# They say nothing that another event could contradict.
+# Kinds without a claim that another event could contradict.
 UNPROVED = ("threads", "ignore", "hold", "save", "heard", "asked")
 
 
 class LogError(ValueError):
-    """A log that no sound run can have written."""
+    """The log is inconsistent: no correct run can have written it."""
 
 
 def wrong_fact(event: Mapping[str, Any]) -> str | None:
-    """What of an event, by itself, no run can have written; None where nothing is."""
+    """Return the defect of an event by itself (kind, fields, types), or None."""
     kind = event.get("kind", "without a kind")
     if not isinstance(kind, str) or kind not in FACTS:
         return "it lacks ['a kind that is known']"
@@ -112,13 +112,13 @@ def wrong_fact(event: Mapping[str, Any]) -> str | None:
 
 
 def read(events: Iterable[Mapping[str, Any]]) -> _Reader:
-    """What is known at the end.
+    """Verify a log, and return the state at its end.
 
     Args:
         events: of a log, in order.
 
     Raises:
-        LogError: the first event that contradicts those before it, and why.
+        LogError: an event contradicts earlier ones; the message has the first one and the reason.
     """
     reader = _Reader()
     for number, event in enumerate(events, start=1):
@@ -136,27 +136,27 @@ def read(events: Iterable[Mapping[str, Any]]) -> _Reader:
 
 
 class _Reader:
-    """What is known after each event. A method for each kind that says something to be proved."""
+    """The state after each event, with one method for each event kind that is verified."""
 
     def __init__(self) -> None:
         self.rules: Mapping[str, Any] = {}
         self.num_batches = self.published = self.sent = self.taken = self.num_started = 0
-        # Publishes when each group started that is neither taken nor dropped.
+        # For each group that is neither taken nor dropped: policy version when it started.
         self.line: dict[int, int] = {}
         self.prompts: dict[int, str] = {}
-        # The oldest token of each of their trajectories: as they arrive, and once they are finished.
+        # Policy version of the oldest token: by (sample, turn) while unfinished, by sample once finished.
         self.arrived: dict[int, dict[tuple[int, int], int]] = {}
         self.finished: dict[int, list[int]] = {}
-        # What had arrived of unfinished groups before a resume.
+        # Turns of unfinished groups that had arrived before a resume.
         self.saved: dict[int, dict[tuple[int, int], int]] = {}
         self.gone: dict[int, str] = {}
         self.repeats: deque[str] = deque()
-        # Publishes whose weights each engine draws with.
+        # Policy version that each engine samples with.
         self.held: dict[str, int] = {}
-        # Engines that are there, and of those the ones that get nothing to draw any more.
+        # Live engines, and those of them that are draining.
         self.there: set[str] = set()
         self.leaving: set[str] = set()
-        # The turn before which each engine took an order up last.
+        # The engine step before which each engine last started a command.
         self.turns: dict[str, int] = {}
 
     def begin(self, event: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class _Reader:
         self._drawn_by(event, [event["sample"]])
 
     def _drawn_by(self, event: Mapping[str, Any], samples: Sequence[int]) -> None:
-        """An engine that has weights draws a turn of samples, or has drawn a part, that has not arrived."""
+        """Check that the engine has weights and that the turn of these samples has not arrived yet."""
         number, engine = event["number"], event["engine"]
         self._unfinished(number)
         _demand(engine in self.held, f"engine {engine} has not loaded any weights")
@@ -249,7 +249,7 @@ class _Reader:
         self.taken += 1
 
     def _places(self, event: Mapping[str, Any]) -> None:
-        """A batch has as many groups as its places and the replaced ones."""
+        """Check that a batch has as many groups as its places and the replaced ones."""
         numbers, left_out, size = event["numbers"], set(event["left_out"]), self.rules["groups_per_step"]
         most = min(self.rules["refill_rounds"] * size, len(left_out))
         _demand(
@@ -261,7 +261,7 @@ class _Reader:
         )
 
     def _ages(self, event: Mapping[str, Any]) -> None:
-        """Each group is as old as its oldest trained token, and no older than the rules allow."""
+        """Check that each group's staleness is that of its oldest trained token and within the bound."""
         batch, withheld = event["batch"], event["withheld"]
         _demand(len(event["staleness"]) == len(event["numbers"]), "each group has one staleness")
         _demand(not withheld or self.rules["stale"] == "withhold", "the rules let nothing be withheld")
@@ -326,7 +326,7 @@ class _Reader:
         )
         # A branch may be longer than its run.
         self.num_batches = event["num_batches"]
-        # Engines begin anew with the saved weights; of what was not finished that is left which is kept.
+        # Engines restart with the saved weights; of unfinished groups only the turns in `keep` remain.
         self.published = self.sent = self.taken
         for known in (self.held, self.there, self.leaving, self.turns):
             known.clear()

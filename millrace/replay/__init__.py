@@ -1,1 +1,1 @@
-"""Repeat a run from its event log, and compare the two."""
+"""Replay a run from its event log, and compare the two."""

@@ -1,4 +1,4 @@
-"""Engines in processes that do what they did in a run, and events as the run heard them."""
+"""The replay backend: worker processes repeat their recorded commands, with events in recorded order."""
 
 from __future__ import annotations
 
@@ -16,51 +16,50 @@ from millrace.rollout.backend import Draw, Event, Lost, Record, Runtime, Wanted,
 from millrace.run.folder import RunFolder
 from millrace.types import Prompt
 
-# How long to wait before looking again whether the run's log says to hear something.
+# Poll interval while the next recorded event is not due yet.
 LOOK_S = 0.01
 
 
 class Replaying:
-    """A `backend.Runtime` over processes, whose events come together as they came together in a run.
+    """A `backend.Runtime` over worker processes that returns events in the batches of the recorded run.
 
-    What an engine says too early is kept. Engines end and start where the log says that they were lost and
-    joined.
+    Early events are buffered. Engines stop and start where the log has their loss and their join.
     """
 
     def __init__(self, runtime: ProcessRuntime, score: Replayed, *, limit_s: float) -> None:
-        """Nothing has happened.
+        """Wrap the backend of a replay.
 
         Args:
-            runtime: of the processes.
-            score: says what comes next.
-            limit_s: nothing at all may be missing for longer; twice this, for the trainer may be at work.
+            runtime: backend of the worker processes.
+            score: the recorded log, at its current position.
+            limit_s: timeout of a recorded event, doubled because the trainer may be busy.
         """
         self._runtime, self._score, self._limit_s = runtime, score, limit_s
-        # What has happened and was not heard in the run so far.
+        # Events that arrived before their turn in the log, by name.
         self._early: dict[str, Event] = {}
-        # Of what is heard next, what has happened; and who is being started for it.
+        # The arrived events of the next recorded batch; and the engine that is being started for it.
         self._batch: list[Event] = []
         self._starts = ""
         self._moved_s = self.now()
 
     def begin(self) -> None:
-        """Have the engines do what they did in the run."""
+        """Start the engines on their recorded commands."""
         self._runtime.begin(self._score.script)
 
     def now(self) -> float:
-        """Seconds of the processes' clock."""
+        """Return the time in seconds on the clock of the worker processes."""
         return self._runtime.now()
 
     def engines(self) -> list[str]:
-        """Those that are alive."""
+        """Return the names of the live engines."""
         return self._runtime.engines()
 
     def submit(self, engine: str, draws: Sequence[Draw]) -> None:
-        """Begin to draw, when the engine did."""
+        """Submit requests; the engine starts them at the recorded step."""
         self._runtime.submit(engine, draws)
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """End draws, when the engine did."""
+        """Abort requests at the recorded step."""
         self._runtime.abort(engine, ids)
 
     def offer(self, version: int) -> None:
@@ -68,37 +67,37 @@ class Replaying:
         self._runtime.offer(version)
 
     def load(self, engine: str, version: int) -> None:
-        """Load the trainer's weights, when the engine did."""
+        """Load the trainer's weights at the recorded step."""
         self._runtime.load(engine, version)
 
     def lose(self, engine: str, reason: str) -> None:
-        """Nobody is given up but by the log."""
+        """Raise ReplayError: only the log may stop an engine."""
         raise ReplayError(f"{engine} is given up, and in the run it was not: {reason}")
 
     def want(self, number: int) -> None:
-        """Engines start and end where the log says that they joined and were lost."""
+        """Do nothing: engines start and stop where the log has their join and their loss."""
 
     def retire(self, engine: str) -> None:
-        """Likewise."""
+        """Do nothing, as in `want`."""
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Score texts again."""
         self._runtime.judge(id, prompts, texts)
 
     def records(self) -> list[Record]:
-        """The log has them already."""
+        """Return no records: the log has them already."""
         self._runtime.records()
         return []
 
     def close(self) -> None:
-        """End every engine and reward."""
+        """Stop every engine and reward worker."""
         self._runtime.close()
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """What the run heard next, once all of it has happened; nothing until it is its turn.
+        """Return the next recorded batch of events once all have arrived; empty before its turn.
 
         Raises:
-            ReplayError: it does not happen.
+            ReplayError: an event of the batch does not arrive in time.
         """
         head = self._score.head
         if head is None or head["kind"] != "heard":
@@ -122,7 +121,7 @@ class Replaying:
         return batch
 
     def _next(self, name: str) -> Event | None:
-        """The event of this name, if it has happened or can be made to happen."""
+        """Return the event of this name if it has arrived or can be produced, else None."""
         kind, _, rest = name.partition(" ")
         if kind == "lost":
             engine, _, reason = rest.partition(" ")
@@ -139,7 +138,7 @@ class Replaying:
         return event
 
     def _listen(self, timeout_s: float) -> bool:
-        """Hear what happens; whether anything did."""
+        """Buffer new events; return whether there were any."""
         events = self._runtime.wait(timeout_s)
         self._early.update((named(event), event) for event in events)
         if events:
@@ -149,11 +148,11 @@ class Replaying:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeated:
-    """A part of a run that another process repeats; a `run.run.Repeats`.
+    """A segment of a run that another process replays; a `run.run.Repeats`.
 
     Attributes:
         original: the run's folder.
-        part: that is repeated.
+        part: the segment.
     """
 
     original: RunFolder
@@ -161,30 +160,30 @@ class Repeated:
 
     @property
     def threads(self) -> Sequence[int]:
-        """Those of each rank; see `Part`."""
+        """Number of threads of each rank; see `Part`."""
         return self.part.threads
 
     def over(self, stage: str, step: int) -> bool:
-        """Whether the run has to leave here."""
+        """Return whether the replayed segment ends here."""
         return self.part.over(stage, step)
 
     def logged(
         self, runtime: Runtime, path: Path, clock: Callable[[], float], *, limit_s: float
     ) -> tuple[Runtime, EventLog]:
-        """A runtime and the log of its run, both of which follow the part that is repeated.
+        """Return a backend and an event log that follow the replayed segment.
 
         Args:
-            runtime: draws and judges.
-            path: of the log.
-            clock: its seconds.
+            runtime: backend for generation and scoring.
+            path: of the new log.
+            clock: seconds, for the new log.
             limit_s: see `Replaying`.
         """
         log = Replayed(path, clock, self.part)
-        # Engines in this process do all in the order of calls.
+        # Engines in this process are deterministic in the order of calls.
         if isinstance(runtime, ProcessRuntime):
             runtime = Replaying(runtime, log, limit_s=limit_s)
         return runtime, log
 
     def comparison(self, folder: RunFolder) -> Sink:
-        """Compares each record of the repetition with the run's."""
+        """Return a sink that compares each record of the replay with the run's."""
         return Comparison(self.original, folder)

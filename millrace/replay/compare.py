@@ -1,4 +1,4 @@
-"""Whether a run that repeats another one does so bit for bit: its records, samples and weights."""
+"""Bitwise comparison of a replay with its run: records, samples and weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from millrace.observability.tables import read_table
 from millrace.run.folder import RunFolder
 from millrace.training.checkpoint import verify_checkpoint
 
-# What the clock and the system say; nobody can repeat it.
+# Measurements of time and memory are not reproducible.
 MEASURED = ("time/", "memory/")
-# What of a checkpoint holds numbers of the run alone; the rest tells times, or places in files.
+# The reproducible files of a checkpoint; the others contain times or file offsets.
 WEIGHTS = ("model/", "optimizer/", "critic/", "rollouts.safetensors")
 
 
 class Comparison:
-    """A `sinks.Sink` that refuses the first record, or table of samples, that is not the original's."""
+    """A `sinks.Sink` that raises at the first record or table of samples that differs from the original."""
 
     def __init__(self, original: RunFolder, repeated: RunFolder) -> None:
-        """Go on after what was repeated so far."""
+        """Start after the records that were replayed before.
+
+        Args:
+            original: the run's folder.
+            repeated: the replay's folder.
+        """
         self._original, self._repeated = original, repeated
         self._records = read_records(original.metrics)
         self._num_seen = len(read_records(repeated.metrics))
@@ -33,7 +38,7 @@ class Comparison:
         """Compare a record, and the samples of its batch, with those of the original.
 
         Raises:
-            ReplayError: they differ; the message says where.
+            ReplayError: they differ; the message has the place.
         """
         about = f"{record['stage']}, step {record['step']}"
         if self._num_seen == len(self._records):
@@ -46,18 +51,18 @@ class Comparison:
             check_tables(self._original.rollouts / name, self._repeated.rollouts / name)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing."""
 
 
 def check_same(about: str, original: Mapping[str, Any], repeated: Mapping[str, Any]) -> None:
-    """Compare two records, or rows, but for what is measured.
+    """Compare two records or rows, except for their measurements.
 
     Raises:
         ReplayError: a value differs.
     """
     for key in {**original, **repeated}:
         ours, theirs = repeated.get(key), original.get(key)
-        # As text, because NaN equals nothing.
+        # As text, because NaN is not equal to itself.
         if not key.startswith(MEASURED) and repr(ours) != repr(theirs):
             raise ReplayError(f"{about}: {key} was {theirs} in the run and is {ours} in the replay")
 
@@ -80,7 +85,7 @@ def check_tables(original: Path, repeated: Path) -> None:
 
 
 def check_evaluations(original: RunFolder, repeated: RunFolder) -> None:
-    """Compare the held-out answers that were kept.
+    """Compare the saved held-out answers.
 
     Raises:
         ReplayError: they differ.
@@ -90,13 +95,13 @@ def check_evaluations(original: RunFolder, repeated: RunFolder) -> None:
 
 
 def check_weights(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
-    """Compare every checkpoint that both have: the files of every rank, by their checksums.
+    """Compare every common checkpoint: the files of every rank, by their checksums.
 
     Returns:
-        their names.
+        the names of the compared checkpoints.
 
     Raises:
-        ReplayError: a file differs, or is not any more what the run saved.
+        ReplayError: a file differs, or was modified after the run saved it.
     """
     both = sorted(set(_checkpoints(original)) & set(_checkpoints(repeated)))
     for name in both:

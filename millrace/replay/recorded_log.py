@@ -1,4 +1,4 @@
-"""A run's event log as what is to happen: parts of it, and the log of a run that repeats one. No torch."""
+"""Recorded event logs for replay: segments of a log, and the log of a replayed segment. No torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from millrace.engines.recorded import ReplayError, Script
 from millrace.eventlog.log import EventLog
 
-# What the trainer does or hears; everything else in the log follows from it.
+# Event kinds that are inputs of the controller; all other events follow from them.
 CAUSES = ("heard", "take", "send", "save")
-# What engines and callers did on their own; the script has it.
+# Event kinds that engines and blocking callers produce; the script has them.
 ASIDE = ("took", "asked")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one process did of a run.
+    """A segment of a run: the work of one process.
 
     Attributes:
-        lines: of the event log, in order.
+        lines: events of the log, in order.
         first: number of the first one in the file, counted from 1.
-        script: of its engines, which may go beyond the last line.
-        leaves_at: the batch after which all is saved and the process leaves; 0 where the run was finished.
+        script: recorded commands of its engines, which may extend beyond the last event.
+        leaves_at: the batch after which the process saves and exits; 0 if the run finished.
     """
 
     lines: Sequence[Mapping[str, Any]]
@@ -35,10 +35,10 @@ class Part:
 
     @property
     def threads(self) -> Sequence[int]:
-        """Those of each rank.
+        """Number of threads of each rank.
 
         Raises:
-            ReplayError: the log does not tell.
+            ReplayError: the log does not have it.
         """
         for event in self.lines:
             if event["kind"] == "threads":
@@ -46,20 +46,20 @@ class Part:
         raise ReplayError("its event log does not say how many threads its ranks had; it is not whole")
 
     def over(self, stage: str, step: int) -> bool:
-        """Whether a run that is there has to leave."""
+        """Return whether a run at this step has reached the end of the segment."""
         return stage == "reinforcement" and step == self.leaves_at > 0
 
 
 def parts_of(events: Sequence[Mapping[str, Any]], *, finished: bool, until: int | None = None) -> list[Part]:
-    """Cut a log where processes ended: before each `resume`, and where it is to end.
+    """Split a log into segments: before each `resume`, and at the end of the replay.
 
     Args:
         events: of the log.
-        finished: whether the run was; if not, its last batch is repeated only if it was saved.
-        until: batches to repeat; None for all.
+        finished: whether the run finished; if not, its last batch is replayed only if it was saved.
+        until: number of batches to replay; None for all.
 
     Raises:
-        ReplayError: there are not so many batches, or none.
+        ReplayError: the log has fewer batches, or none.
     """
     end = len(events)
     takes = [place for place, event in enumerate(events) if event["kind"] == "take"]
@@ -86,9 +86,9 @@ def parts_of(events: Sequence[Mapping[str, Any]], *, finished: bool, until: int 
 
 
 def _before(events: Sequence[Mapping[str, Any]], take: int) -> int:
-    """Where to leave before a batch is taken: as late as all is still decided by what came before.
+    """Return where to stop before a batch is taken: the last place that only earlier events determine.
 
-    Where sampling and training take turns, nothing is heard from a publish to the wait for the next batch.
+    In synchronous training no event is handled between a weight update and the wait for the next batch.
     """
     if not take or events[0]["rules"]["staleness"]:
         return take
@@ -98,47 +98,53 @@ def _before(events: Sequence[Mapping[str, Any]], take: int) -> int:
 
 
 class Replayed(EventLog):
-    """The log of a run that repeats a part of another one: every event must be as it was there.
+    """The log of a replayed segment: every event must equal the recorded one.
 
-    What the log says next is the only clock: who waits for his turn asks `reached`.
+    The position in the recorded log is the only clock: callers poll `reached` for their turn.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], part: Part) -> None:
-        """Nothing was repeated; see `EventLog` for the file and its clock."""
+        """Start at the first event of the segment.
+
+        Args:
+            path: see `EventLog`.
+            clock: see `EventLog`.
+            part: the segment to replay.
+        """
         super().__init__(path, clock)
         self._part, self._next = part, 0
 
     @property
     def replays(self) -> bool:
-        """What is to happen is in the log."""
+        """True: this is a replay."""
         return True
 
     @property
     def head(self) -> Mapping[str, Any] | None:
-        """The next line that follows from no other one, if it comes next; None at the end."""
+        """The next recorded event; None at the end."""
         at = self._next
         return self._part.lines[at] if at < len(self._part.lines) else None
 
     @property
     def ended(self) -> bool:
-        """Whether all has happened."""
+        """Whether the replay has reached the end of the segment."""
         return self.head is None
 
     @property
     def place(self) -> str:
-        """Where the replay stands."""
+        """The position of the replay, for messages."""
         return f"event {self._part.first + self._next} of the run's event log"
 
     @property
     def script(self) -> Script:
-        """What engines do."""
+        """The recorded commands of the engines."""
         return self._part.script
 
     def reached(self, kind: str) -> bool:
-        """Whether the run did this next; before, the rest of what it heard must be heard.
+        """Return whether this action is next in the log; False while recorded events must come first.
 
         Raises:
-            ReplayError: the run did something else.
+            ReplayError: the run took another action here.
         """
         head = self.head
         if head is None:
@@ -153,7 +159,7 @@ class Replayed(EventLog):
         """Append one event, which must be the run's next one.
 
         Raises:
-            ReplayError: it is not; the message says what differs.
+            ReplayError: it is not; the message has the difference.
         """
         head = self.head
         if head is not None:

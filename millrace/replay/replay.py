@@ -1,4 +1,4 @@
-"""Repeat a run from its event log, bit for bit on a CPU, or repeat its beginning and go on otherwise."""
+"""Replay a run from its event log, bit for bit on a CPU; or replay its first batches, then branch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from millrace.run.folder import RunFolder
 from millrace.run.progress import RunReport, versions
 from millrace.run.status import read_summary
 
-# Of which run, and from which batch on, a folder is a branch; and what it changed.
+# The file with the origin of a branch: its run, its first batch and the changed settings.
 BRANCH = "branch.json"
-# What a branch may change: nothing that says what the samples and weights are that it begins with.
+# Settings that a branch may change: none that affects the samples and weights it starts with.
 CHANGEABLE = (
     "steps",
     "threads",
@@ -58,14 +58,14 @@ FIXED = ("advantage.kind", "policy.optimizer.eight_bit")
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What was repeated.
+    """The result of a replay.
 
     Attributes:
-        run: the folder of the repetition.
-        num_batches: of reinforcement.
+        run: the folder of the replay.
+        num_batches: replayed batches of reinforcement learning.
         num_records: of `metrics.jsonl`.
-        weights: checkpoints whose weights were compared.
-        report: of the branch that went on from there; None without one.
+        weights: names of the checkpoints that were compared.
+        report: of the branch that continued from there; None without one.
     """
 
     run: Path
@@ -83,26 +83,26 @@ def replay(
     name: str | None = None,
     quiet: bool = False,
 ) -> Replay:
-    """Repeat a run in a new folder beside it, and prove step by step that it is the same.
+    """Replay a run in a new sibling folder, and verify step by step that it is the same.
 
-    Every rank of the repetition calls it; it has as many as the run, whoever started those.
+    Every rank of the replay calls it; the number of ranks is that of the run, with any launcher.
 
     Args:
         path: the run's folder.
-        from_step: repeat only so many batches, then go on as a run of its own.
-        changes: dotted settings of that run which are to be others from there on.
+        from_step: replay only so many batches, then continue as a branch.
+        changes: dotted settings of the branch that differ from those of the run.
         name: of the new folder; None takes `RUN-replay-1`, `RUN-replay-2`, ...
         quiet: print nothing.
 
     Raises:
-        RunFolderError, ConfigError: there is no such run, or a setting cannot be so.
-        SetupError: the run cannot be replayed here, or the setting cannot be changed on the way.
-        ReplayError: its log is of no use, or the repetition is not the run; the message says where.
+        RunFolderError, ConfigError: there is no such run, or a setting is invalid.
+        SetupError: the run cannot be replayed here, or a branch cannot change the setting.
+        ReplayError: the log is unusable, or the replay differs from the run; the message has the place.
     """
     config, changed = check(path, from_step=from_step, changes=changes)
     original = RunFolder.open(path)
     with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
-        # All repeat what the first one reads, for the run may be going on.
+        # All ranks use what rank 0 reads: the run may still be writing.
         summary, events = json.loads(ranks.share(json.dumps(_read(original) if ranks.first else None)))
         try:
             parts = parts_of(events, finished=summary.get("status") == "finished", until=from_step)
@@ -127,19 +127,19 @@ def replay(
 def check(
     path: str | Path, *, from_step: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> tuple[RunConfig, RunConfig | None]:
-    """Refuse what cannot be repeated, before a rank is started for it.
+    """Reject runs that cannot be replayed, before any rank is started.
 
     Args:
         path: the run's folder.
         from_step: see `replay`.
-        changes: likewise.
+        changes: see `replay`.
 
     Returns:
-        the settings of the repetition, whose ranks are processes of this machine, and those of the branch;
+        the settings of the replay, with its ranks as processes of this machine, and those of the branch, or
         None without one.
 
     Raises:
-        RunFolderError, ConfigError, SetupError, ReplayError: as `replay`.
+        RunFolderError, ConfigError, SetupError, ReplayError: as in `replay`.
     """
     original, config = RunFolder.open(path), launch.run_config(path)
     changed = _branch(original, config, from_step, changes or {})
@@ -150,10 +150,10 @@ def check(
 
 
 def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A run's summary, as far as there is one, and its event log.
+    """Read a run's summary, if there is one, and its event log.
 
     Raises:
-        ReplayError: the log is of no use.
+        ReplayError: the log is unusable.
     """
     summary: dict[str, Any] = {}
     try:
@@ -171,7 +171,7 @@ def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _branch(
     original: RunFolder, config: RunConfig, from_step: int | None, changes: Mapping[str, Any]
 ) -> RunConfig | None:
-    """The settings of the branch; None for a replay to the end."""
+    """Return the settings of the branch; None for a full replay."""
     changed = load_recipe(original.recipe, changes)
     for key in changes:
         if not _below(key, CHANGEABLE) or _below(key, FIXED):
@@ -199,11 +199,11 @@ def _below(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def _check_can(original: RunFolder, config: RunConfig) -> None:
-    """Refuse what cannot be repeated.
+    """Reject runs that cannot be replayed.
 
     Raises:
-        SetupError: the run is of a kind that cannot be.
-        ReplayError: it left no log.
+        SetupError: runs of this kind cannot be replayed.
+        ReplayError: the run has no event log.
     """
     if (original.path / BRANCH).is_file():
         raise SetupError(
@@ -221,10 +221,10 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
 
 
 def _check_ranks(parts: Sequence[Part], num_ranks: int) -> None:
-    """Refuse parts of other numbers of ranks, which add up gradients in another order.
+    """Reject segments with another number of ranks, which sum gradients in another order.
 
     Raises:
-        ReplayError: one is, or does not tell.
+        ReplayError: a segment has another number of ranks, or does not record it.
     """
     for part in parts:
         if len(part.threads) != num_ranks:
@@ -243,7 +243,7 @@ def _repeat(
     name: str | None,
     quiet: bool,
 ) -> RunFolder:
-    """Do the parts one after the other, each as the processes did that it is of."""
+    """Replay the segments one after the other, as a training run and its resumes."""
     stem = f"{original.path.name}-replay"
     config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
     repeats = Repeated(original, parts[0])
@@ -256,13 +256,13 @@ def _repeat(
 
 
 def _compare(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
-    """Compare what is not compared on the way; gives the checkpoints that both have."""
+    """Compare evaluations and weights at the end; return the names of the common checkpoints."""
     check_evaluations(original, repeated)
     return check_weights(original, repeated)
 
 
 def _others(summary: Mapping[str, Any]) -> str:
-    """What else may be the reason: other versions of what decides a run's numbers."""
+    """Return a hint about version differences of the packages that affect a run's numbers."""
     here = versions()
     others = {name: found for name, found in summary.get("versions", {}).items() if found != here.get(name)}
     told = ", ".join(f"{name} {found} (here {here.get(name)})" for name, found in others.items())

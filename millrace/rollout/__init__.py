@@ -1,1 +1,1 @@
-"""What is sampled and what is trained on: staleness, groups, episodes, batches."""
+"""Rollouts: staleness control, groups, episodes and batches."""

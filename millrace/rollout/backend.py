@@ -1,7 +1,7 @@
 """Where engines and rewards run: in this thread, in processes, on a cluster, or on a virtual clock. No torch.
 
-`rollout/manager.py` decides, a `Runtime` carries out and tells what happened. Orders return at once or
-after a copy; whatever takes long ends in an event that `wait` gives.
+`rollout/manager.py` makes the decisions. A `Runtime` executes its commands and reports events. A command
+returns at once or after a copy; its result arrives later as an event from `wait`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One completion wanted.
+    """A request for one completion.
 
     Attributes:
-        id: never used before; a completion that is drawn again elsewhere has another.
-        prompt: its tokens, every turn so far among them.
-        params: how to draw, the seed among them.
-        drawn: what was drawn of it before, perhaps with other weights; the completion begins with it. An
-            engine in the trainer's thread draws it again.
+        id: unique; a completion that is regenerated on another engine gets a new id.
+        prompt: token ids, including every turn so far.
+        params: sampling parameters, including the seed.
+        drawn: the prefix generated earlier, perhaps with other weights; the completion starts with it. An
+            engine in the trainer's thread regenerates it.
     """
 
     id: str
@@ -33,14 +33,14 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A draw ended: complete, aborted with what it had (`finish_reason` abort), or failed (error).
+    """The result of a request: complete, aborted with partial output (`finish_reason` abort), or an error.
 
     Attributes:
-        engine: that drew it.
-        id: of the draw.
-        completion: what was drawn; the version of its tokens never falls.
-        began: number of the engine step before which the engine took the draw up.
-        ended: number of the engine step before which the draw had ended, an abort among the causes.
+        engine: name of the engine that generated it.
+        id: of the request.
+        completion: the generated tokens; their versions never decrease.
+        began: number of the engine step before which the engine admitted the request.
+        ended: number of the engine step before which the request had ended, also by an abort.
     """
 
     engine: str
@@ -52,7 +52,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine draws with these weights from its step `at` on; checksums of both sides agree."""
+    """An engine samples with these weights from its step `at` on; checksums of both sides agree."""
 
     engine: str
     version: int
@@ -61,11 +61,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A call of the reward ended.
+    """The result of a reward call.
 
     Attributes:
         id: of the call.
-        outcomes: one for each text, in order; those of a call that died or hung are failures that say why.
+        outcomes: one for each text, in order; if the call crashed or hung, failures with the reason.
     """
 
     id: str
@@ -74,9 +74,9 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """An engine died, hangs, or could not prove its weights.
+    """An engine crashed, hangs, or failed to verify its weights.
 
-    What it was drawing is gone, and its name is not used again.
+    Its in-flight requests are lost, and its name is not reused.
     """
 
     engine: str
@@ -85,18 +85,18 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A new engine, or one restarted under a new name; it has no weights before its first `load`."""
+    """A new engine, or an engine restarted under a new name; it has no weights before its first `load`."""
 
     engine: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """So many engines are wanted from now on: somebody asked for them, or no more can be had.
+    """A new target number of engines, from a scale request or because no more engines can be started.
 
     Attributes:
-        number: 1 or more.
-        reason: why they are fewer than were asked for; empty where they are what was asked for.
+        number: the target, 1 or more.
+        reason: why the target is below the requested number; empty if it equals it.
     """
 
     number: int
@@ -104,79 +104,79 @@ class Wanted:
 
 
 Event = Drawn | Loaded | Judged | Lost | Joined | Wanted
-# Why an engine is lost that was retired.
+# The reason in `Lost` of an engine that was retired.
 RETIRED = "it was retired: fewer engines are wanted"
-# A kind of the event log and its facts.
+# An event kind of the event log and its fields.
 Record = tuple[str, dict[str, Any]]
 
 
 class ScaleRequests(Protocol):
-    """Requests for another number of engines while a run goes on.
+    """Scale requests: changes of the number of engines at run time.
 
     Attributes:
-        heard: the request that was read last; empty before any.
+        heard: the request that was read last; empty before the first.
     """
 
     heard: str
 
     def look(self) -> list[Wanted]:
-        """What was asked for since the last look."""
+        """Return the requests since the last call."""
         ...
 
     def close(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         ...
 
 
 class Runtime(Protocol):
-    """What carries out orders.
+    """An engine backend: executes commands and reports events.
 
-    One thread calls `wait`; another may call the rest meanwhile. Events may come late, twice or in another
-    order than they happened. An order for an engine that is lost, or about a draw that has ended, is ignored:
-    the event that says so is under way.
+    One thread calls `wait`; another thread may call the other methods at the same time. Events may arrive
+    late, twice or out of order. A command for a lost engine or for a finished request is ignored: the event
+    that reports it is still in flight.
     """
 
     def now(self) -> float:
-        """Seconds on the clock that deadlines are meant in."""
+        """Return the time in seconds on the clock of all deadlines."""
         ...
 
     def engines(self) -> list[str]:
-        """Those that are alive; they have no weights before their first `load`."""
+        """Return the names of the live engines; an engine has no weights before its first `load`."""
         ...
 
     def submit(self, engine: str, draws: Sequence[Draw]) -> None:
-        """Begin to draw; samples of one prompt come in one call. Each ends in `Drawn`, or all in `Lost`."""
+        """Submit requests; samples of one prompt share a call. Each ends in `Drawn`, or all end in `Lost`."""
         ...
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """End draws now, with what they have."""
+        """Abort requests and return their partial output."""
         ...
 
     def offer(self, version: int) -> None:
-        """Copy the trainer's weights as they are, for engines to load; once it returns they may change again.
+        """Copy the trainer's weights for engines to load; after it returns the trainer may change them.
 
-        The trainer's own thread alone calls it: where ranks share the weights out, all of them take part.
+        Call it from the trainer's thread only. If the weights are sharded, all ranks take part.
         """
         ...
 
     def load(self, engine: str, version: int) -> None:
-        """Have the engine load the version that was offered last; ends in `Loaded` or `Lost`."""
+        """Load the newest copied version into the engine; ends in `Loaded` or `Lost`."""
         ...
 
     def lose(self, engine: str, reason: str) -> None:
-        """Give an engine up that did not answer in time, as if it had died; ends in `Lost`."""
+        """Stop an engine that missed its deadline, as if it had crashed; ends in `Lost`."""
         ...
 
     def want(self, number: int) -> None:
-        """Have so many engines from now on, also where some are lost later.
+        """Set the target number of engines, also for replacing engines that are lost later.
 
-        Those that are missing are started, which ends in `Joined`, or in `Wanted` where they cannot be had.
-        Where there are too many, those end that have not joined; of the others `retire` says which.
+        Scaling up starts the missing engines; each ends in `Joined`, or in `Wanted` if it cannot be started.
+        Scaling down stops engines that have not joined; the caller picks the others with `retire`.
         """
         ...
 
     def retire(self, engine: str) -> None:
-        """End an engine that nobody wants any more and that draws nothing; ends in `Lost`."""
+        """Stop a surplus engine that has no in-flight request; ends in `Lost`."""
         ...
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
@@ -184,39 +184,39 @@ class Runtime(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """What happened, at least one event; empty if nothing did in time.
+        """Return at least one event; empty after a timeout.
 
         Raises:
-            RuntimeError: nothing can happen any more, such as an engine that dies each time it is started.
+            RuntimeError: no event can occur any more, for instance because the engine crashes at every start.
         """
         ...
 
     def begin(self) -> None:
-        """Keep `records` from here on; nothing is under way."""
+        """Start keeping `records`; nothing is in flight."""
         ...
 
     def records(self) -> list[Record]:
-        """What a replay has to know beside events, since the last call: see `recorded.Script`."""
+        """Return what a replay needs besides events, since the last call: see `recorded.Script`."""
         ...
 
     def close(self) -> None:
-        """End every engine and reward; harmless when called twice."""
+        """Stop every engine and reward worker; a second call has no effect."""
         ...
 
 
 class Unrecorded:
-    """A runtime in which all follows from the order of calls, so that a replay has to know no more."""
+    """A backend that is a function of the order of calls, so a replay needs no further records."""
 
     def begin(self) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
     def records(self) -> list[Record]:
-        """None."""
+        """Return no records."""
         return []
 
 
 def named(event: Event) -> str:
-    """An event in a few words, which tell it from every other one of a run."""
+    """Describe an event in a few words that are unique within a run."""
     match event:
         case Drawn():
             return f"drawn {event.id}"

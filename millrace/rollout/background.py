@@ -1,4 +1,4 @@
-"""Rollouts that go on in a thread of their own while the trainer trains. No torch."""
+"""Rollouts in a background thread while the trainer trains. No torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from millrace.rollout.backend import Event, Runtime
 from millrace.rollout.engine_pool import Engines
 from millrace.rollout.manager import Found, Rolled, Rollouts
 
-# How long the thread may take to notice that it is to leave, and others to hear that it is busy.
+# Poll interval of the thread's exit flag, and how long other threads wait for its lock.
 _LOOK_S = 0.1
 
 
 class Pump:
-    """The verbs of `Rollouts`, for the trainer's thread, while entered; its own thread hears the events."""
+    """`Rollouts` for the trainer's thread, as a context manager; a background thread handles the events."""
 
     def __init__(
         self, rollouts: Rollouts, runtime: Runtime, asked: Callable[[], Sequence[Event]] = tuple
     ) -> None:
-        """Nothing moves before it is entered.
+        """Create the thread; entering the context starts it.
 
         Args:
-            rollouts: begun; nobody else calls them from now on.
-            runtime: theirs.
-            asked: what is asked of the run from outside, since the last call.
+            rollouts: already begun; only this object calls them from now on.
+            runtime: the backend of the rollouts.
+            asked: returns the scale requests since its last call.
         """
         self._rollouts, self._runtime, self._asked = rollouts, runtime, asked
         self._engines = rollouts.engines()
@@ -46,33 +46,33 @@ class Pump:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._over = True
         self._thread.join()
 
     def next_batch(self, deadline_s: float) -> Rolled:
-        """Wait for a batch; errors of the thread are raised here."""
+        """Wait for a batch; reraise errors of the thread."""
         with self._changed:
             return self._rollouts.next_batch(deadline_s, self._wait)
 
     def until(self, ready: Callable[[], Found | None], what: str, deadline_s: float) -> Found:
-        """Wait until `ready` gives something; errors of the thread are raised here."""
+        """Wait until `ready` returns a value; reraise errors of the thread."""
         with self._changed:
             self._check()
             return self._rollouts.until(ready, what, deadline_s, self._wait)
 
     def published(self, version: int) -> None:
-        """Send every engine the trainer's weights; they may change again once this has returned."""
+        """Send the trainer's weights to every engine; the trainer may change them after the return."""
         with self._changed:
             self._rollouts.published(version)
 
     def wait_until_published(self, deadline_s: float) -> None:
-        """Wait until the newest weights are in force; errors of the thread are raised here."""
+        """Wait until the newest weights are in force; reraise errors of the thread."""
         with self._changed:
             self._rollouts.wait_until_published(deadline_s, self._wait)
 
     def blockers(self) -> list[str]:
-        """Whom the next batch or publish waits for; answered also where the thread is stuck."""
+        """Return what the next batch or weight update waits for; also works while the thread is stuck."""
         if not self._changed.acquire(timeout=_LOOK_S):
             return [f"{self._thread.name} (handles what happened)"]
         try:
@@ -81,7 +81,7 @@ class Pump:
             self._changed.release()
 
     def engines(self) -> Engines:
-        """What engines do; where the thread is stuck, what they did when it was asked last."""
+        """Return the state of the engines; while the thread is stuck, the last known state."""
         if self._changed.acquire(timeout=_LOOK_S):
             try:
                 self._engines = self._rollouts.engines()
@@ -90,18 +90,18 @@ class Pump:
         return self._engines
 
     def hold(self) -> None:
-        """Have engines hand over what they have drawn so far; see `Rollouts.hold`."""
+        """Collect the partial output of all in-flight requests; see `Rollouts.hold`."""
         with self._changed:
             self._rollouts.hold()
 
     def state(self) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
-        """What a checkpoint keeps; see `Rollouts.state`."""
+        """Return the state for a checkpoint; see `Rollouts.state`."""
         with self._changed:
             return self._rollouts.state()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block nothing is decided; what happens meanwhile is heard after it."""
+        """Make no decision within the block; events that occur meanwhile are handled after it."""
         with self._changed:
             yield
 
@@ -111,7 +111,7 @@ class Pump:
             with self._keeping_errors():
                 events = self._runtime.wait(self._rollouts.patience_s(_LOOK_S))
             with self._changed:
-                # Within the lock: who waits must not look at what was half decided before it hears why.
+                # Within the lock: a waiting thread must see an error before a half-made decision.
                 with self._keeping_errors():
                     self._rollouts.handle([*events, *self._asked()])
                 self._changed.notify_all()

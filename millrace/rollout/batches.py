@@ -1,4 +1,4 @@
-"""Batches for the trainer: the recipe's staleness rules, its rollouts, what runs them; saved and resumed."""
+"""Batches for the trainer: staleness policy, rollout manager and backend of a recipe; save and resume."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from millrace.types import Group, Prompt, SamplingParams, Trajectory
 
 @contextmanager
 def going_on(checkpoint: Path) -> Iterator[None]:
-    """Whatever forbids to go on from a checkpoint, as one sentence.
+    """Convert errors of resuming from a checkpoint into one sentence.
 
     Raises:
-        CheckpointError: the block raised ValueError, of a log, or AssertionError, of a flow.
+        CheckpointError: the block raised ValueError (event log) or AssertionError (staleness controller).
     """
     try:
         yield
@@ -49,14 +49,14 @@ def going_on(checkpoint: Path) -> Iterator[None]:
 
 
 def check_resumed(flow: Flow, left: Mapping[str, Any] | None) -> None:
-    """Prove that no prompt was lost on the way through a checkpoint, and that none is trained on twice.
+    """Verify that the checkpoint lost no prompt and that none is trained on twice.
 
     Args:
-        flow: as the checkpoint restored it.
-        left: what `log.flow_after` found in the log; None on a rank that does not keep it.
+        flow: restored from the checkpoint.
+        left: the state that `log.flow_after` computed from the log; None on a rank without the log.
 
     Raises:
-        AssertionError: the flow is not sound, or not the one that the log tells of.
+        AssertionError: the restored state is inconsistent, or differs from that of the log.
     """
     if left is not None:
         _compare(flow.state(), left)
@@ -64,7 +64,7 @@ def check_resumed(flow: Flow, left: Mapping[str, Any] | None) -> None:
 
 
 def _compare(state: Mapping[str, Any], left: Mapping[str, Any]) -> None:
-    """What a flow holds with what the log leaves; the first difference is an AssertionError."""
+    """Compare the restored state with that of the log; raise AssertionError at the first difference."""
     for name in ("num_taken", "num_started", "repeats"):
         if state[name] != left[name]:
             raise AssertionError(f"{name} is {state[name]} in the checkpoint and {left[name]} in the log")
@@ -82,13 +82,13 @@ def _told(group: list[Any] | None) -> str:
     return "not open" if group is None else str(group[1:])
 
 
-# A checkpoint waits no longer for engines that compute a long prompt, or load weights.
+# Longest wait of a checkpoint for the partial output of engines, which may be in a long prefill or a load.
 HAND_OVER_S = 10.0
 WORDS, NUMBERS = "rollouts.json", "rollouts.safetensors"
 
 
 def flow_rules(config: RunConfig) -> FlowRules:
-    """What the recipe's flow keeps to."""
+    """Return the staleness policy of the recipe."""
     flow, options = config.flow, config.rollout
     return FlowRules(
         groups_per_step=options.prompts_per_step,
@@ -106,11 +106,11 @@ class _Method(Protocol):
 
 
 class RolloutParts(Protocol):
-    """What rollouts need of a run's parts; see `run.components.Parts`."""
+    """The components of a run that rollouts need; see `run.components.Parts`."""
 
     @property
     def runtime(self) -> Runtime | None:
-        """Engines in processes of their own."""
+        """Backend of engines in worker processes; None if the engine is in this process."""
         ...
 
     @property
@@ -120,7 +120,7 @@ class RolloutParts(Protocol):
 
     @property
     def environment(self) -> Callable[[Prompt], Environment]:
-        """Makes an episode of a prompt."""
+        """Creates an episode of a prompt."""
         ...
 
     @property
@@ -130,7 +130,7 @@ class RolloutParts(Protocol):
 
     @property
     def method(self) -> _Method:
-        """The arithmetic of the recipe."""
+        """The algorithm of the recipe."""
         ...
 
 
@@ -144,16 +144,16 @@ def rollouts_of(
     patient: bool = False,
     note: Note = unheard,
 ) -> Rollouts:
-    """The recipe's rollouts; nothing runs before their `begin`.
+    """Build the recipe's rollout manager; its `begin` starts it.
 
     Args:
         config: of the run.
         parts: of the run.
-        stream: deals prompts.
-        runtime: draws and judges.
-        num_batches: of all.
-        patient: no engine is given up because it is late.
-        note: hears of every decision.
+        stream: yields prompts.
+        runtime: backend for generation and scoring.
+        num_batches: of the whole run.
+        patient: disable the timeouts of engines.
+        note: receives every decision.
     """
     limit_s = math.inf if patient else config.limits.phase_s
     return Rollouts(
@@ -172,7 +172,7 @@ def rollouts_of(
 
 
 def as_sampled(rolled: Rolled) -> Sampled:
-    """A batch as it is trained on: without what is withheld, with the rewards of the greedy answers."""
+    """Return the batch for training: without withheld trajectories, with the greedy answers' rewards."""
     taken = rolled.taken
     groups = []
     for number, group in zip(taken.numbers, rolled.groups, strict=True):
@@ -189,7 +189,7 @@ def as_sampled(rolled: Rolled) -> Sampled:
 
 
 class _Words(Shape):
-    """What `rollouts.json` of a checkpoint says; rewards that failed are NaN."""
+    """The schema of `rollouts.json` in a checkpoint; failed rewards are NaN."""
 
     rollouts: dict[str, Any]
     bias: Any
@@ -197,9 +197,9 @@ class _Words(Shape):
 
 
 class Source:
-    """Batches for the trainer: of engines of their own, heard of in a thread, or of its own while it waits.
+    """Batches for the trainer, from worker processes in the background or from an engine in this process.
 
-    Use it as a context manager; nothing is sampled outside.
+    Use it as a context manager; sampling runs only inside.
     """
 
     def __init__(
@@ -215,24 +215,24 @@ class Source:
         watchdog: Watchdog,
         asked: ScaleRequests | None = None,
     ) -> None:
-        """No prompt was dealt yet.
+        """Create the source; `begin` starts it.
 
         Args:
             config: of the run.
             parts: of the run.
-            stream: deals prompts.
-            runtime: draws and judges.
-            log: hears of every decision.
-            ranks: of the run. Where each has an engine, each has a source, and the first one's log is the
-                run's; otherwise the others have a `Follower` each.
+            stream: yields prompts.
+            runtime: backend for generation and scoring.
+            log: receives every decision.
+            ranks: of the run. If every rank has an engine, every rank has a `Source` and rank 0 keeps the
+                log; otherwise the other ranks have a `Follower`.
             spans: of the trainer's thread.
-            watchdog: knows what that thread waits for.
-            asked: how many engines somebody wants; None where nobody can ask, as in a replay.
+            watchdog: is notified of the waits of that thread.
+            asked: scale requests; None if the run accepts none, as in a replay.
         """
         self._config, self._runtime, self._log, self._ranks = config, runtime, log, ranks
         self._spans, self._watchdog, self._asked = spans, watchdog, asked
         self._ahead = config.flow.staleness > 0
-        # Elsewhere nothing is left out but what has no reward.
+        # Under the other policies only trajectories without a reward are left out.
         self._selects = config.flow.stale in ("drop", "withhold") or config.flow.spare_groups > 0
         self._apart = parts.runtime is not None
         self._rollouts = rollouts_of(
@@ -243,15 +243,15 @@ class Source:
         self._held = ExitStack()
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
-        """Send the engines the weights and start the first groups, or those that a checkpoint left.
+        """Send the weights to the engines and start the first groups, or resume those of a checkpoint.
 
         Args:
-            checkpoint: to go on from; one without rollouts, as None, begins the flow anew.
+            checkpoint: to resume from; None, or a checkpoint without rollouts, starts anew.
             version: of the weights.
 
         Raises:
-            ValueError: the checkpoint was made with other settings of the flow, or other prompts.
-            CheckpointError: it and the event log do not tell of the same groups.
+            ValueError: the checkpoint was made with another staleness policy or other prompts.
+            CheckpointError: the checkpoint and the event log disagree about the groups.
         """
         if checkpoint is None or not (checkpoint / WORDS).is_file():
             self._log.rewind(0)
@@ -266,10 +266,10 @@ class Source:
             self._rollouts.load_state(words.rollouts, load_file(checkpoint / NUMBERS))
             with going_on(checkpoint):
                 check_resumed(self._rollouts.flow, left)
-        # They decide the last bits of what is computed; engines have as many as the first rank.
+        # The thread counts affect the last bits of results; engines have as many threads as rank 0.
         self._log.add("threads", ranks=self._ranks.threads())
         self._rollouts.begin(version)
-        # Engines of their own are lost and joined also while the trainer trains, evaluates or saves.
+        # Worker processes crash and join also while the trainer trains, evaluates or saves.
         if self._apart:
             asked = tuple if self._asked is None else self._asked.look
             pump = self._verbs = self._held.enter_context(Pump(self._rollouts, self._runtime, asked))
@@ -277,23 +277,23 @@ class Source:
             self._held.callback(self._unheard)
 
     def __enter__(self) -> Source:
-        """Sample within the block."""
+        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Nothing is sampled any more."""
+        """Stop sampling and close the log."""
         self._held.close()
         if error is None:
             self._rollouts.records()
         self._log.close()
 
     def next_batch(self) -> tuple[Sampled, dict[str, float]]:
-        """The next batch and what is to be recorded of how it came about.
+        """Wait for the next batch; return it with its metrics.
 
         Raises:
-            Stalled: it did not come in time; the message says who waits for whom.
+            Stalled: the wait timed out; the message names what was pending.
         """
         with self._waiting("sample", "its next batch"):
             self._reach("take")
@@ -305,13 +305,13 @@ class Source:
         return sampled, told
 
     def published(self, version: int) -> None:
-        """Send every engine the trainer's weights; at staleness 0, wait until all have proved them.
+        """Start a weight update of every engine; at staleness 0, wait until all have verified it.
 
-        Ahead of training, the weights before must be in force: one version is under way at a time.
+        With staleness above 0, first wait for the update before: only one is in flight at a time.
 
         Raises:
-            Stalled: they were not, in time.
-            WeightSyncError: an engine in this process could not.
+            Stalled: an update was not in force in time.
+            WeightSyncError: an engine in this process failed to load the weights.
         """
         limit_s = self._config.limits.phase_s
         with self._waiting("sync", f"version {version} to be in force"):
@@ -323,13 +323,13 @@ class Source:
                 self._verbs.wait_until_published(limit_s)
 
     def _reach(self, kind: str) -> None:
-        """In a replay, let happen what the run heard before the trainer did this."""
+        """In a replay, first handle the events that the recorded run handled before this action."""
         limit_s = self._config.limits.phase_s
         self._verbs.until(lambda: self._log.reached(kind) or None, f"its turn to {kind}", limit_s)
 
     @contextmanager
     def _waiting(self, span: str, reason: str) -> Iterator[None]:
-        """The trainer waits, if it does not work itself, as it does where the engine is in this process."""
+        """Register a wait of the trainer's thread, unless the engine runs in that thread."""
         if not self._apart:
             yield
             return
@@ -338,11 +338,11 @@ class Source:
             yield
 
     def save(self, folder: Path) -> None:
-        """Write all that is under way into a checkpoint being filled, trained on every batch given out."""
+        """Write the rollout state into a new checkpoint, whose weights were trained on every batch taken."""
         if self._apart:
             self._hand_over()
         self._reach("save")
-        # Nothing may be decided between what is kept and where the log of it ends.
+        # No decision may fall between the saved state and the saved position in the log.
         with self._verbs.paused() if isinstance(self._verbs, Pump) else nullcontext():
             self._rollouts.records()
             words, columns = self._verbs.state()
@@ -353,10 +353,10 @@ class Source:
         save_file(dict(columns), folder / NUMBERS)
 
     def _hand_over(self) -> None:
-        """Have engines hand over what they have drawn. Who is late keeps it: it is no part of what is saved.
+        """Collect the partial output of in-flight requests. Late output is not part of the checkpoint.
 
-        In a replay, those are late who were late in the run. Where it ends, all are: they do what they did in
-        the run, which went on, and take no other order.
+        In a replay, the same engines are late as in the run. At the end of the log all are: they repeat what
+        they did in the run, which continued, and accept no other command.
         """
         self._reach("hold")
         if self._log.ended:
@@ -370,7 +370,7 @@ class Source:
             self._verbs.until(lambda: self._rollouts.handed_over or None, what, HAND_OVER_S)
 
     def warnings(self) -> list[str]:
-        """What to say of a selection among the samples, and of engines that could not be had."""
+        """Return warnings about selection bias and about engines that could not be started."""
         found, refused = [self._bias.warning()], self._verbs.engines().reason
         if refused and refused != self._refused:
             found.append(f"fewer engines were started than were asked for: {refused}")
@@ -378,12 +378,12 @@ class Source:
         return [text for text in found if text]
 
     def _status(self, pump: Pump) -> dict[str, Any]:
-        """What `status.json` says of engines."""
+        """Return the engines' part of `status.json`."""
         found, heard = pump.engines(), "" if self._asked is None else self._asked.heard
         return asdict(replace(found, wanted=found.wanted or num_processes(self._config), asked=heard))
 
     def _unheard(self) -> None:
-        """Nobody is asked any more."""
+        """Stop reporting status and accepting scale requests."""
         self._watchdog.more = dict
         if self._asked is not None:
             self._asked.close()
@@ -399,14 +399,14 @@ class Source:
         for index, (number, group) in enumerate(zip(taken.numbers, rolled.groups, strict=True)):
             out = taken.withheld.get(number, ())
             facts = [_facts(trajectory) for trajectory in group.trajectories]
-            # As `training.estimate.usable` and `train_step.train_on` have it.
+            # The same rule as in `training.estimate.usable` and `train_step.train_on`.
             lacks = baselines is not None and math.isnan(baselines[index])
             used = [not (place in out or math.isnan(r) or lacks) for place, (_, r) in enumerate(facts)]
             self._bias.add([length for length, _ in facts], [reward for _, reward in facts], used)
         longest = max(float(t.num_actions) for group in rolled.groups for t in group.trajectories)
         for dropped in rolled.dropped:
             facts = [_facts(trajectory) for trajectory in dropped.trajectories]
-            # Those that were still being drawn: at least as long as what was drawn meanwhile.
+            # Trajectories still in generation: at least as long as those generated meanwhile.
             facts += [(longest, math.nan)] * (self._config.rollout.samples_per_prompt - len(facts))
             lengths, rewards = [length for length, _ in facts], [reward for _, reward in facts]
             self._bias.add(lengths, rewards, [False] * len(facts))
@@ -414,14 +414,14 @@ class Source:
 
 
 def _facts(trajectory: Trajectory) -> tuple[float, float]:
-    """Tokens drawn, and the reward, NaN where there is none."""
+    """Return the number of generated tokens and the reward, NaN without one."""
     outcome = trajectory.outcome
     failed = outcome is None or outcome.kind == "failed"
     return float(trajectory.num_actions), math.nan if failed or outcome is None else outcome.value
 
 
 def _params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> Callable[[int, int, int], SamplingParams]:
-    """(group, sample, turn) to sampling parameters; samples beyond those of a group are greedy."""
+    """Map (group, sample, turn) to sampling parameters; samples beyond those of a group are greedy."""
     drawn, likeliest = sampling(config.rollout, stop_token_ids), greedy(config.rollout, stop_token_ids)
 
     def params(number: int, place: int, turn: int) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Samples on their way to engines and back: those that wait for one, and those that one draws. No torch."""
+"""Dispatch of samples to engines: those that wait for an engine, and those in flight. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from millrace.types import SamplingParams
 
 
 class Dispatch:
-    """Hands samples to the engines of a `Fleet`, and knows whose draw is whose.
+    """Submits samples to the engines of a `Fleet` and maps each request id to its sample.
 
     Attributes:
-        num_draws: asked for so far, those of the processes before this one of a run included.
+        num_draws: requests so far, including those before the run was resumed.
     """
 
     def __init__(
@@ -27,28 +27,28 @@ class Dispatch:
         params: Callable[[int, int, int], SamplingParams],
         note: Note,
     ) -> None:
-        """Nothing waits.
+        """Start with an empty queue.
 
         Args:
-            fleet: chooses engines.
-            runtime: theirs.
-            params: (group's number, sample, turn) to sampling parameters, the seed among them.
-            note: hears of `dispatch`, `part` and `ignore`.
+            fleet: engine pool that chooses engines.
+            runtime: backend of the engines.
+            params: (group number, sample, turn) to sampling parameters, including the seed.
+            note: receives the events `dispatch`, `part` and `ignore`.
         """
         self._fleet, self._runtime, self._params, self._note = fleet, runtime, params, note
         self.num_draws = 0
-        # Samples with one context are together, for an engine computes it once.
+        # Samples with the same context stay together: an engine computes a shared prefix once.
         self._waiting: deque[list[Sample]] = deque()
         self._drawing: dict[str, Sample] = {}
         self._holds = False
 
     @property
     def idle(self) -> bool:
-        """Whether no engine draws anything."""
+        """Whether no request is in flight."""
         return not self._drawing
 
     def add(self, samples: Iterable[Sample], *, first: bool = False) -> None:
-        """Have the next turns of samples drawn, after those that wait or before them."""
+        """Queue the next turns of samples, at the back or, with `first`, at the front."""
         alike: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
         for sample in samples:
             alike.setdefault((sample.number, sample.context), []).append(sample)
@@ -58,7 +58,7 @@ class Dispatch:
             self._waiting.extend(alike.values())
 
     def send(self) -> None:
-        """Hand what waits to engines that serve, unless it is held."""
+        """Submit queued samples to serving engines, unless dispatch is on hold."""
         later: list[list[Sample]] = []
         while self._waiting and not self._holds:
             samples = self._waiting.popleft()
@@ -67,7 +67,7 @@ class Dispatch:
             if name is None:
                 later.append(samples)
                 if birth < 0:
-                    break  # nobody serves
+                    break  # no engine serves
                 continue
             draws, now_s = [], self._runtime.now()
             for sample in samples:
@@ -83,15 +83,15 @@ class Dispatch:
         self._waiting.extendleft(reversed(later))
 
     def _birth(self, samples: Iterable[Sample]) -> int:
-        """Of the newest token that was handed over of their turns; -1 where nothing was."""
+        """Return the policy version of the newest partial token of their turns; -1 if there is none."""
         newest = (int(sample.drawn.versions[-1]) for sample in samples if sample.drawn is not None)
         return max(map(self._fleet.birth, newest), default=-1)
 
     def drawn(self, event: Drawn) -> Sample | None:
-        """The sample whose turn this ends, if it ends one.
+        """Return the sample whose turn this result completes, if any.
 
         Raises:
-            DrawFailed: an engine could not draw what was asked.
+            DrawFailed: an engine failed to serve a request.
         """
         sample, completion = self._drawing.get(event.id), event.completion
         if sample is None:
@@ -109,7 +109,7 @@ class Dispatch:
         sample.draw = ""
         if completion.finish_reason != "abort":
             return sample
-        # It is wanted still, for nobody waits for what is not, and goes on from what there is of it.
+        # The sample is still needed, since dropped ones leave `_drawing`; it continues from its output.
         if completion.token_ids:
             sample.drawn = completion
             facts = {"number": sample.number, "sample": sample.place, "turn": len(sample.turns)}
@@ -118,14 +118,14 @@ class Dispatch:
         return None
 
     def lost(self, event: Lost) -> None:
-        """Have others draw again what a lost engine had, with the same seeds."""
+        """Resubmit the in-flight requests of a lost engine to other engines, with the same seeds."""
         again = [self._drawing.pop(id) for id in self._fleet.lost(event)]
         for sample in again:
             sample.draw = ""
         self.add(again, first=True)
 
     def end(self, playing: Playing) -> None:
-        """Forget the samples of a group."""
+        """Abort and forget the samples of a group."""
         ids: dict[str, list[str]] = {}
         for sample in playing.samples:
             if sample.draw:
@@ -137,11 +137,11 @@ class Dispatch:
         self._waiting = deque(samples for samples in self._waiting if samples[0].number != number)
 
     def hold(self) -> None:
-        """Have engines give what they have of every draw, and send them nothing until `release`."""
+        """Abort every in-flight request for its partial output, and submit nothing until `release`."""
         self._holds = True
         self._fleet.interrupt()
 
     def release(self) -> None:
-        """Send again."""
+        """Resume dispatch."""
         self._holds = False
         self.send()

@@ -1,6 +1,7 @@
-"""The engines of a run: the weights that each has proved, what it draws, how long it may take. No torch.
+"""The engine pool of a run: verified weights, in-flight requests and deadlines of each engine. No torch.
 
-A *birth* is a number of publishes: that of the weights which drew a token.
+The policy version (`birth` in the code) counts weight updates; a token has that of the weights which
+sampled it. `version` is the trainer's number of its weights: a skipped step leaves it as it is.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from millrace.rollout.staleness import Note
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of a run that is going on, for people.
+    """The engines of a running run, for display.
 
     Attributes:
-        wanted: so many; 0 for as many as the recipe has.
-        doing: what each of those does that are there, by name.
-        reason: why no more are wanted, where somebody asked for more.
-        asked: which request was heard last; empty before any.
+        wanted: target number; 0 for the number of the recipe.
+        doing: current activity of each live engine, by name.
+        reason: why the target is below the requested number.
+        asked: the last scale request; empty before the first.
     """
 
     wanted: int
@@ -31,7 +32,7 @@ class Engines:
     asked: str = ""
 
     def lines(self, run: str) -> list[str]:
-        """One for the run, and one for each engine."""
+        """Return one line for the run and one for each engine."""
         there = len(self.doing)
         engines = "engine" if self.wanted == 1 else "engines"
         lines = [f"run {run}: {self.wanted} {engines} wanted, {there} there"]
@@ -43,16 +44,17 @@ class Engines:
 
 
 class DrawFailed(RuntimeError):
-    """An engine did not do what was asked of it; the message says what and why."""
+    """An engine failed to serve a request; the message has the request and the cause."""
 
 
 @dataclass(slots=True)
 class _Engine:
     """One engine.
 
-    `version` and `birth` are of the weights it proved last, `serves` says that it may draw, `draws` when each
-    draw was asked for, `early` what it drew with weights whose proof is still under way. One that `leaves`
-    gets nothing to draw any more, and ends once it has handed over what it has.
+    `version` and `birth` belong to the weights that it verified last. `serves` is true once it may generate.
+    `draws` has the submission time of each in-flight request, `early` the results whose weights are not
+    verified yet. An engine that `leaves` is draining: it gets no new requests, and stops once it has returned
+    the output of its in-flight ones.
     """
 
     version: int | None = None
@@ -64,12 +66,12 @@ class _Engine:
     leaves: bool = False
 
     def may_draw(self, birth: int) -> bool:
-        """Whether it is given draws of which there are tokens of this birth; -1 for none."""
+        """Whether it may continue a request whose newest token has this policy version; -1 for no tokens."""
         return self.serves and not self.leaves and self.birth >= birth
 
     @property
     def doing(self) -> str:
-        """What it does, for people."""
+        """Its current activity, for display."""
         draws = f"{len(self.draws)} answers" if self.draws else ""
         if self.leaves:
             return f"leaves, hands over {draws}" if draws else "leaves"
@@ -81,16 +83,16 @@ class _Engine:
 
 
 class Fleet:
-    """Every engine, from its first load to its loss."""
+    """The engine pool: every engine from its first weight update to its loss."""
 
     def __init__(self, runtime: Runtime, *, draw_s: float, load_s: float, note: Note) -> None:
-        """No engine is known before `begin`.
+        """Create an empty pool; `begin` adds the engines.
 
         Args:
-            runtime: has them.
-            draw_s: an engine that answers a draw no sooner is lost.
-            load_s: an engine that proves new weights no sooner is lost.
-            note: hears of `joined`, `load`, `lost`, `want` and `ignore`.
+            runtime: backend of the engines.
+            draw_s: timeout of a request; the engine counts as lost after it.
+            load_s: timeout of a weight update; the engine counts as lost after it.
+            note: receives the events `joined`, `load`, `lost`, `want` and `ignore`.
         """
         self._runtime, self._draw_s, self._load_s, self._note = runtime, draw_s, load_s, note
         self._engines: dict[str, _Engine] = {}
@@ -98,12 +100,12 @@ class Fleet:
         self._births: dict[int, int] = {}
         self._newest, self._version = 0, 0
         self._due_s = math.inf
-        # As many as there are, until somebody asks for another number.
+        # None until the first scale request: the number of live engines.
         self._wanted: int | None = None
         self._reason = ""
 
     def begin(self, version: int, num_published: int) -> None:
-        """Send every engine the weights, which are those of so many publishes."""
+        """Send every engine the weights, whose policy version is `num_published`."""
         self._newest, self._version = num_published, version
         self._births[version] = num_published
         self._runtime.offer(version)
@@ -112,40 +114,40 @@ class Fleet:
 
     @property
     def newest(self) -> int:
-        """Publishes ordered so far."""
+        """Policy version of the newest weight update that was started."""
         return self._newest
 
     @property
     def in_force(self) -> int:
-        """Publishes in force: every engine that serves holds these weights or newer ones."""
+        """Policy version in force: every serving engine has these weights or newer ones."""
         return min((engine.birth for engine in self._engines.values() if engine.serves), default=self._newest)
 
     @property
     def due_s(self) -> float:
-        """When an engine may have to be given up."""
+        """The next time at which an engine may time out."""
         return self._due_s
 
     def publish(self, version: int) -> None:
-        """Send every engine the trainer's weights."""
+        """Start a weight update: send the trainer's weights to every engine."""
         same = version == self._version
         self._newest += 1
         self._births[version], self._version = self._newest, version
         if not same:
-            # Before anything is trained again, even where no engine is there to load them.
+            # Copy before the next training step, even if no engine is alive to load the weights.
             self._runtime.offer(version)
         for name, engine in self._engines.items():
             if not same:
                 self._load(name, engine)
             elif engine.version == version:
-                # The step was left out, and the engine holds these weights already.
+                # The step was skipped, and the engine has these weights already.
                 self._prove(name, version, at=None)
 
     def choose(self, home: str, birth: int = -1) -> str | None:
-        """Who is to draw: the engine of the turn before, else the one with least to do; None: nobody may.
+        """Choose an engine: that of the turn before, else the least loaded one; None if none may serve.
 
         Args:
             home: the engine of the turn before.
-            birth: of the newest token that is drawn already; nobody with older weights goes on from it.
+            birth: policy version of the newest token so far; an engine with older weights may not continue.
         """
         engine = self._engines.get(home)
         if engine is not None and engine.may_draw(birth):
@@ -154,14 +156,14 @@ class Fleet:
         return min(may)[1] if may else None
 
     def submit(self, name: str, draws: Sequence[Draw]) -> None:
-        """Have an engine draw."""
+        """Submit requests to an engine."""
         now_s, engine = self._runtime.now(), self._engines[name]
         engine.draws.update((draw.id, now_s) for draw in draws)
         self._due_s = min(self._due_s, now_s + self._draw_s)
         self._runtime.submit(name, draws)
 
     def accept(self, event: Drawn) -> bool:
-        """Whether a draw may be used; otherwise it is kept until the weights that drew it are proved."""
+        """Return whether a result may be used; if not, keep it until its weights are verified."""
         engine, drawn = self._engines[event.engine], event.completion
         if len(drawn.versions) and self.birth(int(drawn.versions[-1])) > engine.birth:
             engine.early.append(event)
@@ -171,48 +173,48 @@ class Fleet:
         return True
 
     def abort(self, name: str, ids: Sequence[str]) -> None:
-        """End draws that nobody wants any more."""
+        """Abort requests whose results are no longer needed."""
         for id in ids:
             del self._engines[name].draws[id]
         self._runtime.abort(name, ids)
         self._let_go(name)
 
     def interrupt(self) -> None:
-        """Have every engine end what it draws, and give what it has of it; all of it is wanted still."""
+        """Abort the in-flight requests of every engine for their partial output, which is still needed."""
         for name in self._engines:
             self._interrupt(name)
 
     def want(self, event: Wanted) -> None:
-        """Have so many engines from now on; those that are too many hand over what they drew, and end."""
+        """Set the target number of engines; surplus engines return their partial output and stop."""
         self._wanted, self._reason = event.number, event.reason
         self._runtime.want(event.number)
         self._choose_who_leaves(told=True)
 
     def engines(self) -> Engines:
-        """How many are wanted, and what those do that are there."""
+        """Return the target number and the activity of each live engine."""
         doing = {name: engine.doing for name, engine in self._engines.items()}
         return Engines(self._wanted or 0, doing, self._reason)
 
     def births(self, versions: Iterable[int]) -> dict[str, int]:
-        """Publishes of these weights, for JSON."""
+        """Return the policy version of each of these weights, for JSON."""
         return {str(version): self.birth(version) for version in versions}
 
     def load_births(self, births: Mapping[str, int]) -> None:
-        """Know the weights of a run that is taken up; before `begin`."""
+        """Restore the policy versions of a resumed run; call it before `begin`."""
         self._births = {int(version): birth for version, birth in births.items()}
 
     def birth(self, version: int) -> int:
-        """Publishes of these weights.
+        """Return the policy version of the trainer's weights `version`.
 
         Raises:
-            DrawFailed: they were never published.
+            DrawFailed: no weight update had this version.
         """
         if version not in self._births:
             raise DrawFailed(f"an engine drew with version {version}, which was never published")
         return self._births[version]
 
     def join(self, name: str) -> None:
-        """Give a new engine the newest weights; it serves once it has proved them."""
+        """Add a new engine and send it the newest weights; it serves once it has verified them."""
         if name not in self._engines and name not in self._gone:
             self._engines[name] = _Engine()
             self._note("joined", engine=name)
@@ -220,7 +222,7 @@ class Fleet:
             self._choose_who_leaves()
 
     def loaded(self, event: Loaded) -> list[Drawn]:
-        """An engine has proved weights; what it drew with them before that was heard may be used."""
+        """Handle an engine's verified weights; return the early results that may be used now."""
         engine, birth = self._engines.get(event.engine), self._births.get(event.version, -1)
         if engine is None or birth <= engine.birth:
             self._note("ignore", reason=f"{event.engine} says again that it holds version {event.version}")
@@ -230,10 +232,10 @@ class Fleet:
         return early
 
     def lost(self, event: Lost) -> list[str]:
-        """Forget an engine.
+        """Remove an engine.
 
         Returns:
-            ids of the draws that it had.
+            ids of its in-flight requests.
         """
         self._gone.add(event.engine)
         engine = self._engines.pop(event.engine, None)
@@ -244,7 +246,7 @@ class Fleet:
         return list(engine.draws)
 
     def overdue(self) -> list[Lost]:
-        """Engines that did not answer in time; the runtime is told to end them."""
+        """Stop the engines that timed out and return their losses."""
         now_s = self._runtime.now()
         if now_s < self._due_s:
             return []
@@ -265,7 +267,7 @@ class Fleet:
         return found
 
     def blockers(self) -> Iterator[str]:
-        """Engines that others wait for, and what they are doing."""
+        """Yield the engines that block progress, with their activity."""
         now_s = self._runtime.now()
         if not any(engine.serves for engine in self._engines.values()):
             yield "an engine that serves"
@@ -274,15 +276,15 @@ class Fleet:
                 yield f"{name} (loads version {self._version} since {now_s - engine.loads_since_s:.0f} s)"
 
     def _choose_who_leaves(self, *, told: bool = False) -> None:
-        """Have engines leave that are too many; who has not handed all over stays where one is missing.
+        """Scale down: drain surplus engines; if an engine is lost meanwhile, un-drain one.
 
         Args:
-            told: whether the number that is wanted has just been heard.
+            told: whether the target has just changed.
         """
         if self._wanted is None:
             return
         leaving = [name for name, engine in self._engines.items() if engine.leaves]
-        # Who draws nothing loses nothing; the newest first.
+        # Idle engines first, since they lose no work; the newest first among equals.
         staying = [name for name, engine in reversed(self._engines.items()) if not engine.leaves]
         staying.sort(key=lambda name: (self._engines[name].serves, len(self._engines[name].draws)))
         missing = self._wanted - len(staying)
@@ -302,19 +304,19 @@ class Fleet:
             self._runtime.abort(name, list(draws))
 
     def _let_go(self, name: str) -> None:
-        """End an engine that leaves, once it has handed over all that it drew."""
+        """Stop a draining engine once it has no in-flight requests."""
         engine = self._engines[name]
         if engine.leaves and not engine.draws:
             self._runtime.retire(name)
 
     def _load(self, name: str, engine: _Engine) -> None:
-        # Newer weights are no excuse for who proved nothing yet.
+        # A newer weight update does not extend the deadline of one that is not verified yet.
         engine.loads_since_s = min(engine.loads_since_s, self._runtime.now())
         self._due_s = min(self._due_s, engine.loads_since_s + self._load_s)
         self._runtime.load(name, self._version)
 
     def _prove(self, name: str, version: int, *, at: int | None) -> None:
-        """An engine holds these weights; a new one serves once they are the newest."""
+        """Record an engine's verified weights; a new engine serves once they are the newest."""
         engine = self._engines[name]
         engine.version, engine.birth = version, self._births[version]
         newest = engine.birth == self._newest

@@ -1,4 +1,4 @@
-"""Episodes that are being played, and the groups they make. No torch."""
+"""Running episodes and their groups. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Episode(Protocol):
     """A `protocols.Environment`."""
 
     def observe(self) -> tuple[int, ...]:
-        """The tokens that open the episode."""
+        """Return the first tokens of the episode."""
         ...
 
     def step(self, completion: Completion) -> tuple[int, ...] | None:
-        """The tokens that follow this completion, or None when the episode is over."""
+        """Return the tokens that follow this completion, or None at the end of the episode."""
         ...
 
 
@@ -27,17 +27,17 @@ class Sample:
 
     Attributes:
         number: of the group.
-        place: in the group.
-        episode: answers.
-        observation: what it said last.
-        context: every token given and drawn so far: nothing is decoded and encoded again.
-        turns: that are over.
-        birth: publishes before the weights that drew the oldest token.
-        engine: drew the turn before, or draws this one.
-        draw: id of what it draws now; empty between turns.
-        drawn: what is there of the turn that it draws, if an engine gave that away before its end.
-        over: whether the episode is.
-        asked_s: since when it draws.
+        place: index in the group.
+        episode: the environment.
+        observation: its last observation.
+        context: every observed and generated token so far: nothing is decoded and re-encoded.
+        turns: finished turns.
+        birth: policy version of the oldest token; None before the first.
+        engine: of the turn in flight, else of the turn before.
+        draw: id of the request in flight; empty between turns.
+        drawn: partial output of the current turn, if an engine aborted it.
+        over: whether the episode has ended.
+        asked_s: when the request in flight was submitted.
     """
 
     number: int
@@ -55,11 +55,11 @@ class Sample:
 
     @property
     def said(self) -> str:
-        """The answer that is judged: that of the last turn."""
+        """The text that is scored: the completion of the last turn."""
         return self.turns[-1].completion.text
 
     def play(self, completion: Completion) -> bool:
-        """End a turn; whether the episode is over."""
+        """Finish a turn; return whether the episode is over."""
         self.turns.append(Turn(self.observation, completion))
         self.drawn = None
         observation = self.episode.step(completion)
@@ -71,12 +71,12 @@ class Sample:
 
     @property
     def so_far(self) -> Trajectory:
-        """Every turn, the one that is not over among them."""
+        """Every turn, including the unfinished one."""
         unfinished = () if self.drawn is None else (Turn(self.observation, self.drawn),)
         return Trajectory((*self.turns, *unfinished))
 
     def take_up(self, before: Trajectory) -> bool:
-        """Go on from `so_far` in a fresh episode; whether that said the same again."""
+        """Replay `so_far` in a fresh episode; return whether its observations were the same."""
         for turn in before.turns:
             if self.over or turn.observation != self.observation:
                 return False
@@ -89,7 +89,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Begun:
-    """What there is of a group that is not finished: all that is drawn, and `Sample.birth` of each sample."""
+    """The state of an unfinished group: its generated turns, and `Sample.birth` of each sample."""
 
     group: Group
     births: list[int | None]
@@ -97,7 +97,7 @@ class Begun:
 
 @dataclass(slots=True)
 class Playing:
-    """A group that is being drawn or judged."""
+    """A group in generation or scoring."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -111,9 +111,9 @@ class Playing:
         num_samples: int,
         before: Begun | None = None,
     ) -> Playing:
-        """Episodes of a prompt: fresh ones, or from where `so_far` was.
+        """Start the episodes of a prompt, fresh or from the state `before`.
 
-        An episode that says something else than it did then begins anew.
+        An episode whose observations differ from the saved ones starts anew.
         """
 
         def fresh(place: int) -> Sample:
@@ -132,21 +132,21 @@ class Playing:
 
     @property
     def num_open(self) -> int:
-        """Episodes that are not over."""
+        """Number of episodes that are not over."""
         return sum(not sample.over for sample in self.samples)
 
     @property
     def so_far(self) -> Begun:
-        """What a checkpoint keeps, for `begin`."""
+        """The state for a checkpoint, as `begin` takes it."""
         drawn = Group(self.prompt, tuple(sample.so_far for sample in self.samples))
         return Begun(drawn, [sample.birth for sample in self.samples])
 
     def unscored(self, num_samples: int) -> Group:
-        """What is drawn of the first samples, without those that have no whole turn."""
+        """Return the finished turns of the first samples; samples without a finished turn are left out."""
         played = [sample for sample in self.samples[:num_samples] if sample.turns]
         return Group(self.prompt, tuple(Trajectory(tuple(sample.turns)) for sample in played))
 
     def scored(self, outcomes: Mapping[str, Outcome]) -> Group:
-        """The group, with the outcome of each answer."""
+        """Return the group with the outcome of each answer."""
         trajectories = (Trajectory(tuple(sample.turns), outcomes[sample.said]) for sample in self.samples)
         return Group(self.prompt, tuple(trajectories))

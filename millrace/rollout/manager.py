@@ -1,7 +1,7 @@
-"""The sampling half of every run: prompts become scored groups, wherever engines run. No torch.
+"""The rollout manager: turns prompts into scored groups, on any engine backend. No torch.
 
-`Flow` says which groups may start and which are trained on, `Fleet` knows the engines, `Dispatch` who draws
-what, a `Runtime` draws and judges. What stands between them is here: episodes, and what they said.
+`Flow` controls which groups may start and which are trained on. `Fleet` manages the engines, `Dispatch` the
+in-flight requests, and a `Runtime` generates and scores. This file connects them and runs the episodes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Found = TypeVar("Found")
 
 
 class Stalled(RuntimeError):
-    """Somebody waited to the deadline; the message says for whom."""
+    """A wait timed out; the message names what was pending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """A batch: what `Flow` says of it, its scored groups in that order, and the baselines of each.
+    """A batch: its `Taken` of `Flow`, its scored groups in that order, and the baselines of each.
 
-    Besides, what was drawn of the groups that were dropped, scored where they were finished.
+    `dropped` has the generated turns of the dropped groups, with scores if they were finished.
     """
 
     taken: Taken
@@ -45,7 +45,7 @@ class Rolled:
 
 
 class Rollouts:
-    """Starts groups, sees them through and hands out batches. For one thread; `Pump` makes it one for two."""
+    """Starts groups, runs them to completion and returns batches. Not thread-safe; `Pump` adds a thread."""
 
     def __init__(
         self,
@@ -62,21 +62,21 @@ class Rollouts:
         load_s: float = math.inf,
         note: Note = unheard,
     ) -> None:
-        """Nothing runs before `begin`.
+        """Create the manager; `begin` starts it.
 
         Args:
-            flow: says what may start.
-            runtime: draws and judges.
-            stream: deals new prompts.
-            prompts: every prompt by its id, for those that start again.
-            environment: makes a fresh episode of a prompt.
-            params: (group's number, sample, turn) to sampling parameters, the seed among them.
+            flow: staleness controller.
+            runtime: backend for generation and scoring.
+            stream: yields new prompts.
+            prompts: every prompt by its id, for restarts.
+            environment: creates a fresh episode of a prompt.
+            params: (group number, sample, turn) to sampling parameters, including the seed.
             num_samples: trajectories of a group.
-            num_baselines: samples beyond them, which are scored but not trained on.
-            draw_s: an engine that answers a draw no sooner is lost.
-            load_s: an engine that proves new weights no sooner is lost.
-            note: hears of `heard`, `send`, `joined`, `load`, `lost`, `want`, `dispatch`, `arrive`, `part`,
-                `judge`, `keep`, `hold`, `ignore` and the runtime's records, as `log.EventLog.add` does.
+            num_baselines: extra samples of a group, which are scored but not trained on.
+            draw_s: timeout of a request; the engine counts as lost after it.
+            load_s: timeout of a weight update; the engine counts as lost after it.
+            note: receives the events `heard`, `send`, `joined`, `load`, `lost`, `want`, `dispatch`, `arrive`,
+                `part`, `judge`, `keep`, `hold`, `ignore` and the backend's records, like `log.EventLog.add`.
         """
         self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
         self._environment, self._note = environment, note
@@ -85,7 +85,7 @@ class Rollouts:
         self._dispatch = Dispatch(self._fleet, runtime, params=params, note=note)
         self._running: dict[int, Playing] = {}
         self._finished: dict[int, Group] = {}
-        # What a checkpoint holds of groups that were not finished, until `begin`.
+        # Unfinished groups of a checkpoint, until `begin`.
         self._begun: dict[int, Begun] = {}
         self._unjudged: list[int] = []
         self._judging: dict[str, list[tuple[int, str]]] = {}
@@ -93,11 +93,11 @@ class Rollouts:
 
     @property
     def flow(self) -> Flow:
-        """What says which groups may start."""
+        """The staleness controller."""
         return self._flow
 
     def begin(self, version: int) -> None:
-        """Send every engine the weights, and go on with what `load_state` left unfinished."""
+        """Send the weights to every engine, and continue the unfinished groups of `load_state`."""
         self._runtime.begin()
         self._fleet.begin(version, self._flow.num_published)
         for number, prompt_id in self._flow.unfinished.items():
@@ -106,7 +106,7 @@ class Rollouts:
         self.start()
 
     def start(self) -> None:
-        """Start the groups that have a ticket, and send what waits for an engine."""
+        """Start the groups that have a ticket, and submit queued samples."""
         for _ in range(self._flow.num_free):
             repeats = self._flow.repeats
             prompt = self._prompts[repeats[0]] if repeats else self._stream.next(1)[0]
@@ -114,25 +114,25 @@ class Rollouts:
         self._dispatch.send()
 
     def advance(self, timeout_s: float) -> None:
-        """Let things happen for at most so long."""
+        """Wait for events for at most `timeout_s` and handle them."""
         self.handle(self._runtime.wait(self.patience_s(timeout_s)))
 
     def patience_s(self, timeout_s: float) -> float:
-        """How long to wait for events: no longer than until an engine may have to be given up."""
+        """Return how long to wait for events: at most until the next engine timeout."""
         return max(0.0, min(timeout_s, self._fleet.due_s - self._runtime.now()))
 
     def handle(self, events: Sequence[Event]) -> None:
-        """Take in what happened, and order what follows from it.
+        """Handle events and issue the commands that follow from them.
 
         Raises:
-            DrawFailed: an engine could not draw what was asked.
+            DrawFailed: an engine failed to serve a request.
         """
         self._hear(events)
-        # Heard after the rest, so that the log alone says what was decided: it knows no clock.
+        # Timeouts come as events too, so that the log alone determines all decisions: it has no clock.
         self._hear(self._fleet.overdue())
 
     def records(self) -> None:
-        """Note what the runtime has to say to a replay."""
+        """Log the backend's records for a replay."""
         for kind, facts in self._runtime.records():
             self._note(kind, **facts)
 
@@ -160,7 +160,7 @@ class Rollouts:
         self._settle()
 
     def take(self) -> Rolled | None:
-        """The next batch, once it is complete; what it makes superfluous is ended."""
+        """Return the next batch, or None while it is incomplete; abort the groups that it drops."""
         self.records()
         taken = self._flow.take()
         if taken is None:
@@ -168,7 +168,7 @@ class Rollouts:
         dropped = [self._end(each.number) for each in taken.dropped]
         groups = [self._finished.pop(number) for number in taken.numbers]
         for group in groups:
-            # In the order of groups: what is dealt next must not depend on which reward came first.
+            # In the order of groups: the choice of next prompts must not depend on which reward came first.
             scores = [t.outcome for t in group.trajectories[: self._num_samples] if t.outcome is not None]
             self._stream.learn(group.prompt, [one.value for one in scores if one.kind != "failed"])
         self.start()
@@ -180,11 +180,12 @@ class Rollouts:
         )
 
     def next_batch(self, deadline_s: float, let_happen: Callable[[float], None] | None = None) -> Rolled:
-        """Let things happen until a batch is complete.
+        """Handle events until a batch is complete.
 
         Args:
-            deadline_s: so long at most.
-            let_happen: for at most so many seconds; `advance` unless another thread does that.
+            deadline_s: timeout in seconds.
+            let_happen: waits for progress for at most so many seconds; default `advance`, unless another
+                thread handles the events.
 
         Raises:
             Stalled: no batch was complete in time.
@@ -192,7 +193,7 @@ class Rollouts:
         return self.until(self.take, f"batch {self._flow.num_taken}", deadline_s, let_happen)
 
     def published(self, version: int) -> None:
-        """Send every engine the trainer's weights, after its work on the oldest batch that had none yet."""
+        """Start the weight update that follows training on the oldest batch without one."""
         self._note("send", version=version)
         self._fleet.publish(version)
         self._settle()
@@ -200,10 +201,10 @@ class Rollouts:
     def wait_until_published(
         self, deadline_s: float, let_happen: Callable[[float], None] | None = None
     ) -> None:
-        """Let things happen, as in `next_batch`, until all engines that serve have proved the newest weights.
+        """Handle events, as in `next_batch`, until all serving engines have verified the newest weights.
 
         Raises:
-            Stalled: they had not in time.
+            Stalled: an engine had not in time.
         """
         self.until(
             lambda: self._flow.num_published == self._fleet.newest or None,
@@ -213,7 +214,7 @@ class Rollouts:
         )
 
     def blockers(self) -> list[str]:
-        """Whom the next batch or publish waits for, and what those are doing."""
+        """Return what the next batch or weight update waits for, with its current activity."""
         found = list(self._fleet.blockers())
         for number in self._flow.waits_for():
             if number in self._running:
@@ -228,27 +229,27 @@ class Rollouts:
         return found
 
     def engines(self) -> Engines:
-        """How many engines are wanted, and what those do that are there."""
+        """Return the target number of engines and the activity of each live engine."""
         return self._fleet.engines()
 
     def hold(self) -> None:
-        """Have engines hand over what they have drawn so far, for `state`; see `handed_over`, `release`."""
+        """Abort in-flight requests to collect their partial output for `state`; `release` resumes them."""
         self._note("hold")
         self._dispatch.hold()
 
     @property
     def handed_over(self) -> bool:
-        """Whether they have."""
+        """Whether no request is in flight, so that all partial output has arrived."""
         return self._dispatch.idle
 
     def release(self) -> None:
-        """Have them go on from there."""
+        """Resume generation from the partial output."""
         self._dispatch.release()
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Words for JSON and columns of numbers; save them with weights trained on every batch taken.
+        """Return JSON fields and arrays for a checkpoint whose weights were trained on every batch taken.
 
-        Of what engines draw they hold as much as was handed over.
+        In-flight requests are included up to the partial output that engines have returned.
         """
         begun = self._begun | {number: playing.so_far for number, playing in self._running.items()}
         groups, columns = pack_groups(self._finished | {number: one.group for number, one in begun.items()})
@@ -265,7 +266,7 @@ class Rollouts:
         return words, columns
 
     def load_state(self, words: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
-        """Go on where `state` was taken; before `begin`."""
+        """Restore `state`; call it before `begin`."""
         self._flow.load_state(words["flow"])
         self._stream.load_state(words["stream"])
         self._dispatch.num_draws = words["num_draws"]
@@ -282,10 +283,10 @@ class Rollouts:
         deadline_s: float,
         let_happen: Callable[[float], None] | None = None,
     ) -> Found:
-        """Let things happen, as in `next_batch`, until `ready` gives something; that.
+        """Handle events, as in `next_batch`, until `ready` returns a value, and return it.
 
         Raises:
-            Stalled: it did not in time.
+            Stalled: it returned None until the deadline.
         """
         began_s = self._runtime.now()
         while (found := ready()) is None:
@@ -296,7 +297,7 @@ class Rollouts:
         return found
 
     def _open(self, number: int, prompt: Prompt, before: Begun | None = None) -> None:
-        """Begin the episodes of a group, or go on with those that were begun."""
+        """Start the episodes of a group, or resume those of a checkpoint."""
         num_samples = self._num_samples + self._num_baselines
         playing = Playing.begin(number, prompt, self._environment, num_samples, before)
         self._running[number] = playing
@@ -320,7 +321,7 @@ class Rollouts:
             self._unjudged.append(sample.number)
 
     def _arrived(self, sample: Sample, event: Drawn) -> None:
-        """Note who drew a turn with which weights."""
+        """Log which engine generated a turn, with which weights."""
         versions = event.completion.versions
         oldest, newest = self._fleet.birth(int(versions[0])), self._fleet.birth(int(versions[-1]))
         sample.birth = oldest if sample.birth is None else min(sample.birth, oldest)
@@ -337,7 +338,7 @@ class Rollouts:
         )
 
     def _judge(self) -> None:
-        """Have the groups judged whose episodes are over. What is said twice is judged once."""
+        """Submit the groups with finished episodes for scoring; duplicate answers are scored once."""
         if not self._unjudged:
             return
         said = {
@@ -361,7 +362,7 @@ class Rollouts:
         for (number, text), outcome in zip(said, event.outcomes, strict=True):
             outcomes.setdefault(number, {})[text] = outcome
         for number, by_text in outcomes.items():
-            # A batch may have been full before it was judged.
+            # A group may have been dropped before its score arrived.
             if number in self._running:
                 self._finish(number, by_text)
 
@@ -373,14 +374,14 @@ class Rollouts:
         self._flow.finish(number, births, equal=is_equal(trained))
 
     def _settle(self) -> None:
-        """Tell the flow of publishes that are in force, and start what that makes room for."""
+        """Report weight updates in force to the staleness controller, and start the groups it then admits."""
         if self._flow.num_published < self._fleet.newest:
             for _ in range(self._fleet.in_force - self._flow.num_published):
                 self._flow.published()
         self.start()
 
     def _end(self, number: int) -> Group:
-        """Forget a group that is not trained on: what was drawn of it."""
+        """Remove a dropped group; return its generated turns."""
         if number in self._finished:
             group = self._finished.pop(number)
             return Group(group.prompt, group.trajectories[: self._num_samples])

@@ -1,4 +1,4 @@
-"""The weights that engines are given."""
+"""The policy weights that engines load."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from millrace.transport.canary import Canary
 
 
 class Newest:
-    """The weights of whoever trains at the moment it is asked, and what they say of a canary.
+    """The current weights of the active trainer, and the canary computed with them.
 
     Attributes:
-        trainer: who trains; None before anybody does.
+        trainer: the active trainer; None before training starts.
     """
 
     def __init__(self, token_ids: Sequence[int], most: float) -> None:
-        """Nobody trains.
+        """Start without a trainer.
 
         Args:
             token_ids: of the canary.
@@ -26,11 +26,11 @@ class Newest:
         self._token_ids, self._most = tuple(token_ids), most
 
     def __call__(self) -> NamedTensors:
-        """Every weight under its name."""
+        """Return every weight with its name."""
         return self._whoever().named_tensors()
 
     def canary(self) -> Canary:
-        """What the weights say of the canary's tokens; all ranks ask in step."""
+        """Compute the canary: log-probabilities of its tokens. A collective call of all ranks."""
         return Canary(self._token_ids, tuple(self._whoever().logprobs_of(self._token_ids)), self._most)
 
     def _whoever(self) -> Trainer:

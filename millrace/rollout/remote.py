@@ -1,8 +1,7 @@
-"""Ranks share sampling and scoring: each does its part and all get the whole.
+"""Data-parallel generation and scoring: scatter by rank, all-gather the results.
 
-Where rank 0 alone has engines in processes of their own, it keeps the event log and hands out all that
-training reads of a batch. Ranks meet in their trainers' own threads alone, at the same calls in the same
-order.
+If only rank 0 has engines, in worker processes, it keeps the event log and broadcasts each batch. Collectives
+run only in the trainers' threads, as the same calls in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ _WORDS = "words"
 
 
 class SharedEngine:
-    """An engine on each rank; completions are drawn where their prompt falls, and known everywhere."""
+    """Data-parallel generation with one engine per rank: scatter the prompts, all-gather the completions."""
 
     def __init__(self, engine: Engine, ranks: RankGroup) -> None:
-        """The ranks' engines, through this rank's own.
+        """Wrap this rank's engine.
 
         Args:
-            engine: this rank's.
+            engine: of this rank.
             ranks: of the run.
         """
         self._engine, self._ranks = engine, ranks
 
     @property
     def version(self) -> int:
-        """Of the weights that draw from now on."""
+        """Version of the weights that generate from now on."""
         return self._engine.version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Draw one completion for each prompt, in order; see `protocols.Engine`."""
+        """Generate one completion for each prompt, in order; see `protocols.Engine`."""
         mine = share_of(len(prompts), self._ranks.rank, self._ranks.size)
         drawn = self._engine.generate(prompts[mine], params[mine]) if mine.start < mine.stop else []
         return [
@@ -59,45 +58,45 @@ class SharedEngine:
 
 
 class Onlooker:
-    """Takes part where ranks gather weights that the first alone hands on; a `protocols.WeightTransport`."""
+    """A `protocols.WeightTransport` for ranks that only join the all-gather; rank 0 sends the weights."""
 
     def __init__(self, canary: Callable[[], Canary]) -> None:
-        """One that helps to judge the canary as well.
+        """Join the canary computation as well.
 
         Args:
-            canary: this rank's part of it.
+            canary: this rank's call of that collective.
         """
         self._canary = canary
         self.metrics: dict[str, float] = {}
 
     def send(self, named_tensors: NamedTensors, version: int) -> None:
-        """See every tensor, one at a time, and keep none."""
+        """Iterate over every tensor for its collectives, and keep none."""
         for _ in named_tensors:
             pass
         self._canary()
 
 
 class FirstEngine:
-    """The first rank's engine, which draws for all; every call is one of all ranks, in step."""
+    """Rank 0's engine, which generates for all ranks; every call is a collective."""
 
     def __init__(self, engine: Engine | None, ranks: RankGroup) -> None:
-        """The one engine, as a rank sees it.
+        """Wrap rank 0's engine.
 
         Args:
-            engine: the first rank's own; None on the others.
+            engine: on rank 0; None on the others.
             ranks: of the run.
         """
         self._engine, self._ranks = engine, ranks
 
     @property
     def version(self) -> int:
-        """Of the weights that draw from now on."""
+        """Version of the weights that generate from now on."""
         return int(self._ranks.share("" if self._engine is None else str(self._engine.version)))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Draw one completion for each prompt, in order; see `protocols.Engine`."""
+        """Generate one completion for each prompt, in order; see `protocols.Engine`."""
         if self._engine is None:
             return unpack_completions(self._ranks.hand_out())
         drawn = self._engine.generate(prompts, params)
@@ -106,47 +105,47 @@ class FirstEngine:
 
 
 class SharedReward:
-    """A reward on each rank; answers are judged where they fall, and the outcomes known everywhere."""
+    """Data-parallel scoring with one reward per rank: scatter the answers, all-gather the outcomes."""
 
     def __init__(self, reward: Reward, ranks: RankGroup) -> None:
-        """The ranks' rewards, through this rank's own.
+        """Wrap this rank's reward.
 
         Args:
-            reward: this rank's.
+            reward: of this rank.
             ranks: of the run.
         """
         self._reward, self._ranks = reward, ranks
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order; see `protocols.Reward`."""
+        """Score each completion, in order; see `protocols.Reward`."""
         mine = share_of(len(prompts), self._ranks.rank, self._ranks.size)
         outcomes = self._reward.score(prompts[mine], completions[mine]) if mine.start < mine.stop else []
         told = json.dumps([asdict(outcome) for outcome in outcomes]).encode()
         return [Outcome(**outcome) for part in self._ranks.gather(told) for outcome in json.loads(part)]
 
     def close(self) -> None:
-        """Give back what this rank's reward holds."""
+        """Release the resources of this rank's reward."""
         self._reward.close()
 
 
 def pack_completions(completions: Sequence[Completion]) -> bytes:
-    """Completions as bytes: numbers as safetensors, words as JSON in it."""
+    """Serialize completions to bytes: arrays as safetensors, with the JSON fields inside."""
     words, columns = to_columns(completions)
     packed: bytes = save({**columns, _WORDS: np.frombuffer(json.dumps(words).encode(), np.uint8)})
     return packed
 
 
 def unpack_completions(data: bytes) -> list[Completion]:
-    """What `pack_completions` packed."""
+    """Deserialize the completions of `pack_completions`."""
     columns = load(data)
     words = json.loads(columns.pop(_WORDS).tobytes())
     return from_columns(words, columns)
 
 
 class Follower:
-    """A `Source` as the other ranks have it; each of its calls meets the first rank's.
+    """The `Source` of the ranks other than 0; each call is a collective with rank 0's.
 
-    Use it as a context manager, as that one.
+    Use it as a context manager, like `Source`.
     """
 
     def __init__(
@@ -158,52 +157,52 @@ class Follower:
         spans: Spans,
         version: int | None = None,
     ) -> None:
-        """Nothing has begun.
+        """Create the source; `begin` starts it.
 
         Args:
             prompts: to train on.
-            newest: this rank's part of the weights.
+            newest: this rank's shard of the weights.
             ranks: of the run.
             spans: of the trainer's thread.
-            version: of the weights that were gathered before, to evaluate; None if none were.
+            version: of the weights already gathered for evaluation; None if there are none.
         """
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._newest, self._ranks, self._spans = newest, ranks, spans
         self._version = version
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
-        """Help to gather the weights that engines begin with; the first rank knows where the flow goes on."""
+        """Join the all-gather of the initial weights; only rank 0 restores the staleness controller."""
         self._ranks.threads()
         self.published(version)
 
     def __enter__(self) -> Follower:
-        """Follow within the block."""
+        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Nothing is held."""
+        """Release nothing."""
 
     def next_batch(self) -> tuple[Sampled, dict[str, float]]:
-        """Wait for the first rank's batch and what is to be recorded of it."""
+        """Wait for rank 0's batch and its metrics."""
         with self._spans("sample"):
             return unpack_batch(self._ranks.hand_out(), self._prompts)
 
     def published(self, version: int) -> None:
-        """Help to gather the weights, if the step that was to change them was not left out."""
+        """Join the all-gather of the weights, unless the step was skipped."""
         if version != self._version:
             self._version = version
             with self._spans("sync"):
                 Onlooker(self._newest.canary).send(self._newest(), version)
 
     def warnings(self) -> list[str]:
-        """None: the first rank speaks for all."""
+        """Return no warnings: rank 0 reports them for all."""
         return []
 
 
 def pack_batch(sampled: Sampled, told: Mapping[str, float]) -> bytes:
-    """A batch and what is recorded of it: numbers as safetensors, words as JSON in it."""
+    """Serialize a batch and its metrics to bytes: arrays as safetensors, with the JSON fields inside."""
     groups, columns = pack_groups(dict(enumerate(sampled.groups)))
     words: dict[str, Any] = {
         "groups": groups,
@@ -218,7 +217,7 @@ def pack_batch(sampled: Sampled, told: Mapping[str, float]) -> bytes:
 
 
 def unpack_batch(data: bytes, prompts: Mapping[str, Prompt]) -> tuple[Sampled, dict[str, float]]:
-    """What `pack_batch` packed; `prompts` by id."""
+    """Deserialize the batch of `pack_batch`; `prompts` by id."""
     columns = load(data)
     words = json.loads(columns.pop(_WORDS).tobytes())
     groups, told = words.pop("groups"), words.pop("told")
@@ -228,5 +227,5 @@ def unpack_batch(data: bytes, prompts: Mapping[str, Prompt]) -> tuple[Sampled, d
 
 
 def share_of(count: int, rank: int, size: int) -> slice:
-    """Neighbouring ones out of `count` that fall to a rank; all ranks together have all of them."""
+    """Return a rank's contiguous slice of `count` items; the slices of all ranks partition the items."""
     return slice(count * rank // size, count * (rank + 1) // size)

@@ -1,4 +1,4 @@
-"""What is sampled for a batch, and how."""
+"""Sampled batches, sampling parameters and reward metrics."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from millrace.types import Group, Outcome, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was sampled for one batch.
+    """The sampled groups of one batch.
 
     Attributes:
         groups: every group, scored.
-        left_out: places of those that are not trained on, because all their rewards are equal.
-        baselines: the reward of each group's greedy answer, NaN where it failed; None if not asked for.
-        num_greedy_tokens: tokens drawn for the baselines.
-        num_rounds: times new prompts replaced groups of equal reward.
+        left_out: indices of groups that are not trained on, because all their rewards are equal.
+        baselines: the reward of each group's greedy answer, NaN where it failed; None without baselines.
+        num_greedy_tokens: tokens generated for the baselines.
+        num_rounds: dynamic sampling rounds: times that new prompts replaced groups of equal reward.
     """
 
     groups: list[Group]
@@ -31,7 +31,7 @@ class Sampled:
 
 
 def sampling(rollout_config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """The recipe's sampling parameters; the seed is set for each completion."""
+    """Return the recipe's sampling parameters; the seed is set for each completion."""
     return replace(
         greedy(rollout_config, stop_token_ids),
         temperature=rollout_config.temperature,
@@ -41,7 +41,7 @@ def sampling(rollout_config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> 
 
 
 def greedy(rollout_config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """The most likely tokens, as evaluation takes them."""
+    """Return greedy sampling parameters, as in evaluation."""
     return SamplingParams(
         max_tokens=rollout_config.max_tokens,
         temperature=0.0,
@@ -51,31 +51,31 @@ def greedy(rollout_config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> Sa
 
 
 def completion_seed(*parts: int) -> int:
-    """A 64-bit seed from the run's seed and the completion's place: group, sample, turn."""
+    """Hash the run's seed and the completion's indices (group, sample, turn) to a 64-bit seed."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def group_rewards(group: Group) -> list[float]:
-    """The rewards of a group that did not fail."""
+    """Return the rewards of a group, without failed ones."""
     outcomes = [trajectory.outcome for trajectory in group.trajectories]
     return [outcome.value for outcome in outcomes if outcome is not None and outcome.kind != "failed"]
 
 
 def is_equal(group: Group) -> bool:
-    """Whether all rewards of a group are equal, so that comparing its samples teaches nothing."""
+    """Return whether all rewards of a group are equal, so that its advantages are zero."""
     return len(set(group_rewards(group))) < 2
 
 
 def part_names(outcomes: Sequence[Outcome]) -> list[str]:
-    """The rewards that were added up; none where there is one alone."""
+    """Return the names of the summed reward components; empty if there is only one."""
     names = list(dict.fromkeys(name for outcome in outcomes for name in outcome.parts))
     return names if len(names) > 1 else []
 
 
 def part_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Of each reward, where several were added up: the mean without its weight, and the fraction that failed.
+    """Compute the unweighted mean and the failed fraction of each component of a summed reward.
 
-    A value that failed is in no mean; where all failed, the mean is NaN.
+    Failed values are left out of the mean; if all failed, the mean is NaN.
     """
     found = {}
     for name in part_names(outcomes):
@@ -87,5 +87,5 @@ def part_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def part_columns(outcome: Outcome, names: Sequence[str]) -> dict[str, float]:
-    """The value of each reward for a row of a table; NaN where it failed."""
+    """Return the value of each reward component for a table row; NaN where it failed."""
     return {f"reward/{name}": outcome.parts.get(name, math.nan) for name in names}

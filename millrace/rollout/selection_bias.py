@@ -1,8 +1,8 @@
-"""Whether what is dropped differs from what is trained on.
+"""Selection bias: trained-on rollouts against all sampled ones.
 
-A run that drops what is slow, old or failed trains on another distribution than it samples: mostly on
-shorter answers and easier prompts. The meter compares all trajectories with those that were used, over the
-last groups whose fate is known.
+A run that drops slow, stale or failed rollouts trains on another distribution than it samples: mostly on
+shorter answers and easier prompts. The meter compares all trajectories with the used ones, over the last
+groups that were trained on or dropped.
 """
 
 from __future__ import annotations
@@ -12,46 +12,46 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-# Groups that are compared: enough that 3 standard errors are below THRESHOLD where a tenth is dropped.
+# Number of compared groups: enough that 3 standard errors are below THRESHOLD if a tenth is dropped.
 WINDOW = 512
-# Differences of means from here on are what the literature on matched samples calls an imbalance.
+# The literature on matched samples calls a larger standardised mean difference an imbalance.
 THRESHOLD = 0.1
-# Standard errors by which chance alone hardly ever moves a mean, though it is looked at after each batch.
+# Chance alone rarely moves a mean by so many standard errors, even with one test per batch.
 NUM_ERRORS = 3.0
 
 
 class BiasMeter:
     """Standardised mean differences of length, reward and difficulty.
 
-    For each fact `d = (mean of the used - mean of all) / standard deviation of all`, over trajectories. The
-    difficulty of a trajectory is 1 - the mean reward of its group. Had chance dropped whole groups, d would
-    have a standard error of `sqrt((1 / share - 1) / groups)`, with `share` of the trajectories used: those
-    of a group count as one, because they are dropped together.
+    For each quantity `d = (mean of the used - mean of all) / standard deviation of all`, over trajectories.
+    The difficulty of a trajectory is 1 - the mean reward of its group. If whole groups were dropped at
+    random, d would have a standard error of `sqrt((1 / fraction - 1) / groups)`, with `fraction` of the
+    trajectories used. The trajectories of a group count as one, because they are dropped together.
 
-    What failed to be scored is not used: a reward that runs out of time does so where answers are long.
-    Groups that were ended before they were scored have no reward. What was still being drawn counts as long
-    as the longest of the batch that it missed, so the true difference in length is rather larger than d.
+    Trajectories with a failed score count as not used: a reward times out mostly on long answers. Groups that
+    were aborted before scoring have no reward. A trajectory that was still in generation counts as long as
+    the longest of the batch that it missed, so the true difference in length tends to be larger than d.
 
     Source: Austin 2009, "Balance diagnostics for comparing the distribution of baseline covariates between
     treatment groups in propensity-score matched samples", for the threshold; Cochran 1977, "Sampling
-    Techniques", for the error of a mean drawn without replacement.
+    Techniques", for the error of a mean sampled without replacement.
     """
 
     def __init__(self) -> None:
-        # Of each group: lengths, rewards (None where there is none) and what was used.
+        # For each group: lengths, rewards (None without a score) and whether each trajectory was used.
         self._groups: deque[tuple[list[float], list[float | None], list[bool]]] = deque(maxlen=WINDOW)
 
     def add(self, lengths: Sequence[float], rewards: Sequence[float], used: Sequence[bool]) -> None:
-        """A group whose fate is known.
+        """Add a group that was trained on or dropped.
 
         Args:
-            lengths: tokens drawn for each trajectory, also of one that was ended.
-            rewards: of each trajectory; NaN where there is none.
-            used: of each trajectory, whether it was trained on, or left out only because all rewards of its
-                group are equal.
+            lengths: generated tokens of each trajectory, also of an aborted one.
+            rewards: of each trajectory; NaN without a score.
+            used: whether each trajectory was trained on, or left out only because all rewards of its group
+                are equal.
 
         Raises:
-            ValueError: the three differ in length, or have none.
+            ValueError: the three differ in length, or are empty.
         """
         if not 0 < len(lengths) == len(rewards) == len(used):
             raise ValueError(
@@ -62,11 +62,11 @@ class BiasMeter:
 
     @property
     def drops(self) -> bool:
-        """Whether anything of these groups was not used."""
+        """Whether any trajectory of these groups was not used."""
         return not all(use for _, _, uses in self._groups for use in uses)
 
     def record(self) -> dict[str, float]:
-        """`bias/dropped_share` of the trajectories, and d of each fact where the numbers tell it."""
+        """Return `bias/dropped_share`, the fraction of dropped trajectories, and each defined d."""
         if not self._groups:
             return {}
         found = {f"bias/{name}": difference for name, (difference, _) in self._differences().items()}
@@ -74,7 +74,7 @@ class BiasMeter:
         return {"bias/dropped_share": 1 - sum(used) / len(used), **found}
 
     def warning(self) -> str | None:
-        """A sentence where dropping selects: |d| is above the threshold and above what chance does."""
+        """Return a warning if |d| is above both the threshold and the effect of chance, else None."""
         if not self.drops:
             return None
         biased = {
@@ -93,16 +93,16 @@ class BiasMeter:
         )
 
     def state(self) -> list[Any]:
-        """Plain JSON."""
+        """Return the state as plain JSON."""
         return [list(group) for group in self._groups]
 
     def load_state(self, state: Sequence[Any]) -> None:
-        """Continue there."""
+        """Restore the state."""
         self._groups = deque(((lengths, rewards, used) for lengths, rewards, used in state), maxlen=WINDOW)
 
     def _differences(self) -> dict[str, tuple[float, float]]:
-        """Each fact's d and its standard error by chance, where it is known and varies."""
-        # For each fact: its values with whether each was used, and the groups that have one.
+        """Return d and its standard error for each quantity that is known and varies."""
+        # For each quantity: its values with whether each was used, and the number of groups that have one.
         known: dict[str, list[tuple[float, bool]]] = {"length": [], "reward": [], "difficulty": []}
         num_groups = dict.fromkeys(known, 0)
         for lengths, rewards, used in self._groups:

@@ -1,4 +1,4 @@
-"""Completions and groups as JSON and columns of numbers: between processes and in checkpoints. No torch."""
+"""Serialization of completions and groups as JSON and arrays, for processes and checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from millrace.types import Completion, Group, Outcome, Prompt, Support, Trajectory, Turn
 
-# What JSON can carry of one completion.
+# The JSON fields of one completion.
 Words = dict[str, Any]
 
 
 def to_columns(completions: Sequence[Completion]) -> tuple[list[Words], dict[str, np.ndarray]]:
-    """The words of each completion, and the numbers of all, one after the other in each column."""
+    """Serialize completions: the JSON fields of each, and one concatenated array for each numeric field."""
     supports = [completion.support for completion in completions if completion.support is not None]
     scored = [c.prompt_logprobs for c in completions if c.prompt_logprobs is not None]
     words = [
@@ -45,10 +45,10 @@ def to_columns(completions: Sequence[Completion]) -> tuple[list[Words], dict[str
 
 
 def from_columns(words: Sequence[Words], columns: Mapping[str, np.ndarray]) -> list[Completion]:
-    """The completions that `to_columns` took apart; their arrays are views of the columns.
+    """Deserialize the completions of `to_columns`; their arrays are views of the columns.
 
     Raises:
-        ValueError: a column is longer or shorter than the words say.
+        ValueError: the length of a column does not match the JSON fields.
     """
     at = dict.fromkeys(columns, 0)
 
@@ -86,12 +86,12 @@ def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype)
 
 
-# Tokens that environments said; the other columns are those of completions.
+# Tokens of the environments' observations; the other columns belong to completions.
 _OBSERVATIONS = "observations"
 
 
 def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Groups by their number; of a prompt only its id is kept."""
+    """Serialize groups by number; a prompt is stored by its id only."""
     turns = [turn for group in groups.values() for t in group.trajectories for turn in t.turns]
     completions, columns = to_columns([turn.completion for turn in turns])
     said = [token for turn in turns for token in turn.observation]
@@ -116,15 +116,15 @@ def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, 
 def unpack_groups(
     words: Mapping[str, Any], columns: Mapping[str, np.ndarray], prompts: Mapping[str, Prompt]
 ) -> dict[int, Group]:
-    """What `pack_groups` packed.
+    """Deserialize the groups of `pack_groups`.
 
     Args:
-        words: its words.
-        columns: its columns.
+        words: the JSON fields.
+        columns: the arrays.
         prompts: by id.
 
     Raises:
-        ValueError: a column is longer or shorter than the words say.
+        ValueError: the length of a column does not match the JSON fields.
     """
     drawn = {name: column for name, column in columns.items() if name != _OBSERVATIONS}
     said, turns, at = columns[_OBSERVATIONS].tolist(), [], 0

@@ -1,10 +1,10 @@
-"""Staleness control: which groups may start, which make the next batch, and which are dropped.
+"""Staleness control: admission, batch selection and dropping of rollout groups.
 
-No clock, no threads, no tensors: what drives a `Flow` may be real engines or a simulation. `Line` holds the
-groups that have started and that no batch has taken, in order.
+No clock, no threads, no tensors: real engines or a simulation may drive a `Flow`. `Line` is the queue of
+groups that have started and are not in a batch yet, in order.
 
 Letters: `g` groups_per_step, `eta` the staleness bound, `p` weight updates so far, `t` batches taken so far.
-Batch `t` trains the weights of update `t`, so a token sampled with the weights of update `b` is `t - b` old
+Batch `t` trains the weights of policy version `t`, so a token of policy version `b` has staleness `t - b`
 there.
 """
 
@@ -19,13 +19,13 @@ from typing import Any, Literal, Protocol
 
 @dataclass(slots=True)
 class Waiting:
-    """A group of the line.
+    """A queued group.
 
     Attributes:
-        prompt_id: what it answers.
-        started: publishes when it started; none of its tokens can be older.
-        births: publishes before the oldest token of each of its trajectories; None until it is finished.
-        equal: all its rewards are, and equal groups are to be replaced.
+        prompt_id: of its prompt.
+        started: policy version in force when it started; none of its tokens can be older.
+        births: policy version of the oldest token of each trajectory; None until the group is finished.
+        equal: all its rewards are equal, and such groups are to be replaced.
     """
 
     prompt_id: str
@@ -35,24 +35,24 @@ class Waiting:
 
 
 class Line:
-    """The groups, and the rule that makes a batch of them.
+    """The group queue, and the rule that selects a batch from it.
 
-    **In order** of their starts: with `E(i)` of the first `i` groups known to be equal, `end = g`, then
+    **Submission order**: with `E(i)` of the first `i` groups known to be equal, `end = g`, then
     `refill_rounds` times `end = g + E(end)`. The next batch is the first `end` groups, once they are
-    finished. What is learnt later can only raise `end`.
+    finished. Results that arrive later can only raise `end`.
 
-    **As they finish**: up to `refill_rounds * g` equal groups are replaced, and `g` others fill the places in
-    the order in which they finished, equal ones last. With `none_late` those that would be too old for later
-    batches come first: for each batch `d >= t`, at most `g (d + 1 - t)` groups of the line must be trained on
-    by `d`, and the next batch is complete only if it leaves that true for `t + 1`. The sets grow with `d`,
-    so a batch has room for what each of them asks for.
+    **Completion order**: up to `refill_rounds * g` equal groups are replaced, and `g` others fill the places
+    in the order in which they finished, equal ones last. With `none_late`, groups that would be too old for
+    later batches come first: for each batch `d >= t`, at most `g (d + 1 - t)` groups of the queue must be
+    trained on by `d`, and the next batch is complete only if it leaves that true for `t + 1`. The sets grow
+    with `d`, so a batch has room for the groups that each of them requires.
 
     Args:
         size: g.
         staleness: eta.
         refill_rounds: how often equal groups are replaced.
-        in_order: batches are made in the order of starts.
-        none_late: no group may be left behind until it is too old.
+        in_order: submission order instead of completion order.
+        none_late: train on every group before it is too old.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class Line:
     ) -> None:
         self._size, self._staleness, self._refill_rounds = size, staleness, refill_rounds
         self._in_order, self._none_late = in_order, none_late
-        # By number, ascending.
+        # By group number, ascending.
         self.groups: dict[int, Waiting] = {}
-        # Numbers of those that are finished, the earliest first.
+        # Numbers of the finished groups, in completion order.
         self.arrived: list[int] = []
-        # Of the next batch, as far as is known.
+        # For the next batch, as far as known.
         self.num_replaced = self.num_rounds = 0
 
     @property
     def num_places(self) -> int:
-        """Places that the line holds."""
+        """Number of places that the queue holds."""
         return len(self.groups) - self.num_replaced
 
     def add(self, number: int, group: Waiting) -> None:
-        """A group starts, with a number above those before."""
+        """Add a started group; its number is above all earlier ones."""
         self.groups[number] = group
 
     def finish(self, number: int, births: Iterable[int], *, equal: bool) -> None:
-        """A group has been drawn and scored."""
+        """Mark a group as generated and scored."""
         group = self.groups[number]
         group.births, group.equal = tuple(births), equal and self._refill_rounds > 0
         self.arrived.append(number)
@@ -85,16 +85,18 @@ class Line:
             self._count()
 
     def remove(self, numbers: Iterable[int]) -> None:
-        """Groups are taken or dropped."""
+        """Remove groups that are taken or dropped."""
         for number in numbers:
             if self.groups.pop(number).births is not None:
                 self.arrived.remove(number)
         self._count()
 
     def choose(self, batch: int) -> tuple[list[int], list[int]]:
-        """The next batch: its groups, or none while it is not complete; and the unfinished ones it waits for.
+        """Select the next batch.
 
-        It may be incomplete and wait for nothing that has started; then more groups must start.
+        Returns:
+            its groups, or none while it is incomplete; and the unfinished groups that it waits for. If both
+            are empty, more groups must start.
         """
         size, groups = self._size, self.groups
         if self._in_order:
@@ -119,17 +121,17 @@ class Line:
         return chosen + equal[: self.num_replaced], []
 
     def due(self, batch: int) -> set[int]:
-        """Groups that must be trained on by a batch, because they might be too old for the one after it."""
+        """Return the groups that must be trained on by a batch, because the next one may be too late."""
         if not self._none_late:
             return set()
         latest, groups = batch - self._staleness, self.groups.items()
         return {number for number, group in groups if group.started <= latest and not group.equal}
 
     def check(self, batch: int, num_spare: int) -> None:
-        """Prove that no group can become too old, where the rule says so, with `batch` the next.
+        """Verify that no group can become too old, if the rule guarantees it, with `batch` the next.
 
         Raises:
-            AssertionError: which group or batch it does not hold for.
+            AssertionError: it does not hold; the message names the group or batch.
         """
         finished = [number for number, group in self.groups.items() if group.births is not None]
         if sorted(self.arrived) != finished:
@@ -145,12 +147,12 @@ class Line:
                 raise AssertionError(f"{num_due} groups must be trained on by batch {later}")
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the state as plain JSON."""
         groups = [[number, *astuple(group)] for number, group in self.groups.items()]
         return {"groups": groups, "arrived": list(self.arrived)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Restore the state."""
         self.arrived = list(state["arrived"])
         self.groups = {
             number: Waiting(prompt_id, started, births and tuple(births), equal)
@@ -159,7 +161,7 @@ class Line:
         self._count()
 
     def _count(self) -> None:
-        """Count the groups that are replaced in the next batch."""
+        """Update the number of groups that are replaced in the next batch."""
         if not self._in_order:
             num_equal = sum(self.groups[number].equal for number in self.arrived)
             self.num_replaced = min(num_equal, self._refill_rounds * self._size)
@@ -175,15 +177,15 @@ class Line:
 
 
 class Note(Protocol):
-    """Hears of each decision: its kind and its facts, as `log.EventLog.add` takes them."""
+    """Callback for each decision, with the event kind and fields of `log.EventLog.add`."""
 
     def __call__(self, kind: str, /, **facts: Any) -> None:
-        """Keep one decision."""
+        """Record one decision."""
         ...
 
 
 def unheard(kind: str, /, **facts: Any) -> None:
-    """For a flow whose decisions nobody keeps."""
+    """Discard a decision."""
 
 
 class TooStale(RuntimeError):
@@ -192,23 +194,23 @@ class TooStale(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class FlowRules:
-    """What a flow keeps to.
+    """The staleness policy.
 
     Attributes:
         groups_per_step: places of a batch.
-        staleness: at most so many publishes lie between the weights that drew a trained group's oldest token
-            and those it trains; 0 is synchronous.
-        order: a batch is made of the groups that started first, or of those that were finished first.
-        stale: with completion order, what becomes of a group that would be too old in the next batch. `wait`:
+        staleness: maximum number of weight updates between the oldest trained token of a group and the
+            weights it trains; 0 is synchronous.
+        order: a batch takes the groups that started first (submission) or that finished first (completion).
+        stale: with completion order, how to handle a group that would be too old in the next batch. `wait`:
             no batch leaves it behind. `drop`: it is dropped and its prompt starts again. `keep`: it is
             trained on, however old. `withhold`: its too old trajectories are not trained on; it is dropped
-            where fewer than two are left.
+            if fewer than two remain.
         refill_rounds: how often the groups of a batch whose rewards are all equal are replaced.
-        spare_groups: groups started beyond the places of a batch; those that are not finished when it is full
+        spare_groups: groups started beyond the places of a batch; those that are unfinished when it is full
             are dropped, and their prompts start again.
 
     Raises:
-        ValueError: a number out of range, or a rule that can have no effect beside the others.
+        ValueError: a number is out of range, or an option has no effect with the others.
     """
 
     groups_per_step: int
@@ -219,7 +221,7 @@ class FlowRules:
     spare_groups: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be kept to."""
+        """Validate the options."""
         for name in ("groups_per_step", "staleness", "refill_rounds", "spare_groups"):
             least = int(name == "groups_per_step")
             if getattr(self, name) < least:
@@ -250,14 +252,14 @@ class Taken:
     """A batch.
 
     Attributes:
-        batch: its number, from 0; it trains the weights of so many publishes.
-        numbers: its groups, ascending.
-        staleness: of each of them: publishes since its oldest token that is trained on.
-        left_out: places in `numbers` of groups that are not trained on, because all their rewards are equal;
-            empty without refills.
-        withheld: by number of the group, places of its trajectories that are too old to be trained on.
-        num_rounds: times equal groups were replaced.
-        dropped: groups dropped since the batch before, by this `take` too; end those that still run.
+        batch: its number, from 0; equals the policy version that it trains.
+        numbers: its group numbers, ascending.
+        staleness: of each group: weight updates since its oldest token that is trained on.
+        left_out: indices into `numbers` of groups that are not trained on, because all their rewards are
+            equal; empty without refills.
+        withheld: for each group number, indices of its trajectories that are too old to be trained on.
+        num_rounds: times that equal groups were replaced.
+        dropped: groups dropped since the batch before, including this `take`; abort the running ones.
     """
 
     batch: int
@@ -270,33 +272,34 @@ class Taken:
 
 
 class Flow:
-    """Started, finished, taken, published: the life of every group.
+    """The staleness controller: tracks every group from its start to its batch or drop.
 
-    **Tickets.** A group starts only while fewer than `(eta + 1) g` places are held: by the line of groups
-    that are not yet taken (`Line`; one that is replaced holds none), and by each batch that is taken and
-    not yet published, `g`.
+    **Tickets.** A group starts only while fewer than `(eta + 1) g` places are held. The queue of groups that
+    no batch has taken holds places (`Line`; a replaced group holds none), and so does each batch that is
+    taken and whose weight update is not in force yet: `g`.
 
-    **In submission order no group is older than eta.** Let a group start after `p` publishes, when `t`
-    batches are taken; let `n` be the length of the line with it and `end` the groups of batch `t` as far as
-    is known. By the ticket `n - (end - g) + g (t - p) <= (eta + 1) g`. Were it trained in batch `t + k`
-    with `k >= 1`, the line before it would fill batch `t`, at least `end` groups, and `k - 1` more, at
-    least `g` each: `n - 1 >= end + g (k - 1)`. Added up, `g (t + k - p) <= (eta + 1) g - 1`: it is at most
-    eta old. With `k = 0` it holds a place itself: `1 + g (t - p) <= (eta + 1) g` says the same. Later
-    refills only raise `end`, and drawn again elsewhere it is younger.
+    **In submission order the staleness is at most eta.** Let a group start after `p` weight updates, when `t`
+    batches are taken; let `n` be the length of the queue with it and `end` the groups of batch `t` as far as
+    known. By the ticket `n - (end - g) + g (t - p) <= (eta + 1) g`. Were it trained in batch `t + k` with
+    `k >= 1`, the queue before it would fill batch `t`, at least `end` groups, and `k - 1` more, at least `g`
+    each: `n - 1 >= end + g (k - 1)`. The sum is `g (t + k - p) <= (eta + 1) g - 1`: its staleness is at most
+    eta. With `k = 0` it holds a place itself: `1 + g (t - p) <= (eta + 1) g` gives the same bound. Later
+    refills only raise `end`, and a group that is regenerated on another engine is younger.
 
-    **In completion order with `wait` neither.** At most `g (d + 1 - t)` groups of the line must be trained
-    on by batch `d`, for every `d >= t`. A batch is complete only if it keeps that (`Line`). So does a start
-    after `p` publishes: it counts from `d = p + eta` on, and by its ticket the whole line then holds at
-    most `(eta + 1) g - g (t - p) <= g (d + 1 - t)`. With `d = t`: batch `t` has room for all that are due.
+    **So it is in completion order with `wait`.** At most `g (d + 1 - t)` groups of the queue must be trained
+    on by batch `d`, for every `d >= t`. A batch is complete only if it keeps that invariant (`Line`). A start
+    after `p` weight updates keeps it too: it counts from `d = p + eta` on, and by its ticket the whole queue
+    then holds at most `(eta + 1) g - g (t - p) <= g (d + 1 - t)`. With `d = t`: batch `t` has room for all
+    due groups.
     """
 
     def __init__(self, rules: FlowRules, *, num_batches: int, note: Note = unheard) -> None:
-        """Nothing has started.
+        """Create the controller without groups.
 
         Args:
-            rules: to keep to.
-            num_batches: of the whole run; no group starts that none of them has a place for.
-            note: hears of `start`, `finish`, `drop`, `take`, `publish` and `resume`, in their order.
+            rules: the staleness policy.
+            num_batches: of the whole run; no group starts without a place in one of them.
+            note: receives the events `start`, `finish`, `drop`, `take`, `publish` and `resume`, in order.
         """
         self._rules, self._num_batches, self._note = rules, num_batches, note
         self._num_published = self._num_taken = self._num_started = self._num_left = 0
@@ -312,17 +315,17 @@ class Flow:
 
     @property
     def num_published(self) -> int:
-        """Publishes so far; tokens drawn from now on are of this many, or of more."""
+        """Policy version in force: tokens sampled from now on have at least this version."""
         return self._num_published
 
     @property
     def num_taken(self) -> int:
-        """Batches so far; the next one trains the weights of so many publishes."""
+        """Batches taken so far; the next one trains the weights of this policy version."""
         return self._num_taken
 
     @property
     def num_free(self) -> int:
-        """Groups that may start now."""
+        """Number of groups that may start now."""
         rules = self._rules
         tickets = rules.staleness + 1 - (self._num_taken - self._num_published)
         batches = min(tickets, self._num_batches - self._num_taken)
@@ -332,23 +335,23 @@ class Flow:
 
     @property
     def repeats(self) -> tuple[str, ...]:
-        """Prompts that start again before new ones do, in this order."""
+        """Prompts of dropped groups, which start again before new ones, in this order."""
         return tuple(self._repeats)
 
     @property
     def unfinished(self) -> dict[int, str]:
-        """The prompt of each group that is started and not finished; after `load_state`, draw them anew."""
+        """The prompt of each started, unfinished group; after `load_state`, generate them anew."""
         groups = self._line.groups.items()
         return {number: group.prompt_id for number, group in groups if group.births is None}
 
     def start(self, prompt_id: str) -> int:
-        """Take a ticket.
+        """Take a ticket for a new group.
 
         Args:
-            prompt_id: the first of `repeats`, where there is one.
+            prompt_id: the first of `repeats`, unless that is empty.
 
         Returns:
-            the group's number, counted from 0 in the order of starts.
+            the group number, counted from 0 in submission order.
 
         Raises:
             ValueError: no ticket is free, or another prompt must start first.
@@ -367,15 +370,16 @@ class Flow:
         return number
 
     def finish(self, number: int, births: Sequence[int], *, equal: bool) -> None:
-        """All trajectories of a group are drawn and scored.
+        """Mark a group as finished: all its trajectories are generated and scored.
 
         Args:
             number: of the group.
-            births: for each trajectory, publishes before the weights that drew its oldest token.
-            equal: whether all its rewards are equal, so that it teaches nothing.
+            births: policy version of the oldest token of each trajectory.
+            equal: whether all its rewards are equal, so that its advantages are zero.
 
         Raises:
-            ValueError: no such group is unfinished, or it was drawn by weights that no engine should hold.
+            ValueError: no such group is unfinished, or its tokens have a policy version that no engine should
+                have.
         """
         group = self._unfinished(number)
         if not births:
@@ -391,10 +395,10 @@ class Flow:
         self._second_check()
 
     def take(self) -> Taken | None:
-        """The next batch, or None while it is not complete, and after the last one.
+        """Take the next batch; None while it is incomplete, and after the last one.
 
         Raises:
-            TooStale: a group of it is older than the rules allow, which no sound flow comes to.
+            TooStale: a group exceeds the staleness bound; this indicates a bug.
         """
         numbers, _ = self._line.choose(self._num_taken)
         if not numbers or self._num_taken == self._num_batches:
@@ -419,12 +423,12 @@ class Flow:
         return replace(taken, dropped=dropped)
 
     def published(self) -> None:
-        """The weights trained on the oldest batch that is not published are in force everywhere.
+        """Record that the weight update of the oldest pending batch is in force on all engines.
 
-        The next batch may be taken, and trained on, before.
+        The next batch may be taken, and trained on, before that.
 
         Raises:
-            ValueError: every batch that was taken is published.
+            ValueError: no taken batch is pending.
         """
         if self._num_published == self._num_taken:
             raise ValueError(f"publish {self._num_published + 1} has no batch; {self._num_taken} are taken")
@@ -432,11 +436,11 @@ class Flow:
         self._note("publish", version=self._num_published)
 
     def waits_for(self) -> list[int]:
-        """Unfinished groups that the next batch cannot do without, for the watchdog."""
+        """Return the unfinished groups that the next batch requires, for the watchdog."""
         return self._line.choose(self._num_taken)[1]
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON. Save it with weights that were trained on every batch that is taken."""
+        """Return the state as plain JSON. Save it with weights that were trained on every batch taken."""
         return {
             "rules": asdict(self._rules),
             "num_taken": self._num_taken,
@@ -448,10 +452,10 @@ class Flow:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue there, the saved weights being in force everywhere, so that every batch is published.
+        """Restore the state, with the saved weights in force on all engines and no pending weight update.
 
         Raises:
-            ValueError: it was saved under other rules.
+            ValueError: it was saved under another policy.
         """
         if state["rules"] != asdict(self._rules):
             raise ValueError(
@@ -466,10 +470,10 @@ class Flow:
         self._note("resume", numbers=numbers, taken=self._num_taken, num_batches=self._num_batches)
 
     def check(self) -> None:
-        """Prove that no group is lost, that none can become too old, and that the run can go on.
+        """Verify that no group is lost, that none can become too old, and that the run can proceed.
 
         Raises:
-            AssertionError: what does not hold, and where.
+            AssertionError: an invariant does not hold; the message has the numbers.
         """
         rules, taken, line = self._rules, self._num_taken, self._line
         num_known = self._num_left + len(line.groups)
@@ -486,7 +490,7 @@ class Flow:
             raise AssertionError(f"batch {taken} is not complete and nothing may start")
 
     def _unfinished(self, number: int) -> Waiting:
-        """An unfinished group of the line."""
+        """Return an unfinished group of the queue; raise ValueError if it is not one."""
         group = self._line.groups.get(number)
         if group is None or group.births is not None:
             why = "it is finished already" if group else "it never started, was taken or was dropped"
@@ -494,7 +498,7 @@ class Flow:
         return group
 
     def _taken(self, numbers: Sequence[int]) -> Taken:
-        """The next batch, made of these groups."""
+        """Build the next batch from these groups."""
         groups = [self._line.groups[number] for number in numbers]
         left_out = frozenset(place for place, group in enumerate(groups) if group.equal)
         withheld, staleness = {}, []
@@ -509,7 +513,7 @@ class Flow:
         )
 
     def _refuse_stale(self, taken: Taken) -> None:
-        """The bound once more, of what is about to be trained on, whatever was proved before."""
+        """Check the bound again on the final batch, independently of the earlier checks."""
         rules = self._rules
         for place, (number, age) in enumerate(zip(taken.numbers, taken.staleness, strict=True)):
             if age > rules.staleness and rules.stale != "keep" and place not in taken.left_out:
@@ -519,12 +523,12 @@ class Flow:
                 )
 
     def _too_old(self, group: Waiting) -> tuple[int, ...]:
-        """Places of the trajectories of a group that are too old for the next batch."""
+        """Return the indices of a group's trajectories that are too old for the next batch."""
         oldest = self._num_taken - self._rules.staleness
         return tuple(place for place, birth in enumerate(group.births or ()) if birth < oldest)
 
     def _second_check(self) -> None:
-        """Drop finished groups that are too old for the next batch, where the rules say so."""
+        """Drop finished groups that are too old for the next batch, if the policy requires it."""
         if self._rules.stale not in ("drop", "withhold"):
             return
         stale = []

@@ -1,1 +1,1 @@
-"""The same rollouts on a virtual clock."""
+"""Simulation of rollouts on a virtual clock."""

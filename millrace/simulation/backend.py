@@ -1,6 +1,6 @@
-"""Engines and rewards on a virtual clock, with faults: the real controller, a thousand engines in seconds.
+"""Simulated engines and rewards on a virtual clock, with faults, under the real controller.
 
-What goes wrong is a function of a seed, and what is drawn of the seed of each draw.
+A thousand engines take seconds. Faults are a function of a seed, and completions of each request's seed.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from millrace.types import Outcome, Prompt
 
 
 class EnginesGone(RuntimeError):
-    """No engine is left, and none is started again."""
+    """No engine is left, and no restart is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong, and how often; nothing does unless it is said.
+    """Injected faults and their rates; none by default.
 
     Attributes:
-        crash_every_s: mean life of an engine until it dies, whatever it is doing.
-        hang_every_s: mean life until it stops answering.
-        notice_s: from then until the runtime finds that out; infinite: the controller's deadlines must.
-        slow: share of engines that are ten times slower.
-        late: share of messages that `late_s` holds back, so that others overtake them.
-        late_s: seconds, for those.
-        twice: share of messages that come again, `late_s` later.
-        reward: share of reward calls that fail.
-        load_breaks: share of loads after which the engine is lost, because its weights are not the trainer's.
-        load_hangs: share of loads that are never proved.
+        crash_every_s: mean time to a crash of an engine.
+        hang_every_s: mean time until an engine stops responding.
+        notice_s: from then until the backend detects it; infinite: only the controller's deadlines do.
+        slow: fraction of engines that are ten times slower.
+        late: fraction of messages that are delayed by `late_s`, so that others overtake them.
+        late_s: delay in seconds.
+        twice: fraction of messages that are duplicated, `late_s` later.
+        reward: fraction of reward calls that fail.
+        load_breaks: fraction of weight updates after which the engine is lost, because verification fails.
+        load_hangs: fraction of weight updates that are never verified.
         restart_s: from a loss until another engine joins.
-        restarts: as many lost engines are replaced.
-        asks_every_s: mean seconds until somebody asks for another number of engines.
-        asks_most: so many at most.
-        refused: share of the engines asked for that cannot be had.
+        restarts: maximum number of lost engines that are replaced.
+        asks_every_s: mean seconds until the next scale request.
+        asks_most: maximum number of engines in a request.
+        refused: fraction of the requested engines that cannot be started.
     """
 
     crash_every_s: float = math.inf
@@ -71,7 +71,7 @@ class Faults:
 
 
 class VirtualRuntime(Unrecorded):
-    """A `Runtime` whose seconds cost nothing; see `backend.Runtime` for the orders it takes."""
+    """A `Runtime` on a virtual clock; see `backend.Runtime` for its commands."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class VirtualRuntime(Unrecorded):
         seed: int = 0,
         watch: Watch = lambda name, begin_s, end_s, num_running: None,
     ) -> None:
-        """Engines without weights, at second 0.
+        """Start engines without weights, at second 0.
 
         Args:
             num_engines: at the start.
-            costs: how long things take.
-            faults: what goes wrong.
-            seed: of everything that is left to chance, answers aside: those come from each draw's own seed.
-            watch: told of every stretch that an engine is at work, as soon as its end is known.
+            costs: durations.
+            faults: injected faults.
+            seed: of all randomness except completions, which use each request's own seed.
+            watch: callback for every busy interval of an engine, as soon as its end is known.
         """
         self._costs, self._faults = costs or Costs(), faults or Faults()
         self._random, self._watch = random.Random(seed), watch
@@ -99,29 +99,29 @@ class VirtualRuntime(Unrecorded):
         self._ready: list[Event] = []
         self._engines: dict[str, VirtualEngine] = {}
         self._last_loss, self._offered = "there never was one", -1
-        # How many there are to be, and how many are being started.
+        # The target number of engines, and how many are starting.
         self._wanted, self._num_coming = num_engines, 0
         for _ in range(num_engines):
             self._start_engine()
         self._ask_later()
 
     def now(self) -> float:
-        """Seconds of the virtual clock."""
+        """Return the time of the virtual clock in seconds."""
         return self._now_s
 
     def engines(self) -> list[str]:
-        """Those that are alive."""
+        """Return the names of the live engines."""
         return list(self._engines)
 
     def submit(self, engine: str, draws: Sequence[Draw]) -> None:
-        """Begin to draw."""
+        """Submit requests."""
         if (one := self._engines.get(engine)) is not None:
             one.advance(self._now_s)
             one.add(draws)
             self._plan_next(one)
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """End draws now, with what they have."""
+        """Abort requests and return their partial output."""
         if (one := self._engines.get(engine)) is None or one.hangs:
             return
         one.advance(self._now_s)
@@ -131,11 +131,11 @@ class VirtualRuntime(Unrecorded):
         self._plan_next(one)
 
     def offer(self, version: int) -> None:
-        """There are new weights."""
+        """Set the newest weights."""
         self._offered = version
 
     def load(self, engine: str, version: int) -> None:
-        """Take new weights, after those that are being taken."""
+        """Load new weights, after a load in progress."""
         assert version == self._offered, "weights that were not offered may have changed since"
         if (one := self._engines.get(engine)) is None or one.hangs:
             return
@@ -149,7 +149,7 @@ class VirtualRuntime(Unrecorded):
         self._plan_next(one)
 
     def lose(self, engine: str, reason: str) -> None:
-        """End an engine; another one may join in its place."""
+        """Stop an engine; a replacement may join."""
         if self._engines.pop(engine, None) is None:
             return
         self._last_loss = f"{engine}: {reason}"
@@ -158,7 +158,7 @@ class VirtualRuntime(Unrecorded):
         self._replace()
 
     def want(self, number: int) -> None:
-        """Start engines that are missing; those that are too many do not come."""
+        """Start missing engines, and cancel the start of surplus ones."""
         self._wanted = number
         while len(self._engines) + self._num_coming < self._wanted:
             if self._engines and self._random.random() < self._faults.refused:
@@ -168,7 +168,7 @@ class VirtualRuntime(Unrecorded):
                 self._come()
 
     def retire(self, engine: str) -> None:
-        """End an engine."""
+        """Stop a surplus engine."""
         if self._engines.pop(engine, None) is not None:
             self._tell(Lost(engine, RETIRED))
             self._replace()
@@ -184,10 +184,10 @@ class VirtualRuntime(Unrecorded):
         self._at(done_s, lambda: self._tell(Judged(id, outcomes)))
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Let the clock run until something happened, or for so long.
+        """Advance the clock until the next event, or by the timeout.
 
         Raises:
-            EnginesGone: nothing can happen any more.
+            EnginesGone: no event can occur any more.
         """
         if not self._engines and not self._num_coming and self._num_lost > self._faults.restarts:
             raise EnginesGone(f"no engine is left, and none is started again; the last was {self._last_loss}")
@@ -201,7 +201,7 @@ class VirtualRuntime(Unrecorded):
         return ready
 
     def close(self) -> None:
-        """End every engine."""
+        """Stop every engine."""
         self._engines.clear()
         self._agenda.clear()
 
@@ -210,7 +210,7 @@ class VirtualRuntime(Unrecorded):
         heapq.heappush(self._agenda, (when_s, self._num_planned, happen))
 
     def _tell(self, event: Event) -> None:
-        """Send an event on its way."""
+        """Schedule the delivery of an event, perhaps late or twice."""
         faults, chance = self._faults, self._random.random
         arrives_s = self._now_s + self._costs.message_s(chance())
         late_s = faults.late_s(chance())
@@ -237,7 +237,7 @@ class VirtualRuntime(Unrecorded):
         return name
 
     def _replace(self) -> None:
-        """Start engines where too few are left."""
+        """Start engines up to the target number, while restarts are left."""
         while (
             len(self._engines) + self._num_coming < self._wanted and self._num_lost <= self._faults.restarts
         ):
@@ -280,7 +280,7 @@ class VirtualRuntime(Unrecorded):
         self._tell(Loaded(one.name, version, math.ceil(one.clock)))
 
     def _plan_next(self, one: VirtualEngine) -> None:
-        """Have the clock stop where the engine's next request ends, unless the engine changes before."""
+        """Schedule the end of the engine's next request; a later change of the engine cancels it."""
         one.plan += 1
         plan, next_s = one.plan, one.next_end_s()
         if next_s < math.inf and not one.hangs:

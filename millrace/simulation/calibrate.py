@@ -1,11 +1,11 @@
-"""How long things took in a run: read from its metrics and its event log, for simulations.
+"""Calibration of simulations: durations of a run, from its metrics and its event log.
 
-An engine counts its steps, and answers tell at which of them they began and ended. Between two moments at
-which the count is known lie
+An engine counts its steps, and each result has the steps at which it began and ended. The time between two
+moments with a known count is
 
-    seconds = step_s * steps + row_s * answers drawn in each of them + prompt_s * prompts + load_s * updates
+    seconds = step_s * steps + row_s * sequences in each of them + prompt_s * prompts + load_s * updates
 
-and the four are those that fit all such spans best (least squares, none below 0).
+and the four coefficients are the least-squares fit over all such spans, with none below 0.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from millrace.planner.simulate import Quantile, Service, constant, measured
 from millrace.simulation.engine import Costs
 
 Event = Mapping[str, Any]
-# What happens until the first batch is done happens once: kernels are compiled, caches are empty.
+# The first batch has one-time costs: kernels are compiled, caches are empty.
 NUM_FIRST = 1
 LEAST_SPANS = 8
-# No engine of a run that is measured has taken more steps.
+# Sanity bound on the step count of an engine.
 MAX_STEPS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Durations of a run, and what it took as a whole.
+    """Measured durations of a run, by component and per step.
 
     Attributes:
         config: its recipe.
-        num_engines: that sampled.
-        num_ranks: that trained.
-        num_batches: that are finished.
+        num_engines: number of engines.
+        num_ranks: number of training ranks.
+        num_batches: finished batches.
         costs: of an engine; a prompt counts as one token.
         train_token_s: seconds of training for each token of a batch's answers, on all ranks.
-        rest_s: seconds of a batch in which the trainer does something else.
-        step: means of `step_s`, `wait_s`, `train_s` (all work between taking and publishing), `sync_s`,
-            `tokens_per_s` and `staleness`, without the first batch.
+        rest_s: seconds of a batch in which the trainer neither trains nor waits.
+        step: means of `step_s`, `wait_s`, `train_s` (all work between a batch and its weight update),
+            `sync_s`, `tokens_per_s` and `staleness`, without the first batch.
     """
 
     config: RunConfig
@@ -63,16 +63,16 @@ class Measured:
     step: dict[str, float]
 
     def train_s(self, num_ranks: int, num_tokens: int, share: float) -> float:
-        """Seconds between taking a batch and publishing, on so many ranks as those of the run."""
+        """Return the seconds between taking a batch and its weight update, on `num_ranks` similar ranks."""
         return self.train_token_s(share) * num_tokens * self.num_ranks / num_ranks + self.rest_s(share)
 
 
 def read_measured(run: str | Path) -> Measured:
-    """The durations of a run with engines in processes of their own.
+    """Measure the durations of a run with engines in worker processes.
 
     Raises:
-        PlanError: it is no run folder, a file of it is damaged, it has too few finished batches, or it does
-            not tell what is needed.
+        PlanError: the path is not a run folder, a file is damaged, or the run has too few finished batches or
+            lacks required data.
     """
     folder = Path(run)
     if not (folder / "recipe.yaml").is_file():
@@ -94,7 +94,7 @@ def read_measured(run: str | Path) -> Measured:
     try:
         return _measured(run, config, records, events)
     except (KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
-        # Of sound files, those of an older millrace lack some of it.
+        # Undamaged files of an older millrace may lack fields.
         reason = plain_text(f"{type(error).__name__}: {error}", 200)
         raise PlanError(
             f"run {run}: its metrics.jsonl and events.log do not tell together how long things took "
@@ -120,10 +120,10 @@ def _measured(
     step = _means(counted)
     ahead = config.flow.staleness > 0
     if not ahead:
-        # Between batches nothing runs, and the trainer waits for the whole update.
+        # Between batches no request is in flight, and the trainer waits for the whole weight update.
         load_s = step["sync_s"]
     seconds = [one["time/train_s"] / one["tokens/sampled"] for one in counted]
-    # Ahead of training the trainer also waits there for the update before, which is foreseen, not given.
+    # With staleness the wait includes the update before, which the simulation predicts: take the minimum.
     own_s = min(one["time/sync_s"] for one in counted) if ahead else 0.0
     return Measured(
         config,
@@ -165,7 +165,7 @@ def _means(records: Sequence[Event]) -> dict[str, float]:
 
 
 def _judging(events: Iterable[Event]) -> list[float]:
-    """Seconds that the reward of each group took."""
+    """Return the scoring time of each group in seconds."""
     asked: dict[int, float] = {}
     found = []
     for event in events:
@@ -177,7 +177,7 @@ def _judging(events: Iterable[Event]) -> list[float]:
 
 
 def _lengths(events: Iterable[Event]) -> list[float]:
-    """Tokens of each turn, in however many parts it was drawn."""
+    """Return the number of tokens of each turn, summed over its partial outputs."""
     found: dict[tuple[int, int, int], float] = defaultdict(float)
     for event in events:
         if event["kind"] in ("part", "arrive"):
@@ -187,7 +187,7 @@ def _lengths(events: Iterable[Event]) -> list[float]:
 
 
 def _by_engine(events: Iterable[Event]) -> dict[str, tuple[list[Event], list[int]]]:
-    """Of each engine what it drew, with when that was asked, and the steps at which it took new weights."""
+    """Return for each engine its results with their submission times, and the steps of its weight updates."""
     drawn: dict[str, list[Event]] = defaultdict(list)
     loads: dict[str, list[int]] = defaultdict(list)
     asked: dict[tuple[int, int], float] = {}
@@ -206,7 +206,7 @@ def _by_engine(events: Iterable[Event]) -> dict[str, tuple[list[Event], list[int
 def _spans(
     answers: Sequence[Event], loads: Sequence[int], *, since_s: float
 ) -> list[tuple[float, int, int, int, int]]:
-    """Spans since then in which an engine never idled: seconds, steps, answers in them, prompts, updates."""
+    """Return spans without idle time since `since_s`: seconds, steps, rows over steps, prompts, updates."""
     last = max(event["ended"] for event in answers)
     if last > MAX_STEPS or any(not 0 <= event["began"] <= event["ended"] for event in answers):
         raise PlanError(
@@ -226,7 +226,7 @@ def _spans(
         prompts[began].add(event["number"])
     running = np.cumsum(change)
     rows = np.concatenate([[0], np.cumsum(running)])
-    # The count stands still while nothing is drawn: where all is new, the engine may have been idle before.
+    # An idle engine does not count steps: if all requests are new, the engine may have been idle before.
     woken = {step for step in begun if running[step] == new[step]}
     places = sorted({*heard, *woken})
     found = []
@@ -243,7 +243,7 @@ def _spans(
 
 
 def _fitted(spans: Sequence[tuple[float, int, int, int, int]]) -> list[float]:
-    """Seconds of a step, an answer in it, a prompt and an update; what never occurs costs nothing."""
+    """Fit the seconds of a step, a row in it, a prompt and an update; 0 for what never occurs."""
     table = np.array(spans, float)
     seconds, counts = table[:, 0], table[:, 1:]
     kept = [column for column in range(counts.shape[1]) if counts[:, column].any()]

@@ -1,4 +1,4 @@
-"""One engine on a virtual clock: a queue that all requests share, a token for each of them in every step."""
+"""One simulated engine on a virtual clock: a request queue, and one token per running request and step."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from millrace.planner.simulate import Quantile, Service, constant, share_of
 from millrace.rollout.backend import Draw, Drawn
 from millrace.types import Completion, Prompt
 
-_WORD = 7  # whatever an engine draws after the first token
-# Told of what an engine does: its name, from when until when, and for how many requests; 0 takes weights.
+_WORD = 7  # every generated token after the first
+# Callback for a busy interval: engine name, begin, end and number of requests; 0 for a weight update.
 Watch = Callable[[str, float, float, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How long things take, and what comes of them.
+    """Durations and results of simulated engines and rewards.
 
     Attributes:
-        service: of an engine.
-        num_tokens: of an answer, before `max_tokens` cuts it.
+        service: step time model of an engine.
+        num_tokens: length of an answer, before truncation to `max_tokens`.
         judge_s: seconds of a reward call.
-        load_s: seconds for which an engine draws nothing while it takes new weights.
-        recompute: whether it then computes the keys and values of all that runs again, a prompt once.
-        slots: requests that an engine draws at once; the others wait in the order in which they came.
-        message_s: seconds that an event is under way.
-        reward: the value of an answer.
-        num_answers: different answers to a prompt.
+        load_s: seconds of a weight update, during which an engine generates nothing.
+        recompute: whether the keys and values of running requests are recomputed then, a prompt once.
+        slots: maximum number of running requests of an engine; the others wait in FIFO order.
+        message_s: latency of an event in seconds.
+        reward: returns the value of an answer.
+        num_answers: number of distinct answers to a prompt.
     """
 
     service: Service = Service()
@@ -48,16 +48,16 @@ class Costs:
 
 
 class VirtualEngine:
-    """One engine. Its clock counts steps, of which every request that runs has one token each.
+    """One engine. Its clock counts steps; every running request generates one token per step.
 
-    A step costs what `Costs.service` says. What is drawn, and how much, are functions of a draw's seed.
+    `Costs.service` is the cost of a step. Tokens and length of an answer are functions of the request's seed.
     """
 
     def __init__(self, name: str, costs: Costs, slowness: float, watch: Watch) -> None:
         self.name = name
         self.hangs = False
         self.clock, self.at_s, self.busy_until_s = 0.0, 0.0, 0.0
-        # With the clock at which each was begun; infinite for those that wait.
+        # Each with the clock at its start, infinite while it waits, and its remaining length.
         self.draws: dict[str, tuple[Draw, float, int]] = {}
         self.plan = 0
         self._costs, self._slowness, self._watch = costs, slowness, watch
@@ -67,7 +67,7 @@ class VirtualEngine:
         self._weights: list[tuple[float, int]] = []
 
     def advance(self, now_s: float) -> None:
-        """Do the steps up to now, but for the time in which it did something else."""
+        """Run the steps up to now, except for the time in which the engine was blocked."""
         begin_s = max(self.at_s, min(self.busy_until_s, now_s))
         if self._num_running and not self.hangs and begin_s < now_s:
             self.clock += (now_s - begin_s) / self._step_s()
@@ -75,13 +75,13 @@ class VirtualEngine:
         self.at_s = now_s
 
     def stop_for(self, seconds: float, num_running: int) -> None:
-        """Do something else for so long, after whatever else it does now."""
+        """Block generation for so many seconds, after earlier blocks."""
         begin_s = max(self.busy_until_s, self.at_s)
         self.busy_until_s = begin_s + seconds
         self._watch(self.name, begin_s, self.busy_until_s, num_running)
 
     def add(self, draws: Sequence[Draw]) -> None:
-        """Take requests up, as many as there is room for; the prompt that they share is computed once."""
+        """Queue requests and start those with a free slot; a shared prompt is computed once."""
         num_known: float = sum(map(len, {draw.prompt for draw in draws}))
         for draw in draws:
             wanted = round(self._costs.num_tokens(share_of(draw.params.seed)))
@@ -93,7 +93,7 @@ class VirtualEngine:
         self._compute(num_known)
 
     def end(self, id: str, *, aborted: bool = False) -> Drawn:
-        """Give what a request drew, which is over."""
+        """End a request and return its result."""
         draw, start, length = self._pop(id)
         if aborted:
             length = max(0, min(length - 1, int(self.clock - start)))
@@ -114,7 +114,7 @@ class VirtualEngine:
         return Drawn(self.name, id, completion, math.ceil(start), math.ceil(start) + length)
 
     def _pop(self, id: str) -> tuple[Draw, float, int]:
-        """A request that is over, when it was begun and its length; one that waited has drawn nothing."""
+        """Remove a request; return it with its start clock and its length, which is 0 if it never started."""
         draw, start, length = self.draws.pop(id)
         if start == math.inf:
             return draw, self.clock, 0
@@ -123,7 +123,7 @@ class VirtualEngine:
         return draw, start, length
 
     def recompute(self) -> None:
-        """Compute keys and values of all that runs."""
+        """Recompute the keys and values of all running requests."""
         running = [(draw, start) for draw, start, _ in self.draws.values() if start < math.inf]
         num_known: float = sum(map(len, {draw.prompt for draw, _ in running}))
         for draw, start in running:
@@ -144,13 +144,13 @@ class VirtualEngine:
         self.stop_for(num_tokens * self._costs.service.prompt_token_s * self._slowness, self._num_running)
 
     def take_weights(self, version: int) -> None:
-        """Draw with this version from here on."""
+        """Generate with this version from here on."""
         oldest = min((start for _, start, _ in self.draws.values()), default=self.clock)
         first = bisect_right(self._weights, oldest, key=lambda one: one[0]) - 1
         self._weights = [*self._weights[max(first, 0) :], (self.clock, version)]
 
     def _versions(self, start: float, length: int) -> np.ndarray:
-        """Of the tokens of a request that began at this clock; each is of the weights its step began with."""
+        """Return the version of each token of a request; a token has that of the start of its step."""
         if not self._weights:
             raise RuntimeError(f"{self.name} was asked to draw before it had weights")
         last_clock, last_version = self._weights[-1]
@@ -162,7 +162,7 @@ class VirtualEngine:
         return versions
 
     def next_end_s(self) -> float:
-        """When the next request ends, if nothing changes."""
+        """Return the time at which the next request ends, if nothing changes."""
         while self._ends and self._ends[0][2] not in self.draws:
             heapq.heappop(self._ends)
         if not self._ends:
@@ -170,7 +170,7 @@ class VirtualEngine:
         return max(self.at_s, self.busy_until_s) + max(0.0, self._ends[0][0] - self.clock) * self._step_s()
 
     def pop_ended(self) -> Iterator[str]:
-        """Requests that have all their tokens, in the order in which they were given."""
+        """Yield the ids of completed requests, in order of completion."""
         # The clock is a sum of many small steps; its rounding neither misses the last token nor adds up.
         while self._ends and self._ends[0][0] <= self.clock + 1e-6:
             end, _, id = heapq.heappop(self._ends)
@@ -183,5 +183,5 @@ class VirtualEngine:
 
 
 def _num_drawn(draw: Draw) -> int:
-    """Tokens that were drawn of it before."""
+    """Return the length of its partial output."""
     return 0 if draw.drawn is None else len(draw.drawn.token_ids)

@@ -1,4 +1,4 @@
-"""A recipe on machines that are not there: its run for simulations, from planned or measured durations."""
+"""Simulated runs of a recipe on hypothetical machines, from planned or measured durations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from millrace.simulation.calibrate import NUM_FIRST, Measured
 from millrace.simulation.engine import Costs
 from millrace.simulation.simulate import Simulated, Work, simulate
 
-# Deviation of the logarithm of answers' lengths, where nothing else is known.
+# Default standard deviation of the logarithm of answer lengths.
 SPREAD = 0.8
-# The accelerators that are meant where nobody says which.
+# The default accelerator.
 USUAL = "H100"
-# Simulations of a run that is compared with them: their mean is foreseen.
+# Number of simulations whose mean predicts a run.
 NUM_SEEDS = 8
 
 
@@ -33,9 +33,9 @@ class Machines:
     """Accelerators, and the durations of the recipe on them.
 
     Attributes:
-        num_gpus: of all.
-        work: (staleness, how many sample, how many train) to the run; None where it cannot be trained.
-        source: where durations come from, in words.
+        num_gpus: total number.
+        work: (staleness, number for sampling, number for training) to the run; None if training does not fit.
+        source: description of where the durations come from.
     """
 
     num_gpus: int
@@ -44,10 +44,10 @@ class Machines:
 
 
 def check_simulated(config: RunConfig) -> None:
-    """Refuse what the virtual engines do not do.
+    """Reject settings that simulated engines do not support.
 
     Raises:
-        PlanError: with the setting.
+        PlanError: a setting is unsupported; the message has its name.
     """
     flow, rollout = config.flow, config.rollout
     for name, given, plain in (
@@ -59,7 +59,7 @@ def check_simulated(config: RunConfig) -> None:
 
 
 def rules(config: RunConfig, staleness: int) -> FlowRules:
-    """The recipe's flow at another bound; what has no meaning there is left out."""
+    """Return the recipe's staleness policy with another bound, without options that have no effect there."""
     flow, size = config.flow, config.rollout.prompts_per_step
     if not staleness:
         order = flow.order if flow.spare_groups else "submission"
@@ -68,15 +68,15 @@ def rules(config: RunConfig, staleness: int) -> FlowRules:
 
 
 def num_samples(config: RunConfig) -> int:
-    """Answers to a prompt, a greedy one among them where the recipe compares with it."""
+    """Return the number of answers to a prompt, including a greedy baseline if the recipe has one."""
     return config.rollout.samples_per_prompt + (config.advantage.kind == "greedy_baseline")
 
 
 def given_lengths(config: RunConfig, text: str | None) -> Quantile:
-    """The distribution of `--lengths`, or the one that is taken without.
+    """Parse the length distribution of `--lengths`; None gives the default.
 
     Raises:
-        PlanError: it is not of that form.
+        PlanError: the text is malformed.
     """
     if text is None:
         return lognormal(config.rollout.max_tokens / 4, SPREAD)
@@ -90,7 +90,7 @@ def given_lengths(config: RunConfig, text: str | None) -> Quantile:
 
 
 def mean_tokens(config: RunConfig, lengths: Quantile) -> float:
-    """Of an answer, cut at the longest."""
+    """Return the mean length of an answer, truncated to the maximum."""
     shares = [(place + 0.5) / 1000 for place in range(1000)]
     return sum(min(lengths(share), config.rollout.max_tokens) for share in shares) / 1000
 
@@ -105,21 +105,21 @@ def planned_machines(
     refuse: Refuse,
     mfu: float,
 ) -> Machines:
-    """Durations from the figures of the hardware; the layout of those that train is the simplest that fits.
+    """Derive durations from hardware specifications, with the simplest training layout that fits.
 
-    Rewards and the hand-over of weights take no time.
+    Rewards and weight updates take no time.
 
     Args:
         config: the recipe.
-        gpus: as for `millrace plan`, or how many alone: of `USUAL`.
+        gpus: as for `millrace plan`, or a number only: of `USUAL`.
         lengths: of answers; see `given_lengths`.
         shape: the model's.
-        work: what the recipe asks for.
-        refuse: why the recipe does not go with a layout; None where it does.
-        mfu: the share of the peak that products reach.
+        work: the workload of the recipe.
+        refuse: returns why a layout is incompatible with the recipe, or None.
+        mfu: fraction of peak FLOP/s that matrix products reach.
 
     Raises:
-        PlanError: there is no such accelerator.
+        PlanError: the accelerator is unknown.
     """
     taken = ""
     if re.fullmatch(r"[1-9]\d*", gpus):
@@ -128,7 +128,7 @@ def planned_machines(
     num_gpus, gpu = parse_gpus(gpus)
     drawn = given_lengths(config, lengths)
     mean = mean_tokens(config, drawn)
-    # Sampling and training are on different accelerators, or there one after the other.
+    # Sampling and training use different accelerators, or the same ones in turns.
     whole = replace(work, take_turns=True)
     usual = replace(whole, completion_tokens=max(1, round(mean)))
     planned = _Planned(config, shape, gpu, whole, usual, drawn, refuse, mfu)
@@ -138,7 +138,7 @@ def planned_machines(
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What planned durations follow from: `longest` with the longest answers, `usual` with the mean ones."""
+    """Inputs of planned durations: `longest` is the workload of maximum length, `usual` of mean length."""
 
     config: RunConfig
     shape: ModelShape
@@ -150,12 +150,12 @@ class _Planned:
     mfu: float
 
     def run(self, staleness: int, num_sampling: int, num_training: int) -> Work | None:
-        """The recipe where so many sample and so many train."""
+        """Return the run with these numbers of accelerators; None if training does not fit."""
         shape, gpu, usual = self.shape, self.gpu, self.usual
         try:
             fit = choose(shape, self.longest, num_training, gpu.memory_bytes, refuse=self.refuse)
         except PlanError:
-            # The recipe goes with no layout of so few; others may do.
+            # No layout of this size is compatible with the recipe; another size may be.
             return None
         if not fit.fits:
             return None
@@ -183,7 +183,13 @@ class _Planned:
 
 
 def measured_machines(config: RunConfig, found: Measured, gpus: str, lengths: str | None) -> Machines:
-    """So many machines as those that the run had, each with an engine or a rank.
+    """Return machines like those of a measured run, each with an engine or a rank.
+
+    Args:
+        config: the recipe.
+        found: durations of the measured run.
+        gpus: number of machines.
+        lengths: of answers; see `given_lengths`; None keeps the measured ones.
 
     Raises:
         PlanError: `--gpus` is not a number.
@@ -205,7 +211,7 @@ def _told(config: RunConfig, mean: float) -> str:
 def measured_work(
     config: RunConfig, found: Measured, staleness: int, num_engines: int, num_ranks: int
 ) -> Work:
-    """The recipe with the durations of a run, on so many engines and ranks as that had."""
+    """Return the recipe's run with measured durations, on so many similar engines and ranks."""
     return Work(
         rules=rules(config, staleness),
         num_engines=num_engines,
@@ -218,7 +224,7 @@ def measured_work(
 
 
 def foreseen(run: Measured, durations: Measured) -> list[Simulated]:
-    """Simulations of a run, with the durations of its own parts or of another run's."""
+    """Simulate a run `NUM_SEEDS` times, with its own durations or those of another run."""
     staleness = run.config.flow.staleness
     work = measured_work(run.config, durations, staleness, run.num_engines, run.num_ranks)
     return [

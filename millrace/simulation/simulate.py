@@ -1,9 +1,9 @@
-"""A run on a virtual clock: the controller of every run; engines and trainer only take time. No torch.
+"""Simulation of a run on a virtual clock: the real controller, with simulated engines and trainer. No torch.
 
-`Flow` and `Rollouts` are those of a real run, and the trainer takes, trains and publishes in the order of
-`rollout.batches`. So what is foreseen is what the controller does with the durations it is given.
+`Flow` and `Rollouts` are those of a real run, and the trainer takes batches, trains and updates weights in
+the order of `rollout.batches`. So the prediction has the controller's behaviour for the given durations.
 
-Long answers are counted in units of several tokens, so that a simulated answer has about `UNITS` of them.
+Long answers are counted in units of several tokens, so that a simulated answer has about `UNITS` units.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from millrace.simulation.engine import Costs
 from millrace.types import Prompt, SamplingParams
 
 DEADLINE_S = 1e12
-# The longest answer has at most so many units; a step's time is right to about one of them.
+# Maximum number of units of an answer; the error of a step's time is about one unit.
 UNITS = 256
-# Seeds of one simulation lie so far from those of another.
+# Distance between the seeds of two simulations.
 APART = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A run: its rules, its machines, and how long things take.
+    """A run to simulate: staleness policy, machines and durations.
 
     Attributes:
-        rules: of its flow.
-        num_engines: that sample.
+        rules: its staleness policy.
+        num_engines: number of engines.
         num_samples: answers to a prompt.
-        prompt_tokens: of every prompt.
-        max_tokens: of the longest answer.
+        prompt_tokens: length of every prompt.
+        max_tokens: maximum length of an answer.
         costs: of the engines and rewards, in tokens.
-        train_s: (tokens of a batch's answers, a share between 0 and 1) to the seconds of training on it.
+        train_s: (tokens of a batch's answers, a quantile level between 0 and 1) to seconds of training on it.
     """
 
     rules: FlowRules
@@ -54,7 +54,7 @@ class Work:
 
 
 class Stretch(NamedTuple):
-    """An engine is at work for so many requests; for none: it takes new weights."""
+    """A busy interval of an engine with so many running requests; 0 for a weight update."""
 
     engine: str
     begin_s: float
@@ -64,14 +64,14 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A batch, in seconds of the virtual clock.
+    """The step of one batch, in seconds of the virtual clock.
 
     Attributes:
-        begin_s: the trainer begins to wait for it.
-        taken_s: it begins to train.
-        trained_s: it begins to publish.
-        end_s: it is done, and waits for the next one.
-        num_tokens: of its answers.
+        begin_s: the trainer starts to wait for the batch.
+        taken_s: training starts.
+        trained_s: the weight update starts.
+        end_s: the step ends.
+        num_tokens: tokens of its answers.
         staleness: of its groups.
     """
 
@@ -85,12 +85,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of a run.
+    """The result of a simulated run.
 
     Attributes:
-        num_engines: that sampled.
-        steps: that count, in order.
-        stretches: of all engines, in the order in which they were known; they may reach beyond the steps.
+        num_engines: number of engines.
+        steps: in order, without the excluded first ones.
+        stretches: busy intervals of all engines, in the order of recording; they may extend beyond the steps.
     """
 
     num_engines: int
@@ -99,12 +99,12 @@ class Simulated:
 
     @property
     def begin_s(self) -> float:
-        """Of the first step."""
+        """Start of the first step."""
         return self.steps[0].begin_s
 
     @property
     def end_s(self) -> float:
-        """Of the last one."""
+        """End of the last step."""
         return self.steps[-1].end_s
 
     @property
@@ -114,43 +114,43 @@ class Simulated:
 
     @property
     def wait_s(self) -> float:
-        """Of which the trainer waits for the batch."""
+        """Mean seconds of a step in which the trainer waits for the batch."""
         return fmean(step.taken_s - step.begin_s for step in self.steps)
 
     @property
     def train_s(self) -> float:
-        """Of which it trains."""
+        """Mean seconds of a step in which it trains."""
         return fmean(step.trained_s - step.taken_s for step in self.steps)
 
     @property
     def sync_s(self) -> float:
-        """Of which it publishes."""
+        """Mean seconds of a step in which it updates weights."""
         return fmean(step.end_s - step.trained_s for step in self.steps)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of trained answers a second."""
+        """Throughput: tokens of trained answers per second."""
         return sum(step.num_tokens for step in self.steps) / (self.end_s - self.begin_s)
 
     @property
     def staleness(self) -> tuple[float, int]:
-        """Mean and largest of all groups."""
+        """Mean and maximum over all groups."""
         found = [age for step in self.steps for age in step.staleness]
         return fmean(found), max(found)
 
     @property
     def engines_busy(self) -> float:
-        """Share of the engines' time in which they draw at least one answer, or take weights."""
+        """Fraction of the engines' time with at least one running request or a weight update."""
         busy_s = sum(end_s - begin_s for _, begin_s, end_s, _ in self.within())
         return busy_s / (self.num_engines * (self.end_s - self.begin_s))
 
     @property
     def trainer_busy(self) -> float:
-        """Share of the trainer's time in which it trains."""
+        """Fraction of the trainer's time in which it trains."""
         return self.train_s / self.step_s
 
     def within(self) -> Iterator[Stretch]:
-        """Stretches, cut to the steps."""
+        """Yield the busy intervals, clipped to the time of the steps."""
         for name, begin_s, end_s, num_running in self.stretches:
             begin_s, end_s = max(begin_s, self.begin_s), min(end_s, self.end_s)
             if begin_s < end_s:
@@ -166,18 +166,18 @@ def simulate(
     seed: int = 0,
     note: Note = unheard,
 ) -> Simulated:
-    """Run so many batches.
+    """Simulate a run.
 
     Args:
         work: the run.
-        num_batches: in all.
-        num_first: as many at the beginning do not count, while the engines fill up.
-        ends: whether the run ends after them, so that nothing is sampled that no batch has a place for.
-        seed: of all that is drawn.
-        note: hears of every decision of the controller.
+        num_batches: total number of batches.
+        num_first: number of first batches to exclude from the result, while the engines fill up.
+        ends: whether the run ends after them, so that no group starts without a place in a batch.
+        seed: of all random numbers.
+        note: receives every decision of the controller.
 
     Raises:
-        ValueError: no batch counts.
+        ValueError: all batches are excluded.
     """
     if not 0 <= num_first < num_batches:
         raise ValueError(f"{num_first} of {num_batches} batches do not count, so none is left")
@@ -214,7 +214,7 @@ def simulate(
 
 
 def _in_units(work: Work, unit: int) -> Costs:
-    """The costs where each token stands for so many."""
+    """Return the costs per unit of so many tokens."""
     costs, service = work.costs, work.costs.service
     per_unit = replace(
         service,
@@ -249,14 +249,14 @@ def _rollouts(work: Work, runtime: VirtualRuntime, flow: Flow, unit: int, seed: 
 
 
 def best_split(splits: Sequence[int], step_s: Callable[[int], float]) -> dict[int, float]:
-    """Find the split with the shortest step, where steps grow longer on both sides of it.
+    """Find the split with the shortest step by bisection; the step time must be unimodal in the split.
 
     Args:
-        splits: rising.
-        step_s: seconds of a step with one of them.
+        splits: ascending.
+        step_s: returns the seconds of a step with a split.
 
     Returns:
-        seconds of those that were tried, the best among them.
+        seconds of the evaluated splits, including the best one.
     """
     tried: dict[int, float] = {}
 

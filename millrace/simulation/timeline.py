@@ -1,4 +1,4 @@
-"""What engines and trainer did in simulated runs, as SVG: a panel for each run, all with the same seconds."""
+"""Timelines of engines and trainer in simulated runs, as SVG: one panel per run, all on one time axis."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from html import escape
 from millrace.observability.charts import CHART_STYLE, DARK, LIGHT, number_text
 from millrace.simulation.simulate import Simulated
 
-# Engines beyond so many share lanes.
+# Maximum number of lanes; more engines are averaged within lanes.
 MOST_LANES = 8
 NUM_BINS = 240
-# Shades of a lane, by how many answers are drawn at once.
+# Number of shades of a lane, for the number of running requests.
 NUM_SHADES = 5
-# Of the slowest run.
+# Length of the time axis, in steps of the slowest run.
 NUM_STEPS = 3
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 900, 96, 16, 66, 40
 LANE, GAP, HEADING = 13, 3, 24
@@ -23,10 +23,10 @@ Bar = tuple[float, float, str, float, str]
 
 
 def timeline_svg(runs: Mapping[str, Simulated], *, title: str) -> str:
-    """A picture of several runs, as a file of its own.
+    """Render several runs as a standalone SVG file.
 
     Args:
-        runs: by what to call them.
+        runs: by display name.
         title: of the picture.
 
     Raises:
@@ -62,7 +62,7 @@ def timeline_svg(runs: Mapping[str, Simulated], *, title: str) -> str:
 def _lanes(run: Simulated, window_s: float) -> Iterator[tuple[str, list[Bar]]]:
     yield "training", list(_training(run, window_s))
     num_lanes = min(run.num_engines, MOST_LANES)
-    # A lane begins with the engine that is the first of its share.
+    # The index of the first engine of each lane.
     first = [-(-number * run.num_engines // num_lanes) for number in range(num_lanes + 1)]
     drawn = [[0.0] * NUM_BINS for _ in range(num_lanes)]
     updated = [[0.0] * NUM_BINS for _ in range(num_lanes)]
@@ -94,7 +94,7 @@ def _training(run: Simulated, window_s: float) -> Iterator[Bar]:
 
 
 def _sampling(drawn: list[float], updated: list[float], most: float, bin_s: float) -> Iterator[Bar]:
-    """Neighbouring bins of one shade as one bar."""
+    """Merge neighbouring bins of the same shade into bars."""
     shades: list[tuple[str, float]] = []
     for running, updating in zip(drawn, updated, strict=True):
         if updating > 0.5:

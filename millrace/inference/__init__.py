@@ -1,1 +1,1 @@
-"""Sampling: tokens in, tokens out."""
+"""Inference engine: tokens in, tokens out."""

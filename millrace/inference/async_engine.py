@@ -1,7 +1,7 @@
-"""Many callers, one engine: a thread steps it, coroutines submit requests and read what they draw.
+"""Asynchronous engine: a background thread steps it, coroutines submit requests and read tokens.
 
-What callers ask for between steps (abort, pause, new weights, ...) is put into a mailbox, which the thread
-empties before each step: the engine has one owner, and requests in flight see a change between two tokens.
+Commands (abort, pause, weight update, ...) go into a queue, which the thread empties before each step. So
+only one thread uses the engine, and in-flight requests see a change between two tokens.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 
 class EngineFull(RuntimeError):
-    """More requests wait than the engine was built to queue; try again later."""
+    """The queue of waiting requests is full; try again later."""
 
 
 class EngineClosed(RuntimeError):
-    """The engine has stopped; the message says why."""
+    """The engine has stopped; the message names the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Tokens that a request drew since the last piece.
+    """Tokens that a request generated since the last piece.
 
     Attributes:
-        token_ids: at least one.
-        logprobs: float32, one a token.
-        versions: int32, the weight version that drew each.
+        token_ids: at least one token.
+        logprobs: float32, one for each token.
+        versions: int32, policy version of each token.
     """
 
     token_ids: tuple[int, ...]
@@ -50,18 +50,18 @@ class Piece:
 
 
 class Stream:
-    """One request as its caller sees it: an asynchronous iterator over pieces, and the completion in the end.
+    """The caller's end of one request: an asynchronous iterator over pieces, and the final completion.
 
     Leaving the iterator does not end the request; `AsyncEngine.abort` does.
     """
 
     def __init__(self, id: str, loop: asyncio.AbstractEventLoop) -> None:
-        """The stream of request `id`, read in `loop`."""
+        """A stream of request `id`, read in the event loop `loop`."""
         self.id = id
         self.loop = loop
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._completion: asyncio.Future[Completion] = loop.create_future()
-        # An abandoned stream's failure is nobody's to hear of.
+        # Retrieve the exception, so that asyncio logs no warning for an abandoned stream.
         self._completion.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def __aiter__(self) -> Stream:
@@ -75,7 +75,7 @@ class Stream:
         return piece
 
     async def completion(self) -> Completion:
-        """The whole completion, once the request has ended.
+        """Wait until the request ends and return its whole completion.
 
         Raises:
             EngineClosed: the engine failed before that.
@@ -83,7 +83,7 @@ class Stream:
         return await asyncio.shield(self._completion)
 
     def put(self, piece: Piece | None, completion: Completion | None, error: Exception | None) -> None:
-        """From the loop's own thread: hand over what the engine's thread has found."""
+        """Add a piece, a completion or an error; call it in the thread of the event loop."""
         if piece is not None:
             self._pieces.put_nowait(piece)
         if completion is None and error is None:
@@ -99,7 +99,7 @@ class Stream:
 
 @dataclass(slots=True)
 class _Call:
-    """Something to do in the engine's thread between two steps."""
+    """A command for the engine's thread, and the future of its result."""
 
     action: Callable[[], Any]
     result: Future[Any]
@@ -107,7 +107,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Live:
-    """A request's stream, the request once the engine has it, and how much of it the stream was given."""
+    """An unfinished request with its stream; `num_given` tokens of it are in the stream already."""
 
     stream: Stream
     request: Request | None = None
@@ -115,10 +115,10 @@ class _Live:
 
 
 class AsyncEngine:
-    """A thread around a PagedEngine. Use it as an asynchronous context manager."""
+    """Runs a PagedEngine in a background thread. Use it as an asynchronous context manager."""
 
     def __init__(self, engine: PagedEngine, *, max_waiting: int = 1_024) -> None:
-        """An engine that refuses requests while `max_waiting` of them wait for a row."""
+        """An engine that rejects requests while `max_waiting` requests are queued."""
         self._engine = engine
         self._max_waiting = max_waiting
         self._mailbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -148,11 +148,11 @@ class AsyncEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights that draw now."""
+        """Policy version of the current weights."""
         return self._engine.version
 
     def stats(self) -> EngineStats:
-        """What the engine holds and has done."""
+        """Return the current load and the counters."""
         return self._engine.stats()
 
     def submit(
@@ -172,14 +172,14 @@ class AsyncEngine:
         """Queue samples of one prompt, which is computed once for all of them.
 
         Args:
-            prompt: its tokens.
-            params: how to draw, one entry a sample.
-            ids: a name for each sample that no unfinished request has; made up without them.
-            priority: lower goes first.
+            prompt: token ids.
+            params: sampling parameters, one entry for each sample.
+            ids: request ids, one for each sample, unique among unfinished requests; generated if None.
+            priority: lower runs first.
 
         Raises:
-            ValueError: a request cannot be served, or an id is taken.
-            EngineFull: too many requests wait.
+            ValueError: a request cannot be served, or an id is in use.
+            EngineFull: too many requests are queued.
             EngineClosed: the engine has stopped.
         """
         for wanted in params:
@@ -205,7 +205,7 @@ class AsyncEngine:
                     self._num_unseen -= len(params)
                 try:
                     requests = self._engine.add(prompt, params, ids=names, priority=priority)
-                except Exception as error:  # nobody awaits this call, so the streams must tell
+                except Exception as error:  # no future is awaited here: the streams carry the error
                     for live in lives:
                         self._end(live, None, error)
                     return
@@ -216,7 +216,7 @@ class AsyncEngine:
         return [live.stream for live in lives]
 
     async def abort(self, id: str) -> Completion | None:
-        """End a request now and give what it drew; None if no unfinished request has this name."""
+        """Abort a request and return its partial completion; None if no unfinished request has this id."""
 
         def action() -> Completion | None:
             live = self._live.get(id)
@@ -233,8 +233,8 @@ class AsyncEngine:
         """Stop computing until `resume`; see `PagedEngine.pause`.
 
         Raises:
-            TimeoutError: with mode finish, the running requests did not end in time; they go on.
-            RuntimeError: with mode finish, somebody called `resume` before they had ended.
+            TimeoutError: with mode finish, the running requests did not end in time; they continue.
+            RuntimeError: with mode finish, `resume` was called before they had ended.
         """
         if mode != "finish":
             await self._call(lambda: self._pause_at_once(mode))
@@ -251,7 +251,7 @@ class AsyncEngine:
             ) from None
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """End a `pause`: admit and compute requests again."""
 
         def action() -> None:
             self._settle(RuntimeError("the engine was resumed before its running requests had ended"))
@@ -266,25 +266,25 @@ class AsyncEngine:
         await self._call(lambda: self._engine.load_weights(named_tensors, version, kv=kv))
 
     async def fingerprint(self) -> dict[str, str]:
-        """A checksum of each weight as the engine holds it."""
+        """Return a checksum of each weight in the engine."""
         return await self._call(self._engine.fingerprint)
 
     async def sleep(self, tags: Collection[Tag]) -> None:
-        """Give memory back; see `PagedEngine.sleep`."""
+        """Free memory; see `PagedEngine.sleep`."""
         await self._call(lambda: self._engine.sleep(tags))
 
     async def wake(self, tags: Collection[Tag]) -> None:
-        """Take the memory again; see `PagedEngine.wake`."""
+        """Allocate the freed memory again; see `PagedEngine.wake`."""
         await self._call(lambda: self._engine.wake(tags))
 
     async def check(self) -> None:
-        """Prove that blocks, tables and queues agree; see `PagedEngine.check`."""
+        """Check that blocks, tables and queues agree; see `PagedEngine.check`."""
         await self._call(self._engine.check)
 
     async def _call(self, action: Callable[[], T]) -> T:
-        """Do something in the engine's thread between two steps."""
+        """Run a command in the engine's thread between two steps and return its result."""
         call = _Call(action, Future())
-        # One lock with the thread's end: no call may arrive when nobody empties the mailbox any more.
+        # The thread closes under the same lock: no command may enter the queue after its last read.
         with self._lock:
             self._require_open()
             self._mailbox.put(call)
@@ -306,14 +306,14 @@ class AsyncEngine:
             while self._empty_mailbox():
                 self._give(self._engine.step())
             self._pause_at_once("abort")
-        except Exception as error:  # every waiting caller must hear of it, whatever it was
+        except Exception as error:  # any error must reach every waiting caller
             reason = f"its thread failed: {type(error).__name__}: {error}"
         with self._lock:
             self._closed = reason
         self._end_everything(reason)
 
     def _empty_mailbox(self) -> bool:
-        """Do what was asked for, waiting for more if nothing can be computed; False if it is time to stop."""
+        """Run the queued commands; block for more if no step would compute anything. False means stop."""
         while True:
             self._report_idle()
             try:
@@ -326,7 +326,7 @@ class AsyncEngine:
                 continue
             try:
                 call.result.set_result(call.action())
-            except Exception as error:  # the caller's, and nobody else's
+            except Exception as error:  # it goes to the caller alone
                 call.result.set_exception(error)
 
     def _pause_at_once(self, mode: PauseMode) -> None:
@@ -345,7 +345,7 @@ class AsyncEngine:
             self._settle(None)
 
     def _settle(self, error: Exception | None) -> None:
-        """Tell those who wait for the running requests to end; some may have stopped waiting."""
+        """Resolve the futures of `pause` with mode finish; cancelled ones are skipped."""
         for idle in self._finished:
             if not idle.set_running_or_notify_cancel():
                 continue
@@ -356,7 +356,7 @@ class AsyncEngine:
         self._finished.clear()
 
     def _give(self, touched: Sequence[Request]) -> None:
-        """Hand the new tokens of these requests to their streams."""
+        """Send the new tokens of these requests to their streams."""
         for request in touched:
             live = self._live[request.id]
             if request.finish_reason is not None:
@@ -380,7 +380,7 @@ class AsyncEngine:
     def _tell(
         self, stream: Stream, piece: Piece | None, completion: Completion | None, error: Exception | None
     ) -> None:
-        # Where its loop is closed nobody reads this stream any more; the others go on.
+        # A closed event loop raises RuntimeError: its stream has no reader, and the other streams continue.
         with suppress(RuntimeError):
             stream.loop.call_soon_threadsafe(stream.put, piece, completion, error)
 

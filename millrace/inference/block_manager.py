@@ -1,7 +1,7 @@
-"""Who holds which block of the KV pool: reference counts, free blocks, and blocks kept for their content.
+"""Allocation of the KV pool's blocks: reference counts, free blocks, and free blocks with cached content.
 
-A block is used (it has references), empty (nobody wants what it holds), or kept: free, but what it holds is a
-cached prefix. Empty blocks are given out first; then kept ones, those released longest ago first.
+A block is used (it has references), empty (its content is not needed), or kept: free, but its content is a
+cached prefix. Empty blocks are allocated first, then kept ones in order of release (LRU).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class BlockManager:
     Attributes:
         num_blocks: blocks of the pool.
         block_size: tokens of a block.
-        on_evict: told each block whose content is given up because its place is needed.
+        on_evict: callback, called with the id of each block that is evicted to make room.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -38,15 +38,15 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated."""
+        """Number of blocks that can be allocated, kept ones included."""
         return len(self._empty) + len(self._kept)
 
     def num_references(self, block: int) -> int:
-        """How many hold this block; 0 if it is free."""
+        """Return the reference count of a block; 0 if it is free."""
         return self._references[block]
 
     def allocate(self, num: int) -> list[int] | None:
-        """So many free blocks with one reference each, or None (and nothing changed) if there are fewer."""
+        """Allocate `num` blocks with one reference each; None, and no change, if fewer are free."""
         if num > self.num_free:
             return None
         while len(self._empty) < num:
@@ -62,7 +62,7 @@ class BlockManager:
         return taken
 
     def retain(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of these blocks, used or kept.
+        """Add one reference to each of these blocks, used or kept.
 
         Raises:
             ValueError: a block is empty.
@@ -75,9 +75,9 @@ class BlockManager:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each of these blocks, given in the order of their tokens.
+        """Remove one reference from each of these blocks, given in the order of their tokens.
 
-        Later blocks are freed first, so that of a kept chain the tail is evicted first.
+        Later blocks are freed first, so the tail of a cached chain is evicted first.
 
         Raises:
             ValueError: a block has no references.
@@ -94,7 +94,7 @@ class BlockManager:
                     self._empty.append(block)
 
     def keep(self, block: int) -> None:
-        """What this used block holds shall outlive its last reference.
+        """Mark a used block so that its content is kept after its last reference is released.
 
         Raises:
             ValueError: the block is free.
@@ -104,17 +104,17 @@ class BlockManager:
         self._wanted.add(block)
 
     def forget(self, block: int) -> None:
-        """What this block holds is not wanted any more."""
+        """Remove the mark of `keep`: the content of this block is not needed any more."""
         self._wanted.discard(block)
         if block in self._kept:
             del self._kept[block]
             self._empty.append(block)
 
     def check(self) -> None:
-        """Prove that every block is used, kept or empty, and only one of these.
+        """Check that every block is exactly one of used, kept and empty.
 
         Raises:
-            AssertionError: it is not so; the sentence names the block.
+            AssertionError: it is not so; the message names the block.
         """
         empty = set(self._empty)
         assert len(empty) == len(self._empty), "a block stands twice among the empty ones"

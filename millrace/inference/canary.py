@@ -1,7 +1,7 @@
-"""What a sampler's model says of tokens that nobody draws, to be compared with what the trainer says.
+"""Canary: log-probabilities of given tokens on the sampler's path, to compare with the trainer's.
 
-Most faults of samplers are in steps of decoding. So all but the last tokens are computed in one chunk, as a
-prompt is, and the last ones in a step each.
+Most faults of samplers are in decode steps. So all but the last tokens are computed in one chunk, like a
+prompt, and each of the last ones in a decode step.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from millrace.models.load import Model
 from millrace.models.logprobs import deterministic, hidden_states, output_head
 
 BLOCK_SIZE = 16
-# The last of the tokens are decoded one by one, after one chunk of the others.
+# Tokens at the end that are decoded one by one, after one chunk of the others.
 DECODED = 4
 
 
 @torch.no_grad()
 def sampler_logprobs(model: Model, token_ids: Sequence[int]) -> list[float]:
-    """Log-probability of each token but the first, untempered, as the model computes when it samples.
+    """Compute the log-probability of each token but the first, at temperature 1, as in sampling.
 
-    Keys and values lie in a pool of this call, so requests in flight notice nothing.
+    The call allocates its own KV pool, so in-flight requests are not affected.
 
     Args:
         model: a model from `models.load`.
-        token_ids: at least two.
+        token_ids: at least two tokens.
     """
     like = next(model.parameters())
     token_T = torch.tensor(token_ids, device=like.device)

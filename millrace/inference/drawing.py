@@ -1,6 +1,6 @@
-"""From a step's inputs to tokens.
+"""The sampler stage of a step: forward, logits, sampled tokens.
 
-T = packed tokens of a step, B = rows that compute, N = rows that draw, V = vocabulary, D = model width.
+T = packed tokens of a step, B = rows that compute, N = rows that sample, V = vocabulary, D = model width.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from millrace.inference.scheduler import Plan
 from millrace.kernels.token_logprob import token_logprob
 from millrace.models.logprobs import output_head
 
-# Logits that are made at once to draw from, in elements: 128 MiB of float32.
+# Logits computed at once for sampling, in elements: 128 MiB of float32.
 DRAW_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """What a step drew.
+    """The sampled tokens of one step.
 
     Attributes:
-        requests: who drew, in the order of the plan.
-        token_N: a token each; meaningless for those that failed.
-        logprob_N: its log-probability, float32.
-        failed: requests whose logits were not finite, and why.
+        requests: the requests that got a token, in the order of the plan.
+        token_N: one token for each; meaningless for failed requests.
+        logprob_N: log-probability of each token, float32.
+        failed: requests with logits that were not finite, each with the reason.
     """
 
     requests: list[Request]
@@ -42,26 +42,33 @@ class Drawn:
 
 
 class Drawing:
-    """The sampling parameters of the running requests, and what is drawn with them."""
+    """Samples tokens for the running requests, with the sampling parameters of each."""
 
     def __init__(self, runner: Runner, table: RequestTable, results: Results, vocab_size: int) -> None:
-        """Draw for the rows of `table` from the logits of `runner`; extras go to `results`."""
+        """Sample for the rows of `table` from the logits of `runner`.
+
+        Args:
+            runner: computes hidden states and logits.
+            table: the running requests.
+            results: gets supports and log-probabilities of prompts.
+            vocab_size: V, the width of the logits.
+        """
         num_rows = len(table.requests)
         self._runner = runner
         self._table = table
         self._results = results
         self._sampling = sampler.SamplingTable(num_rows, vocab_size, runner.device)
         self._chunk = max(1, DRAW_ELEMENTS // vocab_size)
-        # Whose parameters stand in each row of the sampling table.
+        # Arrival number of the request that filled each row of the sampling table.
         self._arrival_R = np.full(num_rows, -1, dtype=np.int64)
 
     def draw(self, plan: Plan, inputs: Inputs, *, special: bool) -> Drawn:
-        """A forward, then a token and its log-probability for each row that draws.
+        """Run a forward, then sample a token with its log-probability for each row of `plan.draw_row_N`.
 
         Args:
-            plan: of the step.
-            inputs: the same as the model takes it.
-            special: whether some request may want log-probabilities of its prompt.
+            plan: the scheduler's plan of the step.
+            inputs: the model inputs of the same step.
+            special: whether a request may need log-probabilities of its prompt.
         """
         scored = self._scored(plan) if special else []
         hidden = self._runner.hidden(inputs, every=bool(scored))
@@ -101,21 +108,21 @@ class Drawing:
         return self._sampling.draw(logit_NV, row_N, position_N, history)
 
     def _scored(self, plan: Plan) -> list[tuple[int, Request]]:
-        """Who wants log-probabilities of its prompt, and in which row of the plan it is."""
+        """Requests of the plan that need prompt log-probabilities, each with its index into B."""
         requests = [self._table.requests[row] for row in plan.row_B.tolist()]
         return [(b, one) for b, one in enumerate(requests) if one is not None and one.params.prompt_logprobs]
 
     def _score_prompts(
         self, scored: list[tuple[int, Request]], plan: Plan, inputs: Inputs, hidden_TD: Tensor
     ) -> None:
-        """Keep the log-probabilities of prompt tokens."""
+        """Compute the log-probabilities of prompt tokens and store them in `Results`."""
         for b, request in scored:
             known = self._results.num_prompt_logprobs(request)
             first, start = int(inputs.rows.first_B[b]), int(plan.start_B[b])
             stop = min(start + int(plan.count_B[b]), len(request.prompt) - 1)
             if stop <= known:
                 continue
-            # After a preemption the prompt is computed again; what is known of it is left out.
+            # A preempted request computes its prompt again; positions scored before are skipped.
             hidden_ND = hidden_TD[first + known - start : first + stop - start]
             target_N = torch.tensor(request.prompt[known + 1 : stop + 1], device=hidden_TD.device)
             plain = request.params.logprobs == "raw" or request.params.temperature == 0

@@ -1,7 +1,7 @@
-"""The paged engine: continuous batching over the trainer's own module, and the verbs reinforcement needs.
+"""The paged engine: continuous batching over the trainer's own module, with weight updates, pause and sleep.
 
-A step is: the scheduler's plan, one forward, one draw, commit. Everything that takes time per token is an
-array over rows; a request is touched alone only when it begins, ends, or asked for something special.
+A step is: schedule, one forward, sample, commit. All work per token is vectorised over rows. Python handles a
+single request only when it starts, ends, or has stop strings or prompt log-probabilities.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from millrace.types import Completion, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine holds and has done.
+    """Current load of the engine, and its counters since it was built.
 
     Attributes:
         num_running: requests that have a row.
-        num_waiting: requests that have none yet.
-        kv_usage: share of the pool's blocks that running requests hold, in [0, 1].
+        num_waiting: queued requests without a row.
+        kv_usage: fraction of the pool's blocks held by running requests, in [0, 1].
         prefix_queries: prompt tokens looked up in the prefix cache so far.
-        prefix_hits: those of them that were found there.
-        num_preemptions: times a running request gave its blocks back.
-        prompt_tokens: of all requests so far.
-        generation_tokens: drawn so far.
+        prefix_hits: prompt tokens found in the prefix cache so far.
+        num_preemptions: preemptions of running requests so far.
+        prompt_tokens: prompt tokens of all requests so far.
+        generation_tokens: tokens generated so far.
     """
 
     num_running: int
@@ -60,11 +60,11 @@ KvPolicy = Literal["keep", "recompute"]
 
 
 class RequestFailed(RuntimeError):
-    """A request of a `generate` call failed; the message says which and why."""
+    """A request of a `generate` call failed; the message names the request and the reason."""
 
 
 class PagedEngine:
-    """Continuous batching over a paged cache. One thread owns it; `AsyncEngine` lets many talk to it."""
+    """Continuous batching over a paged KV cache. It is not thread-safe; `AsyncEngine` serves many callers."""
 
     def __init__(
         self,
@@ -79,21 +79,22 @@ class PagedEngine:
         cuda_graphs: bool = False,
         record_experts: bool = False,
     ) -> None:
-        """An engine at version 0 over `model`, which it owns from now on.
+        """An engine at policy version 0; it owns `model` from now on.
 
         Args:
             model: a model from `models.load`.
-            decode: tokens to text, special tokens left out.
-            max_cache_tokens: slots of the pool.
+            decode: converts tokens to text without special tokens.
+            max_cache_tokens: slots of the KV pool, one for each token.
             block_size: slots of a block.
-            max_batch_tokens: tokens of one forward.
-            max_requests: requests that run at once.
-            prefix_caching: whether prompts that begin alike share what was computed of them.
+            max_batch_tokens: tokens of one forward at most.
+            max_requests: requests that run at once at most.
+            prefix_caching: whether prompts with a common prefix share its keys and values.
             cuda_graphs: whether decode steps are replayed as CUDA graphs.
-            record_experts: whether completions tell which experts their tokens went to.
+            record_experts: whether completions record the experts of their tokens.
 
         Raises:
-            ValueError: CUDA graphs are asked for a model that is not on CUDA, or experts of a dense one.
+            ValueError: `cuda_graphs` is set for a model that is not on CUDA, or `record_experts` for a dense
+                model.
         """
         text = model.config.get_text_config()
         num_blocks = max(1, max_cache_tokens // block_size)
@@ -128,22 +129,24 @@ class PagedEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights that draw from now on."""
+        """Policy version of the current weights."""
         return self._scheduler.version
 
     @property
     def pools(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Keys and values as they lie in memory; for trials and tests, which plant faults there."""
+        """The pools of keys and values in memory; trials and tests inject faults into them."""
         return self._runner.pools
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Draw one completion for each prompt, in order; see `protocols.Engine`. Equal prompts share.
+        """Generate one completion for each prompt, in order; see `protocols.Engine`.
+
+        Equal prompts are computed once.
 
         Raises:
-            ValueError: a request cannot be served; none of them is begun.
-            RequestFailed: the model gave logits that are not finite; the other requests are finished first.
+            ValueError: a request cannot be served; no request is started.
+            RequestFailed: the model's logits are not finite; the other requests are finished first.
             RuntimeError: the engine is paused or asleep.
         """
         if len(prompts) != len(params):
@@ -181,17 +184,17 @@ class PagedEngine:
         drawn: Sequence[Completion | None] | None = None,
         priority: int = 0,
     ) -> list[Request]:
-        """Queue samples of one prompt, which is computed once for all of them; `step` works on them.
+        """Queue samples of one prompt, which is computed once for all of them; `step` generates them.
 
         Args:
-            prompt: its tokens.
-            params: how to draw, one entry a sample.
-            ids: a name for each sample that no unfinished request has; made up without them.
-            drawn: of each, what was drawn before, with which its completion begins.
-            priority: lower goes first.
+            prompt: token ids.
+            params: sampling parameters, one entry for each sample.
+            ids: request ids, one for each sample, unique among unfinished requests; generated if None.
+            drawn: partial completion of each sample to continue, or None to start from the prompt.
+            priority: lower runs first.
 
         Raises:
-            ValueError: a request cannot be served, or an id is taken; none is queued.
+            ValueError: a request cannot be served, or an id is in use; no request is queued.
         """
         names: Sequence[str | None] = ids or [None] * len(params)
         before = drawn or [None] * len(params)
@@ -206,22 +209,22 @@ class PagedEngine:
         return requests
 
     def completion(self, request: Request, texts: dict[tuple[int, ...], str] | None = None) -> Completion:
-        """What an ended request drew; the engine forgets it.
+        """Build the completion of an ended request and remove the request from the engine.
 
         Args:
-            request: has ended.
-            texts: texts of token sequences that are known; a new one is added.
+            request: one with a finish reason.
+            texts: cache of decoded token sequences; a new text is added to it.
         """
         if self._requests.pop(request.id, None) is not None:
             self._num_special -= request.is_special
         return self._results.completion(request, {} if texts is None else texts)
 
     def drawn(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, log-probabilities and versions that a request drew, from the one numbered `first` on."""
+        """Return a request's generated tokens, log-probabilities and versions, from index `first` on."""
         return self._scheduler.table.drawn(request, first)
 
     def abort(self, id: str) -> Completion | None:
-        """End a request now and give what it drew; None if no unfinished request has this name."""
+        """Abort a request and return its partial completion; None if no unfinished request has this id."""
         if (request := self._requests.get(id)) is None:
             return None
         self._scheduler.finish(request, "abort")
@@ -229,7 +232,7 @@ class PagedEngine:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Compute one step, and give the requests that drew a token or failed.
+        """Compute one step and return the requests that got a token or failed.
 
         Raises:
             RuntimeError: the engine is asleep.
@@ -251,7 +254,7 @@ class PagedEngine:
         return drawn.requests
 
     def _stop_at_text(self, drawing: Sequence[Request]) -> None:
-        """End the requests whose text now holds one of their stop strings."""
+        """End the requests with a stop string in their text."""
         for request in drawing:
             if not request.params.stop or request.finish_reason not in (None, "length"):
                 continue
@@ -262,12 +265,12 @@ class PagedEngine:
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, kv: KvPolicy = "recompute"
     ) -> None:
-        """Replace every weight in place, also while requests are in flight.
+        """Replace every weight in place; requests may be in flight.
 
         Args:
             named_tensors: every weight once.
-            version: tokens drawn from now on carry it.
-            kv: whether requests in flight `recompute` their keys and values, or `keep` those they have.
+            version: policy version recorded for tokens sampled from now on.
+            kv: whether in-flight requests `recompute` their keys and values or `keep` the old ones.
 
         Raises:
             RuntimeError: the weights are asleep.
@@ -284,21 +287,28 @@ class PagedEngine:
         self._scheduler.restart_prefix(version)
 
     def fingerprint(self) -> dict[str, str]:
-        """A checksum of each weight as the engine holds it."""
+        """Return a checksum of each weight in the engine.
+
+        Raises:
+            RuntimeError: the weights are asleep.
+        """
         if "weights" in self._asleep:
             raise RuntimeError('the weights are asleep; call wake(["weights"]) before fingerprint()')
         return fingerprint(named_weights(self._model))
 
     def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first, untempered, to compare with the trainer's."""
+        """Return the log-probability of each token but the first, at temperature 1, for the canary."""
         return sampler_logprobs(self._model, token_ids)
 
     def pause(self, mode: PauseMode) -> None:
         """Stop computing until `resume`.
 
         Args:
-            mode: `finish` first lets the running requests end (the waiting ones wait), `abort` ends all
-                requests with what they drew, `keep` freezes them.
+            mode: `finish` first runs the running requests to their end and keeps the waiting ones queued;
+                `abort` ends all requests with their partial completions; `keep` freezes them.
+
+        Raises:
+            ValueError: the mode is unknown.
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode is {mode!r}; it must be finish, abort or keep")
@@ -312,17 +322,17 @@ class PagedEngine:
         self._scheduler.paused = "all"
 
     def stop_admitting(self) -> None:
-        """Go on with the running requests alone, until `resume`."""
+        """Admit no waiting request until `resume`; running requests continue."""
         self._scheduler.paused = "new"
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """End a `pause`: admit and compute requests again."""
         self._scheduler.paused = "no"
 
     def sleep(self, tags: Collection[Tag]) -> None:
-        """Give memory back: `weights`, `kv_cache` or both. Requests in flight keep their tokens.
+        """Free the memory of `weights`, `kv_cache` or both. In-flight requests keep their tokens.
 
-        After `wake`, keys and values are computed again, and weights must be delivered by `load_weights`.
+        After `wake`, keys and values are recomputed, and `load_weights` must load the weights.
         """
         self._check_tags(tags)
         if "kv_cache" in tags and "kv_cache" not in self._asleep:
@@ -336,7 +346,7 @@ class PagedEngine:
         self._asleep |= set(tags)
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Take the memory again that `sleep` gave back."""
+        """Allocate again the memory that `sleep` freed."""
         self._check_tags(tags)
         if "kv_cache" in tags and "kv_cache" in self._asleep:
             self._runner.restore()
@@ -347,14 +357,14 @@ class PagedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could compute something."""
+        """Whether a step would compute something."""
         scheduler = self._scheduler
         if self._asleep or self._weights_missing or scheduler.paused == "all":
             return False
         return bool(scheduler.num_running or (scheduler.num_waiting and scheduler.paused == "no"))
 
     def stats(self) -> EngineStats:
-        """What the engine holds and has done."""
+        """Return the current load and the counters."""
         scheduler = self._scheduler
         return EngineStats(
             num_running=scheduler.num_running,
@@ -368,15 +378,15 @@ class PagedEngine:
         )
 
     def memory_bytes(self) -> dict[str, int]:
-        """Memory of the model's parameters, and of keys and values, by tag; packed copies come on top."""
+        """Return bytes of parameters and of the KV pool, by tag; packed copies of weights are not counted."""
         held = sum(parameter.untyped_storage().nbytes() for parameter in self._model.parameters())
         return {"weights": held, "kv_cache": self._runner.pool_bytes}
 
     def check(self) -> None:
-        """Prove that blocks, tables and queues agree.
+        """Check that blocks, tables and queues agree.
 
         Raises:
-            AssertionError: they do not; the message says where.
+            AssertionError: they do not; the message names the place.
         """
         self._scheduler.check_invariants()
 
@@ -403,11 +413,17 @@ class PagedEngine:
     def check_request(
         self, prompt: Sequence[int], params: SamplingParams, drawn: Completion | None = None
     ) -> None:
-        """Refuse what cannot be served.
+        """Raise for a request that cannot be served.
+
+        Args:
+            prompt: token ids.
+            params: sampling parameters.
+            drawn: partial completion to continue, if any.
 
         Raises:
-            ValueError: the prompt is empty, with `max_tokens` too long for the model or the cache, or holds a
-                token outside the vocabulary, or the parameters or what was drawn do, or that is too long.
+            ValueError: the prompt is empty; prompt and `max_tokens` are too long for the model or the cache;
+                the prompt, the parameters or the partial completion hold a token outside the vocabulary; or
+                the partial completion has `max_tokens` tokens or more.
         """
         self._scheduler.check(prompt, params)
         check_vocabulary(params, self._vocab_size)

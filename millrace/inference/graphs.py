@@ -1,7 +1,7 @@
-"""Decode steps replayed as CUDA graphs: one launch for a forward of hundreds of kernels.
+"""CUDA graphs of decode steps: one launch for a forward of hundreds of kernels.
 
-A graph reads and writes fixed memory, so a step is copied into buffers that stay, filled up with rows that
-compute nothing anybody reads, to one of a few sizes; each size is recorded once.
+A graph reads and writes fixed memory. So a step is copied into static buffers and padded with unused rows to
+one of a few sizes; each size is captured once.
 
 T = B = rows of a decode step, one token each, C = blocks of the longest row, D = model width.
 """
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from millrace.kernels.paged_attention import PagedRows
 
-# Sizes that steps are filled up to: powers of two, then in steps of 64.
+# Steps are padded to powers of two up to this size, and to multiples of it above.
 LARGEST_POWER = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One step as the model takes it.
+    """Model inputs of one step.
 
     Attributes:
         token_T: tokens to compute, int64.
-        position_T: their positions, int64.
-        rows: where their keys and values go, and lie.
-        last_B: index of each row's last token.
+        position_T: position of each token, int64.
+        rows: block tables and slots for keys and values.
+        last_B: index into T of each row's last token.
     """
 
     token_T: Tensor
@@ -38,13 +38,13 @@ class Inputs:
 
 
 Forward = Callable[[Inputs], Tensor]
-# Records what a call does, and gives what repeats it and where its result then lies.
+# Captures a call; returns a function that replays it, and the tensor that holds the result after each replay.
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 
 def record_cuda(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """A call as a CUDA graph; the call must not wait for the device."""
-    # Kernels are compiled and workspaces taken before anything is recorded.
+    """Capture a call as a CUDA graph; the call must not synchronise with the device."""
+    # A warm-up call compiles kernels and allocates workspaces before the capture.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -57,7 +57,7 @@ def record_cuda(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
 
 
 class DecodeGraphs:
-    """Recorded forwards of steps in which every row computes one token."""
+    """Captured forwards of decode steps, in which every row computes one token."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class DecodeGraphs:
         device: torch.device,
         record: Record = record_cuda,
     ) -> None:
-        """Nothing is recorded yet.
+        """Allocate the buffers; graphs are captured at the first step of each size.
 
         Args:
-            forward: final hidden states [T, D] of a step; it reads its inputs where they are.
+            forward: computes final hidden states [T, D] of a step; it reads its inputs in place.
             max_rows: rows of the largest step.
-            max_length: tokens of the longest row; the attention of a graph is laid out for it.
+            max_length: tokens of the longest row; the attention of every graph is sized for it.
             block_size: slots of a block.
-            device: where the buffers are.
-            record: makes a call repeatable.
+            device: device of the buffers.
+            record: captures a call for replay.
         """
         self._forward = forward
         self._record = record
@@ -100,7 +100,7 @@ class DecodeGraphs:
         self._replays: dict[int, tuple[Callable[[], None], Tensor]] = {}
 
     def fits(self, inputs: Inputs) -> bool:
-        """Whether a step is one that can be replayed."""
+        """Return whether a step can be replayed as a graph."""
         rows = inputs.rows
         return (
             rows.max_count == 1
@@ -109,7 +109,7 @@ class DecodeGraphs:
         )
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """Final hidden states of a step that fits, [T, D]; the next call writes over them."""
+        """Compute final hidden states of a step that fits, [T, D]; the next call overwrites them."""
         num = len(inputs.token_T)
         size = bucket(num)
         buffers = self._slice(size)
@@ -119,7 +119,7 @@ class DecodeGraphs:
             (buffers.token_T, inputs.token_T, 0),
             (buffers.position_T, inputs.position_T, 0),
             (buffers.rows.start_B, inputs.rows.start_B, 0),
-            # What fills up is stored nowhere, and attends to one slot of some block.
+            # Padding rows store no keys and values, and attend to one slot of some block.
             (buffers.rows.slot_T, inputs.rows.slot_T, -1),
         )
         for buffer, given, rest in pairs:
@@ -147,7 +147,7 @@ class DecodeGraphs:
 
 
 def bucket(num_rows: int) -> int:
-    """The size that a step of so many rows is filled up to."""
+    """Return the padded size of a step of `num_rows` rows."""
     if num_rows <= LARGEST_POWER:
         return 1 << (num_rows - 1).bit_length()
     return -(-num_rows // LARGEST_POWER) * LARGEST_POWER

@@ -1,4 +1,4 @@
-"""What must hold of the scheduler's state between two steps. No torch; for tests, and slow."""
+"""Invariants of the scheduler's state between two steps. No torch; slow, for tests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def check_state(
     running: Sequence[int],
     families: Mapping[int, Sequence[int]],
 ) -> None:
-    """Prove that blocks, table, families and queue agree.
+    """Check that blocks, table, prompt groups and queue agree.
 
     Args:
         table: the running requests.
-        blocks: the pool.
-        cache: prefixes that blocks hold.
-        waiting: the queue.
+        blocks: the allocator of the pool.
+        cache: the prefix cache over these blocks.
+        waiting: queued requests, in order.
         running: rows with blocks.
-        families: for each row of a family its rows, the leader first.
+        families: all rows of a prompt group, leader first, under each of its rows.
 
     Raises:
-        AssertionError: they do not; the sentence says where.
+        AssertionError: they do not; the message names the place.
     """
     blocks.check()
     cache.check()

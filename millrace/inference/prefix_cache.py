@@ -1,9 +1,9 @@
-"""Which block holds which prefix: a chain of hashes over full blocks.
+"""Prefix cache of the KV blocks: a chain of hashes over full blocks.
 
     digest_0 = H(version),  digest_{i+1} = H(digest_i, tokens of block i)
 
-so a digest stands for every token up to the end of its block, and for the version of the weights that
-computed its keys and values.
+so a digest identifies every token up to the end of its block, and the policy version that computed the keys
+and values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIGEST_BYTES = 16
 
 
 def root(version: int) -> bytes:
-    """The digest before the first block, of what weights of this version compute."""
+    """Return the digest that precedes the first block, for one policy version."""
     return blake2b(str(version).encode(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -28,17 +28,17 @@ def _chained(parent: bytes, tokens: bytes) -> bytes:
 
 
 class PrefixCache:
-    """Finds full blocks by the tokens that they and all blocks before them hold.
+    """Finds full blocks by their own tokens and all tokens before them.
 
-    A block stays cached while it is used, and after that until its place is needed.
+    A block stays cached while it has references. After that it stays until it is evicted.
 
     Attributes:
-        num_queries: tokens of the requests that looked for a prefix and started.
-        num_hits: tokens that they did not have to compute.
+        num_queries: tokens of the started requests that looked up a prefix.
+        num_hits: tokens of these requests that were found and not computed.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
-        """An empty cache over these blocks; it is told of every eviction."""
+        """An empty cache; it sets the `on_evict` callback of `blocks`."""
         self.num_queries = 0
         self.num_hits = 0
         self._blocks = blocks
@@ -53,9 +53,9 @@ class PrefixCache:
         return block in self._digests
 
     def match(self, tokens: Sequence[int] | np.ndarray, version: int) -> list[int]:
-        """The longest run of cached blocks that `tokens` begin with, each retained for the caller.
+        """Return the longest cached prefix of `tokens` as block ids, each retained for the caller.
 
-        At least one token is left over: a request computes its last token, or there would be no logits.
+        At least one token is never matched: a request must compute its last token to get logits.
         """
         size = self._blocks.block_size
         if len(tokens) <= size:
@@ -68,7 +68,7 @@ class PrefixCache:
             piece = data[start : start + width]
             digest = _chained(digest, piece)
             block, held = self._found.get(digest, (-1, b""))
-            # The tokens are compared too: nobody shall get another's keys because two hashes agree.
+            # The tokens are compared too: a hash collision must not share keys between different prefixes.
             if held != piece:
                 break
             found.append(block)
@@ -76,12 +76,12 @@ class PrefixCache:
         return found
 
     def count(self, num_tokens: int, num_hits: int) -> None:
-        """Remember that a request of so many tokens started with so many of them found."""
+        """Add a started request of `num_tokens` tokens, `num_hits` of them cached, to the counters."""
         self.num_queries += num_tokens
         self.num_hits += num_hits
 
     def digest(self, block: int) -> bytes:
-        """The digest of a cached block, the parent of the next one.
+        """Return the digest of a cached block, which is the parent of the next block.
 
         Raises:
             KeyError: the block is not cached.
@@ -89,9 +89,9 @@ class PrefixCache:
         return self._digests[block]
 
     def register(self, block: int, parent: bytes, tokens: np.ndarray) -> bytes:
-        """Remember a used block that is full and will not be written again.
+        """Add a block that is in use, full, and will not be written again.
 
-        Where an equal prefix is cached already, that one stays and this block remains unknown.
+        If an equal prefix is cached already, that entry stays and this block is not added.
 
         Args:
             block: its id.
@@ -99,7 +99,7 @@ class PrefixCache:
             tokens: int32 [block_size].
 
         Returns:
-            the digest of this block, the parent of the next one.
+            the digest of this block, which is the parent of the next block.
 
         Raises:
             ValueError: the number of tokens is not the size of a block, or the block is free or already
@@ -121,17 +121,17 @@ class PrefixCache:
         return digest
 
     def drop_all(self) -> None:
-        """Forget everything; blocks in use stay with those who hold them."""
+        """Remove every entry; blocks in use keep their references."""
         for block in self._digests:
             self._blocks.forget(block)
         self._found.clear()
         self._digests.clear()
 
     def check(self) -> None:
-        """Prove that the two directions of the cache agree.
+        """Check that the two directions of the cache agree.
 
         Raises:
-            AssertionError: they do not; the sentence names the block.
+            AssertionError: they do not; the message names the block.
         """
         assert len(self._found) == len(self._digests), (
             f"{len(self._found)} digests are cached for {len(self._digests)} blocks"

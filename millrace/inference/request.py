@@ -1,4 +1,4 @@
-"""One request, and the columns in which the running requests live. No torch.
+"""A request, and the table of the running requests, stored as columns. No torch.
 
 R = rows, one for each request that may run at once, L = tokens of the longest running request, rounded up,
 C = blocks of it, S = stop tokens of the request that has most.
@@ -28,22 +28,22 @@ def _no_logprobs() -> np.ndarray:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt to be continued, and what became of it.
+    """A prompt, its sampling parameters, and its result.
 
     Attributes:
-        id: the caller's name for it.
-        prompt: its tokens.
-        params: how it is drawn.
-        priority: lower goes first; of equals, who came first.
-        row: its place in the table while it runs, else -1.
-        arrival: how many requests had been added before it; -1 until it is added.
-        drawn: int32 [n], the tokens drawn, while it has no row.
-        logprobs: float32 [n], of these tokens.
-        versions: int32 [n], the weight version that drew each.
-        experts: int16 [m, L, K], where the m tokens were sent that were computed when it last gave up its
-            row, in layers with a router; None where nobody asks.
-        finish_reason: why it ended; None until it does.
-        reason: more words on that, for aborts and errors.
+        id: request id, set by the caller or generated.
+        prompt: token ids.
+        params: sampling parameters.
+        priority: lower runs first; equal priorities run in order of arrival.
+        row: its row in the table while it runs, else -1.
+        arrival: number of requests added before it; -1 until it is added.
+        drawn: int32 [n], generated tokens; valid while it has no row.
+        logprobs: float32 [n], log-probability of each generated token.
+        versions: int32 [n], policy version of each generated token.
+        experts: int16 [m, L, K], experts of the m computed tokens in layers with a router, stored when it
+            last left its row; None if experts are not recorded.
+        finish_reason: why it ended; None while unfinished.
+        reason: details for aborts and errors.
     """
 
     id: str
@@ -60,10 +60,10 @@ class Request:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a priority that no column holds.
+        """Check the range of the priority.
 
         Raises:
-            ValueError: it is further from 0 than MAX_PRIORITY.
+            ValueError: its absolute value is above MAX_PRIORITY.
         """
         if abs(self.priority) > MAX_PRIORITY:
             raise ValueError(
@@ -72,16 +72,16 @@ class Request:
 
     @property
     def is_special(self) -> bool:
-        """Whether it must be looked at in every step: its text, or its prompt's log-probabilities."""
+        """Whether it needs work in every step: stop strings or prompt log-probabilities."""
         return bool(self.params.stop) or self.params.prompt_logprobs
 
     def go_on(self, drawn: Completion) -> None:
-        """Begin with what was drawn before, as one that was preempted."""
+        """Continue a partial completion, like a preempted request."""
         self.drawn = np.array(drawn.token_ids, np.int32)
         self.logprobs, self.versions = drawn.logprobs, drawn.versions
 
     def known_tokens(self) -> np.ndarray:
-        """Prompt and drawn tokens of a request without a row, int32."""
+        """Return prompt and generated tokens of a request without a row, int32."""
         prompt = np.array(self.prompt, dtype=np.int32)
         return np.concatenate((prompt, self.drawn)) if len(self.drawn) else prompt
 
@@ -92,31 +92,31 @@ class RequestTable:
     Arrays that grow are replaced by longer ones: read them from the table in each step.
 
     Attributes:
-        requests: who has the row.
-        used_R: bool, whether anybody does.
-        token_RL: int32, prompt, then drawn tokens.
-        logprob_RL: float32, of drawn tokens, at the token's place.
-        version_RL: int32, the weight version that drew them.
+        requests: the request of each row, None for a free row.
+        used_R: bool, whether the row has a request.
+        token_RL: int32, prompt tokens, then generated tokens.
+        logprob_RL: float32, log-probability of each generated token, at the token's position.
+        version_RL: int32, policy version of each generated token.
         num_prompt_R: int64, tokens of the prompt.
-        num_tokens_R: int64, tokens known: prompt and drawn.
-        num_computed_R: int64, tokens whose keys and values are in the pool.
-        limit_R: int64, tokens at which the request ends.
-        min_R: int64, tokens below which no stop token ends it.
+        num_tokens_R: int64, known tokens: prompt and generated.
+        num_computed_R: int64, tokens with keys and values in the pool.
+        limit_R: int64, total tokens at which the request ends.
+        min_R: int64, total tokens below which no stop token ends it.
         stop_RS: int32, stop tokens, padded with -1.
         priority_R: int64, as in the request.
         arrival_R: int64, as in the request.
         block_RC: int32, the block table.
-        num_blocks_R: int64, entries of it that are held.
-        forked_R: bool, whether the block it writes to next may have other holders.
-        num_hashed_R: int64, blocks that were handed to the prefix cache (or came from it).
-        digests: of the last of these blocks.
-        caches_R: bool, whether full blocks are handed to the prefix cache.
-        free_rows: rows nobody has; the last goes first.
-        experts_of: what `Request.experts` is for a row; None where nobody asks.
+        num_blocks_R: int64, used entries of the block table.
+        forked_R: bool, whether the next block written may be shared, so that it needs copy on write.
+        num_hashed_R: int64, blocks that are in the prefix cache, found there or added.
+        digests: digest of the last of these blocks.
+        caches_R: bool, whether full blocks are added to the prefix cache.
+        free_rows: stack of free rows; the last is used first.
+        experts_of: function from row to `Request.experts`; None if experts are not recorded.
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
-        """Empty columns.
+        """A table of free rows.
 
         Raises:
             ValueError: a number is below 1.
@@ -142,18 +142,18 @@ class RequestTable:
         return [np.zeros(len(self.requests), np.int64) for _ in range(num)]
 
     def request(self, row: int) -> Request:
-        """Who has this row; somebody does."""
+        """Return the request of a used row."""
         request = self.requests[row]
         assert request is not None, f"row {row} is free"
         return request
 
     def put(self, rows: Sequence[int], requests: Sequence[Request], known: Sequence[np.ndarray]) -> None:
-        """Give rows to requests, with nothing computed and no blocks yet.
+        """Fill rows with requests, without computed tokens and without blocks.
 
         Args:
-            rows: taken from `free_rows`.
-            requests: one for each row.
-            known: tokens of each, as `Request.known_tokens` gives them.
+            rows: rows taken from `free_rows`.
+            requests: one request for each row.
+            known: tokens of each request, from `Request.known_tokens`.
         """
         if not rows:
             return
@@ -186,10 +186,10 @@ class RequestTable:
             self.stop_RS[places, : len(stop)] = stop
 
     def take(self, row: int) -> Request:
-        """Free a row; what its request has drawn moves into the request, which is given back.
+        """Free a row, copy its generated tokens into its request, and return the request.
 
         Raises:
-            ValueError: nobody has the row.
+            ValueError: the row is free already.
         """
         request = self.requests[row]
         if request is None:
@@ -207,7 +207,7 @@ class RequestTable:
         return request
 
     def drawn(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, log-probabilities and versions that a request drew, from the one numbered `first` on."""
+        """Return a request's generated tokens, log-probabilities and versions, from index `first` on."""
         row = request.row
         if row < 0:
             return request.drawn[first:], request.logprobs[first:], request.versions[first:]
@@ -217,7 +217,7 @@ class RequestTable:
         return token_L, logprob_L, version_L
 
     def share(self, row: int, heirs: Sequence[int]) -> None:
-        """Let other rows stand where this one stands: its blocks, what is computed, what is hashed."""
+        """Copy a row's block table, computed count and prefix-cache state to other rows."""
         held = slice(self.num_blocks_R[row])
         self.block_RC[heirs, held] = self.block_RC[row, held]
         for column in (self.num_blocks_R, self.num_computed_R, self.num_hashed_R):
@@ -226,17 +226,17 @@ class RequestTable:
             self.digests[heir] = self.digests[row]
 
     def blocks(self, row: int) -> list[int]:
-        """The blocks that a row holds, in the order of their tokens."""
+        """Return the blocks of a row, in the order of their tokens."""
         held: list[int] = self.block_RC[row, : self.num_blocks_R[row]].tolist()
         return held
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for requests of so many tokens; arrays that are too short at least double."""
+        """Grow the columns to at least `num_tokens`; arrays that are too short at least double."""
         length = self.token_RL.shape[1]
         if num_tokens <= length:
             return
         num_blocks = -(-max(num_tokens, 2 * length) // self._block_size)
-        # Of rows nobody has nothing is copied, so that their memory is never touched.
+        # Only used rows are copied, so the memory of free rows is never touched.
         used = self.used_R.nonzero()[0]
         for name in ("token_RL", "logprob_RL", "version_RL", "block_RC"):
             old = getattr(self, name)

@@ -1,4 +1,4 @@
-"""From what a request drew to a Completion: text, stop strings, supports, log-probabilities of the prompt."""
+"""Build a Completion from an ended request: text, stop strings, supports, prompt log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from millrace.inference.request import Request
 from millrace.types import Completion, Support
 
-# Tokens decoded to look for a stop string, for each of its characters and besides: a token may be a part of a
-# character, and the first of a window may be cut.
+# Window of tokens decoded to find a stop string: so many for each of its characters, plus a margin. A token
+# may be a part of a character, and the first token of a window may be cut.
 WINDOW_TOKENS = 4
 WINDOW_MARGIN = 16
 
 
 @dataclass(slots=True)
 class _Extra:
-    """What few requests have."""
+    """Outputs that only some requests have."""
 
     text: str | None = None
     supports: list[tuple[np.ndarray, float]] = field(default_factory=list)
@@ -26,39 +26,39 @@ class _Extra:
 
 
 class Results:
-    """What requests have besides their tokens, until they are handed over."""
+    """Outputs of requests besides their tokens, stored until the completion is built."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], routed: tuple[int, int] | None = None) -> None:
-        """Nothing of any request.
+        """An empty store.
 
         Args:
-            decode: tokens to text, special tokens left out.
-            routed: layers with a router and experts of a token, where completions tell of them.
+            decode: converts tokens to text without special tokens.
+            routed: (layers with a router, experts of a token) if completions record routing, else None.
         """
         self._decode, self._routed = decode, routed
         self._extras: dict[str, _Extra] = {}
 
     def go_on(self, request: Request, drawn: Completion) -> None:
-        """Begin with what was drawn before."""
+        """Take over the supports of a partial completion, for a request that resumes it."""
         if drawn.support is not None:
             ends = np.cumsum(drawn.support.counts)[:-1]
             tokens = np.split(drawn.support.token_ids, ends)
             self._extra(request).supports = list(zip(tokens, drawn.support.logprobs.tolist(), strict=True))
 
     def add_support(self, request: Request, token_ids: np.ndarray, logprob: float) -> None:
-        """Keep the tokens that a draw chose among, and its log-probability among them."""
+        """Store the support that a token was sampled from, and its log-probability within it."""
         self._extra(request).supports.append((token_ids, logprob))
 
     def add_prompt_logprobs(self, request: Request, logprob_N: np.ndarray) -> None:
-        """Keep the log-probabilities of the prompt's next tokens."""
+        """Append the log-probabilities of the next prompt tokens."""
         self._extra(request).prompt_logprobs.append(logprob_N)
 
     def num_prompt_logprobs(self, request: Request) -> int:
-        """How many of the prompt's log-probabilities are known."""
+        """Return the number of prompt log-probabilities stored so far."""
         return sum(len(part) for part in self._extra(request).prompt_logprobs)
 
     def ends_in_stop(self, request: Request, token_ids: Sequence[int]) -> bool:
-        """Whether the text of these tokens holds one of the request's stop strings; it is cut there then."""
+        """Return whether the text of these tokens contains a stop string; if so, store the text cut there."""
         stops = request.params.stop
         if len(token_ids) < request.params.min_tokens:
             return False
@@ -72,11 +72,11 @@ class Results:
         return cut is not None
 
     def completion(self, request: Request, texts: dict[tuple[int, ...], str]) -> Completion:
-        """The completion of an ended request, which is forgotten here.
+        """Build the completion of an ended request and delete its stored outputs.
 
         Args:
-            request: has ended.
-            texts: texts of token sequences that are known; a new one is added.
+            request: one with a finish reason.
+            texts: cache of decoded token sequences; a new text is added to it.
         """
         assert request.finish_reason is not None
         extra = self._extras.pop(request.id, None) or _Extra()
@@ -96,7 +96,7 @@ class Results:
         )
 
     def _experts(self, request: Request) -> np.ndarray | None:
-        """Where each token of prompt and completion was sent; -1 for those that were not computed."""
+        """The experts of each token of prompt and completion; -1 for tokens that were not computed."""
         if self._routed is None:
             return None
         experts = np.full((len(request.prompt) + len(request.drawn), *self._routed), -1, np.int16)
@@ -109,7 +109,7 @@ class Results:
 
 
 def joined(supports: Sequence[tuple[np.ndarray, float]]) -> Support | None:
-    """A completion's supports as one; each is (tokens, log-probability of the draw). None without any."""
+    """Concatenate the supports of a completion; each is (tokens, log-probability). None if there are none."""
     if not supports:
         return None
     token_ids, logprobs = zip(*supports, strict=True)
@@ -118,6 +118,6 @@ def joined(supports: Sequence[tuple[np.ndarray, float]]) -> Support | None:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of the stop strings begins; None without any."""
+    """Return the index of the earliest stop string in `text`; None if it contains none."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return min(found, default=None)

@@ -1,7 +1,7 @@
-"""From a plan to logits: one packed forward of the trainer's module over the paged pool.
+"""Model runner: one packed forward of the trainer's module over the paged KV pool, from plan to logits.
 
-T = packed tokens of the step, B = rows that compute, N = rows that draw, M = blocks to copy, V = vocabulary,
-D = model width, S = slots of a block, L = layers with a router, K = experts of a token.
+T = packed tokens of the step, B = rows that compute, N = rows that sample, M = blocks to copy,
+V = vocabulary, D = model width, S = slots of a block, L = layers with a router, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from millrace.models.routing import Routers
 
 
 class Runner:
-    """The model and the pool of keys and values that it writes and reads."""
+    """The model and its KV pool."""
 
     def __init__(
         self,
@@ -38,19 +38,19 @@ class Runner:
         max_length: int = 0,
         record_experts: bool = False,
     ) -> None:
-        """Pools for what each layer keeps, in the model's dtype, on its device.
+        """Allocate the KV pools of all layers in the model's dtype, on its device.
 
         Args:
             model: a model from `models.load`.
             num_blocks: blocks of the pool.
             block_size: slots of a block.
-            max_graph_rows: decode steps of at most so many rows are replayed as CUDA graphs; 0 for none.
+            max_graph_rows: rows of the largest decode step replayed as a CUDA graph; 0 turns graphs off.
             max_length: tokens of the longest request, for graphs.
-            record_experts: whether each slot keeps which experts its token went to.
+            record_experts: whether the pool also stores the experts of each slot's token.
 
         Raises:
-            ValueError: graphs are asked for a model that is not on a CUDA device, or experts of a model that
-                has none.
+            ValueError: `max_graph_rows` is set for a model that is not on a CUDA device, or `record_experts`
+                for a model without experts.
         """
         like = next(model.parameters())
         if max_graph_rows and like.device.type != "cuda":
@@ -70,16 +70,16 @@ class Runner:
 
     @property
     def pool_bytes(self) -> int:
-        """Memory that keys and values hold now."""
+        """Bytes of the KV pool; 0 after `release`."""
         return sum(pool.untyped_storage().nbytes() for pair in self._pools for pool in pair)
 
     @property
     def pools(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values."""
+        """The (keys, values) pair of each pool."""
         return self._pools
 
     def inputs(self, table: RequestTable, plan: Plan) -> Inputs:
-        """Tokens, positions and slots of a plan, straight from the table's columns."""
+        """Build tokens, positions and slots of a plan from the columns of the table."""
         count_B, start_B, row_B = plan.count_B, plan.start_B, plan.row_B
         last_B = np.cumsum(count_B) - 1
         first_B = last_B - count_B + 1
@@ -107,18 +107,20 @@ class Runner:
         return Inputs(self._tensor(token_T), self._tensor(position_T), rows, self._tensor(last_B))
 
     def hidden(self, inputs: Inputs, *, every: bool = False) -> Tensor:
-        """Final hidden states of each row's last token, [B, D]; all keys and values are in the pool then.
+        """Run the forward; return the final hidden states of each row's last token, [B, D].
+
+        It writes all keys and values of the step to the pool.
 
         Args:
-            inputs: of the step.
-            every: those of every token instead, [T, D].
+            inputs: the model inputs of the step.
+            every: whether to return the hidden states of every token instead, [T, D].
         """
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs(inputs)
         num_rows = len(inputs.last_B)
         wanted_B = None if every or len(inputs.token_T) == num_rows else inputs.last_B
         hidden = self._forward(inputs, wanted_B)
-        # Modules of other models give every token's.
+        # Modules of other models return every token.
         return hidden if wanted_B is None or len(hidden) == num_rows else hidden[wanted_B]
 
     def _forward(self, inputs: Inputs, last_B: Tensor | None = None) -> Tensor:
@@ -140,11 +142,14 @@ class Runner:
 
     @property
     def routed(self) -> tuple[int, int] | None:
-        """Layers with a router and experts of a token, where they are recorded."""
+        """(Layers with a router, experts of a token) if routing is recorded, else None."""
         return None if self._routers is None else (self._routers.num_layers, self._routers.num_choices)
 
     def experts(self, table: RequestTable, row: int) -> np.ndarray:
-        """The experts of a row's computed tokens, [tokens, L, K] int16, as long as its blocks hold them."""
+        """Return the experts of a row's computed tokens, [tokens, L, K] int16.
+
+        Call it while the row still has its blocks.
+        """
         assert self._expert_pool is not None
         place_T = np.arange(table.num_computed_R[row])
         slot_T = table.block_RC[row, place_T // self._block_size].astype(np.int64) * self._block_size
@@ -153,35 +158,35 @@ class Runner:
         return found
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits in float32 (float64 stays float64), [N, V]."""
+        """Compute logits in float32 (float64 stays float64), [N, V]."""
         return output_head(self.model).logits(hidden_ND)
 
     def copy_blocks(self, from_M: np.ndarray, to_M: np.ndarray) -> None:
         """Copy whole blocks of every layer."""
         if not len(from_M):
             return
-        # By these two calls, since assigning by index takes ten times as long on a CPU.
+        # index_select and index_copy_: assignment by index takes ten times as long on a CPU.
         source_M, target_M = self._tensor(from_M), self._tensor(to_M)
         pools = [pool for pair in self._pools for pool in pair]
         for pool in pools if self._expert_pool is None else [*pools, self._expert_pool]:
             pool.index_copy_(0, target_M, pool.index_select(0, source_M))
 
     def release(self) -> None:
-        """Give the pool's memory back; nothing can be computed until `restore`."""
+        """Free the pool and the graphs; no forward is possible until `restore`."""
         self._pools, self._graphs, self._expert_pool = [], None, None
 
     def restore(self) -> None:
-        """Take the memory; the pool is empty."""
+        """Allocate an empty pool."""
         blocks = self._num_blocks, self._block_size
         self._pools = new_pools(self._facts, *blocks, dtype=self._dtype, device=self.device)
         if self.routed is not None:
-            # What fills a graph up is sent to slot -1, which is in a block that nobody has.
+            # Padding rows of a graph write to slot -1, in an extra block that is never allocated.
             size = (self._num_blocks + 1, self._block_size, *self.routed)
             self._expert_pool = torch.full(size, -1, dtype=torch.int16, device=self.device)
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
-        """Record decode steps anew: weights or pool lie elsewhere now."""
+        """Drop the recorded graphs, because weights or pool have new addresses."""
         if self._max_graph_rows:
             self._graphs = DecodeGraphs(
                 self._forward,
@@ -192,7 +197,7 @@ class Runner:
             )
 
     def first_nonfinite(self, inputs: Inputs, b: int) -> str:
-        """The first module whose output for the tokens of row `b` is not finite, computing the step again."""
+        """Recompute the step and return the name of the first module with a non-finite output for row `b`."""
         found: list[str] = []
         row = slice(int(inputs.rows.first_B[b]), int(inputs.last_B[b]) + 1)
 

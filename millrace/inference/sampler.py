@@ -1,12 +1,12 @@
-"""Drawing tokens for many requests at once, each by its own parameters.
+"""Batched sampling of tokens, with separate parameters for each request.
 
-N = entries of a draw, R = rows of the table, M = entries that need more than a temperature, V = vocabulary.
+N = entries of a batch, R = rows of the table, M = entries that need more than a temperature, V = vocabulary.
 
-What happens to the logits of an entry, in vLLM's order: the bias is added; tokens that are not allowed, are
-forbidden, or would stop before `min_tokens` are ruled out; penalties (repetition, frequency, presence);
-division by the temperature; min-p; top-k; top-p of what is left. Then one uniform number draws. It is a
-function of the request's seed and the token's position alone, so a token does not depend on the batch it sits
-in, on what was aborted, or on a restart.
+The logits of an entry are processed in vLLM's order: add the bias; mask tokens that are not allowed, are
+forbidden, or would stop before `min_tokens`; apply penalties (repetition, frequency, presence); divide by the
+temperature; min-p; top-k; top-p of the rest. Then one uniform random number selects the token. It is a
+function of the request's seed and the token's position alone. So a token does not depend on its batch, on
+aborted requests, or on a restart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OFF = _PENALTIES(SamplingParams())
 
 
 def uniform(seed_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
-    """A float64 in [0, 1) for each (seed, position): two rounds of the SplitMix64 finaliser.
+    """Return a float64 in [0, 1) for each (seed, position): two rounds of the SplitMix64 finaliser.
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
@@ -51,10 +51,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse tokens that the vocabulary does not have.
+    """Raise if the parameters hold a token outside the vocabulary.
 
     Raises:
-        ValueError: with the name of the field and the token.
+        ValueError: the message names the field and the token.
     """
     for name, tokens in params.token_ids().items():
         if tokens and max(tokens) >= vocab_size:
@@ -66,16 +66,16 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token for each entry of a draw.
+    """One sampled token for each entry of a batch.
 
     Attributes:
         token_N: int64; meaningless where `finite_N` is not set.
-        logprob_N: float32, of the model's own distribution: divided by the temperature, or raw; see
-            `SamplingParams.logprobs`.
-        support: for each entry the tokens it was drawn among, int32, ascending; None where nothing truncates,
-            and one None where that holds for all.
-        finite_N: False where logits hold NaN or plus infinity, or all tokens are ruled out.
-        within_N: float32, likewise, but among the support; `logprob_N` without one.
+        logprob_N: float32 log-probability under the model's full distribution, divided by the temperature or
+            raw; see `SamplingParams.logprobs`.
+        support: the tokens each entry was sampled from, int32, ascending; None for an entry without
+            truncation or allowed tokens, and one None if no entry has a support.
+        finite_N: False where logits hold NaN or plus infinity, or every token is masked.
+        within_N: float32 log-probability renormalised over the support; `logprob_N` for an entry without one.
     """
 
     token_N: np.ndarray
@@ -87,7 +87,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Edits:
-    """What changes the logits of a request before the temperature; shared by all that have the same."""
+    """Changes to the logits before the temperature; requests with equal parameters share one object."""
 
     params: SamplingParams
     biased: Tensor
@@ -113,7 +113,7 @@ class _Edits:
         )
 
     def apply(self, logit_V: Tensor, position: int, history: Callable[[], tuple[np.ndarray, ...]]) -> None:
-        """Change the logits of one entry in place."""
+        """Edit the logits of one entry in place."""
         logit_V[self.biased] += self.bias.to(logit_V.dtype)
         if len(self.allowed):
             kept = logit_V[self.allowed]
@@ -137,15 +137,15 @@ class _Edits:
 
 
 class SamplingTable:
-    """The sampling parameters of the running requests, one row each, in columns."""
+    """The sampling parameters of the running requests as columns, one row for each request."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """A table whose rows are empty until `put`.
+        """A table with empty rows; `put` fills them.
 
         Args:
             num_rows: R.
             vocab_size: V, the width of the logits.
-            device: where the logits are.
+            device: device of the logits.
         """
         self._vocab_size = vocab_size
         self._device = device
@@ -162,11 +162,11 @@ class SamplingTable:
         self._edits: list[_Edits | None] = [None] * num_rows
 
     def put(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
-        """Fill rows; what differs between requests in the seed alone is looked at once.
+        """Fill rows; the edits of requests that differ only in their seed are built once.
 
         Args:
-            rows: which, each in [0, R).
-            params: the parameters of each.
+            rows: row indices, each in [0, R).
+            params: the parameters of each row.
 
         Raises:
             ValueError: a parameter names a token outside the vocabulary; no row is changed.
@@ -175,7 +175,7 @@ class SamplingTable:
         edits: list[_Edits | None] = []
         edited: list[int] = []
         for one in params:
-            # The tuples live as long as `params`, so their addresses tell them apart, however long they are.
+            # The tuples live as long as `params`, so their addresses are a key of constant cost.
             key = (*map(id, _TOKENS(one)), _PENALTIES(one), one.min_tokens)
             if key not in known:
                 known[key] = self._look_at(one)
@@ -199,13 +199,13 @@ class SamplingTable:
             self._edits[row] = edit
 
     def draw(self, logit_NV: Tensor, row_N: np.ndarray, position_N: np.ndarray, history: History) -> Drawn:
-        """One token for each entry.
+        """Sample one token for each entry.
 
         Args:
-            logit_NV: float32 or float64 logits as the model gives them; left as they are.
-            row_N: the row whose parameters an entry goes by; a row may come more than once.
+            logit_NV: the model's logits, float32 or float64; not modified.
+            row_N: row of the sampling parameters of each entry; a row may occur more than once.
             position_N: index of the token within its completion.
-            history: gives (prompt, tokens drawn so far) of the n-th entry; asked only for penalties.
+            history: returns (prompt, tokens generated so far) of the n-th entry; called only for penalties.
         """
         temperature_N = self._column(self._temperature_R, row_N)
         uniform_N = torch.from_numpy(uniform(self._seed_R[row_N], position_N)).to(self._device)
@@ -227,7 +227,8 @@ class SamplingTable:
             limited_N = truncated_N | self._limited_R[row_N]
             if limited_N.any():
                 support = _supports(drawn_NV, limited_N)
-                # The draw itself judged the token among its support, but by edited logits or divided ones.
+                # `among_N` comes from edited and tempered logits. Entries with edits or raw log-probabilities
+                # are computed again over the same support.
                 again_M = self._indices(limited_N & (edited_N | raw_N))
                 ruled_out_MV = drawn_NV[again_M] == -torch.inf
                 within_MV = logit_NV[again_M].masked_fill(ruled_out_MV, -torch.inf)
@@ -246,7 +247,7 @@ class SamplingTable:
         return torch.from_numpy(np.flatnonzero(true_N)).to(self._device)
 
     def _look_at(self, params: SamplingParams) -> tuple[_Edits | None, int]:
-        """The edits of a request, and the position from which on there are none."""
+        """The edits of a request, and the first position without edits."""
         check_vocabulary(params, self._vocab_size)
         always = params.allowed_token_ids or params.forbidden_token_ids or params.logit_bias
         if always or _PENALTIES(params) != _OFF:
@@ -256,7 +257,7 @@ class SamplingTable:
         return None, 0
 
     def _truncate(self, logit_NV: Tensor, row_N: np.ndarray, chosen_M: np.ndarray) -> None:
-        """Rule tokens out by top-k, top-p and min-p, in place, for some of the entries."""
+        """Mask tokens by top-k, top-p and min-p, in place, for some of the entries."""
         if len(chosen_M) == 0:
             return
         index_M = torch.from_numpy(chosen_M).to(self._device)
@@ -274,7 +275,7 @@ class SamplingTable:
 
 
 def _supports(logit_NV: Tensor, chosen_N: np.ndarray) -> list[np.ndarray | None]:
-    """For some of the entries the tokens that are not ruled out, None for the others."""
+    """The unmasked tokens of the chosen entries, None for the others."""
     kept_NV = (logit_NV > -torch.inf).cpu().numpy()
     return [
         np.flatnonzero(kept_V).astype(np.int32) if chosen else None

@@ -1,15 +1,16 @@
-"""Which requests compute in the next forward, over which blocks. No torch, no text.
+"""Scheduler: selects the requests of the next forward and their KV blocks. No torch, no text.
 
-One budget of tokens a step and no phases: running requests first, each with the tokens it lacks, then waiting
-ones by (priority, arrival) while budget, rows and blocks last. Steady decoding is numpy over all rows; Python
-objects are touched when a request starts, forks, fills a block, is preempted or ends.
+A step has one token budget for prefill and decode together. Running requests come first, each with its
+uncomputed tokens, then waiting ones by (priority, arrival) while budget, rows and blocks last. Steady
+decoding is numpy over all rows; Python objects are touched when a request starts, forks, fills a block, is
+preempted or ends.
 
-Requests with one prompt that are admitted before it is computed are a family: the first leads and computes
-it, the others hold a row but no blocks until then, share its blocks afterwards and draw their first tokens
-from its logits. The last block, where it is not full, is copied by each before its first write to it, and the
-last to write keeps it.
+Requests with an equal prompt that are admitted before the prompt is computed form a prompt group (`Family`).
+The leader computes the prompt. The followers hold a row but no blocks until then. Afterwards they share the
+leader's blocks and sample their first tokens from its logits. If the last block is not full, each request
+copies it before its first write to it (copy on write); the last writer needs no copy.
 
-B = rows that compute, N = rows that draw.
+B = rows that compute, N = rows that sample.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from millrace.types import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Requests of one prompt that is being computed: the prompt, and their rows, leader first."""
+    """A prompt group: a prompt that is being computed, and the rows of its requests, leader first."""
 
     prompt: tuple[int, ...]
     token_L: np.ndarray
@@ -40,14 +41,14 @@ class Family:
 
 @dataclass(slots=True, eq=False)
 class Start:
-    """A request about to run: the row it gets, its tokens, and either blocks or a leader who will have them.
+    """An admitted request with its row, its tokens, and either blocks or a leader that computes its prompt.
 
     Attributes:
-        request: who starts.
-        row: its row.
-        token_L: prompt and drawn tokens.
-        held: blocks for all of these; None where it waits for its leader.
-        num_hits: how many of the blocks are cached prefixes.
+        request: the admitted request.
+        row: its row of the table.
+        token_L: prompt and generated tokens.
+        held: blocks for all of these tokens; None for a follower, which waits for its leader.
+        num_hits: number of these blocks that come from the prefix cache.
     """
 
     request: Request
@@ -58,19 +59,19 @@ class Start:
 
 
 class Holdings:
-    """Rows and blocks of the running requests; the scheduler decides who gets them.
+    """KV allocator: rows and blocks of the running requests; the scheduler makes the decisions.
 
     Attributes:
         table: the running requests.
-        blocks: the blocks of the pool.
-        cache: prefixes that blocks hold.
-        running: rows with blocks, in the order in which they got them; replaced, never written.
-        families: of rows whose prompt is being computed for several, or may come to be.
-        version: of the weights in force.
+        blocks: the allocator of the pool.
+        cache: the prefix cache over these blocks.
+        running: rows with blocks, in the order of allocation; replaced, never written in place.
+        families: prompt group of each row in one; a group may have a single row.
+        version: policy version of the current weights.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, max_requests: int, prefix_caching: bool) -> None:
-        """Nobody holds anything, and the weights are at version 0."""
+        """All rows and blocks are free; the policy version is 0."""
         self.blocks = BlockManager(num_blocks, block_size)
         self.cache = PrefixCache(self.blocks)
         self.table = RequestTable(max_requests, block_size)
@@ -82,29 +83,29 @@ class Holdings:
 
     @property
     def num_running(self) -> int:
-        """Requests with a row, those that wait for the leader of their family included."""
+        """Number of requests with a row, followers included."""
         return len(self.table.requests) - len(self.table.free_rows)
 
     def heirs(self, row: int) -> list[int]:
-        """The rows that wait for this one to compute their prompt."""
+        """Return the followers of a leader's row; empty for any other row."""
         family = self.families.get(row)
         return family.rows[1:] if family is not None and family.rows[0] == row else []
 
     def last(self) -> int:
-        """The running row that is the first to go when blocks are short: of highest (priority, arrival)."""
+        """Return the running row to preempt first when blocks run out: the highest (priority, arrival)."""
         row_B = self.running
         priority_B = self.table.priority_R[row_B]
         row_B = row_B[priority_B == priority_B.max()]
         return int(row_B[self.table.arrival_R[row_B].argmax()])
 
     def start(self, request: Request, *, may_compute: bool) -> Start | None:
-        """A row for a request, and blocks or a leader; None, and nothing changed, if it cannot start now.
+        """Allocate a row for a request, and blocks or a leader; None, and no change, if it cannot start now.
 
         Args:
-            request: it waits, and a row is free.
-            may_compute: whether it may start even without a leader.
+            request: a waiting request; a row must be free.
+            may_compute: whether it may start without a leader and compute its own prompt.
         """
-        # Whoever resumes, or wants log-probabilities of the prompt, computes alone.
+        # A request that resumes, or needs prompt log-probabilities, joins no group.
         wants_all = not self._prefix_caching or request.params.prompt_logprobs
         alone = wants_all or len(request.drawn) > 0
         family = None if alone else self._open.get(request.prompt)
@@ -118,7 +119,7 @@ class Holdings:
         token_L = request.known_tokens()
         hits = [] if wants_all else self.cache.match(token_L, self.version)
         num_new = -(-len(token_L) // self.blocks.block_size) - len(hits)
-        # Everybody who runs keeps a free block to grow into, or would soon preempt whoever starts.
+        # One free block is reserved for each running request, or their growth would soon preempt this one.
         fresh = self.blocks.allocate(num_new) if num_new + self.num_running <= self.blocks.num_free else None
         if fresh is None:
             self.blocks.release(hits)
@@ -131,7 +132,7 @@ class Holdings:
         return Start(request, row, token_L, hits + fresh, len(hits))
 
     def seat(self, starts: Sequence[Start]) -> None:
-        """Fill in the rows of requests that start."""
+        """Fill the table rows of the admitted requests."""
         table = self.table
         rows = [start.row for start in starts]
         table.put(rows, [start.request for start in starts], [start.token_L for start in starts])
@@ -149,17 +150,17 @@ class Holdings:
         self.running = np.append(self.running, np.array(computing, np.int64))
 
     def make_room(self, row_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Give rows blocks of their own to write to; None, and nothing changed, if there are too few.
+        """Allocate blocks that rows can write to; None, and no change, if too few are free.
 
         Returns:
-            blocks to copy before anything is written, and where to.
+            source and target blocks of the copies to make before the forward.
         """
         table, size = self.table, self.blocks.block_size
         grown_N = row_B[table.num_tokens_R[row_B] > table.num_blocks_R[row_B] * size]
         forked_N = row_B[table.forked_R[row_B]]
         place_N = table.num_computed_R[forked_N] // size
         shared = table.block_RC[forked_N, place_N].tolist()
-        # Where all holders write, the last one needs no copy.
+        # If all holders of a block write to it, the last one needs no copy.
         num_copies = sum(
             min(num, self.blocks.num_references(block) - 1) for block, num in Counter(shared).items()
         )
@@ -178,7 +179,7 @@ class Holdings:
         return np.array(shared, np.int64)[copied], np.array(copy_to, np.int64)
 
     def register(self, row_B: np.ndarray) -> None:
-        """Hand blocks that are full now to the prefix cache."""
+        """Add newly full blocks to the prefix cache."""
         table, size = self.table, self.blocks.block_size
         full_B = table.num_computed_R[row_B] // size
         filled_B = (full_B > table.num_hashed_R[row_B]) & table.caches_R[row_B]
@@ -194,7 +195,7 @@ class Holdings:
         table.num_hashed_R[row_N] = full_N
 
     def fork(self) -> None:
-        """Let the families whose prompt is computed go on, each row for itself."""
+        """Fork the groups with a computed prompt: followers share the leader's blocks, and the group ends."""
         table, freed = self.table, []
         ready = [
             family
@@ -216,9 +217,9 @@ class Holdings:
         self.running = np.append(self.running, np.array(freed, np.int64))
 
     def leave(self, row: int) -> Request:
-        """Free a row and its blocks; the first heir of a leader takes over what it has computed.
+        """Free a row and its blocks; if it leads a group, its first follower takes over role and blocks.
 
-        `sweep` must follow, once for any number of rows.
+        Call `sweep` afterwards, once for any number of rows.
         """
         table, family = self.table, self.families.pop(row, None)
         if family is not None:
@@ -235,18 +236,18 @@ class Holdings:
         return table.take(row)
 
     def sweep(self) -> None:
-        """Drop the rows that left from those that run."""
+        """Remove freed rows from `running`."""
         self.running = self.running[self.table.used_R[self.running]]
 
     def restart(self, version: int) -> None:
-        """Other weights: share nothing that was computed until now with requests that start from now on."""
+        """Start a policy version: later requests share no keys and values computed before."""
         self.version = version
         self.cache.drop_all()
         self.table.caches_R[:] = False
         self._open.clear()
 
     def check(self, waiting: Sequence[Request]) -> None:
-        """Prove that all of this, and the queue, agree; see `check_state`."""
+        """Check that this state and the queue agree; see `check_state`."""
         check_state(
             self.table,
             self.blocks,
@@ -257,24 +258,24 @@ class Holdings:
         )
 
     def _close(self, family: Family) -> None:
-        """Nobody joins this family any more."""
+        """Let no more requests join this group."""
         if self._open.get(family.prompt) is family:
             del self._open[family.prompt]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One forward; the arrays are int64.
+    """The plan of one forward; the arrays are int64.
 
     Attributes:
         row_B: rows of the request table that compute, each once.
-        start_B: the first position each computes.
-        count_B: how many positions each computes, at least 1.
-        draw_row_N: rows that draw a token afterwards.
-        draw_from_N: index into B; the logits after its last position are those that the row draws from. Rows
-            that fork from one prompt name the same one.
-        copy_from_M: blocks to copy before the forward, M in all.
-        copy_to_M: where to; no block is in both.
+        start_B: the first position each row computes.
+        count_B: number of positions each row computes, at least 1.
+        draw_row_N: rows that sample a token after the forward.
+        draw_from_N: index into B; the row samples from the logits of this entry's last position. Rows of one
+            prompt group have the same index.
+        copy_from_M: source blocks of M copies before the forward.
+        copy_to_M: target blocks of these copies; no block is in both.
     """
 
     row_B: np.ndarray
@@ -287,18 +288,18 @@ class Plan:
 
 
 class Scheduler:
-    """Decides every step; see the top of the file.
+    """Plans every step; see the module docstring.
 
-    `schedule`, the forward, `commit`, and again. Between these two, and at any other moment, requests may be
-    added, ended or preempted; a plan that is never committed (its forward failed) is taken back by the next
-    `schedule`, which lets its rows begin again.
+    A step is `schedule`, the forward, `commit`. Requests may be added, ended or preempted at any time, also
+    between `schedule` and `commit`. If a plan is never committed (its forward failed), the next `schedule`
+    discards it and preempts its rows.
 
     Attributes:
         table: the running requests.
-        blocks: the blocks of the pool.
-        cache: prefixes that blocks hold.
-        paused: `new`: nothing that waits is admitted; `all`: `schedule` returns None.
-        num_preemptions: requests that lost their row so far.
+        blocks: the allocator of the pool.
+        cache: the prefix cache over these blocks.
+        paused: `new`: no waiting request is admitted; `all`: `schedule` returns None; `no`: not paused.
+        num_preemptions: preemptions so far.
     """
 
     def __init__(
@@ -311,16 +312,16 @@ class Scheduler:
         max_length: int,
         prefix_caching: bool = True,
     ) -> None:
-        """Nothing waits and nothing runs; the weights are at version 0.
+        """A scheduler without requests, at policy version 0.
 
         Args:
             num_blocks: blocks of the KV pool.
             block_size: tokens of a block.
-            max_batch_tokens: tokens of one forward.
-            max_requests: requests that run at once, the rows of the table.
-            max_length: tokens of prompt and completion that the model allows.
-            prefix_caching: share the keys and values of equal prefixes; without it every request computes
-                its whole prompt.
+            max_batch_tokens: token budget of one forward.
+            max_requests: rows of the table: requests that run at once at most.
+            max_length: tokens of prompt and completion together that the model allows.
+            prefix_caching: whether requests share the keys and values of equal prefixes; if False, every
+                request computes its whole prompt.
 
         Raises:
             ValueError: a number is below 1.
@@ -351,21 +352,21 @@ class Scheduler:
 
     @property
     def version(self) -> int:
-        """Of the weights in force: tokens that are committed carry it."""
+        """Policy version of the current weights, recorded for committed tokens."""
         return self._holdings.version
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Number of queued requests, which have no row."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests with a row, those that wait for the leader of their family included."""
+        """Number of requests with a row, followers included."""
         return self._holdings.num_running
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Refuse a request that could never finish.
+        """Raise for a request that could never finish.
 
         Raises:
             ValueError: the prompt is empty, or with `max_tokens` too long for the model or for the pool.
@@ -386,10 +387,10 @@ class Scheduler:
             )
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Put requests into the queue, all or none.
+        """Queue requests, all or none.
 
         Raises:
-            ValueError: one is given twice, was added or ended before, or is refused by `check`.
+            ValueError: a request is given twice, was added or ended before, or fails `check`.
         """
         for request in requests:
             if request.arrival >= 0 or request.finish_reason is not None:
@@ -403,7 +404,7 @@ class Scheduler:
             insort(self._waiting, (request.priority, request.arrival, request))
 
     def schedule(self) -> Plan | None:
-        """What the next forward does; None where nothing can run or need run now."""
+        """Plan the next forward; None if no request can run."""
         if self._plan is not None:
             rows, self._plan = self._plan.row_B.tolist(), None
             self.preempt([row for row in rows if self.table.used_R[row]])
@@ -433,21 +434,21 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan, token_N: np.ndarray, logprob_N: np.ndarray) -> list[Request]:
-        """Take in what a forward gave.
+        """Append the sampled tokens of a forward to their requests.
 
-        Requests that left since the plan was made are passed over.
+        Requests that ended or were preempted since `schedule` are skipped.
 
         Args:
-            plan: what the last `schedule` returned.
-            token_N: the token each of `plan.draw_row_N` drew.
-            logprob_N: its log-probability.
+            plan: the plan that the last `schedule` returned.
+            token_N: sampled token of each row of `plan.draw_row_N`.
+            logprob_N: log-probability of each token.
 
         Returns:
-            the requests that ended: by a stop token, or because they are long enough.
+            the requests that ended, by a stop token or by `max_tokens`.
 
         Raises:
-            ValueError: the plan is not the last one, or was committed before, or the number of tokens or
-                log-probabilities is not that of the rows that draw.
+            ValueError: the plan is not the last one, was committed before, or the number of tokens or
+                log-probabilities is not N.
         """
         if plan is not self._plan:
             raise ValueError("this plan is not the one being run; commit each plan once, before the next")
@@ -485,7 +486,7 @@ class Scheduler:
         return ended
 
     def finish(self, request: Request, reason: FinishReason, why: str = "") -> None:
-        """End a request, wherever it is; it keeps what it has drawn. One that ended before stays as it is."""
+        """End a running or queued request; it keeps its tokens. An ended request is not changed."""
         if request.finish_reason is not None:
             return
         if request.row >= 0:
@@ -497,11 +498,11 @@ class Scheduler:
         request.finish_reason, request.reason = reason, why
 
     def preempt(self, rows: Sequence[int]) -> None:
-        """Take these rows, each of which somebody has, and their blocks; the requests wait and lose no token.
+        """Free these used rows and their blocks, and queue the requests again; they keep their tokens.
 
-        The family of a leader, which holds nothing yet, waits with it.
+        The followers of a leader, which hold no blocks yet, are preempted with it.
         """
-        # Heirs go first, or they would take over.
+        # Followers leave first, or the first of them would become leader.
         leaving = dict.fromkeys(member for row in rows for member in (*self._holdings.heirs(row), row))
         requests = [self._holdings.leave(row) for row in leaving]
         self._holdings.sweep()
@@ -514,22 +515,22 @@ class Scheduler:
         self.preempt(self.table.used_R.nonzero()[0].tolist())
 
     def restart_prefix(self, version: int) -> None:
-        """Other weights are in force: what was computed so far is no prefix of what starts from now on.
+        """Start a policy version: no later request reuses keys and values computed before.
 
-        Running requests go on with the keys and values they have, but share them with nobody new.
+        Running requests continue with their keys and values but share them with no later request.
         """
         self._holdings.restart(version)
 
     def check_invariants(self) -> None:
-        """Prove that blocks, tables, families and queue agree.
+        """Check that blocks, tables, prompt groups and queue agree.
 
         Raises:
-            AssertionError: they do not; the sentence says where.
+            AssertionError: they do not; the message names the place.
         """
         self._holdings.check([request for *_, request in self._waiting])
 
     def _shares(self) -> tuple[np.ndarray, np.ndarray]:
-        """The running rows that compute in this step, and how many tokens each."""
+        """The running rows that compute in this step, with their numbers of tokens."""
         row_B = self._holdings.running
         lack_B = self.table.num_tokens_R[row_B] - self.table.num_computed_R[row_B]
         count_B = np.diff(np.minimum(lack_B.cumsum(), self._max_batch_tokens), prepend=0)
@@ -537,7 +538,7 @@ class Scheduler:
         return row_B[chosen_B], count_B[chosen_B]
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
-        """Start waiting requests; the rows that compute now, and how many tokens each."""
+        """Admit waiting requests; return the rows that compute now, with their numbers of tokens."""
         starts, rows, counts = [], [], []
         for *_, request in self._waiting[: len(self.table.free_rows)]:
             start = self._holdings.start(request, may_compute=budget > 0)

@@ -1,9 +1,9 @@
-"""Whether the paged engine computes what transformers does: tried on the same twin as the packed forward.
+"""Trial of the paged engine against transformers, on the same twin models as the trial of the packed forward.
 
-The engine goes its real way: prompts in chunks that end within a block, samples of one prompt, decoding
-beyond every window, a prompt whose beginning is known, preemption, and new weights under way. Of each token
-that it sampled, the log-probability is compared with that of transformers' plain, uncached forward of the
-whole sequence.
+The engine runs its real code paths: prompts in chunks that end within a block, several samples of one prompt,
+decoding beyond every attention window, a prefix-cache hit, preemption, and a weight update in flight. The
+log-probability of each sampled token is compared with transformers' plain, uncached forward of the whole
+sequence.
 
 T = tokens of a completion.
 """
@@ -44,25 +44,25 @@ CHUNK = 18
 # More than twice any window of a twin.
 NUM_TOKENS = 14
 NUM_SAMPLES = 3
-# So few that a request is preempted.
+# Small enough that a request is preempted.
 CACHE_TOKENS = 128
 HOT = 4.0
-# Requests have drawn so many tokens when new weights come, or a fault is planted.
+# Generated tokens of a request at the weight update or the fault injection.
 HALFWAY = 5
 
 Drawn = tuple[Sequence[int], Completion]
 
 
 def check_engine(model: Model) -> None:
-    """Refuse a model of which the paged engine does not compute what transformers does.
+    """Raise for a model on which the paged engine differs from transformers.
 
-    It takes about a second, whatever the model's size, and nothing where the answer is known.
+    It takes about a second for any model size, and no time if the result is cached.
 
     Args:
-        model: from `models.load`; only its config is read.
+        model: a model from `models.load`; only its config is read.
 
     Raises:
-        ModelError: it does not, or the trial has no power.
+        ModelError: the results differ, or the trial has no power.
     """
     reading = LANGUAGE.reading.of(model)
     problem = answer("engine", model.config, reading, partial(try_engine, reading=reading))
@@ -71,7 +71,7 @@ def check_engine(model: Model) -> None:
 
 
 def try_engine(small: Any, reading: Reading) -> str:
-    """Say what is wrong with the engine over the twins of a config; empty where it is right."""
+    """Run the trial on the twin models of a config; return the problem, empty if there is none."""
     return try_seeds(small, reading, _try_seed, first_line)
 
 
@@ -100,15 +100,15 @@ def _engine(plain: Model, reading: Reading) -> PagedEngine:
 
 
 def _params(seed: int) -> SamplingParams:
-    """Unlikely tokens are sampled too: of a likely one the log-probability says little."""
+    """A high temperature samples unlikely tokens too: likely ones have little power as a test."""
     return SamplingParams(max_tokens=NUM_TOKENS, temperature=HOT, logprobs="raw", seed=seed)
 
 
 def _serve(engine: PagedEngine, after: Model) -> tuple[list[Drawn], int]:
-    """Everything that may happen to a request, in one run that has new weights halfway.
+    """Run requests through every code path of the engine, with a weight update halfway.
 
     Returns:
-        what was sampled, and how often a request was preempted for want of blocks.
+        (prompt, completion) pairs, and the number of preemptions for lack of blocks.
     """
     short, long, shortest = sequences()
     requests = engine.add(long, [_params(seed) for seed in range(NUM_SAMPLES)])
@@ -148,7 +148,7 @@ def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: Reading) 
 def _expected(
     prompt: Sequence[int], completion: Completion, models: Sequence[Model], reading: Reading
 ) -> Tensor:
-    """What the models make of the tokens that were sampled with the weights of each, [T]."""
+    """Log-probability of each sampled token under the model of its policy version, [T]."""
     tokens = [*prompt, *completion.token_ids]
     picked = torch.arange(len(prompt), len(tokens))
     where = picked - 1, torch.tensor(tokens)[picked]
@@ -157,7 +157,7 @@ def _expected(
 
 
 def _no_power(plain: Model, reading: Reading) -> str:
-    """Which planted fault the trial would miss; empty where it catches all."""
+    """The injected fault that the trial would miss; empty if it catches all."""
     prompt = sequences()[2]
 
     def drawn(fault: Callable[[PagedEngine], None]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""New weights into an engine's model, in place: all of them or none."""
+"""In-place weight update of an engine's model, all weights or none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from millrace.models.load import named_weights
 
 @torch.no_grad()
 def load_in_place(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy every weight (`models.load.named_weights`) into the model's own.
+    """Copy every weight (`models.load.named_weights`) into the model's parameters.
 
-    Everything is checked before anything is written, so that a refused hand-over changes no weight.
+    All weights are checked before the first copy, so a rejected update changes no weight.
 
     Raises:
         ValueError: a name is missing, unknown or given twice, or a shape or dtype differs.
@@ -39,7 +39,7 @@ def load_in_place(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]])
 
 
 def release_weights(model: nn.Module) -> dict[str, torch.Size]:
-    """Give the memory of every weight back, and say what shapes they had; the parameters stay, empty."""
+    """Free the memory of every weight and return the shapes; the parameters stay, with no elements."""
     shapes = {}
     for name, parameter in model.named_parameters():
         shapes[name] = parameter.shape
@@ -48,6 +48,6 @@ def release_weights(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def restore_weights(model: nn.Module, shapes: dict[str, torch.Size]) -> None:
-    """Take the memory of every weight again; they are zero until new ones are loaded."""
+    """Allocate every weight again, filled with zeros until a weight update."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.new_zeros(shapes[name])

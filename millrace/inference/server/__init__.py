@@ -1,1 +1,1 @@
-"""HTTP over the engine: OpenAI's endpoints, tokens in and out, and the verbs of reinforcement learning."""
+"""HTTP server of the engine: OpenAI's endpoints, token endpoints, and control endpoints for RL training."""

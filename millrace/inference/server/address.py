@@ -1,4 +1,4 @@
-"""Where a server listens, and who could reach it. No torch: a mistake shows before a model is loaded."""
+"""Checks of listen address, tokens and Host header. No torch: they run before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ipaddress import ip_address
 
 
 def check_address(host: str, token: str | None, admin_token: str | None = None) -> None:
-    """Refuse to let strangers in.
+    """Require a token for an address that other machines can reach.
 
     Args:
-        host: where the server listens.
-        token: for requests that ask.
-        admin_token: for those that steer.
+        host: listen address.
+        token: token for generation requests.
+        admin_token: token for control requests.
 
     Raises:
-        ValueError: the host can be reached from elsewhere and there is no token; no header can carry one of
-            them; or they are the same.
+        ValueError: other machines can reach the host and no token is set; a token is not valid in a header;
+            or both tokens are equal.
     """
     if token is None and admin_token is None and not is_loopback(host):
         raise ValueError(
@@ -36,7 +36,7 @@ def check_address(host: str, token: str | None, admin_token: str | None = None) 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; a name other than localhost may mean anything."""
+    """Return whether only this machine can reach an address; False for any name but localhost."""
     if host == "localhost":
         return True
     try:
@@ -46,15 +46,14 @@ def is_loopback(host: str) -> bool:
 
 
 def is_allowed_host(header: str, host: str, allowed: Collection[str] = ()) -> bool:
-    """Whether a request's Host header is one that this server is asked by.
+    """Return whether a request's Host header names this server.
 
-    A name that somebody else owns can be made to lead here (DNS rebinding), an address cannot.
+    An attacker can resolve a name of its own to this server (DNS rebinding), but not an address.
 
     Args:
         header: name or address, with or without a port.
-        host: that the server listens on. On loopback only loopback names and addresses are right, else every
-            address.
-        allowed: further names.
+        host: listen address. On loopback only loopback names and addresses are accepted, else every address.
+        allowed: further accepted names.
     """
     name = header.strip().lower()
     if name.startswith("["):
@@ -73,11 +72,11 @@ def is_allowed_host(header: str, host: str, allowed: Collection[str] = ()) -> bo
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on an address that does not listen yet.
+    """Bind a socket to an address, without listening.
 
     Args:
         host: an address or a name.
-        port: 0 takes a free one.
+        port: port number; 0 selects a free one.
 
     Raises:
         ValueError: the address is not this machine's, or the port is taken.
@@ -98,6 +97,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """The URL of a socket that listens."""
+    """Return the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

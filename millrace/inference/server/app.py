@@ -25,7 +25,7 @@ HEALTH_TIMEOUT_S = 30.0
 
 
 def create_app(service: Service, limits: Limits) -> FastAPI:
-    """The application over a service; the engine runs while the application does."""
+    """Create the application of a service; its lifespan starts and stops the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
@@ -59,17 +59,17 @@ def create_app(service: Service, limits: Limits) -> FastAPI:
 
 
 class _Tools:
-    """What generates nothing."""
+    """Endpoints that generate no tokens."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._served = service.served
 
     async def health(self) -> Response:
-        """Whether the engine answers."""
+        """Return whether the engine responds."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                # Answered between two steps; there is no such request.
+                # The engine responds between two steps; no request has this id.
                 await self._served.engine.abort("")
         except EngineClosed as error:
             raise ApiError(503, str(error)) from None
@@ -78,11 +78,11 @@ class _Tools:
         return Json({"status": "ok"})
 
     async def metrics(self) -> Response:
-        """Prometheus' text."""
+        """Return the metrics in Prometheus' text format."""
         return Response(self._service.meter.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def tokenize(self, body: TokenizeBody) -> Response:
-        """A text, or a conversation, as the model reads it."""
+        """Tokenize a text or a conversation."""
         check_model(self._served, body.model)
         if body.messages is not None:
             value: dict[str, Any] = {"messages": checked_turns(self._served, body.messages)}
@@ -91,7 +91,7 @@ class _Tools:
         return _json(await self._service.texts.ask("tokenize", value))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
-        """Tokens as text, special tokens too."""
+        """Convert tokens to text, special tokens included."""
         check_model(self._served, body.model)
         most = max(body.tokens, default=0)
         if most >= self._served.vocab_size:
@@ -104,5 +104,5 @@ class _Tools:
 
 
 def _json(body: bytes) -> Response:
-    """What is JSON already, as long as it may be."""
+    """A response with a body that is JSON already."""
     return Response(body, media_type="application/json")

@@ -1,4 +1,4 @@
-"""One client's connection: one of a bounded number, with a deadline for what the client must do next."""
+"""Client connections: a bounded number, each with deadlines for headers, idle time and writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from millrace.inference.server.errors import ApiError
 from millrace.inference.server.limits import Limits
 
-# More than one client has use for; each takes some 20 KiB.
+# More than one client needs; each takes some 20 KiB.
 MAX_CONNECTIONS = 4096
 # Descriptors for everything else the server may open: weights, the process that tokenizes, the event loop.
 SPARE_DESCRIPTORS = 20
@@ -22,16 +22,16 @@ MIN_CONNECTIONS = 8
 
 
 def connection_bounds(soft_limit: int, num_open: int) -> tuple[int, int]:
-    """How many connections the open file descriptors allow, and how many are accepted at a time.
+    """Return the maximal number of connections and the accept backlog for a limit of open files.
 
-    Those that are accepted at a time are open before the surplus can be closed.
+    A whole backlog can be accepted before surplus connections are closed, so it counts against the limit.
 
     Args:
-        soft_limit: descriptors that this process may have (`ulimit -n`).
-        num_open: that it has already.
+        soft_limit: file descriptors that this process may have (`ulimit -n`).
+        num_open: file descriptors open already.
 
     Raises:
-        ValueError: too few are left.
+        ValueError: too few descriptors are left.
     """
     backlog = max(8, min(1024, soft_limit // 8))
     room = soft_limit - num_open - SPARE_DESCRIPTORS - backlog
@@ -44,18 +44,18 @@ def connection_bounds(soft_limit: int, num_open: int) -> tuple[int, int]:
 
 
 def open_descriptors() -> tuple[int, int]:
-    """How many descriptors this process may have, and has."""
+    """Return the soft limit of file descriptors, and the number of open ones."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = 1 << 20 if soft == resource.RLIM_INFINITY else soft
     return soft, len(os.listdir("/dev/fd"))
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, whose client cannot keep it for nothing.
+    """uvicorn's connection with deadlines for the client.
 
-    `check`, called twice a second, closes it where the client sent no request in time, or does not take its
-    answer. Beyond the most connections, the one that waited longest for a request is closed: first one that
-    never sent any. So clients that send nothing do not keep others out.
+    `check`, called twice a second, closes it if the client sends no request in time or does not read its
+    response. Above the maximal number of connections, the longest idle one is closed; connections without any
+    request go first. So idle clients do not block others.
     """
 
     def __init__(
@@ -65,25 +65,25 @@ class Connection(H11Protocol):
         self._limits = limits
         self._max_connections = max_connections
         self._clock = clock
-        # Since when a request is waited for.
+        # Time at which the wait for a request began.
         self._since_s = clock()
-        # Since its first byte, while its headers are not complete.
+        # Time of the request's first byte, while its headers are incomplete.
         self._heard_s: float | None = None
-        # Since when the client does not take what was written.
+        # Time since which the client reads nothing of the response.
         self._blocked_s: float | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client has sent no request, or has the answer to its last one."""
+        """Whether no request is in progress."""
         return self._last is None or self._last.response_complete
 
     @property
     def _last(self) -> RequestResponseCycle | None:
-        """The last request and its answer. uvicorn declares it as always there."""
+        """The last request and its response, None before the first; uvicorn's type lacks the None."""
         return self.cycle
 
     def connection_made(self, transport: Any) -> None:
-        """Take a place, if need be that of another one."""
+        """Register the connection; above the maximum, close the longest idle one."""
         super().connection_made(transport)
         if len(self.connections) <= self._max_connections:
             return
@@ -95,7 +95,7 @@ class Connection(H11Protocol):
             longest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Note when a request begins."""
+        """Record the time of a request's first byte."""
         if self.is_waiting and self._heard_s is None:
             self._heard_s = self._clock()
         super().data_received(data)
@@ -103,27 +103,27 @@ class Connection(H11Protocol):
             self._heard_s = None
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Start the idle deadline for the next request."""
         self._since_s, self._heard_s = self._clock(), None
         super().on_response_complete()
-        # `check` does it.
+        # `check` closes idle connections instead of uvicorn's timer.
         self._unset_keepalive_if_required()
 
     def pause_writing(self) -> None:
-        """The client takes its answer more slowly than it is made."""
+        """Start the write deadline: the client reads more slowly than the server writes."""
         self._blocked_s = self._clock()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """It has taken most of it."""
+        """Stop the write deadline: the client has read most of the response."""
         self._blocked_s = None
         super().resume_writing()
 
     def check(self) -> None:
-        """Close the connection if the client is late."""
+        """Close the connection if a deadline has passed."""
         now_s, limits = self._clock(), self._limits
         if self._blocked_s is None and self.transport.is_closing():
-            self._blocked_s = now_s  # it closes once what was written is taken
+            self._blocked_s = now_s  # it closes once the client has read the rest
         if self._blocked_s is not None:
             if now_s - self._blocked_s >= limits.write_timeout_s:
                 self.transport.abort()
@@ -137,13 +137,13 @@ class Connection(H11Protocol):
                 self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, as JSON."""
+        """Respond to malformed HTTP with a JSON error."""
         self._refuse(
             ApiError(400, "the request is not HTTP/1.1; its first line, a header or a chunk is malformed")
         )
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application, where no answer has begun, and close."""
+        """Send an error without the application, unless a response has begun, and close."""
         if self._last is not None:
             self._last.disconnected = True
             self._last.message_event.set()

@@ -1,10 +1,10 @@
-"""Tokens to text while they come: never half a character, never a piece of what may become a stop string."""
+"""Incremental detokenization: never a partial character, never a part of a possible stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-# What a decoder writes for bytes that are no character, or not yet.
+# Output of a decoder for bytes that are no character, or an incomplete one.
 HALF = "\N{REPLACEMENT CHARACTER}"
 # Tokens without an end of a character, after which a part of them is settled, and after which all are.
 MANY_OPEN = 16
@@ -14,10 +14,10 @@ TRIED_ENDS = 8
 
 
 class Detokenizer:
-    """The text of one growing completion; what it has given never changes.
+    """The text of one growing completion; returned text never changes.
 
-    Only the tokens since the last whole character are decoded again, and of bytes that never make one at most
-    `MOST_OPEN`: the work is linear in the text.
+    Only the tokens since the last whole character are decoded again, at most `MOST_OPEN` if the bytes never
+    form a character. So the work is linear in the text.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Detokenizer:
         """A completion without tokens.
 
         Args:
-            decode: tokens to text, special tokens left out.
+            decode: converts tokens to text without special tokens.
             stop: texts that end the completion, which are not part of it.
             special: tokens that `decode` leaves out.
         """
@@ -44,7 +44,7 @@ class Detokenizer:
         self._sent = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
+        """Add tokens and return the text that can no longer change."""
         for token in token_ids:
             if token in self._special:
                 continue  # thousands of end tokens (`ignore_eos`) must not pile up
@@ -72,11 +72,11 @@ class Detokenizer:
                 return
 
     def finish(self, text: str) -> str:
-        """The rest of the completion.
+        """Return the rest of the completion.
 
         Args:
-            text: of the whole completion, cut at the stop string. Some decoders read a token otherwise once
-                later ones are there; what was given before then stays.
+            text: text of the whole completion, cut at the stop string. With some decoders, later tokens
+                change the text of earlier ones; text returned before stays as it is.
         """
         return text[self._sent :]
 
@@ -86,12 +86,12 @@ class Detokenizer:
         return given
 
     def _certain(self) -> int:
-        """How much of what is held can be no part of a stop string."""
+        """Length of the held text that cannot be part of a stop string."""
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         return min([*found, *(_uncertain(self._held, stop) for stop in self._stop), len(self._held)])
 
 
 def _uncertain(text: str, stop: str) -> int:
-    """Where the longest end of `text` begins that is the beginning of `stop`."""
+    """Start of the longest suffix of `text` that is a prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next(len(text) - n for n in range(longest, -1, -1) if text.endswith(stop[:n]))

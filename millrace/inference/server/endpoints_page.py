@@ -1,4 +1,4 @@
-"""`/docs`: every endpoint on one page without scripts, written from the application's own schema."""
+"""`/docs`: all endpoints on one page without scripts, generated from the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse
 
 from millrace.inference.server.limits import OPEN, STEERING
 
-# Nothing is loaded and nothing runs, whatever the page holds.
+# The browser loads nothing and runs no script, whatever the page contains.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -23,7 +23,7 @@ STYLE = (
 
 
 def endpoints_page(app: FastAPI) -> Callable[[], HTMLResponse]:
-    """The route of a page about the routes of `app`, which is written once, when it is first asked for."""
+    """Return a route that serves the page of `app`, generated at the first request."""
     written: list[str] = []
 
     def page() -> HTMLResponse:
@@ -35,7 +35,7 @@ def endpoints_page(app: FastAPI) -> Callable[[], HTMLResponse]:
 
 
 def write(schema: dict[str, Any]) -> str:
-    """The page of an OpenAPI schema."""
+    """Generate the page of an OpenAPI schema."""
     sections = [
         _section(method.upper(), path, operation, schema)
         for path, operations in schema["paths"].items()

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's error JSON: one sentence, the field it is about, and the status."""
+"""Errors as OpenAI's error JSON: one sentence, the field concerned, and the HTTP status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from millrace.inference.server.logs import printable
 
 RETRY_AFTER_S = 1
-# A value of a user is shown up to so many letters, and a whole message has at most so many.
+# Maximal length of a client's value in a message, and of a whole message, in characters.
 MAX_SHOWN = 60
 MAX_MESSAGE = 1000
 KINDS = {
@@ -26,36 +26,36 @@ KINDS = {
 
 
 class Json(JSONResponse):
-    """A JSON body in ASCII, so that half a character in what a client sent cannot spoil the answer."""
+    """A JSON body in ASCII, so that a lone surrogate from a client cannot break the response."""
 
     def render(self, content: Any) -> bytes:
-        """The bytes of a body."""
+        """Encode a body."""
         return encode(content)
 
 
 def encode(content: Any) -> bytes:
-    """JSON in one line of ASCII.
+    """Encode as JSON in one line of ASCII.
 
     Raises:
-        ValueError: a number is NaN or infinite, which JSON has not.
+        ValueError: a number is NaN or infinite, which JSON does not allow.
     """
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def shown(text: str) -> str:
-    """A user's text as a message shows it: neither endless nor with control characters."""
+    """Return a client's text for a message: truncated and without control characters."""
     text = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
     return printable(text)
 
 
 class ApiError(Exception):
-    """An answer other than success.
+    """An error response.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         message: one sentence.
-        param: the field of the body it is about, if it is about one.
-        code: a word for programs.
+        param: the field of the body concerned, if any.
+        code: machine-readable error code.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or kind}
         }
 
     def response(self) -> Json:
-        """The answer, with the headers its status asks for."""
+        """Return the response, with the headers of its status."""
         headers = {
             401: {"WWW-Authenticate": "Bearer"},
-            # What is left of the body would be read as the next request.
+            # The unread rest of the body would be parsed as the next request.
             408: {"Connection": "close"},
             413: {"Connection": "close"},
             429: {"Retry-After": str(RETRY_AFTER_S)},
@@ -89,14 +89,14 @@ class ApiError(Exception):
 
 
 def bad_request(error: ValueError, fields: Mapping[str, Any]) -> ApiError:
-    """A 400 with the sentence of a ValueError; the field is its first word where that is one of `fields`."""
+    """Convert a ValueError to a 400; `param` is the first word of its message if that is in `fields`."""
     message = str(error)
     first = message.split(maxsplit=1)[0] if message else ""
     return ApiError(400, message, param=first if first in fields else None)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` in OpenAI's shape."""
+    """Install handlers that return every error of `app` in OpenAI's shape."""
 
     async def known(request: Request, error: Exception) -> Json:
         assert isinstance(error, ApiError)
@@ -114,7 +114,7 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, f"{path}: {error.detail}").response()
 
     async def unknown(request: Request, error: Exception) -> Json:
-        # The server raises it again behind this answer, so that its log holds the traceback.
+        # The server raises it again after this response, so that the log has the traceback.
         name = type(error).__name__
         return ApiError(500, f"the server failed with {name}; its log says where").response()
 
@@ -125,7 +125,7 @@ def install(app: FastAPI) -> None:
 
 
 def _of_validation(errors: Sequence[Any]) -> ApiError:
-    """The first field that does not fit; where it may be of several kinds, what each of them would want."""
+    """An error for the first invalid field; for a union, with the message of each member."""
     first = errors[0]
     place = _place(first)
     if first["type"] == "json_invalid":

@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from millrace.inference.server.address import is_allowed_host
 from millrace.inference.server.errors import ApiError, shown
 
-# They need no token: neither tells anything of the model or its requests.
+# They need no token: neither reveals anything about the model or its requests.
 OPEN = ("/health", "/docs")
-# What steers the engine or costs it much needs the admin token. These must get through when it is busiest.
+# Control requests and expensive ones need the admin token. They do not count against `max_concurrent`.
 STEERING = (
     "/abort",
     "/pause",
@@ -24,27 +24,26 @@ STEERING = (
     "/fingerprint",
 )
 COUNTED = ("/v1/", "/generate", "/tokenize", "/detokenize")
-# A body that is too long is read on for so many times the limit, so that its sender hears the answer.
+# A body above the limit is read up to so many times the limit, so that the client receives the error.
 PATIENCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes.
+    """Access control and resource limits of a server.
 
     Attributes:
-        token: for every request but those that steer. Where both tokens are None, no request needs one.
-        admin_token: for all requests, those that steer included. Without it, a server with a token cannot be
-            steered.
-        host: the address or name that was listened on.
-        allowed_hosts: more names that a request may have in its Host header.
-        max_concurrent: requests that are answered at once.
-        max_body_bytes: of one request.
-        body_timeout_s: in which the body must arrive.
-        header_timeout_s: in which the headers of a first request must arrive, and of a later one after its
-            first byte.
-        idle_timeout_s: that a connection may wait for its next request.
-        write_timeout_s: that a client may take nothing of its answer.
+        token: token for every request except control requests. If both tokens are None, no request needs one.
+        admin_token: token for all requests. Without it, a server with a token accepts no control request.
+        host: listen address or name.
+        allowed_hosts: more names accepted in the Host header.
+        max_concurrent: concurrent requests.
+        max_body_bytes: bytes of one request body.
+        body_timeout_s: seconds until the body must have arrived.
+        header_timeout_s: seconds until the headers must have arrived, for the first request from the
+            connection's start, for a later one from its first byte.
+        idle_timeout_s: seconds that a connection may be idle between requests.
+        write_timeout_s: seconds that a client may read nothing of a response.
     """
 
     token: str | None = None
@@ -60,7 +59,7 @@ class Limits:
 
 
 class AccessControl:
-    """ASGI middleware that holds `Limits`, and hands on requests whose body is there as a whole."""
+    """ASGI middleware that enforces `Limits` and passes requests on once their whole body has arrived."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits) -> None:
         """Middleware in front of `app`."""
@@ -69,7 +68,7 @@ class AccessControl:
         self._num_inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or let the app do it."""
+        """Reject one request, or pass it to the app."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -104,10 +103,9 @@ class AccessControl:
             self._num_inside -= is_counted
 
     def _check_origin(self, scope: Scope) -> None:
-        """Refuse what a web page of another site sends through its reader's browser.
+        """Reject cross-site requests of web pages in a browser.
 
-        A page whose name was made to lead here (DNS rebinding) has that name in Host; one that keeps its own
-        has it in Origin.
+        With DNS rebinding, the page's name is in Host; without it, the page's name is in Origin.
         """
         host = _header(scope, b"host")
         if not is_allowed_host(host, self._limits.host, self._limits.allowed_hosts):
@@ -145,7 +143,7 @@ class AccessControl:
             )
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None where its sender left before it was there."""
+        """The whole body; None if the client disconnected before its end."""
         limits = self._limits
         parts, size = [], 0
         try:
@@ -168,7 +166,7 @@ class AccessControl:
 
 
 def _check_content_type(scope: Scope) -> None:
-    """A web page may send other sites a form or text without asking them; JSON it may not."""
+    """Reject types other than JSON: a web page may send forms and text cross-site without a preflight."""
     if scope["method"] in ("GET", "HEAD"):
         return
     given = _header(scope, b"content-type")
@@ -189,12 +187,12 @@ def _header(scope: Scope, name: bytes) -> str:
 
 
 def _is_same(given: str, token: str | None) -> bool:
-    """Compared in constant time: how long it takes tells nothing of how many letters were right."""
+    """Compare in constant time, against timing attacks."""
     return token is not None and hmac.compare_digest(given.strip().encode("latin-1"), token.encode())
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receiver that gives the body that was read, then whatever comes after it."""
+    """A receiver that returns the body already read, then all later messages."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def give() -> Message:

@@ -1,7 +1,7 @@
-"""What the server logs: in lines of bounded length without control characters, and few of a kind.
+"""Log formatting: records of bounded length without control characters, rate-limited by kind.
 
-What a client sends can reach the log by way of an error's message. It must not forge lines, drive the
-terminal or fill the disk.
+Text from a client can reach the log in an error message. It must not forge lines, control the terminal or
+fill the disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def printable(text: str) -> str:
 
 
 class FewOfAKind(logging.Filter):
-    """One record of a kind in `INTERVAL_S`; the next one says how many were left out.
+    """Passes one record of a kind in `INTERVAL_S`; the next one has the number of those dropped.
 
     A kind is a logger, the first line of the message before its arguments, and the place where an exception
     arose.

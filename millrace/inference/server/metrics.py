@@ -1,4 +1,4 @@
-"""What happens on the server, in Prometheus' text; what vLLM measures too has vLLM's names."""
+"""Prometheus metrics of the server; metrics that vLLM has too have vLLM's names."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Meter:
     """The counters of one server; no state is shared between servers."""
 
     def __init__(self, name: str, engine: AsyncEngine) -> None:
-        """Nothing counted yet.
+        """Counters at zero.
 
         Args:
-            name: of the model, a label on each number.
-            engine: whose own counts are read when somebody asks.
+            name: model name, a label of each metric.
+            engine: its statistics are read at each scrape.
         """
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCounts(name, engine))
@@ -62,16 +62,16 @@ class Meter:
         )
 
     def first_token(self, seconds: float) -> None:
-        """A request has its first token, so long after it arrived."""
+        """Record a request's first token, `seconds` after its arrival."""
         self._first_s.observe(seconds)
 
     def next_tokens(self, num_tokens: int, seconds: float) -> None:
-        """A request has more tokens, so long after those before."""
+        """Record more tokens of a request, `seconds` after the previous ones."""
         for _ in range(num_tokens):
             self._next_s.observe(seconds / num_tokens)
 
     def ended(self, num_prompt_tokens: int, completion: Completion, seconds: float, *, version: int) -> None:
-        """A request has ended under weights of this version, so long after it arrived."""
+        """Record the end of a request at policy version `version`, `seconds` after its arrival."""
         self._prompt.observe(num_prompt_tokens)
         self._generation.observe(len(completion.token_ids))
         self._whole_s.observe(seconds)
@@ -81,19 +81,19 @@ class Meter:
             self._lag.labels(self._name, label).inc(int(count))
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _EngineCounts(Collector):
-    """What the engine counts itself, read at the moment of asking."""
+    """The engine's own statistics, read at each scrape."""
 
     def __init__(self, name: str, engine: AsyncEngine) -> None:
         self._name = name
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry would else ask an engine that does not run yet."""
+        """Return nothing, or the registry would call `collect` before the engine runs."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

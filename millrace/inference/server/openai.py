@@ -27,7 +27,7 @@ MAX_TURN_TOKENS = 4096
 
 
 class OpenAI:
-    """The three endpoints over one service."""
+    """OpenAI's endpoints over one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -51,7 +51,7 @@ class OpenAI:
         return await self._answer(body, request, prompts, body.max_tokens or DEFAULT_TOKENS, shape)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Say the assistant's next turn."""
+        """Generate the assistant's next message."""
         check_model(self._served, body.model)
         prompt = await conversation(self._service, body.messages)
         room = max(1, min(MAX_TURN_TOKENS, self._served.max_length - len(prompt)))
@@ -59,11 +59,11 @@ class OpenAI:
         return await self._answer(body, request, [prompt], wanted, ChatShape(wants_logprobs=body.logprobs))
 
     async def models(self) -> Response:
-        """The one model there is."""
+        """List the one model of this server."""
         return Json({"object": "list", "data": [self._card()]})
 
     async def model(self, name: str) -> Response:
-        """A model by its name."""
+        """Describe a model by its name."""
         check_model(self._served, name)
         return Json(self._card())
 
@@ -84,7 +84,7 @@ class OpenAI:
         max_tokens: int,
         shape: Shape,
     ) -> Response:
-        """Draw `n` samples of each prompt and write them in a shape, as a whole or streamed."""
+        """Generate `n` samples of each prompt and respond in a JSON shape, whole or streamed."""
         params = sampling_params(body, self._served, len(prompts) * body.n, max_tokens=max_tokens)
         id, created_s = body.request_id or new_id(shape.prefix), int(time.time())
         samples = await self._service.submit(id, prompts, params, priority=body.priority)
@@ -107,7 +107,7 @@ class OpenAI:
     async def _chunks(
         self, samples: Samples, shape: Shape, stop: tuple[str, ...], num_prompt_tokens: int | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The pieces of an answer; at the end what it used, where the tokens of the prompts are given."""
+        """The chunks of a response; the last has the usage, if `num_prompt_tokens` is given."""
         served, count = self._served, samples.num_samples
         special = frozenset(served.tokenizer.all_special_ids)
         writers = [Detokenizer(served.decode, stop, special) for _ in range(count)]
@@ -143,7 +143,7 @@ class OpenAI:
 
 
 async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Server-sent events; a failure is one of them."""
+    """Encode chunks as server-sent events; a failure becomes an event too."""
     async with aclosing(chunks):
         try:
             async for chunk in chunks:

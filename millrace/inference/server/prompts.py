@@ -1,4 +1,4 @@
-"""From what a client sent to the tokens the model reads."""
+"""Convert request bodies to prompt tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from millrace.inference.server.service import Served, Service
 
 
 def check_model(served: Served, name: str | None) -> None:
-    """Refuse a request for another model.
+    """Reject a request for another model.
 
     Raises:
-        ApiError: its name is not the one that is served.
+        ApiError: the name is not that of the served model.
     """
     if name is not None and name != served.name:
         raise ApiError(
@@ -29,15 +29,15 @@ def check_model(served: Served, name: str | None) -> None:
 async def texts(
     service: Service, prompt: str | list[str] | list[int] | list[list[int]], num_samples: int = 1
 ) -> list[list[int]]:
-    """The prompts of a completion request: one or several, as text or as tokens.
+    """Tokenize the prompts of a completion request: one or several, as text or as tokens.
 
     Args:
-        service: has the model.
-        prompt: what the client sent.
-        num_samples: of each prompt.
+        service: its text process tokenizes.
+        prompt: the `prompt` field of the body.
+        num_samples: samples of each prompt.
 
     Raises:
-        ApiError: there is none, there are too many, or one is empty or cannot be tokenized.
+        ApiError: there is no prompt, there are too many, or one is empty or cannot be tokenized.
     """
     if not prompt and not isinstance(prompt, str):
         raise ApiError(400, "prompt is empty; a completion needs something to follow", param="prompt")
@@ -53,10 +53,10 @@ async def texts(
 
 
 async def conversation(service: Service, messages: Sequence[Message]) -> list[int]:
-    """A conversation as the model reads it, the assistant's turn opened.
+    """Render and tokenize a conversation, with the header of the assistant's next message.
 
     Raises:
-        ApiError: the model's template does not take it.
+        ApiError: the model's chat template fails on it.
     """
     turns = checked_turns(service.served, messages)
     token_ids: list[int] = json.loads(await service.texts.ask("messages", turns))
@@ -64,7 +64,7 @@ async def conversation(service: Service, messages: Sequence[Message]) -> list[in
 
 
 def checked_turns(served: Served, messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as chat templates take them.
+    """Convert messages to the input of chat templates.
 
     Raises:
         ApiError: the model has no template for them.

@@ -1,4 +1,4 @@
-"""Answers that take a while: awaited or streamed, and given up when the client leaves."""
+"""Long-running responses, whole or streamed; a client disconnect aborts their samples."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 async def completed(samples: Samples, request: Request) -> list[Completion]:
-    """Every sample once all have ended.
+    """Wait for all samples and return their completions.
 
     Raises:
-        ApiError: one failed, or the client has left; the others are given up.
+        ApiError: a sample failed or the client disconnected; the other samples are aborted.
     """
     try:
         return await _while_there(samples.completions(), request.receive)
@@ -32,20 +32,20 @@ async def completed(samples: Samples, request: Request) -> list[Completion]:
 
 
 class Streamed(Response):
-    """An answer sent line by line while it is made.
+    """A response that is streamed line by line.
 
-    Whether it ends, fails or its client leaves: its samples are closed.
+    Its samples are closed when it ends, fails, or the client disconnects.
     """
 
     def __init__(self, samples: Samples, lines: AsyncGenerator[bytes, None], media_type: str) -> None:
-        """An answer of these lines, each sent at once."""
+        """A response of these lines, each sent without buffering."""
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._samples = samples
         self._lines = lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Stream the response."""
         try:
             with suppress(_Gone):
                 await _while_there(self._send(send), receive)
@@ -61,7 +61,7 @@ class Streamed(Response):
 
 
 class _Gone(ApiError):
-    """The client left before its answer was there; nobody reads this."""
+    """The client disconnected before the response; it is never sent."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client has left")

@@ -1,4 +1,4 @@
-"""Tokens in and out, and the verbs of reinforcement learning."""
+"""Token generation and engine control endpoints for RL training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Verbs:
-    """The endpoints that a trainer uses."""
+    """The endpoints for a trainer."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -62,7 +62,7 @@ class Verbs:
         return router
 
     async def generate(self, body: GenerateBody, request: Request) -> Response:
-        """Draw `n` samples of one prompt."""
+        """Generate `n` samples of one prompt."""
         params = sampling_params(
             body,
             self._served,
@@ -79,14 +79,14 @@ class Verbs:
         return Json({"id": id, "completions": [_tree(i, one) for i, one in enumerate(drawn)]})
 
     async def abort(self, body: AbortBody) -> Response:
-        """End a request; whoever waits for it gets what there is, and so does the caller."""
+        """Abort a request; its partial completions go to the waiting client and to this caller."""
         ended = await self._service.abort(body.id)
         if not ended:
             raise ApiError(404, f"there is no unfinished request {shown(body.id)}", param="id")
         return Json({"id": body.id, "completions": [_tree(i, one) for i, one in enumerate(ended)]})
 
     async def pause(self, body: PauseBody) -> Response:
-        """Stop drawing: when what runs has finished, has been aborted, or at once."""
+        """Pause generation: after running requests finish, after aborting them, or at once."""
         try:
             await self._engine.pause(body.mode, timeout_s=body.timeout_s)
         except TimeoutError as error:
@@ -94,22 +94,22 @@ class Verbs:
         return self._state()
 
     async def resume(self) -> Response:
-        """Draw again."""
+        """Resume generation."""
         await self._engine.resume()
         return self._state()
 
     async def sleep(self, body: TagsBody) -> Response:
-        """Give memory back."""
+        """Free memory of weights or KV cache."""
         await self._refusable(self._engine.sleep(body.tags))
         return self._state()
 
     async def wake(self, body: TagsBody) -> Response:
-        """Take memory again."""
+        """Allocate the freed memory again."""
         await self._refusable(self._engine.wake(body.tags))
         return self._state()
 
     async def load_weights(self, body: LoadWeightsBody) -> Response:
-        """Replace every weight in place by those of a model folder."""
+        """Update every weight in place from a model folder."""
         folder = allowed_folder(self._served.weights_root, body.path)
         try:
             tensors = await asyncio.to_thread(read_tensors, folder, self._served.dtype)
@@ -119,12 +119,12 @@ class Verbs:
         return self._state()
 
     async def fingerprint(self) -> Response:
-        """A checksum of each weight."""
+        """Return a checksum of each weight."""
         found = await self._refusable(self._engine.fingerprint())
         return Json({"version": self._engine.version, "fingerprint": found})
 
     async def version(self) -> Response:
-        """Of millrace, and of the weights."""
+        """Return the version of millrace and the policy version."""
         return Json({"millrace": __version__, "version": self._engine.version})
 
     def _state(self) -> Json:
@@ -138,10 +138,10 @@ class Verbs:
         )
 
     async def _refusable(self, verb: Coroutine[Any, Any, T]) -> T:
-        """What a verb of the engine gives.
+        """Await a command of the engine and return its result.
 
         Raises:
-            ApiError: the engine refuses it; the message is the engine's reason.
+            ApiError: the engine rejects the command; the message is the engine's reason.
         """
         try:
             return await verb
@@ -154,10 +154,14 @@ class Verbs:
 
 
 def allowed_folder(root: Path | None, path: str) -> Path:
-    """The folder a client named, if it lies below the root after every symbolic link is followed.
+    """Resolve a client's path, symbolic links included, to a folder below the root.
+
+    Args:
+        root: the weights root; None allows no folder.
+        path: path in the request, relative to the root or absolute.
 
     Raises:
-        ApiError: it does not, or there is no root.
+        ApiError: the folder is outside the root, or there is no root.
     """
     if root is None:
         raise ApiError(403, "this server loads no weights; start it with --weights-root FOLDER")
@@ -176,7 +180,7 @@ def allowed_folder(root: Path | None, path: str) -> Path:
 
 
 def read_tensors(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
-    """Every tensor of a model folder's safetensors files; floating ones as `dtype`.
+    """Read every tensor of a model folder's safetensors files; convert floating ones to `dtype`.
 
     Raises:
         ModelError, OSError, SafetensorError: a file is missing or damaged.
@@ -194,7 +198,7 @@ def read_tensors(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tens
 
 
 async def _lines(samples: Samples) -> AsyncGenerator[bytes, None]:
-    """JSON lines: pieces of all samples as they are drawn; the last of a sample says how it ended."""
+    """JSON lines: pieces of all samples as generated; the last line of a sample has its finish reason."""
     async with aclosing(samples.events()) as events:
         try:
             async for index, event in events:

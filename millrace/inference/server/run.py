@@ -1,4 +1,4 @@
-"""From an application to a process that listens, and that ends without dropping what it was asked."""
+"""Run the application in uvicorn, with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from millrace.inference.server.limits import Limits
 from millrace.inference.server.logs import LOG_CONFIG
 from millrace.inference.server.service import Service
 
-# After the running requests were ended, so long is waited for their answers to be sent.
+# Seconds to send the last responses after the running requests were aborted.
 LAST_ANSWERS_S = 10
 KEPT_CONNECTIONS = 4
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with an end in three steps: nothing new, some seconds for what runs, then what there is."""
+    """uvicorn with graceful shutdown: reject new requests, wait `grace_s`, return partial completions."""
 
     def __init__(
         self,
@@ -43,17 +43,17 @@ class Server(uvicorn.Server):
         """A server that is not started; `run` it on sockets from `address.bind`.
 
         Args:
-            service: what it serves.
-            limits: what it takes.
-            grace_s: seconds that running requests get when the server is told to end.
-            ready: is told the URL once the server listens.
-            clock: that the deadlines of connections go by.
+            service: the service to run.
+            limits: access control and resource limits.
+            grace_s: seconds for running requests to finish at shutdown.
+            ready: callback, called with the URL once the server listens.
+            clock: time source of the connections' deadlines, in seconds.
 
         Raises:
             ValueError: the limit of open files is too low.
         """
         max_connections, backlog = connection_bounds(*open_descriptors())
-        # Some connections are left for `/health` and for what steers.
+        # Some connections are reserved for `/health` and control requests.
         most = min(limits.max_concurrent, max_connections - KEPT_CONNECTIONS)
         config = uvicorn.Config(
             create_app(service, replace(limits, max_concurrent=most)),
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         config.load()
-        # uvicorn calls it as it would the class.
+        # uvicorn calls the factory like a protocol class.
         factory: Any = partial(Connection, limits=limits, max_connections=max_connections, clock=clock)
         config.http_protocol_class = factory
         self._service = service
@@ -75,20 +75,20 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, then call `ready` with the URL."""
         await super().startup(sockets)
         if self.started:
             self._ready(url_of(self.servers[0].sockets[0]))
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second; every fifth time look after the connections."""
+        """Check the connections at every fifth of ten ticks a second."""
         if counter % 5 == 0:
             for connection in list(self.server_state.connections):
                 cast(Connection, connection).check()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End: running requests get the grace, then what they have drawn."""
+        """Shut down; requests that still run after the grace period return partial completions."""
         self._service.closing = True
         ending = asyncio.create_task(self._end_requests())
         try:

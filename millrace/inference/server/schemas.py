@@ -1,4 +1,4 @@
-"""The bodies that clients send. A name that is not listed is an error that tells the nearest one."""
+"""Request bodies. An unknown field is an error that suggests the nearest known name."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
 
 
 class Body(BaseModel):
-    """A JSON object whose fields are all known; null is the same as not given."""
+    """A JSON object that rejects unknown fields; null counts as missing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    # OpenAI's options that this server has not, with the values that ask for nothing and so may stand.
+    # OpenAI's options that this server lacks, each with the values that have no effect and are accepted.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    # OpenAI's options that change no answer: notes for its own bookkeeping, caches and bills.
+    # OpenAI's options that change no response: bookkeeping, caching and billing.
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -52,7 +52,7 @@ class Body(BaseModel):
             elif name in cls.ignored:
                 continue
             elif name not in cls.unsupported:
-                # As it can be shown: neither endless nor with half a character.
+                # Printable: bounded in length and without lone surrogates.
                 name = ascii(name)[1:-1][:MAX_NAME]
                 near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]}?" if near else ""
@@ -63,7 +63,7 @@ class Body(BaseModel):
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Refuse half characters, which JSON can hold and neither a tokenizer nor a path can."""
+    """Reject lone surrogates, which are valid in JSON but not in a tokenizer or a path."""
     texts = value if isinstance(value, list) and value and isinstance(value[0], str) else [value]
     for text in texts:
         if isinstance(text, str) and not text.isascii():
@@ -87,15 +87,14 @@ class StreamOptions(Body):
 
 
 class Sampling(Body):
-    """How to draw; names and meanings are those of `SamplingParams`, and OpenAI's where OpenAI has them.
+    """Sampling parameters; names and meanings as in `SamplingParams`, and as in OpenAI's API where present.
 
     Attributes:
         n: samples of each prompt.
-        seed: sample i of the request uses one derived from (seed, i), and sample 0 the seed itself; without
-            one, the seed is random.
-        ignore_eos: draw on past the model's end-of-text tokens.
-        request_id: a name no unfinished request has, by which `/abort` finds it; made up without one.
-        priority: lower goes first.
+        seed: sample 0 uses the seed itself, sample i a seed derived from (seed, i); random if None.
+        ignore_eos: continue after the model's end-of-text tokens.
+        request_id: id for `/abort`, unique among unfinished requests; generated if None.
+        priority: lower runs first.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
@@ -123,7 +122,7 @@ class Sampling(Body):
 
 
 class OpenAIBody(Sampling):
-    """What OpenAI's two endpoints share."""
+    """Common fields of OpenAI's two endpoints."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -262,7 +261,7 @@ class DetokenizeBody(Body):
 
 
 class PauseBody(Body):
-    """Of `/pause`: let what runs finish, abort it, or keep it where it is."""
+    """Of `/pause`: finish, abort or freeze the running requests."""
 
     mode: Literal["finish", "abort", "keep"]
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
@@ -275,13 +274,13 @@ class AbortBody(Body):
 
 
 class TagsBody(Body):
-    """Of `/sleep` and `/wake`: what gives its memory back, or takes it again."""
+    """Of `/sleep` and `/wake`: which memory is freed or allocated again."""
 
     tags: Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)]
 
 
 class LoadWeightsBody(Body):
-    """Of `/load_weights`: a folder below the weights root, and what becomes of cached keys and values."""
+    """Of `/load_weights`: a folder below the weights root, a version, and the policy for keys and values."""
 
     path: str
     version: Annotated[int, Field(ge=0, lt=1 << 31)]

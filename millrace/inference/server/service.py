@@ -1,4 +1,4 @@
-"""What the routes share: the model being served, the samples under way, and how a request becomes samples."""
+"""Common state of the routes: the served model, the in-flight samples, and the submission of requests."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ SHARED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """A model as the server shows it.
+    """The served model.
 
     Attributes:
-        engine: draws; the server starts and stops it.
-        tokenizer: the server's own, since it is not made for two threads.
-        name: by which clients ask for the model.
+        engine: generates; the server starts and stops it.
+        tokenizer: the server's own instance, because it is not thread-safe.
+        name: model name in requests.
         max_length: tokens of prompt and completion together that the model and the cache allow.
-        vocab_size: of the model.
-        dtype: of its weights.
+        vocab_size: tokens of the model's vocabulary.
+        dtype: dtype of the weights.
         stop_token_ids: the model's end-of-text tokens.
-        template: how a conversation is written: `chat`, the tokenizer's own template, or text around
-            `{prompt}`, which takes a single message.
-        weights_root: the folder that `/load_weights` may read below; None allows none.
-        tokenizer_folder: that the tokenizer was loaded from; None where it was made in memory.
+        template: prompt template: `chat` for the tokenizer's own, or text around `{prompt}`, which allows a
+            single message.
+        weights_root: `/load_weights` reads only below this folder; None disables it.
+        tokenizer_folder: folder the tokenizer was loaded from; None if it was built in memory.
     """
 
     engine: AsyncEngine
@@ -69,17 +69,17 @@ class Served:
     tokenizer_folder: Path | None = None
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Tokens to text, special tokens left out."""
+        """Convert tokens to text without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 class Samples:
-    """The samples of one HTTP request. Close them whatever happens: that ends those still being drawn."""
+    """The samples of one HTTP request. Always call `close`: it aborts unfinished samples."""
 
     def __init__(
         self, service: Service, id: str, num_prompt_tokens: list[int], streams: list[Stream]
     ) -> None:
-        """Samples under way, and the length of the prompt of each."""
+        """In-flight samples, with the number of prompt tokens of each."""
         self.id = id
         self.num_samples = len(streams)
         self._num_prompt_tokens = num_prompt_tokens
@@ -89,7 +89,7 @@ class Samples:
         self._unfinished = set(range(len(streams)))
 
     async def events(self) -> AsyncGenerator[tuple[int, Piece | Completion], None]:
-        """Pieces of all samples as they come, with the number of the sample; a Completion ends it.
+        """Yield (sample index, piece) as generated; a Completion is the last event of a sample.
 
         Raises:
             ApiError: the engine has stopped.
@@ -109,10 +109,10 @@ class Samples:
                 pump.cancel()
 
     async def completions(self) -> list[Completion]:
-        """Every sample, in order, once all have ended.
+        """Wait for all samples and return their completions in order.
 
         Raises:
-            ApiError: one of them failed; the others are given up.
+            ApiError: a sample failed; the others are not waited for.
         """
         ended: dict[int, Completion] = {}
         async with aclosing(self.events()) as events:
@@ -122,20 +122,20 @@ class Samples:
         return [ended[index] for index in sorted(ended)]
 
     async def close(self) -> None:
-        """Abort what is still being drawn and forget the request."""
+        """Abort unfinished samples and remove the request from the service."""
         left = sorted(self._unfinished)
         try:
             for index, aborted in zip(left, await self._abort(left), strict=True):
-                # None: it ended, and nobody has read its end.
+                # None: the sample ended, but its completion was not read.
                 self._end(index, aborted or await self._streams[index].completion())
         except (ValueError, EngineClosed):
-            # The engine stopped, or never took them: there is nothing to abort, and the client was told why.
+            # The engine stopped or rejected the samples: nothing to abort, and the client has the error.
             self._unfinished.clear()
         finally:
             self._service.forget(self.id)
 
     async def abort(self) -> list[Completion]:
-        """End what is still being drawn and give it; whoever waits for the samples gets it too.
+        """Abort unfinished samples and return their partial completions, which also go to the reader.
 
         Raises:
             ApiError: the engine has stopped.
@@ -147,7 +147,7 @@ class Samples:
         return [completion for completion in found if completion is not None]
 
     async def _abort(self, indices: Sequence[int]) -> list[Completion | None]:
-        """All between the same two steps of the engine."""
+        """Abort concurrently, so that all aborts fall between the same two steps."""
         engine = self._service.served.engine
         return await asyncio.gather(*(engine.abort(self._streams[index].id) for index in indices))
 
@@ -179,22 +179,22 @@ class Samples:
 
 
 class Service:
-    """The samples under way, by the name of their request.
+    """The in-flight samples by request id.
 
     Attributes:
         served: the model.
         texts: renders and tokenizes.
-        meter: counts what happens.
-        closing: no new requests are taken.
+        meter: metrics of the server.
+        closing: whether new requests are rejected.
     """
 
     def __init__(self, served: Served, *, max_samples: int, texts: TextService | None = None) -> None:
-        """A service with nothing under way.
+        """A service without requests.
 
         Args:
             served: the model.
-            max_samples: that the engine can hold, running and waiting; a request for more never fits.
-            texts: renders and tokenizes; by default a process of its own.
+            max_samples: samples the engine can hold, running and waiting; larger requests are rejected.
+            texts: renders and tokenizes; by default a child process.
         """
         self.served = served
         self.texts = texts or TextProcess(
@@ -216,16 +216,16 @@ class Service:
         *,
         priority: int,
     ) -> Samples:
-        """Begin the samples of a request, each prompt computed once for all of its own.
+        """Start the samples of a request; each prompt is computed once for all its samples.
 
         Args:
-            id: of the request; no unfinished one has it.
-            prompts: as tokens.
-            params: how to draw each sample, those of the first prompt first, equally many a prompt.
-            priority: lower goes first.
+            id: request id, unique among unfinished requests.
+            prompts: token ids of each prompt.
+            params: sampling parameters of each sample, grouped by prompt, equally many for each.
+            priority: lower runs first.
 
         Raises:
-            ApiError: a sample cannot be served, too many wait, or the server is closing; none is begun.
+            ApiError: a sample cannot be served, too many wait, or the server is closing; none is started.
         """
         if self.closing:
             raise ApiError(503, "the server is shutting down; ask another one")
@@ -253,10 +253,10 @@ class Service:
         return samples
 
     def check_count(self, num_samples: int) -> None:
-        """Refuse more samples than fit, before anything is made for each.
+        """Reject more samples than the engine can hold, before any allocation for each.
 
         Raises:
-            ApiError: they can never fit.
+            ApiError: there are more than `max_samples`.
         """
         if num_samples > self._max_samples:
             raise ApiError(
@@ -267,20 +267,20 @@ class Service:
 
     @property
     def num_requests(self) -> int:
-        """Under way."""
+        """Number of in-flight requests."""
         return len(self._running)
 
     def forget(self, id: str) -> None:
-        """The name is free again."""
+        """Remove a request, so that its id can be used again."""
         self._running.pop(id, None)
 
     async def abort(self, id: str) -> list[Completion]:
-        """End a request now; what its unfinished samples had, none where there is no such request."""
+        """Abort a request; return its partial completions, none for an unknown id."""
         samples = self._running.get(id)
         return [] if samples is None else await samples.abort()
 
     async def abort_all(self) -> None:
-        """End every request now.
+        """Abort every request.
 
         Raises:
             ApiError: the engine has stopped.
@@ -297,7 +297,7 @@ def _refusal(error: ValueError | EngineFull | EngineClosed) -> ApiError:
 
 
 def require_success(completion: Completion) -> Completion:
-    """The completion.
+    """Return the completion unless it failed.
 
     Raises:
         ApiError: it failed; the message is the engine's reason.
@@ -308,12 +308,12 @@ def require_success(completion: Completion) -> Completion:
 
 
 def new_id(prefix: str) -> str:
-    """A name nobody else has."""
+    """Return a random request id with this prefix."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of a request's sample: its own for sample 0, one derived from (seed, index) for the others."""
+    """Return a sample's seed: the request's for sample 0, one derived from (seed, index) for the others."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()) >> 1
@@ -327,17 +327,17 @@ def sampling_params(
     max_tokens: int,
     **more: object,
 ) -> list[SamplingParams]:
-    """How to draw each sample of a request.
+    """Build the sampling parameters of each sample of a request.
 
     Args:
-        body: what the client sent.
-        served: gives the end-of-text tokens.
-        num_samples: of the whole request.
-        max_tokens: of each sample.
-        more: fields that only one endpoint has.
+        body: the request body.
+        served: the model, for its end-of-text tokens.
+        num_samples: samples of the whole request.
+        max_tokens: limit of each sample.
+        more: `SamplingParams` fields of a single endpoint.
 
     Raises:
-        ApiError: a value no distribution has.
+        ApiError: a value is out of range.
     """
     seed = secrets.randbits(63) if body.seed is None else body.seed
     ends = () if body.ignore_eos else served.stop_token_ids

@@ -1,4 +1,4 @@
-"""OpenAI's two JSON shapes of the same answer: a completion of a text, and a turn of a conversation."""
+"""OpenAI's two JSON shapes of a response: text completion and chat completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TextShape:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> None:
-        """What is sent of a sample before its first token: nothing."""
+        """Return the chunk before a sample's first token: none."""
 
     def piece(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
         """More of a sample."""
@@ -59,7 +59,7 @@ class ChatShape:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> dict[str, Any]:
-        """What is sent of a sample before its first token: who speaks."""
+        """Return the chunk before a sample's first token: the role."""
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
 
     def piece(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
@@ -86,14 +86,14 @@ Shape = TextShape | ChatShape
 
 
 def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token; None where it is a part of a character, so that its text does not tell them."""
+    """The bytes of a token; None for a part of a character, because its text does not determine them."""
     return None if HALF in text else list(text.encode())
 
 
 def envelope(
     id: str, kind: str, model: str, created_s: int, choices: list[dict[str, Any]], usage: Any
 ) -> dict[str, Any]:
-    """What stands around the choices."""
+    """Build the response object around the choices."""
     return {
         "id": id,
         "object": kind,

@@ -1,4 +1,4 @@
-"""The server's side of the process that renders chat templates and tokenizes (`text_worker`)."""
+"""Client of the child process that renders chat templates and tokenizes (`text_worker`)."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _LOG = logging.getLogger(__name__)
 _WORKER = Path(__file__).with_name("text_worker.py")
 # CPU time of a short request; see `text_worker.allowed_s`.
 CPU_S = 2.0
-# Until the tokenizer is loaded.
+# Timeout for loading the tokenizer.
 START_S = 120.0
-# A worker that has neither answered nor died by then is stuck.
+# Timeout of a reply: a worker that has neither replied nor died by then is stuck.
 ANSWER_S = 60.0
-# That a request waits for those before it.
+# Timeout of a request in the queue.
 TURN_S = 30.0
 KILL_S = 10.0
 MAX_TAIL_BYTES = 1000
-# What an exchange with a child raises that has ended, closed its socket or is stuck.
+# Errors of an exchange with a child that has exited, closed its socket or is stuck.
 _LOST = (OSError, EOFError, TimeoutError)
 # Of the server's environment the child gets these alone: no tokens and keys of other services.
 KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
@@ -52,21 +52,21 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORME
 
 
 class TextService(Protocol):
-    """What renders, tokenizes and detokenizes for the server: `TextProcess`, or a double in tests."""
+    """Interface for rendering, tokenizing and detokenizing: `TextProcess`, or a fake in tests."""
 
     async def start(self) -> None:
-        """Begin to load; does not wait for it."""
+        """Start loading, without waiting."""
 
     async def ask(self, do: str, value: Any) -> bytes:
-        """The JSON that `text_worker.Texts.answer` gives.
+        """Return the JSON of `text_worker.Texts.answer`.
 
         Raises:
-            ApiError: 400 the text cannot be taken, or takes too long; 503 the process is busy or cannot
+            ApiError: 400 if the text is rejected or takes too long; 503 if the process is busy or cannot
                 start.
         """
 
     async def close(self) -> None:
-        """End."""
+        """Stop the process."""
 
 
 class TextProcess:
@@ -84,11 +84,11 @@ class TextProcess:
         """A process that is not started.
 
         Args:
-            tokenizer: of the model.
-            folder: where the tokenizer was loaded from; None saves it for the child to load.
-            template: how a conversation is written.
-            max_length: tokens that the model takes.
-            cpu_s: of CPU time that a short request may take.
+            tokenizer: the model's tokenizer.
+            folder: folder the tokenizer was loaded from; None saves it for the child to load.
+            template: prompt template.
+            max_length: tokens that the model allows.
+            cpu_s: CPU limit of a short request, in seconds.
         """
         self._tokenizer = tokenizer
         self._folder = folder
@@ -99,7 +99,7 @@ class TextProcess:
         self._number = 0
 
     async def start(self) -> None:
-        """Begin to load the tokenizer in the child; the first request waits for it."""
+        """Start loading the tokenizer in the child; the first request waits for it."""
         self._starting = asyncio.create_task(self._start_early())
 
     async def close(self) -> None:
@@ -121,7 +121,7 @@ class TextProcess:
         try:
             return await self._exchange(do, value)
         except BaseException:
-            # Also where the request is cancelled: a reply that nobody reads would answer the next one.
+            # On cancellation too: an unread reply would be taken for the reply to the next request.
             if self._child is not None and self._child.is_waiting:
                 self._discard()
             raise
@@ -149,7 +149,7 @@ class TextProcess:
 
     async def _start_early(self) -> None:
         async with self._turn:
-            # A failure is told to the first request, which tries again.
+            # The first request tries again and reports the failure.
             with contextlib.suppress(ApiError):
                 await self._ready()
 
@@ -181,7 +181,7 @@ class TextProcess:
 
     @contextlib.contextmanager
     def _files(self) -> Iterator[Path]:
-        """A folder with the tokenizer, there until the child has read it."""
+        """A folder with the tokenizer, kept until the child has loaded it."""
         if self._folder is not None:
             yield self._folder
             return
@@ -196,7 +196,7 @@ class TextProcess:
 
 
 def _not_started(why: str) -> ApiError:
-    """What to tell the client. The reason, with the server's paths, is for the log."""
+    """The error for the client. The reason, which has paths of the server, goes to the log only."""
     _LOG.warning("the process that tokenizes did not start: %s", why)
     return ApiError(503, "the process that tokenizes did not start; the server's log says why")
 
@@ -206,7 +206,7 @@ def _encode(value: dict[str, Any]) -> bytes:
 
 
 def _died(code: int, field: str | None, limit_s: float) -> ApiError:
-    """What to tell the client whose text ended a worker."""
+    """The error for a client with a text that killed a worker."""
     if code == -signal.SIGPROF:
         return ApiError(
             400,
@@ -224,10 +224,10 @@ def _died(code: int, field: str | None, limit_s: float) -> ApiError:
 
 
 class _Child:
-    """The process behind a keeper, which ends it and its workers with this one, and the socket to it.
+    """The child process and its socket; its keeper process kills it and its workers if the server exits.
 
     Attributes:
-        is_waiting: a reply is due.
+        is_waiting: whether a reply is pending.
     """
 
     def __init__(self) -> None:
@@ -277,10 +277,10 @@ class _Child:
         return kind, reply
 
     def kill(self) -> str:
-        """End it and its workers, and give back what was held.
+        """Kill the child and its workers, and close socket and output file.
 
         Returns:
-            The last it printed, in brackets; nothing the second time.
+            the tail of its output, in brackets; empty at the second call.
         """
         if self._output.closed:
             return ""

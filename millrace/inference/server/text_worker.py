@@ -4,8 +4,8 @@ A template is a program that came with the model and runs on what a client sent,
 without end. The tokenizer is loaded once, by a parent that answers nothing; each worker is a fork of it. A
 worker that exceeds its CPU time or its memory dies alone, and the next fork takes its place in milliseconds.
 
-Both sides send frames: a header, then JSON. Only the standard library is imported before the server said
-where modules are found.
+Both sides send frames: a header, then JSON. Only the standard library is imported before the server has sent
+`sys.path`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FIELDS = {"prompts": "prompt", "messages": "messages", "tokenize": None, "detoke
 
 
 class Refused(ValueError):
-    """The client's text cannot be taken.
+    """The client's text is rejected.
 
     Attributes:
         param: the field of the request's body.
@@ -55,12 +55,12 @@ class Refused(ValueError):
 
 
 class Texts:
-    """From text to tokens and back, for one model; every method returns JSON.
+    """Converts text to tokens and back, for one model.
 
     Args:
-        tokenizer: of the model.
-        template: how a conversation is written: `chat`, the tokenizer's own, or text around `{prompt}`.
-        max_length: tokens that the model takes; a longer prompt is refused before its tokens are sent.
+        tokenizer: the model's tokenizer.
+        template: prompt template: `chat` for the tokenizer's own, or text around `{prompt}`.
+        max_length: tokens that the model allows; a longer prompt is rejected before its tokens are sent.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, max_length: int) -> None:
@@ -69,14 +69,14 @@ class Texts:
         self._max_length = max_length
 
     def answer(self, do: str, value: Any) -> bytes:
-        """The reply to a request.
+        """Return the reply to a request, as JSON.
 
         Args:
             do: `prompts` (texts), `messages`, or the bodies of the endpoints `tokenize` and `detokenize`.
-            value: what it is done with.
+            value: the operation's input.
 
         Raises:
-            Refused: the text cannot be taken.
+            Refused: the text is rejected.
         """
         answers: dict[str, Callable[[Any], Any]] = {
             "prompts": lambda texts: [self._bounded(tokens) for tokens in self._prompts(texts)],
@@ -135,7 +135,7 @@ class Texts:
 
 
 def allowed_s(cpu_s: float, num_bytes: int) -> float:
-    """CPU time that a request of so many bytes may take: `cpu_s`, and as much again for each MiB."""
+    """Return the CPU limit of a request in seconds: `cpu_s`, plus `cpu_s` for each MiB."""
     return cpu_s * (1 + num_bytes / (1 << 20))
 
 
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def limit_resources() -> None:
-    """At most 2 GiB of memory, little printed, no core dump."""
+    """Set resource limits: 2 GiB of memory, little output, no core dump."""
     for kind, most in (
         (resource.RLIMIT_DATA, MEMORY_BYTES),
         (resource.RLIMIT_FSIZE, PRINTED_BYTES),
@@ -187,7 +187,7 @@ def limit_resources() -> None:
 
 
 def _work(channel: socket.socket, texts: Texts, cpu_s: float, current: mmap.mmap) -> None:
-    """Answer one request after another; the kernel ends this process where one takes more CPU time."""
+    """Serve requests one by one; the kernel kills this process if a request exceeds its CPU limit."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while head := _exactly(channel, REQUEST.size):
         length, number = REQUEST.unpack(head)
@@ -200,13 +200,13 @@ def _work(channel: socket.socket, texts: Texts, cpu_s: float, current: mmap.mmap
             message = str(error)[:MAX_MESSAGE]
             kind, reply = REFUSED, json.dumps({"message": message, "param": error.param}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        # From here on a reply of its own is under way.
+        # From here on this worker sends its own reply.
         current[:] = bytes(4)
         _send(channel, number, kind, reply)
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
-    """So many bytes; nothing where the other side has closed."""
+    """Receive `size` bytes; returns none if the other side has closed."""
     parts = []
     while size:
         part = channel.recv(min(size, 1 << 20))

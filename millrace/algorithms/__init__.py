@@ -1,1 +1,1 @@
-"""Pure functions over packed tensors: no configuration, no logging, no process group."""
+"""Pure functions over packed tensors, without configuration, logging or process groups."""

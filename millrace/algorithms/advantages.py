@@ -1,12 +1,11 @@
-"""What is better than expected.
+"""Advantage estimators.
 
 N = trajectories, G = groups (one prompt each), K = rewards of one trajectory, T = chosen tokens, B = segments
 (trajectories with their tokens). Group functions take one reward per trajectory and give one advantage per
-trajectory. A trajectory alone in its group has advantage 0 unless said otherwise: it says nothing about what
-was expected, so it teaches nothing. Where all rewards of a group are equal, its advantages are exactly 0.
-An empty group is allowed.
+trajectory. A trajectory alone in its group has advantage 0 unless documented otherwise: it has no baseline.
+If all rewards of a group are equal, its advantages are exactly 0. An empty group is allowed.
 
-Every function raises ValueError where shapes differ, a group or segment is out of range, or a number is NaN
+Every function raises ValueError if shapes differ, a group or segment is out of range, or a number is NaN
 or infinite.
 """
 
@@ -59,7 +58,7 @@ def group_normalised(
         lone_reward: give a trajectory alone in its group r / (1 + epsilon), as verl does, in place of 0.
 
     Raises:
-        ValueError: also where epsilon is not above 0.
+        ValueError: also if epsilon is not above 0.
 
     Source: Shao et al. 2024, "DeepSeekMath" (GRPO).
     """
@@ -95,7 +94,7 @@ def leave_one_out_normalised(
     """A_i = (r_i - mean of the others) / (std of the others + epsilon), undivided where that std is 0.
 
     The std has Bessel's correction, over the n - 1 others; of a single other it is 0. This is what NeMo-RL
-    does, with a trap in it: the one right answer of four is not divided, the one wrong answer neither, all
+    does, with a pitfall: the only correct response of four is not divided, nor is the only wrong one; all
     others are.
 
     Args:
@@ -105,7 +104,7 @@ def leave_one_out_normalised(
         epsilon: keeps the quotient finite.
 
     Raises:
-        ValueError: also where epsilon is not above 0.
+        ValueError: also if epsilon is not above 0.
 
     Source: NeMo-RL, `calculate_baseline_and_std_per_prompt`.
     """
@@ -138,7 +137,7 @@ def length_weighted_centred(reward_N: Tensor, length_N: Tensor, group_N: Tensor,
         token the best reward is the baseline; nothing is there to be trained.
 
     Raises:
-        ValueError: also where a length is negative.
+        ValueError: also if a length is negative.
 
     Source: Hao et al. 2025, "On-policy RL with optimal reward baseline" (OPO).
     """
@@ -176,7 +175,7 @@ def pass_at_k(
 ) -> Tensor:
     """A_i = r_i - second best of the group if i is its best, else 0; over (std_g + epsilon) if divided.
 
-    What the best one adds to the maximum of the group; 0 where two share it.
+    The best trajectory's contribution to the maximum of the group; 0 for a tie.
 
     Args:
         reward_N: one scalar per trajectory.
@@ -186,10 +185,10 @@ def pass_at_k(
         epsilon: keeps the quotient finite.
 
     Returns:
-        advantages [N]. (verl refuses a batch with a group of one.)
+        advantages [N]. (verl rejects a batch with a group of one.)
 
     Raises:
-        ValueError: also where epsilon is not above 0.
+        ValueError: also if epsilon is not above 0.
 
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives"; verl's `grpo_passk`.
     """
@@ -211,8 +210,8 @@ def group_decoupled(
 ) -> Tensor:
     """A_i = sum_k w_k GRPO(r_k)_i: each reward is normalised in its group before they are added.
 
-    So a reward of small range is not drowned by one of large range. The authors, and verl, then whiten over
-    all tokens of the batch; that is `whiten` of the result, spread over the chosen tokens by the caller.
+    So a reward of large range does not dominate one of small range. The authors, and verl, then whiten over
+    all tokens of the batch: `whiten` of the result, after the caller broadcasts it to the chosen tokens.
 
     Args:
         reward_KN: K rewards of each trajectory.
@@ -238,7 +237,7 @@ def group_decoupled(
 
 
 def baseline_centred(return_T: Tensor, baseline_N: Tensor, segment_T: Tensor) -> Tensor:
-    """A_t = R_t - b of t's trajectory, per chosen token: ReMax, with b the reward of the greedy answer.
+    """A_t = R_t - b of t's trajectory, per chosen token: ReMax, with b the reward of the greedy response.
 
     Args:
         return_T: undiscounted rewards from each token on.
@@ -270,7 +269,7 @@ def reinforce_plus_plus(reward_T: Tensor, length_B: Tensor, *, gamma: float, sca
 def reinforce_plus_plus_baseline(
     reward_N: Tensor, group_N: Tensor, num_groups: int, length_N: Tensor
 ) -> Tensor:
-    """`group_centred`, spread over each trajectory's chosen tokens, whitened over all of them, [T].
+    """`group_centred`, broadcast over each trajectory's chosen tokens, whitened over all of them, [T].
 
     Args:
         reward_N: one scalar per trajectory.
@@ -304,17 +303,17 @@ def optimal_token_baseline(
 
     b = sum_i W_i R_i / (sum_i W_i + epsilon) over the trajectories i of the group that reach the position.
     W_t = sum of w over the segment up to t; w = 1 - 2 pi + sum over the vocabulary of pi^2 is the squared
-    length of the gradient of log pi in the logits. Where one trajectory alone reaches a position there is
-    nothing to compare with: b is 0, the advantage is the return.
+    length of the gradient of log pi in the logits. If only one trajectory reaches a position, there is no
+    baseline: b is 0, the advantage is the return.
 
     Positions in the response give verl's `optimal_token_baseline`, positions among the chosen tokens
-    (`Chosen.position_N`), which skip what tools wrote, its multi-turn form. The former differs from verl
-    where tools wrote: verl takes the second largest number of tokens for the position from which on the
+    (`Chosen.position_N`), which skip tool output, its multi-turn form. The former differs from verl
+    with tool output: verl takes the second largest number of tokens for the position from which on the
     longest trajectory has no baseline, and before it subtracts a lone return from itself.
 
     Args:
         return_T: returns of the chosen tokens, segment after segment.
-        logprob_T: log pi of the token drawn.
+        logprob_T: log pi of the sampled token.
         square_T: sum over the vocabulary of pi^2.
         position_T: the place at which trajectories of a group are compared, integers.
         segment_T: the segment of each token, ascending integers in [0, B).
@@ -324,7 +323,7 @@ def optimal_token_baseline(
         scan: implementation of the cumulative sum.
 
     Raises:
-        ValueError: also where epsilon is not above 0.
+        ValueError: also if epsilon is not above 0.
 
     Source: verl, `compute_optimal_token_baseline_advantage`.
     """
@@ -352,8 +351,8 @@ def optimal_token_baseline(
 def _below_best(reward_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     """r_i less the best reward of i's group, at most 0.
 
-    Every group advantage depends on differences only; taken this way equal rewards are exactly 0, where their
-    mean would leave a rounding residue for a small std to blow up.
+    Every group advantage depends on differences only; taken this way equal rewards are exactly 0, while
+    their mean would leave a rounding residue, amplified by a small std.
     """
     check_shapes(reward_N=reward_N, group_N=group_N)
     check_ids(num_groups, group_N=group_N)

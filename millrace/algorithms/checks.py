@@ -1,4 +1,4 @@
-"""What the functions of this package demand of their arguments, in one sentence that names the argument."""
+"""Argument validation for this package, with error messages that name the argument."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def require(holds: bool, name: str, value: object, demand: str) -> None:
-    """Refuse a setting.
+    """Reject a setting that violates a condition.
 
     Raises:
         ValueError: `holds` is false: "low is 1.2; it must be at least 0 and below 1".
@@ -16,7 +16,7 @@ def require(holds: bool, name: str, value: object, demand: str) -> None:
 
 
 def check_shapes(**tensors: Tensor) -> None:
-    """Refuse tensors whose shape is not that of the first: they would broadcast, or fail without a name.
+    """Reject tensors of different shapes: they would broadcast, or fail without a name.
 
     Raises:
         ValueError: naming both and their shapes.
@@ -28,7 +28,7 @@ def check_shapes(**tensors: Tensor) -> None:
 
 
 def check_positive(**numbers: float) -> None:
-    """Refuse settings that are not above 0.
+    """Reject settings that are not above 0.
 
     Raises:
         ValueError: naming the setting and its value.
@@ -38,10 +38,10 @@ def check_positive(**numbers: float) -> None:
 
 
 def check_finite(**tensors: Tensor | None) -> None:
-    """Refuse NaN and infinity; None is not looked at. Reads each tensor once and waits for the device.
+    """Reject NaN and infinity; None is skipped. Reads each tensor once and synchronizes with the device.
 
     Raises:
-        ValueError: naming the tensor, the first such place and what stands there.
+        ValueError: naming the tensor, the first such index and its value.
     """
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -49,20 +49,20 @@ def check_finite(**tensors: Tensor | None) -> None:
 
 
 def check_ids(count: int, **tensors: Tensor) -> None:
-    """Refuse numbers outside [0, count).
+    """Reject numbers outside [0, count).
 
     Raises:
-        ValueError: naming the tensor, the first such place and what stands there.
+        ValueError: naming the tensor, the first such index and its value.
     """
     for name, tensor in tensors.items():
         refuse((tensor < 0) | (tensor >= count), tensor, name, f"it must lie in [0, {count})")
 
 
 def check_segments(num_segments: int, **tensors: Tensor) -> None:
-    """Refuse segments outside [0, num_segments) or out of order.
+    """Reject segments outside [0, num_segments) or out of order.
 
     Raises:
-        ValueError: naming the tensor, the first such place and what stands there.
+        ValueError: naming the tensor, the first such index and its value.
     """
     check_ids(num_segments, **tensors)
     for name, tensor in tensors.items():
@@ -71,10 +71,10 @@ def check_segments(num_segments: int, **tensors: Tensor) -> None:
 
 
 def check_lengths(**tensors: Tensor) -> None:
-    """Refuse negative lengths.
+    """Reject negative lengths.
 
     Raises:
-        ValueError: naming the tensor, the first such place and what stands there.
+        ValueError: naming the tensor, the first such index and its value.
     """
     for name, tensor in tensors.items():
         refuse(tensor < 0, tensor, name, "it must be at least 0")

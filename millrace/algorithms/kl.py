@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) per token, from the tokens the policy drew, and its coefficient.
+"""Estimators of KL(policy || reference) per token, from sampled tokens, and the KL coefficient.
 
 T = packed tokens. With d = log pi - log ref. In the mean over the policy's own tokens k1 and k3 are unbiased;
 as a loss they differ: the gradient of k1 has mean zero, that of k2 is the gradient of the divergence. The
@@ -33,8 +33,8 @@ def k2(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
 def k3(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
     """exp(-d) - 1 + d, at most 10: unbiased below the bound, never negative.
 
-    verl's `low_var_kl`: the ratio is clamped to e^+-20 and the value to 10, because one token that the
-    policy hardly holds would otherwise outweigh the batch.
+    verl's `low_var_kl`: the ratio is clamped to e^+-20 and the value to 10, because one token with very
+    little probability under the policy would otherwise dominate the batch.
     """
     inverse_T = log_ratio(reference_logprob_T, policy_logprob_T)
     return (inverse_T.exp() - inverse_T - 1).clamp(max=10)
@@ -62,10 +62,10 @@ def adaptive_coefficient(
 
     Args:
         coefficient: beta of this step.
-        divergence: measured in this step.
-        target: the divergence to be held.
+        divergence: the KL divergence measured in this step.
+        target: the target KL divergence.
         horizon: sequences after which a full error (0.2) would have changed beta by a fifth.
-        num_sequences: of this step.
+        num_sequences: sequences of this step.
 
     Raises:
         ValueError: target is not above 0, the divergence is not finite, or the horizon is shorter than the

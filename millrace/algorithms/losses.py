@@ -1,14 +1,14 @@
-"""Policy and value losses, per token, to be minimised. What a token weighs is decided elsewhere (`weights`).
+"""Policy and value losses, per token, to be minimised. Token weights are computed in `weights`.
 
-T = packed tokens, here only those the policy chose. What most functions take:
-policy_logprob_T of the token under the weights being trained, sampler_logprob_T under those that drew it,
-advantage_T how much better than expected it was. Logarithms are natural. In the decoupled form the proximal
-log-probabilities take the sampler's place, and the loss is multiplied by the weight of proximal against
-sampler (`ratios`).
+T = packed tokens, here only those the policy chose. Common arguments: policy_logprob_T, the token's
+log-probability under the current policy; sampler_logprob_T, that under the behaviour policy (the sampler);
+advantage_T, its advantage. Logarithms are natural. In the decoupled form the proximal log-probabilities
+replace the sampler's, and the loss is multiplied by the importance weight of proximal against sampler
+(`ratios`).
 
-Losses that need whole segments stand in `sequence_losses`. Every function refuses tensors of different shapes
-with a ValueError. A NaN in an input stays NaN in the loss of its token and touches no other, so the trainer
-sees it and skips the step; a log-probability of minus infinity counts as a ratio of e^-20.
+Losses that need whole segments are in `sequence_losses`. Every function raises ValueError for tensors of
+different shapes. A NaN in an input stays NaN in the loss of its token and affects no other, so the trainer
+detects it and skips the step; a log-probability of minus infinity counts as a ratio of e^-20.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from millrace.algorithms.checks import check_shapes, require
 
-# Beyond e^20 a ratio says nothing but "far off"; without a bound one token overflows the whole loss.
+# Ratios beyond e^20 carry no information; without a bound one token overflows the whole loss.
 MAX_LOG_RATIO = 20.0
 
 
@@ -29,7 +29,7 @@ def log_ratio(policy_logprob_T: Tensor, sampler_logprob_T: Tensor) -> Tensor:
 
 
 def reinforce(policy_logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """L_t = -A log pi: the plain policy gradient, for tokens drawn from the policy itself.
+    """L_t = -A log pi: the plain policy gradient, for on-policy tokens.
 
     GPG has the same loss; its advantage differs (`advantages.gpg`).
 
@@ -51,8 +51,8 @@ def ppo_clip(
     """L_t = max(-A r, -A clip(r, 1 - low, 1 + high)) with r = pi / mu; at most |A| dual.
 
     Args:
-        policy_logprob_T: under the weights being trained.
-        sampler_logprob_T: under the weights that drew the token.
+        policy_logprob_T: under the current policy.
+        sampler_logprob_T: under the behaviour policy that sampled the token.
         advantage_T: advantages.
         low: the ratio is clipped at 1 - low.
         high: the ratio is clipped at 1 + high.
@@ -79,7 +79,7 @@ def ppo_clip(
 def clipped(
     policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Which tokens `ppo_clip` gives no gradient because their ratio left the band, bool [T].
+    """Find the tokens that get no gradient from `ppo_clip`, since their ratio is clipped, bool [T].
 
     Raises:
         ValueError: low is not in [0, 1), or high is not above 0.
@@ -92,7 +92,7 @@ def clipped(
 def cispo(
     policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """L_t = -sg(clip(r, 1 - low, 1 + high)) A log pi: the ratio is clipped, the gradient never stops.
+    """L_t = -sg(clip(r, 1 - low, 1 + high)) A log pi: the ratio is clipped, but no gradient is dropped.
 
     low = 1 sets no lower bound, as in the paper.
 
@@ -115,7 +115,7 @@ def sapo(
     positive: float,
     negative: float,
 ) -> Tensor:
-    """L_t = -A (4 / tau) sigmoid(tau (r - 1)), a gate that closes softly; tau by the advantage's sign.
+    """L_t = -A (4 / tau) sigmoid(tau (r - 1)), a soft gate; tau by the advantage's sign.
 
     At r = 1 its gradient is that of REINFORCE, whatever tau: `positive` where A > 0 (verl's default is 1.0),
     `negative` elsewhere (1.05).
@@ -143,7 +143,7 @@ def dppo_tv(
 ) -> Tensor:
     """L_t = -sg(min(r, cap)) A log pi where |pi - mu| is inside the bound or shrinks, else 0.
 
-    The bound is on the change of the token's probability (its share of the total variation), not on the
+    The bound is on the change of the token's probability (its part of the total variation), not on the
     ratio, which is noisy for rare tokens: high where A > 0, low where A < 0. The paper recommends cap = 20;
     verl's default is in effect 3.
 
@@ -176,7 +176,7 @@ def dppo_kl(
 def dppo_tv_clipped(
     policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Which tokens `dppo_tv` gives no gradient because they left the bound and move on, bool [T]."""
+    """Find the tokens that get no gradient from `dppo_tv`: outside the bound and moving away, bool [T]."""
     check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T)
     divergence_T = (policy_logprob_T.detach().exp() - sampler_logprob_T.exp()).abs()
     return _moves_out(policy_logprob_T, sampler_logprob_T, advantage_T, divergence_T, low=low, high=high)
@@ -185,10 +185,10 @@ def dppo_tv_clipped(
 def dppo_kl_clipped(
     policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Which tokens `dppo_kl` gives no gradient because they left the bound and move on, bool [T]."""
+    """Find the tokens that get no gradient from `dppo_kl`: outside the bound and moving away, bool [T]."""
     check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T)
     policy_T, sampler_T = policy_logprob_T.detach().exp(), sampler_logprob_T.exp()
-    # verl's 1e-8: a certain token leaves nothing for the others.
+    # verl's 1e-8: the other tokens have probability 0 if this one is certain.
     other_T = ((1 - sampler_T + 1e-8) / (1 - policy_T + 1e-8)).log()
     divergence_T = sampler_T * (sampler_logprob_T - policy_logprob_T.detach()) + (1 - sampler_T) * other_T
     return _moves_out(policy_logprob_T, sampler_logprob_T, advantage_T, divergence_T, low=low, high=high)
@@ -211,8 +211,8 @@ def dro(policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor
 def covariance(policy_logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
     """(A - mean A) (log pi - mean log pi) per token, without gradient.
 
-    The means are over what is given: give the whole optimizer step, never one micro-batch, or the selections
-    below depend on the split.
+    The means are over the given tokens: pass the whole optimizer step, never one micro-batch, or the
+    selections below depend on the split.
 
     Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models".
     """
@@ -230,18 +230,18 @@ def clip_cov_selection(
     high: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """Clip-Cov: the tokens to leave out of `ppo_clip` so that the entropy stays, bool [T].
+    """Clip-Cov: the tokens to exclude from `ppo_clip` to preserve entropy, bool [T].
 
-    max(1, int(share T)) tokens, or all there are, drawn at random from those whose covariance lies strictly
-    between low and high and which the clip leaves a gradient.
+    max(1, int(share T)) tokens, or all candidates if fewer, sampled uniformly from the tokens that are not
+    clipped and have a covariance strictly between low and high.
 
     Args:
         covariance_T: from `covariance`, over the whole optimizer step.
         clipped_T: from `clipped`.
-        share: of all tokens; verl's default is 2e-4.
+        share: fraction of all tokens; verl's default is 2e-4.
         low: lower bound of the covariance; verl's default is 1.
         high: upper bound of the covariance; verl's default is 5.
-        generator: of the draw. (verl draws from torch's global generator.)
+        generator: random generator. (verl uses torch's global generator.)
 
     Raises:
         ValueError: share is not in (0, 1], or low is not below high.
@@ -259,7 +259,7 @@ def kl_cov_selection(covariance_T: Tensor, *, share: float) -> Tensor:
 
     Args:
         covariance_T: from `covariance`, over the whole optimizer step.
-        share: of all tokens; verl's default is 2e-4.
+        share: fraction of all tokens; verl's default is 2e-4.
 
     Raises:
         ValueError: share is not in (0, 1].
@@ -322,7 +322,7 @@ def value_loss(
 
 
 def value_clipped(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip: float) -> Tensor:
-    """Which tokens `value_loss` gives no gradient because their value left the band, bool [T].
+    """Find the tokens that get no gradient from `value_loss`, since their value is clipped, bool [T].
 
     Raises:
         ValueError: clip is not above 0.
@@ -375,12 +375,12 @@ def _moves_out(
     require(high > 0, "high", high, "above 0")
     check_shapes(policy_logprob_T=policy_logprob_T, advantage_T=advantage_T)
     back_T = advantage_T * (policy_logprob_T.detach() - sampler_logprob_T) <= 0
-    # Not `>`: rounding can leave a probability above 1, whose divergence is NaN; verl clips it, too.
+    # Not `>`: rounding can leave a probability above 1, with a divergence of NaN; verl clips it, too.
     return ~(back_T | (divergence_T <= _by_sign(advantage_T, high, low)))
 
 
 def _marked(like_T: Tensor, order_N: Tensor, share: float) -> Tensor:
-    """True at the first max(1, int(share T)) of some positions, or at all where there are fewer."""
+    """True at the first max(1, int(share T)) of some positions, or at all if there are fewer."""
     require(0 < share <= 1, "share", share, "above 0 and at most 1")
     count = max(int(share * len(like_T)), 1)
     return torch.zeros_like(like_T, dtype=torch.bool).index_fill(0, order_N[:count], True)

@@ -1,7 +1,7 @@
-"""The tokens a policy chose, taken out of a packed row and put back; sums over segments; whitening; checks.
+"""Gather and scatter of the chosen tokens of a packed row; segment sums; whitening.
 
-T = packed tokens, N = chosen tokens, B = segments. Sums and checks serve groups of trajectories as well: a
-group is a segment whose members need not stand side by side.
+T = packed tokens, N = chosen tokens, B = segments. Sums and checks also apply to groups of trajectories: a
+group is a segment with members that need not be contiguous.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from millrace.algorithms.checks import check_positive, check_segments, check_sha
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Where in a packed row the policy chose.
+    """The positions of the chosen tokens (actions) in a packed row.
 
-    What the environment wrote between two turns is no step of the policy: advantages are computed on the
-    compact row [N], in which the next turn follows the last one, and put back.
+    Tokens written by the environment between two turns are not actions: advantages are computed on the
+    compact row [N], in which the turns are adjacent, and scattered back.
 
     Attributes:
         index_N: position in the packed row of each chosen token, ascending.
@@ -39,12 +39,12 @@ class Chosen:
 
     @property
     def position_N(self) -> Tensor:
-        """Place of each chosen token among those of its segment, from 0."""
+        """Index of each chosen token among those of its segment, from 0."""
         before_B = self.length_B.cumsum(0) - self.length_B
         return torch.arange(len(self.index_N), device=self.index_N.device) - before_B[self.segment_N]
 
     def take(self, x_T: Tensor) -> Tensor:
-        """The numbers of the chosen tokens, [N].
+        """Gather the numbers of the chosen tokens, [N].
 
         Raises:
             ValueError: the row has another length.
@@ -54,7 +54,7 @@ class Chosen:
         return x_T[self.index_N]
 
     def put(self, x_N: Tensor) -> Tensor:
-        """One number for each token of the row, [T]: those given where the policy chose, 0 elsewhere.
+        """Scatter numbers of the chosen tokens to the row, [T]; 0 elsewhere.
 
         Raises:
             ValueError: there is not one number for each chosen token.
@@ -83,7 +83,7 @@ def chosen(action_mask_T: Tensor, segment_T: Tensor, num_segments: int) -> Chose
 
 
 def segment_sum(x_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
-    """Sum over each segment, [B]; 0 for an empty one. Segments may stand in any order.
+    """Sum over each segment, [B]; 0 for an empty one. Segments may be in any order.
 
     Raises:
         ValueError: the shapes differ.
@@ -93,7 +93,7 @@ def segment_sum(x_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
 
 
 def segment_mean(x_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
-    """Mean over each segment, [B]; 0 for an empty one. Segments may stand in any order.
+    """Mean over each segment, [B]; 0 for an empty one. Segments may be in any order.
 
     Raises:
         ValueError: the shapes differ.

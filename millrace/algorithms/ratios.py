@@ -1,9 +1,9 @@
-"""How far the trainer's log-probabilities lie from the sampler's, and what is done about it.
+"""Importance weights, rejection and metrics for the mismatch of trainer and sampler log-probabilities.
 
-T = packed tokens, here only those the sampler drew for the policy; segment_T = the segment of each, ids in
+T = packed tokens, here only sampled ones; segment_T = the segment of each, ids in
 [0, num_segments); B = segments, of which some may have no token; N = chosen tokens.
 With x = log pi_trainer - log mu_sampler, before the first update of a batch: 0 but for arithmetic, unless the
-batch is stale. Every function refuses tensors of different shapes with a ValueError.
+batch is stale. Every function raises ValueError for tensors of different shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def importance_weights(log_ratio_T: Tensor, segment_T: Tensor, num_segments: int
             geometric: its mean over the segment.
 
     Returns:
-        weights [T]; the last two are one number per segment, spread over its tokens.
+        weights [T]; the last two are one number per segment, broadcast to its tokens.
 
     Source: token and sequence as in verl's rollout correction; geometric as in GSPO.
     """
@@ -54,7 +54,7 @@ def truncate(w_T: Tensor, *, high: float) -> Tensor:
 
 
 def icepop(w_T: Tensor, *, low: float, high: float) -> Tensor:
-    """Keep w where low <= w <= high, else 0: tokens that are far off teach nothing. low 0 masks above alone.
+    """Keep w where low <= w <= high, else 0: tokens far off-policy are masked. low 0 masks above only.
 
     Raises:
         ValueError: low is below 0, or not below high.
@@ -68,7 +68,7 @@ def icepop(w_T: Tensor, *, low: float, high: float) -> Tensor:
 def normalise(w_T: Tensor, segment_T: Tensor, num_segments: int, *, level: Level) -> Tensor:
     """Divide by the mean weight: over tokens, or over segments where a segment has one weight.
 
-    Give the whole optimizer step. Weights that are all 0 stay 0. verl's `rollout_is_batch_normalize`, which
+    Pass the whole optimizer step. Weights that are all 0 stay 0. verl's `rollout_is_batch_normalize`, which
     is applied after truncation.
     """
     check_shapes(w_T=w_T, segment_T=segment_T)
@@ -91,7 +91,7 @@ def rejection(
     low: float | None,
     high: float,
 ) -> Tensor:
-    """Which tokens to keep, bool [T]: those whose estimate of KL(mu || pi) is within the bounds.
+    """Find the tokens to keep, bool [T]: their estimate of KL(mu || pi) is within the bounds.
 
     With x clamped to +-20: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
 
@@ -106,8 +106,8 @@ def rejection(
         high: the upper bound, inclusive; for k1 as the ratio mu / pi, so low <= exp(k1) <= high.
 
     Raises:
-        ValueError: bounds out of order or not above 0; a lower bound for k2 or k3; the largest k1, whose
-            sign is lost on one side.
+        ValueError: bounds out of order or not above 0; a lower bound for k2 or k3; the largest k1, which
+            loses the sign on one side.
 
     Source: verl's rollout correction.
     """
@@ -127,7 +127,7 @@ def rejection(
 
 
 def effective_sample_size(w_T: Tensor) -> float:
-    """(sum w)^2 / (T sum w^2): the share of the tokens that the weights leave in effect.
+    """(sum w)^2 / (T sum w^2): the effective fraction of the tokens.
 
     1 for equal weights, 1 / T where one token carries everything, 0 where all weights are 0.
 
@@ -146,15 +146,15 @@ def interpolated_proximal(
 ) -> Tensor:
     """The proximal log-probabilities without a forward pass, on the line from the sampler's to the policy's.
 
-    log prox = log mu + (1 - 1 / lag) (log pi - log mu), lag = version - version_T: a token drawn by the
-    weights before the last step (lag 1) has the sampler's, an old one nearly the policy's. Tokens of the
+    log prox = log mu + (1 - 1 / lag) (log pi - log mu), lag = version - version_T: a token sampled
+    one policy version ago (lag 1) has the sampler's, an old one nearly the policy's. Tokens of the
     current version have the sampler's, too.
 
     Args:
         policy_logprob_T: under the weights being trained; no gradient flows.
-        sampler_logprob_T: under the weights that drew the token.
-        version_T: of the weights that drew each token.
-        version: of the weights being trained.
+        sampler_logprob_T: under the behaviour policy that sampled the token.
+        version_T: policy version that sampled each token.
+        version: current policy version.
 
     Source: AReaL's `loglinear`.
     """
@@ -186,8 +186,8 @@ def mismatch(trainer_logprob_N: Tensor, sampler_logprob_N: Tensor) -> dict[str, 
 def typical(x_N: Tensor) -> float:
     """Mean of |x| without the largest hundredth, and without the largest of 2 to 199.
 
-    Routers of a mixture that decide a near tie differently move few tokens far. What is wrong with weights or
-    arithmetic moves nearly all.
+    Mixture-of-experts routers that break a near tie differently change few tokens by much. Wrong weights or
+    wrong arithmetic change nearly all.
 
     Raises:
         ValueError: there are no tokens.

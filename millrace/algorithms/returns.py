@@ -5,7 +5,7 @@ V_t = `value_T` is the value of the state in which token t was chosen. After the
 `bootstrap_B`, the value of the state it was cut off in, or 0 where the episode ended. No
 gradient is computed. `scan` names the implementation of the recurrence; all agree.
 
-Every function raises ValueError where gamma or lam lies outside [0, 1], lengths do not add up, shapes differ
+Every function raises ValueError if gamma or lam is outside [0, 1], lengths do not add up, shapes differ
 or a number is NaN or infinite.
 """
 
@@ -103,7 +103,7 @@ def n_step_returns(
     discounted returns R, in the same time for every n; in float64, because R may be far larger than G.
 
     Raises:
-        ValueError: also where num_steps is below 1.
+        ValueError: also if num_steps is below 1.
 
     Source: Sutton and Barto 2018, "Reinforcement learning", chapter 7.
     """
@@ -129,7 +129,7 @@ def v_trace(
     bootstrap_B: Tensor | None = None,
     scan: Scan = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Targets for tokens that other weights drew: (advantage, v), each [T].
+    """V-trace targets for off-policy tokens: (advantage, v), each [T].
 
     With rho_t = min(max_rho, pi/mu) and c_t = lam min(max_c, pi/mu):
     v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}),
@@ -140,17 +140,17 @@ def v_trace(
     Args:
         reward_T: rewards.
         value_T: V_t.
-        log_ratio_T: log(pi / mu), pi being trained and mu having drawn the token.
+        log_ratio_T: log(pi / mu), for the current policy pi and the behaviour policy mu.
         length_B: tokens of each segment.
         gamma: discount.
         lam: trace decay.
-        max_rho: bound on the weight of the own error; sets whose value is learned. May be infinite.
-        max_c: bound on the weight of what follows, at most max_rho; sets speed and variance.
+        max_rho: bound on the weight of the token's TD error; sets which policy v evaluates. May be infinite.
+        max_c: bound on the trace weight, at most max_rho; decides speed and variance.
         bootstrap_B: V after the last token of each segment; 0 without.
         scan: implementation.
 
     Raises:
-        ValueError: also where a bound is not above 0, or max_c is above max_rho.
+        ValueError: also if a bound is not above 0, or max_c is above max_rho.
 
     Source: Espeholt et al. 2018, "IMPALA".
     """
@@ -172,7 +172,7 @@ def v_trace(
 def length_adaptive_lambda(length_B: Tensor, *, alpha: float = 0.05) -> Tensor:
     """1 - 1 / (alpha l), not below 0, as the lam of a segment of l tokens; float64 [B].
 
-    Long answers get a lam near 1, so that the reward at their end still reaches their beginning.
+    Long responses get a lam near 1, so that the reward at their end still reaches their beginning.
 
     Raises:
         ValueError: alpha is not above 0, or a length is negative.

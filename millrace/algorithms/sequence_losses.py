@@ -1,4 +1,4 @@
-"""Policy losses whose ratio belongs to a whole segment, per token, to be minimised.
+"""Policy losses with one ratio per segment, per token, to be minimised.
 
 T = packed tokens, here only those the policy chose; segment_T = the segment of each, ids in
 [0, num_segments); B = segments, of which some may have no token. A micro-batch holds whole segments, so the
@@ -110,8 +110,8 @@ def topr(
 ) -> Tensor:
     """L_t = -w A log pi; w = 1 for A > 0, and for A < 0 the segment's ratio, at most 1, without gradient.
 
-    Good sequences are imitated however far off they are; bad ones are pushed down only as long as the policy
-    still draws them, so neither side needs the data to be fresh.
+    Good sequences are imitated however off-policy they are; bad ones are pushed down only while the policy
+    still samples them, so neither sign needs on-policy data.
 
     Source: Le Roux et al. 2025, "Tapered off-policy REINFORCE".
     """

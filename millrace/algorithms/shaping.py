@@ -1,4 +1,4 @@
-"""What is added to a reward before advantages are estimated. N = trajectories."""
+"""Reward shaping, applied before advantages are estimated. N = trajectories."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer: int) -> Tenso
     """From 0 to -1 over the last `buffer` tokens: min(0, (max_tokens - buffer - length) / buffer).
 
     Args:
-        length_N: tokens of each answer.
-        max_tokens: the longest answer.
-        buffer: tokens over which the penalty sinks.
+        length_N: tokens of each response.
+        max_tokens: the longest response.
+        buffer: tokens over which the penalty falls.
 
     Returns:
         what to add to each reward, float64 [N], within [-1, 0].

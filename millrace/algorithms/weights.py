@@ -1,4 +1,4 @@
-"""Token shares: how the tokens of one optimizer step divide its loss.
+"""Token weights: loss aggregation over the tokens of one optimizer step.
 
 The loss is `(loss_T * weight_T).sum()` whatever the micro-batches, so these are computed once, over the whole
 optimizer step, in `dtype`: float64 where the policy's weights are. T = packed tokens, B = segments with at
@@ -14,7 +14,7 @@ from millrace.algorithms.checks import check_shapes, require
 
 
 def token_mean(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every chosen token weighs the same: 1 / number of chosen tokens. Long answers weigh more.
+    """Every chosen token weighs the same: 1 / number of chosen tokens. Long responses weigh more.
 
     Raises:
         ValueError: no token was chosen.
@@ -33,7 +33,7 @@ def token_sum(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = 
 
 
 def sequence_mean(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every segment weighs the same, its tokens share it: 1 / (B n_b). GRPO's original form.
+    """Every segment has the same weight, split over its tokens: 1 / (B n_b). GRPO's original form.
 
     Raises:
         ValueError: no token was chosen.

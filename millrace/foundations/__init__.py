@@ -1,5 +1,5 @@
-"""The referee: small decision problems solved exactly, to judge the estimators of `algorithms` by.
+"""Exact solutions of small decision problems, as a reference to test the estimators of `algorithms`.
 
-numpy and scipy only. Nothing here imports `algorithms`, because a referee that shares code with a player is
-no referee; only tests put the two together.
+numpy and scipy only. Nothing here imports `algorithms`, because a reference must not share code with what it
+tests; only tests import both.
 """

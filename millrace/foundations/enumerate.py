@@ -1,9 +1,9 @@
 """The token MDP: every sequence of a tiny vocabulary, so that expectations are sums and nothing is sampled.
 
-A policy draws tokens one after another, each given the prefix before it; the last token of the vocabulary
+A policy samples tokens one after another, each given the prefix before it; the last token of the vocabulary
 ends the sequence, and so does the horizon. The policy is a table of probabilities, one row per prefix.
-P = prefixes after which a token is drawn, V = vocabulary, N = sequences, T = packed tokens, B = segments (one
-sequence each, back to back), D = batches of sequences.
+P = prefixes after which a token is sampled, V = vocabulary, N = sequences, T = packed tokens, B = segments
+(one sequence each, back to back), D = batches of sequences.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenTree:
 
     @property
     def prefixes(self) -> list[Sequence]:
-        """Every prefix after which a token is drawn, the empty one first, by length and then by tokens."""
+        """Every prefix after which a token is sampled, the empty one first, by length and then by tokens."""
         going_on = range(self.num_tokens - 1)
         return [prefix for length in range(self.horizon) for prefix in product(going_on, repeat=length)]
 
@@ -171,9 +171,9 @@ def exact_gradient(tree: TokenTree, policy_PV: Any, reward_PV: Floats, *, discou
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Draws:
-    """Every batch of sequences that a policy can draw, in whatever order, packed one after another.
+    """Every batch of sequences that a policy can sample, without regard to order, packed one after another.
 
-    A batch stands once for all its orders, so an estimator must not depend on them.
+    A batch represents all its orders, so an estimator must not depend on the order.
 
     Attributes:
         sequence_B: which of the tree's sequences each segment is.
@@ -203,8 +203,8 @@ class Draws:
         """sum_t c_t grad log pi(token_t | prefix_t) for each batch, [D, P, V].
 
         Args:
-            coefficient_T: what an estimator multiplies the score of each token by.
-            policy_PV: pi, which need not be the policy that drew.
+            coefficient_T: the estimator's factor for the score of each token.
+            policy_PV: pi, which need not be the behaviour policy.
         """
         term_TV = np.asarray(coefficient_T)[:, None] * token_scores(policy_PV, self.prefix_T, self.token_T)
         gradient_DPV = np.zeros((len(self.probability_D), *policy_PV.shape))
@@ -212,7 +212,7 @@ class Draws:
         return gradient_DPV
 
     def mean(self, value_D: Floats) -> Floats:
-        """Expectation over the batches of an array whose first axis they are."""
+        """Expectation over the batches, the first axis of the array."""
         return np.asarray(np.tensordot(self.probability_D, value_D, axes=1))
 
     def variance(self, value_D: Floats) -> float:
@@ -221,7 +221,7 @@ class Draws:
 
 
 def draws(tree: TokenTree, policy_PV: Any, size: int) -> Draws:
-    """Every batch of `size` sequences drawn independently; those of probability 0 too.
+    """Every batch of `size` sequences sampled independently; those of probability 0 too.
 
     Raises:
         ValueError: size is below 1, or as `TokenTree.walk`.

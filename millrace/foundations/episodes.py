@@ -1,4 +1,4 @@
-"""Episodes: what happened when a policy acted.
+"""Episodes of a policy in an MDP.
 
 T = steps of an episode, S = states, A = actions, H = steps of a finite horizon.
 """
@@ -15,14 +15,14 @@ from millrace.foundations.mdp import Floats, Ints, Mdp, by_step, check_unit, sta
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Episode:
-    """One walk through an MDP.
+    """One trajectory in an MDP.
 
     Attributes:
-        state_T: where each action was taken.
+        state_T: the state of each action.
         action_T: the action.
-        reward_T: what it earned.
-        last_state: where the last action led.
-        ended: at a terminal state or the horizon; False if it was cut off on its way.
+        reward_T: the reward of each action.
+        last_state: the state after the last action.
+        ended: whether it ended at a terminal state or the horizon; False if it was truncated.
     """
 
     state_T: Ints
@@ -40,14 +40,14 @@ class Episode:
 def sample_episodes(
     mdp: Mdp, policy: Any, num_episodes: int, *, seed: int, max_steps: int = 10_000
 ) -> list[Episode]:
-    """Episodes of a policy, each from a start drawn anew.
+    """Sample episodes of a policy, each from a new start state.
 
     Args:
         mdp: the MDP.
         policy: [S, A], or [H, S, A] where there is a horizon.
-        num_episodes: how many.
-        seed: of all draws; the same seed gives the same episodes.
-        max_steps: cut an episode off after so many; a horizon ends it before that.
+        num_episodes: number of episodes.
+        seed: random seed; the same seed gives the same episodes.
+        max_steps: truncate an episode after this many steps; a horizon ends it earlier.
 
     Raises:
         ValueError: the policy is none of this MDP.
@@ -85,7 +85,7 @@ def returns(reward_T: Any, discount: float) -> Floats:
     """G_t = r_t + gamma G_{t+1}, [T].
 
     Raises:
-        ValueError: discount lies outside [0, 1].
+        ValueError: discount is outside [0, 1].
     """
     check_unit(discount, "discount")
     reward_T = np.asarray(reward_T, dtype=np.float64)

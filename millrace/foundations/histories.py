@@ -1,7 +1,7 @@
-"""Policies that look back at everything that happened, and why they need not.
+"""History-dependent policies, and their Markov equivalents.
 
 A history is (s_0, a_0, s_1, ..., s_t); a policy of histories maps it to the probabilities of the next action.
-S = states, A = actions, H = steps of the horizon. Every history is walked, so keep the MDP small.
+S = states, A = actions, H = steps of the horizon. Every history is enumerated, so keep the MDP small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HistoryPolicy = Callable[[History], Floats]
 
 
 def as_history_policy(mdp: Mdp, policy: Any) -> HistoryPolicy:
-    """A Markov policy ([S, A] or [H, S, A]) as one that is given the history and looks at its end only."""
+    """A Markov policy ([S, A] or [H, S, A]) as a history policy that uses only the last state."""
     policy_HSA = by_step(mdp, policy)
     return lambda history: policy_HSA[len(history) // 2, history[-1]]
 
@@ -78,7 +78,7 @@ def occupancy_by_step(mdp: Mdp, policy: HistoryPolicy) -> Floats:
 def markov_equivalent(mdp: Mdp, policy: HistoryPolicy) -> Floats:
     """The Markov policy [H, S, A] that at each step is as often in each state and takes each action as often.
 
-    So it earns the same: no policy of histories beats the best Markov policy.
+    So its return is the same: no history-dependent policy is better than the best Markov policy.
 
     Raises:
         ValueError: as `choices`.

@@ -1,4 +1,4 @@
-"""The two linear programs whose solution is the optimal policy of an infinite horizon.
+"""The primal and dual linear programs for the optimal policy of an infinite horizon.
 
 S = states, A = actions.
 Source: Puterman 1994, "Markov decision processes", section 6.9.

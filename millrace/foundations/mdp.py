@@ -22,7 +22,7 @@ SUM_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Mdp:
-    """States, actions, how one leads to the other, and what that is worth.
+    """A finite Markov decision process: states, actions, transitions and rewards.
 
     A state that every action leaves as it is, at reward 0, is terminal: episodes end there. The arrays are
     copied and made read-only.
@@ -161,7 +161,7 @@ def check_distributions(array: Floats, name: str) -> None:
 
 
 def check_unit(number: float, name: str) -> None:
-    """Raise ValueError, naming the argument, unless the number lies in [0, 1]."""
+    """Raise ValueError, naming the argument, unless the number is in [0, 1]."""
     if not 0 <= number <= 1:
         raise ValueError(f"{name} is {number}; it lies in [0, 1]")
 

@@ -1,4 +1,4 @@
-"""A model of an unknown MDP from what happened in it, to plan with.
+"""A model of an unknown MDP, estimated from episodes, for planning.
 
 S = states, A = actions.
 """
@@ -17,11 +17,11 @@ from millrace.foundations.mdp import Bools, Floats, Ints, Mdp
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Model:
-    """What was seen.
+    """Transition counts and rewards of the observed episodes.
 
     Attributes:
         count_SAS: how often an action led from a state to another.
-        reward_SA: the sum of what it earned.
+        reward_SA: the sum of its rewards.
     """
 
     count_SAS: Ints
@@ -29,14 +29,14 @@ class Model:
 
     @property
     def unvisited_SA(self) -> Bools:
-        """Which actions were never tried in which states."""
+        """The state-action pairs that were never tried."""
         return np.asarray(self.count_SAS.sum(axis=2) == 0)
 
     def mdp(self, *, discount: float, start_S: Any, unvisited_reward: float = 0.0) -> Mdp:
-        """The MDP in which every probability is a share of what was seen and every reward a mean.
+        """The MDP in which every probability is an observed frequency and every reward a mean.
 
         An action that was never tried leads back to its state. At reward 0, a state in which none was tried
-        is therefore terminal; a reward above all others draws a planner there (optimism in the face of
+        is therefore terminal; a reward above all others attracts a planner (optimism in the face of
         uncertainty), one below all others keeps it away.
 
         Args:

@@ -1,6 +1,6 @@
 """Values from whole episodes: the mean of the returns that followed a state.
 
-S = states, A = actions, T = steps of an episode. Episodes that were cut off are refused: the rest of their
+S = states, A = actions, T = steps of an episode. Truncated episodes are rejected: the rest of their
 return is not known.
 Source: Sutton and Barto 2018, chapter 5.
 """
@@ -49,10 +49,10 @@ def constant(step: float) -> StepSize:
 
 
 def first_visit(episodes: Sequence[Episode], num_states: int, *, discount: float) -> Estimate:
-    """The mean of the returns after the first visit of each episode: independent draws, so no bias.
+    """The mean of the returns after the first visit of each episode: independent samples, so no bias.
 
     Raises:
-        ValueError: an episode was cut off, or discount lies outside [0, 1].
+        ValueError: an episode was truncated, or discount is outside [0, 1].
     """
     return _mean(_visits(episodes, discount, first=True), num_states)
 
@@ -61,7 +61,7 @@ def every_visit(episodes: Sequence[Episode], num_states: int, *, discount: float
     """The mean of the returns after every visit: more of them, but dependent; its bias fades with episodes.
 
     Raises:
-        ValueError: an episode was cut off, or discount lies outside [0, 1].
+        ValueError: an episode was truncated, or discount is outside [0, 1].
     """
     return _mean(_visits(episodes, discount, first=False), num_states)
 
@@ -77,14 +77,14 @@ def incremental(
     """v(s) += step (G - v(s)) after every visit, in their order, [S].
 
     Args:
-        episodes: what happened.
+        episodes: the observed episodes.
         num_states: S.
         discount: gamma.
         step: step size at the n-th visit of a state; `one_over_n` gives `every_visit`, `constant` forgets.
-        initial_S: values to begin with; 0 if None, and kept where nobody comes by.
+        initial_S: values to begin with; 0 if None, and kept in unvisited states.
 
     Raises:
-        ValueError: an episode was cut off, a shape is wrong, or discount lies outside [0, 1].
+        ValueError: an episode was truncated, a shape is wrong, or discount is outside [0, 1].
     """
     value_S = initial_values(initial_S, num_states)
     count_S = np.zeros(num_states, dtype=np.int64)
@@ -100,7 +100,7 @@ def importance_sampling(
     """Values of policy pi from episodes of policy mu: returns times w = prod_t pi(a_t | s_t) / mu(a_t | s_t).
 
     Args:
-        episodes: drawn by the behaviour policy mu.
+        episodes: sampled from the behaviour policy mu.
         target_SA: pi.
         behaviour_SA: mu.
         discount: gamma.
@@ -108,7 +108,7 @@ def importance_sampling(
             where every w is 0; otherwise by the number of first visits, which is unbiased.
 
     Raises:
-        ValueError: an episode was cut off or holds an action that mu never takes, or a policy is none.
+        ValueError: an episode was truncated or holds an action that mu never takes, or a policy is none.
     """
     target_SA, behaviour_SA = (np.asarray(one, dtype=np.float64) for one in (target_SA, behaviour_SA))
     check_shape(target_SA, behaviour_SA.shape, "target_SA")

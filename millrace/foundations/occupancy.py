@@ -1,4 +1,4 @@
-"""How often a policy takes which action where, and back from that to the policy.
+"""The state-action occupancy of a policy, and the policy of an occupancy.
 
 S = states, A = actions, H = steps of a finite horizon. Nothing is chosen in a terminal state, so it is not
 counted.

@@ -25,13 +25,13 @@ from millrace.foundations.mdp import (
     without_horizon,
 )
 
-# Actions whose values differ by less than this share of the largest value are taken for equally good.
+# Actions with values closer than this fraction of the largest value count as ties.
 TIE = 1e-12
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Solution:
-    """What a solver of the infinite horizon found.
+    """The result of an infinite-horizon solver.
 
     Attributes:
         value_S: the optimal value of each state.
@@ -51,12 +51,12 @@ def action_values(mdp: Mdp, value_S: Floats) -> Floats:
 
 
 def bellman_expectation(mdp: Mdp, policy_SA: Floats, value_S: Floats) -> Floats:
-    """(T_pi v)(s) = sum_a pi(a | s) q(s, a); a contraction by gamma whose fixed point is v_pi."""
+    """(T_pi v)(s) = sum_a pi(a | s) q(s, a); a contraction by gamma with fixed point v_pi."""
     return np.asarray((policy_SA * action_values(mdp, value_S)).sum(axis=1))
 
 
 def bellman_optimality(mdp: Mdp, value_S: Floats) -> Floats:
-    """(T v)(s) = max_a q(s, a); a contraction by gamma whose fixed point is v*."""
+    """(T v)(s) = max_a q(s, a); a contraction by gamma with fixed point v*."""
     return np.asarray(action_values(mdp, value_S).max(axis=1))
 
 
@@ -143,7 +143,7 @@ def evaluate_iteratively(
         mdp: the MDP.
         policy_SA: the policy.
         tolerance: largest error of the result; at discount 1, largest change in the last sweep.
-        max_sweeps: give up after so many.
+        max_sweeps: raise an error after so many.
 
     Raises:
         ValueError: as `evaluate`, or the values do not settle in time.
@@ -162,7 +162,7 @@ def value_iteration(
         in_place: a state already sees the new values of the states before it (Gauss-Seidel); otherwise all
             states see the values of the last sweep.
         tolerance: largest error of the values; at discount 1, largest change in the last sweep.
-        max_sweeps: give up after so many.
+        max_sweeps: raise an error after so many.
 
     Raises:
         ValueError: the MDP has a horizon, or the values do not settle in time.
@@ -181,7 +181,7 @@ def value_iteration(
 
 
 def prioritised_sweeping(mdp: Mdp, *, tolerance: float = 1e-10, max_updates: int = 1_000_000) -> Solution:
-    """v* by always updating the state whose value is furthest from what its actions promise.
+    """v* by always updating the state with the largest Bellman error.
 
     Only the states that lead to the updated one can have changed their distance, so only theirs is worked out
     anew. `num_updates` counts those of values, not of distances.
@@ -189,7 +189,7 @@ def prioritised_sweeping(mdp: Mdp, *, tolerance: float = 1e-10, max_updates: int
     Args:
         mdp: the MDP.
         tolerance: largest error of the values; at discount 1, largest remaining distance.
-        max_updates: give up after so many.
+        max_updates: raise an error after so many.
 
     Raises:
         ValueError: the MDP has a horizon, or the values do not settle in time.
@@ -229,7 +229,7 @@ def policy_iteration(mdp: Mdp, policy_SA: Any = None) -> Solution:
         value_SA = action_values(mdp, value_S)
         held_SA = np.where(policy_SA == 1, value_SA, -np.inf)
         slack = TIE * np.abs(value_SA).max()
-        # An action is given up only for a better one; equals swapped for ever would never end.
+        # An action is replaced only by a better one; swapping ties would loop for ever.
         changes_S = np.flatnonzero(held_SA.max(axis=1) < value_SA.max(axis=1) - slack)
         if not len(changes_S):
             return Solution(value_S, policy_SA, num_updates)

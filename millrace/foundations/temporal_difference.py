@@ -1,4 +1,4 @@
-"""Values from single steps, by moving a guess towards a reward and the next guess.
+"""Temporal-difference learning: values from single steps, by bootstrapping.
 
 S = states, A = actions, T = steps of an episode. An episode that was cut off is bootstrapped from its last
 state.
@@ -44,7 +44,7 @@ def n_step_td(
     the episode it is `monte_carlo.incremental`.
 
     Args:
-        episodes: what happened.
+        episodes: the observed episodes.
         num_states: S.
         num_steps: n.
         discount: gamma.
@@ -52,7 +52,7 @@ def n_step_td(
         initial_S: values to begin with; 0 if None.
 
     Raises:
-        ValueError: num_steps is below 1, a shape is wrong, or discount lies outside [0, 1].
+        ValueError: num_steps is below 1, a shape is wrong, or discount is outside [0, 1].
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; it is at least 1")
@@ -87,7 +87,7 @@ def td_lambda(
     delta_t = r_t + gamma v(s_{t+1}) - v(s_t).
 
     Args:
-        episodes: what happened.
+        episodes: the observed episodes.
         num_states: S.
         lam: lambda; 0 is `td_zero`.
         discount: gamma.
@@ -97,7 +97,7 @@ def td_lambda(
         initial_S: values to begin with; 0 if None.
 
     Raises:
-        ValueError: lam or discount lies outside [0, 1], or a shape is wrong.
+        ValueError: lam or discount is outside [0, 1], or a shape is wrong.
     """
     check_unit(lam, "lam")
     check_unit(discount, "discount")
@@ -121,7 +121,7 @@ def lambda_returns(episode: Episode, value_S: Floats, *, lam: float, discount: f
     It is the mean of the n-step returns weighted by (1 - lambda) lambda^(n-1), the whole return by the rest.
 
     Raises:
-        ValueError: lam or discount lies outside [0, 1].
+        ValueError: lam or discount is outside [0, 1].
     """
     check_unit(lam, "lam")
     check_unit(discount, "discount")
@@ -135,14 +135,14 @@ def lambda_returns(episode: Episode, value_S: Floats, *, lam: float, discount: f
 
 @dataclass(frozen=True, slots=True)
 class Practice:
-    """How an agent learns by acting.
+    """Settings of learning by interaction.
 
     Attributes:
-        num_episodes: how many to play.
+        num_episodes: number of episodes.
         step: step size at the n-th update of a pair of state and action.
         explore: probability of a random action in the n-th episode; the best one so far is taken otherwise.
-        seed: of all draws.
-        max_steps: cut an episode off after so many.
+        seed: random seed.
+        max_steps: truncate an episode after so many steps.
     """
 
     num_episodes: int
@@ -156,12 +156,12 @@ def sarsa(mdp: Mdp, practice: Practice, *, initial_SA: Any = None) -> Floats:
     """On-policy control: q(s, a) += step (r + gamma q(s', a') - q(s, a)), a' the action taken next, [S, A].
 
     Args:
-        mdp: the world to act in; it is only sampled.
-        practice: how.
+        mdp: the environment; it is only sampled.
+        practice: settings of the learning.
         initial_SA: values to begin with; 0 if None.
 
     Raises:
-        ValueError: the MDP has a horizon, a shape is wrong, or explore lies outside [0, 1].
+        ValueError: the MDP has a horizon, a shape is wrong, or explore is outside [0, 1].
 
     Source: Rummery and Niranjan 1994, "On-line Q-learning using connectionist systems".
     """

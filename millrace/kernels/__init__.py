@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: the arithmetic that costs time, each with a plain twin."""
+"""Compute kernels: functions from tensors to tensors, each with a plain reference implementation."""

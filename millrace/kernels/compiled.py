@@ -1,4 +1,4 @@
-"""Functions compiled for the CPU by numba, and bfloat16, which numba does not know, as its 16 bits."""
+"""Functions compiled for the CPU by numba; bfloat16, which numba does not support, is passed as uint16."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from numba.extending import intrinsic, overload
 from numba.np.numpy_support import as_dtype
 from torch import Tensor
 
-# A number of each kind, as `memory` takes it.
+# A number of each type, as `memory` takes it.
 NUMBERS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 
 LOG2_E = 1.4426950408889634
-# log 2 in two numbers, of which the first times a small integer is exact.
+# log 2 as the sum of two numbers; the first times a small integer is exact.
 LOG_2_HIGH, LOG_2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
-# A number plus this is rounded to an integer, which then stands in the lowest bits.
+# Adding this rounds a number to an integer, held in the lowest bits of the sum.
 ROUND = 1.5 * 2**52
 EXPONENT_BIAS, EXPONENT_SHIFT = np.uint64(1023), np.uint64(52)
-# Below this an exponential is taken for 0.
+# Below this an exponential counts as 0.
 LOWEST = -700.0
-# A line of the cache, and the second level, as prefetch instructions count: the first would soon be full.
+# Bytes of a cache line, and the L2 locality hint of prefetch instructions: L1 would soon be full.
 LINE_BYTES, SECOND_LEVEL = 64, 2
 NAN_BITS = np.uint16(0x7FC0)
 TAYLOR = tuple(1 / math.factorial(k) for k in range(12, -1, -1))
 
 
 def compiled(*fastmath: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that makes machine code which lets other threads run.
+    """Return a decorator that compiles a function to machine code which releases the GIL.
 
-    The code is kept on disk where numba finds a folder it may write to, until the function's file or one in
-    this folder changes.
+    The code is cached on disk if numba finds a writable folder. The cache is valid until the function's file
+    or a file of this folder changes.
 
     Args:
-        fastmath: liberties the compiler may take, such as `contract` (a * b + c rounded once) or `reassoc`
-            (sums in another order). None: every operation is rounded as written.
+        fastmath: fast-math flags, such as `contract` (a * b + c rounded once) or `reassoc` (sums in another
+            order). Without flags every operation is rounded as written.
     """
-    # Division by 0 gives an infinity or NaN as everywhere else, and no check for it stops the use of vectors.
+    # Division by 0 gives an infinity or NaN, as in torch; a check for it would prevent vectorization.
     options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def compiled(*fastmath: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             made = njit(cache=True, **options)(function)
         except RuntimeError:
             return njit(**options)(function)
-        # numba would take code from the disk whenever the function's own file is as it was then.
+        # By default numba would reuse cached code whenever the function's own file is unchanged.
         if hasattr(made, "_cache"):  # not with NUMBA_DISABLE_JIT
             kept = made._cache._cache_file
             kept._source_stamp = kept._source_stamp, _sources()
@@ -64,37 +64,37 @@ def compiled(*fastmath: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def is_kept(function: Callable[..., Any]) -> bool:
-    """Whether a function that `compiled` made is kept on disk: numba found a folder that it may write to."""
+    """Whether the code of a function made by `compiled` is cached on disk: numba found a writable folder."""
     return hasattr(function, "_cache") and hasattr(function._cache, "_cache_file")
 
 
 @cache
 def _sources() -> bytes:
-    """A digest of this folder's files, whose functions may be part of any other's code."""
+    """A digest of this folder's files: their functions may be inlined into each other."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).digest()
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Whether their memory may be read as it is: on the CPU, of one dtype, not sharded or traced."""
+    """Whether the tensors' memory can be read directly: on the CPU, of one dtype, not sharded or traced."""
     dtype = tensors[0].dtype
-    for x in tensors:  # a loop, since this is asked several times a layer
+    for x in tensors:  # a loop, since this is called several times a layer
         if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.dtype is not dtype:
             return False
     return True
 
 
 def array(x: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor, contiguous; bfloat16 as uint16."""
+    """The memory of a tensor as a contiguous array; bfloat16 as uint16."""
     x = x.detach().contiguous()
     return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 
 def memory(address: int, shape: tuple[int, ...], number: Any) -> np.ndarray[Any, Any]:
-    """The contiguous array at an address, of numbers of the kind of `number`.
+    """The contiguous array at an address, with the dtype of `number`.
 
-    A compiled function that takes addresses is called in half the time of one that takes arrays, and numpy
-    holds on to nothing.
+    Calling a compiled function with addresses takes half the time of calling it with arrays, and numpy holds
+    no reference to the memory.
     """
     size = int(math.prod(shape)) * number.itemsize
     return np.frombuffer((ctypes.c_byte * size).from_address(int(address)), number.dtype).reshape(shape)
@@ -114,7 +114,7 @@ def _pointer(context: Any, address: Any, number: Any) -> tuple[Any, Callable[...
 
 
 def room(shape: tuple[int, ...], number: Any) -> np.ndarray[Any, Any]:
-    """An array of numbers of the kind of `number`, with anything in it."""
+    """An uninitialized array with the dtype of `number`."""
     return np.empty(shape, number.dtype)
 
 
@@ -125,7 +125,7 @@ def _room_compiled(shape: Any, number: Any) -> Callable[..., Any]:
 
 
 def number_of(x: Any) -> Any:
-    """What a number of an array stands for; one of 16 bits is a bfloat16."""
+    """The value of an array element; 16-bit elements are bfloat16."""
     return wide(x) if isinstance(x, np.uint16) else x
 
 
@@ -135,7 +135,7 @@ def _number_compiled(x: Any) -> Callable[..., Any]:
 
 
 def put(array: Any, index: int, x: Any) -> None:
-    """Write a number as the array keeps it."""
+    """Write a number in the dtype of the array."""
     array[index] = narrow(x) if array.dtype == np.uint16 else x
 
 
@@ -152,29 +152,29 @@ def _put_compiled(array: Any, index: Any, x: Any) -> Callable[..., None]:
 
 @compiled()
 def put_all(array_N: Any, x_N: Any) -> None:
-    """Write the numbers that stand at the beginning of x as the array keeps them."""
+    """Fill the array with the first numbers of x, in the dtype of the array."""
     for n in range(len(array_N)):
         put(array_N, n, number_of(x_N[n]))
 
 
 @compiled()
 def wide(bits: Any) -> Any:
-    """The float32 that 16 bits of bfloat16 stand for."""
+    """Convert bfloat16, given as its 16 bits, to float32."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @compiled()
 def narrow(x: Any) -> Any:
-    """The 16 bits of the bfloat16 next to a float32, the even one of two that are as near; NaN is one NaN."""
+    """Round float32 to the 16 bits of the nearest bfloat16, ties to even; every NaN becomes the same NaN."""
     bits = np.float32(x).view(np.uint32)
     half = np.uint32(0x7FFF) + (np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-    # Of some NaN the sum would be a number.
+    # For some NaN bit patterns the sum would be a number.
     return np.uint16(np.uint32(bits + half) >> np.uint32(16)) if x == x else NAN_BITS
 
 
 @compiled("contract")
 def exponential(x: float) -> float:
-    """e^x of a float64 up to 700 to within rounding, in operations that run on vectors; NaN stays NaN."""
+    """e^x of a float64 up to 700, to within rounding, in vectorizable operations; NaN stays NaN."""
     # x = n log 2 + r with |r| < 0.35: e^x is 2^n times a polynomial in r.
     inside = LOWEST if x < LOWEST else x
     rounded = inside * LOG2_E + ROUND
@@ -189,7 +189,7 @@ def exponential(x: float) -> float:
 
 
 def steps(builder: Any, length: Any, sizes: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
-    """Machine code for loops over a length in steps of the first size, and of the others what that leaves."""
+    """Emit loops over a length in steps of the first size, then of the other sizes over the remainder."""
     done = ir.Constant(length.type, 0)
     for size in sizes:
         step = ir.Constant(length.type, size)
@@ -200,7 +200,7 @@ def steps(builder: Any, length: Any, sizes: tuple[int, ...]) -> Iterator[tuple[i
 
 
 def fetch(builder: Any, start: Any, count: int) -> None:
-    """Machine code that asks for the lines in which so many numbers begin."""
+    """Emit prefetches of the cache lines that hold `count` numbers from `start` on."""
     byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)

@@ -1,10 +1,10 @@
-"""Decoder layers of an engine in one call on the CPU: with few rows calls cost more than what they compute.
+"""Decoder layers of an engine in one call on the CPU: with few rows, call overhead exceeds the arithmetic.
 
     x + attention(norm x), then x + down(silu(gate(norm x)) * up(norm x))
 
 T = tokens, D = model width, H = query heads, J = key heads, K = head width, N = (H + 2 J) K, F = width of
-the feed-forward, W = tokens that are wanted, L = layers, B = rows, C = blocks of the longest row, P = blocks
-of the pool, S = slots of a block.
+the feed-forward, W = output tokens, L = layers, B = rows, C = blocks of the longest row, P = blocks of the
+pool, S = slots of a block.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from millrace.kernels.paged_attention_cpu import NO_LIMIT, PART_WORK, attend, ou
 from millrace.kernels.product_cpu import ADD, GATE, WRITE, Packed, kinds, place_of, share_product, weight_at
 from millrace.kernels.team import bounds, cut, num_threads, share_out
 
-# Tokens that pay for the thread they are turned, and numbers for that they are normed on.
+# Least tokens per thread for rotary positions, and least numbers per thread for a norm.
 PART_TOKENS = 8
 PART_NORMED = 1 << 14
 NO_SLOT, NO_TOKEN = 1, 2
-# Where things stand in what `_places` gives: after four products of so many numbers each, norms, then sizes.
+# Layout of the result of `_places`: four products of this many numbers each, then norms, then sizes.
 PLACE = 6
 GAINS = 4 * PLACE
 SIZES = GAINS + 4
@@ -36,15 +36,16 @@ SIZES = GAINS + 4
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """All that a layer multiplies with, of one dtype, float32 or bfloat16; and how it attends.
+    """The weights of a layer, all float32 or all bfloat16, and its attention settings.
 
     Attributes:
-        norms: factors [D] of the norms before attention and before the feed-forward; of Llama's form.
-        head_norms: factors [K] of the norms of queries and of keys, likewise; None for models without.
-        eps: of these norms, that of heads last.
-        products: packed weights of queries, keys and values [N, D] one below the other, of the attention's
-            result [D, H K], of gate and up [F, D] as a gated pair, and of down [D, F].
-        biases: of each of these, if any.
+        norms: weights [D] of the norms before attention and before the feed-forward, in Llama's form.
+        head_norms: weights [K] of the query norm and of the key norm, in Llama's form; None for models
+            without them.
+        eps: eps of each of these norms, that of the head norms last.
+        products: packed weights: queries, keys and values [N, D] concatenated along N, the attention output
+            [D, H K], gate and up [F, D] as a gated pair, and down [D, F].
+        biases: bias of each product, if any.
         scale: as in `dispatch.paged_attention`.
         window: likewise.
         softcap: likewise.
@@ -61,12 +62,12 @@ class LayerWeights:
 
 
 class Layers:
-    """Layers one after another, and the norm behind the last, if any."""
+    """A stack of layers, and the final norm, if any."""
 
     def __init__(
         self, weights: Sequence[LayerWeights], norm_D: Tensor | None = None, *, eps: float = 0.0
     ) -> None:
-        """Keep the weights, and where they lie."""
+        """Keep the weights, and their addresses."""
         self._weights, self._norm_D = weights, norm_D
         self._dtype = weights[0].norms[0].dtype
         self._place_LN = np.array([_places(one) for one in weights])
@@ -81,25 +82,26 @@ class Layers:
         rows: PagedRows,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """What the layers make of some tokens; their keys and values are in the pools then.
+        """Run the layers on some tokens and store their keys and values in the pools.
 
-        Everything has the dtype of the weights. Between two products numbers are kept in float32, but for
-        what a product reads and the sums of the residual stream.
+        Inputs and outputs have the dtype of the weights. Intermediate results are float32, except the inputs
+        of products and the residual stream.
 
         Args:
             x_TD: hidden states.
-            angles: cosines and sines [T, K] of the positions, as transformers makes them (both halves of K
-                alike).
+            angles: cosines and sines [T, K] of the positions, in transformers' layout (both halves of K are
+                equal).
             pools: keys and values of each layer, as `new_pool` makes them, all of one size.
-            rows: whose tokens they are.
-            last_B: the last token of each row, where only they are wanted behind the last layer.
+            rows: the rows that the tokens belong to.
+            last_B: index of the last token of each row, if the last layer returns only those tokens.
 
         Returns:
-            [T, D], or of the last tokens, [B, D].
+            Hidden states [T, D]; with `last_B` those of the last tokens, [B, D].
 
         Raises:
-            ValueError: dtypes differ, the pool does not lie as `new_pool` makes it or has no such slot, a row
-                points outside the pool or the queries, or `last_B` outside of them; nothing is stored then.
+            ValueError: dtypes differ, the pool does not have the layout of `new_pool` or has no such slot, a
+                row points outside the pool or the queries, or `last_B` points outside the queries. Nothing
+                is stored then.
         """
         halves = [half for key, value in pools for half in (stored_keys(key, value), value)]
         given = [x_TD, *(angle_TK.contiguous() for angle_TK in angles), *halves]
@@ -134,8 +136,8 @@ class Layers:
 
 
 def _places(weights: LayerWeights) -> list[int]:
-    """Where a layer's products and norms lie; N, H K, F, the length of a head's norm; and its window."""
-    # Without norms of heads the factors have no length, and their address is not read.
+    """Addresses of a layer's products and norms; N, H K, F, the length of a head norm; and the window."""
+    # Without head norms the length is 0, and the address is not read.
     heads = weights.head_norms or weights.norms
     products = [place_of(*pair) for pair in zip(weights.products, weights.biases, strict=True)]
     given, attended, _, mixed = weights.products
@@ -149,7 +151,7 @@ def _places(weights: LayerWeights) -> list[int]:
 
 @compiled()
 def _layers(addresses: Any, tables: Any, sizes: Any, lies: Any, numbers: Any, rest: Any) -> int:
-    """Give back 0; `NO_SLOT` or `NO_TOKEN` where one is not there, -1 - b where row b lies outside."""
+    """Return 0; `NO_SLOT` or `NO_TOKEN` if one does not exist, -1 - b if row b is out of range."""
     (num_tokens, num_wanted, size, num_rows, num_columns), kept = sizes, numbers[0]
     (num_blocks, num_keys, slots, width), (norm, eps, threads) = lies, rest
     place_LN, number_LN, pool_N = tables
@@ -190,7 +192,7 @@ def _layers(addresses: Any, tables: Any, sizes: Any, lies: Any, numbers: Any, re
 
 @compiled()
 def _layer(x_TD: Any, y_WD: Any, weights: Any, given: Any, numbers: Any, threads: int) -> int:
-    """One layer; y is x itself where every token is wanted."""
+    """Run one layer; y is x itself if every token is an output."""
     (place_N, number_N), (new, rows, last_W), (kept, read, zero, rounds) = weights, given, numbers
     num_outputs, num_attended, inner = place_N[SIZES], place_N[SIZES + 1], place_N[SIZES + 2]
     size = x_TD.shape[1]
@@ -233,7 +235,7 @@ def _norm_part(x_ND: Any, gain_D: Any, options: Any, y_ND: Any, num_parts: int, 
 
 @compiled()
 def _attend_new(heads_TN: Any, found_THK: Any, new: Any, rows: Any, weights: Any, threads: int) -> int:
-    """Norm and turn queries and keys, store keys and values, attend; gives back what `_layers` does."""
+    """Normalize and rotate queries and keys, store keys and values, attend; return as `_layers` does."""
     (pools, slot_T, angles), (place_N, number_N, kept) = new, weights
     num_gains, reach = place_N[SIZES + 3], place_N[SIZES + 4]
     gains = memory(place_N[GAINS + 2], (num_gains,), kept), memory(place_N[GAINS + 3], (num_gains,), kept)
@@ -254,7 +256,7 @@ def _attend_new(heads_TN: Any, found_THK: Any, new: Any, rows: Any, weights: Any
 
 @compiled("contract", "reassoc")
 def _turned(x_K: Any, angles: Any, gain_K: Any, eps: Any, y_K: Any) -> None:
-    """One head, normed in place where there are factors, then turned."""
+    """Apply rotary positions to one head, after a norm in place if the head norm has weights."""
     (cos_K, sin_K), width = angles, len(x_K)
     half = width // 2
     if len(gain_K):

@@ -1,4 +1,4 @@
-"""Which kernel runs: the only place that looks at the device, and the door where inputs are checked.
+"""Kernel dispatch by device, and input validation.
 
 T = packed tokens, B = segments, or rows of a paged forward, H = query heads, J = key heads, K = width of
 queries and keys, V = width of values, P = blocks of the pool, S = slots of a block, N = chosen tokens,
@@ -6,13 +6,13 @@ D = model width.
 
 | scan | what it is | runs on |
 |---|---|---|
-| loop | one token after the other in float64; the reference | everything |
-| chunked | matrix products of 64 tokens, carried in the dtype of the row, at least float32 | everything |
-| numba | compiled, on several threads, carried in float64 | CPU |
-| triton | one pass over the data, carried in float32 (float64 for float64) | CUDA |
+| loop | one token at a time in float64; the reference | all devices |
+| chunked | matrix products of 64 tokens, carry in the dtype of the row, at least float32 | all devices |
+| numba | compiled, on several threads, carry in float64 | CPU |
+| triton | one pass over the data, carry in float32 (float64 for float64) | CUDA |
 
-`auto` is triton on CUDA and numba on the CPU; the loop on other devices, and for short rows on the CPU: both
-are exact to the rounding of the result, so which of the two ran hardly ever shows.
+`auto` is triton on CUDA and numba on the CPU. It is the loop on other devices and for short rows on the CPU:
+loop and numba are both exact to the rounding of the result, so their results hardly ever differ.
 
 Attention over the paged pool is numba on the CPU, triton on CUDA, and plain torch on other devices. The
 log-probability of chosen tokens is triton on CUDA, and chunks of torch elsewhere.
@@ -46,14 +46,14 @@ def linear_scan(
 ) -> Tensor:
     """A_t = x_t + w_t A_{t+1}, or x_t + w_t A_{t-1} forward, over a packed row of segments of any lengths.
 
-    w_t = 0 where a segment ends (begins, forward): there A_t = x_t, whatever stands beyond, be it NaN.
+    w_t = 0 where a segment ends (begins, forward): there A_t = x_t, even if the neighbour is NaN.
 
     Args:
-        x_T: what each token adds; bfloat16, float32 or float64, without gradient.
-        w_T: the share of the neighbour that it keeps; same dtype.
-        reverse: whether the neighbour is the next token, or the one before.
-        scan: which implementation, see above.
-        out_T: where the result goes; a new tensor without it.
+        x_T: summand of each token; bfloat16, float32 or float64, without gradient.
+        w_T: weight of the neighbour; same dtype.
+        reverse: whether the neighbour is the next token; otherwise it is the previous one.
+        scan: the implementation, see above.
+        out_T: output buffer; None allocates one.
 
     Returns:
         A [T], in the dtype of x_T.
@@ -85,25 +85,25 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  return_t = A_t + V_t
 
-    Beyond the last token of segment b A is 0 and V is bootstrap_b. A NaN or an infinity reaches only tokens
-    before it in its own segment.
+    After the last token of segment b, A is 0 and V is bootstrap_b. A NaN or an infinity affects only earlier
+    tokens of its own segment.
 
     Args:
         reward_T: rewards; bfloat16, float32 or float64, without gradient.
-        value_T: values of the states that the tokens were chosen in; same dtype.
+        value_T: value of the state before each token; same dtype.
         length_B: tokens of each segment, integers that add up to T; 0 is allowed.
         gamma: discount, in [0, 1].
         lam: lambda, in [0, 1]: one number, or one for each segment [B].
-        bootstrap_B: value of the state after each segment, where it was cut short; 0 without it.
-        scan: which implementation, see above.
-        out: where advantage and return go; new tensors without it.
+        bootstrap_B: value of the state after each segment, if the segment was truncated; None is 0.
+        scan: the implementation, see above.
+        out: output buffers of advantage and return; None allocates them.
 
     Returns:
         advantage and return (advantage + value), both [T], in the dtype of the values.
 
     Raises:
         ValueError: gamma or lambda leaves [0, 1], the lengths do not add up or one is negative, or anything
-            that `linear_scan` refuses.
+            that `linear_scan` rejects.
 
     Source: Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
     estimation".
@@ -135,10 +135,10 @@ def gae(
 def store_kv(
     key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
 ) -> None:
-    """Write each token's key and value into its slot of the pool; those with slot -1 are left out.
+    """Write each token's key and value into its slot of the pool; tokens with slot -1 are skipped.
 
     Args:
-        key_TJK: keys, without gradient; any dtype, rounded to that of the pool.
+        key_TJK: keys, without gradient; any dtype, converted to that of the pool.
         value_TJK: values, likewise.
         key_PJSK: the keys' pool, as `new_pool` makes it.
         value_PJSK: the values' pool.
@@ -146,7 +146,7 @@ def store_kv(
 
     Raises:
         ValueError: shapes, devices or dtypes do not fit each other, a tensor requires a gradient, or, on the
-            CPU, a slot lies outside the pool.
+            CPU, a slot is outside the pool.
     """
     _check_pool(key_PJSK, value_PJSK)
     _check_table("slot_T", slot_T, torch.int64, (len(slot_T),), key_PJSK.device)
@@ -172,17 +172,17 @@ def paged_attention(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T) v of each query over positions 0 to its own, its key and value already stored.
+    """softmax(scale q k^T) v of each query over positions 0 to its own; its key and value are already stored.
 
     Args:
         query_THK: queries, without gradient.
         key_PJSK: the keys' pool, as `new_pool` makes it; J divides H.
         value_PJSK: the values' pool.
-        rows: whose queries they are. Queries of no row come out as anything.
+        rows: the rows that the queries belong to. The result of a query of no row is undefined.
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        chunk: a token sees none of an earlier chunk of so many positions; None for no chunks.
+        chunk: attention chunk size in positions: a token sees only its own chunk; None for no chunks.
 
     Returns:
         [T, H, V] in the dtype of the queries.
@@ -208,10 +208,10 @@ def paged_attention(
 
 
 def fused_logprob(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What makes log-probabilities without logits for such hidden states, or None where chunks of torch do.
+    """The fused log-probability kernel for such hidden states; None where chunks of torch are used instead.
 
-    It takes what `token_logprob` takes, without a support and without a tile. float64, and two dtypes at
-    once, go through torch everywhere.
+    The kernel takes the arguments of `token_logprob`, except a support and a tile. float64 and mixed dtypes
+    always use torch.
 
     Args:
         hidden_ND: final hidden states.
@@ -226,7 +226,7 @@ def fused_logprob(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[..., tuple[T
 
 
 def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What fills given buffers with a scan, and with GAE, for rows like this one."""
+    """The implementations of the scan and of GAE for rows like this one; they fill given buffers."""
     device = like_T.device.type
     if scan not in get_args(Scan):
         raise ValueError(f"scan is {scan!r}; there are {', '.join(get_args(Scan))}")
@@ -250,7 +250,7 @@ def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Cal
 
 
 def _paged(like: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
-    """What fills the pool on this device, and what attends over it."""
+    """The functions that fill the pool and attend over it on this device."""
     if like.device.type == "cpu":
         from millrace.kernels import paged_attention_cpu
 
@@ -342,7 +342,7 @@ def _lambdas(lam: float | Tensor, num_segments: int) -> Tensor:
 
 
 def _buffer(name: str, out_T: Tensor | None, rows: dict[str, Tensor]) -> Tensor:
-    """`out_T` if a result like the rows can go there, or a new tensor."""
+    """`out_T` if it fits a result like the rows; a new tensor if it is None."""
     other, like_T = next(iter(rows.items()))
     if out_T is None:
         return like_T.new_empty(len(like_T))

@@ -19,13 +19,13 @@ from millrace.kernels.linear import linear
 def grouped_linear(x_ND: Tensor, weight_EMD: Tensor, count_E: Sequence[int]) -> Tensor:
     """Compute y_n = x_n W_e^T, [N, M], where e is the expert of row n; differentiable once in both.
 
-    An expert without rows has a gradient of 0. In bfloat16 on CUDA this is one product of torch; elsewhere
-    one for each expert, over contiguous rows.
+    An expert without rows has a gradient of 0. In bfloat16 on CUDA this is one grouped product of torch;
+    elsewhere one product for each expert, over contiguous rows.
 
     Args:
         x_ND: the rows of expert 0, then those of expert 1, and so on.
         weight_EMD: one weight for each expert, of the dtype of x_ND.
-        count_E: how many rows each expert has.
+        count_E: rows of each expert.
 
     Raises:
         ValueError: shapes, dtypes or counts do not fit.
@@ -81,7 +81,7 @@ def _rows(x_ND: Tensor, weight_EMD: Tensor, count_E: tuple[int, ...]) -> Tensor:
 
 
 def _weights(y_NM: Tensor, x_ND: Tensor, count_E: tuple[int, ...]) -> Tensor:
-    """Of each expert, y^T x over its rows, [E, M, D]."""
+    """For each expert, y^T x over its rows, [E, M, D]."""
     if _native(x_ND.device.type, x_ND.dtype, y_NM.shape[1], x_ND.shape[1]):
         return F.grouped_mm(y_NM.T, x_ND, offs=_ends(x_ND, count_E))
     out_EMD = x_ND.new_empty(len(count_E), y_NM.shape[1], x_ND.shape[1])
@@ -91,10 +91,10 @@ def _weights(y_NM: Tensor, x_ND: Tensor, count_E: tuple[int, ...]) -> Tensor:
 
 
 def _native(device: str, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch has one product for all experts; its rows must begin at multiples of 16 bytes."""
+    """Whether torch has a grouped product for these; its rows must begin at multiples of 16 bytes."""
     return device == "cuda" and dtype is torch.bfloat16 and not any(width % 8 for width in widths)
 
 
 def _ends(x_ND: Tensor, count_E: tuple[int, ...]) -> Tensor:
-    """Where each expert's rows end, as torch's product reads it."""
+    """Cumulative row counts of the experts, in the form that torch's grouped product takes."""
     return torch.tensor(count_E, device=x_ND.device).cumsum(0, dtype=torch.int32)

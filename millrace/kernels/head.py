@@ -1,6 +1,6 @@
-"""What stands between a hidden state and the distribution of a token: the head, and the support.
+"""The output head and the support: how a hidden state becomes the distribution of a token.
 
-N = tokens, D = model width, V = vocabulary, or what one rank holds of it, M = tokens of all supports.
+N = tokens, D = model width, V = vocabulary, or one rank's shard of it, M = tokens of all supports.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from millrace.kernels.product_cpu import Packed
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What turns a hidden state into logits: softcap * tanh(scale (W h + b) / softcap).
+    """The output head, from hidden states to logits: softcap * tanh(scale (W h + b) / softcap).
 
-    With a group it is a shard: each rank of the group holds some neighbouring rows of the weight and of the
-    bias, one row at least, and together they hold each token of the vocabulary once.
+    With a group it is a shard: each rank of the group holds a contiguous range of at least one row of the
+    weight and of the bias; the ranges partition the vocabulary.
 
     Attributes:
         weight_VD: the output embedding.
         bias_V: its bias, if any.
         scale: factor of the logits (Cohere, Granite).
-        softcap: bound of the logits (Gemma 2), above 0; None leaves them.
-        tile: rows of one product where a row's bits must be its own, as in `kernels.linear`; None otherwise.
-        packed: what `kernels.linear.pack` made of the weight, if anything.
-        group: the ranks that share the vocabulary; None where the weight is all of it.
-        first_row: which token of the vocabulary the first row of a shard stands for.
+        softcap: bound of the logits (Gemma 2), above 0; None for no bound.
+        tile: rows of one product for batch-invariant results, as in `kernels.linear`; None otherwise.
+        packed: the weight packed by `kernels.linear.pack`, if it was.
+        group: the process group over which the vocabulary is sharded; None for an unsharded weight.
+        first_row: token id of the first row of a shard.
 
     Raises:
-        ValueError: the softcap is not above 0, the bias is not one number for each row of the weight, a shard
-            has no row or a tile, or there is a first row without a group.
+        ValueError: the softcap is not above 0, the bias does not have one number for each row of the weight,
+            a shard has no row or has a tile, or there is a first row without a group.
     """
 
     weight_VD: Tensor
@@ -64,7 +64,7 @@ class Head:
             raise ValueError(f"tile is {self.tile} for a shard; a row's own bits are for whole heads only")
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits in float32 (float64 stays float64), [N, V]; of a shard, those of its own rows."""
+        """Compute logits in float32 (float64 stays float64), [N, V]; a shard gives those of its own rows."""
         if self.tile is not None:
             logit_NV = invariant_linear(hidden_ND, self.weight_VD, self.bias_V, tile=self.tile)
         else:
@@ -79,11 +79,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Supports:
-    """The tokens that each of N draws was made among, end to end; it is indexed like a column [N].
+    """The supports of N tokens: the token ids that each was sampled from; indexed like a column [N].
 
     Attributes:
-        token_M: integers in [0, V), those of the first draw before those of the second.
-        count_N: int64, how many belong to each draw; 0 means the whole vocabulary.
+        token_M: integers in [0, V), the supports concatenated in order.
+        count_N: int64, the size of each support; 0 means the whole vocabulary.
     """
 
     token_M: Tensor
@@ -91,7 +91,7 @@ class Supports:
 
     @property
     def row_M(self) -> Tensor:
-        """The draw that each token belongs to."""
+        """The index in [0, N) of the support that each entry of `token_M` belongs to."""
         row_N = torch.arange(len(self.count_N), device=self.count_N.device)
         return row_N.repeat_interleave(self.count_N)
 
@@ -106,12 +106,12 @@ class Supports:
 
 
 def runs(start_N: Tensor, count_N: Tensor) -> Tensor:
-    """Where runs of neighbours stand, [M]: start, start + 1, ..., so many as the count, for each of N.
+    """Concatenate the index ranges start, start + 1, ..., start + count - 1 of each of N runs, [M].
 
     Args:
-        start_N: int64, the first place of each run.
-        count_N: int64, 0 or more.
+        start_N: int64, the first index of each run.
+        count_N: int64, the length of each run, 0 or more.
     """
-    # Within the result run n begins at the sum of the counts before it; each place moves as far as its run.
+    # In the result, run n begins at the sum of the counts before it; every index of a run has the same shift.
     shift_M = (start_N - count_N.cumsum(0) + count_N).repeat_interleave(count_N)
     return shift_M + torch.arange(len(shift_M), device=shift_M.device)

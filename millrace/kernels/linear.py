@@ -1,4 +1,4 @@
-"""y = x W^T + b on the CPU, by the quickest way, and in tiles that make a row's bits its own.
+"""y = x W^T + b on the CPU by the fastest available library, and in tiles with batch-invariant results.
 
 M = rows, D = input width, N = output width.
 
@@ -8,8 +8,8 @@ M = rows, D = input width, N = output width.
 | packed weight | `product_cpu` | `product_cpu` | `product_cpu` in float64 |
 | with gradient | oneDNN from `RECORDED_PRODUCT` on | `F.linear` | `F.linear` |
 
-But for packed weights and `invariant_linear` the last bits of a row depend on M: on which library ran, and in
-each library on whether there are few rows.
+Except for packed weights and `invariant_linear`, the last bits of a row depend on M, which decides the
+library and, within a library, the algorithm.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from millrace.kernels import product_cpu
 from millrace.kernels.compiled import readable
 from millrace.kernels.product_cpu import Packed
 
-# Below both, oneDNN's fixed cost of about 12 microseconds outweighs what its product saves.
+# Below both, oneDNN's fixed cost of about 12 microseconds exceeds the time that its product saves.
 PRODUCT = 6 << 20  # M D N
 WEIGHT = 1 << 18  # D N
-# Below this, our step in the graph costs more than it saves.
+# Below this, a custom autograd node costs more than it saves.
 RECORDED_PRODUCT = 1 << 25  # M D N
-# Rows that begin elsewhere than on such a boundary may be multiplied in another order.
+# Unaligned rows may be multiplied in another order.
 ALIGNED_BYTES = 64
 
 
 def linear(
     x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, packed: Packed | None = None
 ) -> Tensor:
-    """As `F.linear`: x W^T + b, [..., N], differentiable once in all three.
+    """Compute x W^T + b, [..., N], as `F.linear` does; differentiable once in all three.
 
     Args:
         x: [..., D].
         weight_ND: the weight.
         bias_N: the bias, if any.
-        packed: what `pack` made of this very weight; used where no gradient is recorded.
+        packed: the same weight packed by `pack`; used if no gradient is recorded.
     """
     recorded = _recorded(x, weight_ND, bias_N)
     if packed is not None and not recorded and not torch.is_autocast_enabled("cpu"):
@@ -56,7 +56,7 @@ def linear(
 
 
 def pack(weight_ND: Tensor) -> Packed | None:
-    """A copy of a weight in the order our products read it; None where it has no use."""
+    """Copy a weight into the layout that `product_cpu` reads; None where that gives no speedup."""
     odd = weight_ND.dtype == torch.bfloat16 and weight_ND.shape[1] % 2
     if odd or not readable(weight_ND) or not product_cpu.usable(weight_ND.dtype):
         return None
@@ -64,16 +64,16 @@ def pack(weight_ND: Tensor) -> Packed | None:
 
 
 def invariant_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, tile: int = 32) -> Tensor:
-    """The product x W^T + b, [..., N]; a row's bits depend on nothing but the row, the weights and the tile.
+    """Compute x W^T + b, [..., N], batch-invariant: a row's bits depend only on the row, weights and tile.
 
-    The product is always one of `tile` rows, the last one filled up with zeros, by one library, over aligned
-    memory. The backward is an ordinary one.
+    Every product has `tile` rows, the last one padded with zeros, and runs in one library on aligned memory.
+    The backward is not batch-invariant.
 
     Args:
         x: [..., D].
         weight_ND: the weight, of the dtype of x.
         bias_N: the bias, if any.
-        tile: rows of one product, at least 1.
+        tile: rows of one product, 1 or more.
 
     Raises:
         ValueError: the tile is below 1, or the shapes or dtypes do not fit.
@@ -97,14 +97,14 @@ def _in_tiles(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, tile: int) ->
     parts = [product(part, weight_ND, bias_N) for part in _laid_out(x_MD, tile).split(tile)]
     if parts:
         parts[-1] = parts[-1][: len(x_MD) - tile * (len(parts) - 1)]
-    # No view, since a model may write over it.
+    # Not a view: a model may modify it in place.
     result = x.new_empty(*x.shape[:-1], len(weight_ND))
     torch.cat(parts, out=result.view(-1, len(weight_ND)))
     return result
 
 
 def _laid_out(x_MD: Tensor, tile: int) -> Tensor:
-    """The rows themselves, or where they do not fill their tiles or lie unaligned, a copy that does."""
+    """The rows; a padded, aligned copy if they do not fill whole tiles or are unaligned."""
     missing = -len(x_MD) % tile
     short = -x_MD.shape[1] % (ALIGNED_BYTES // x_MD.element_size())
     if missing or short or x_MD.data_ptr() % ALIGNED_BYTES or not x_MD.is_contiguous():
@@ -126,7 +126,7 @@ class _Linear(torch.autograd.Function):
         x, weight_ND = ctx.saved_tensors
         slope_MN = slope.reshape(-1, slope.shape[-1])
         x_slope = linear(slope, weight_ND.T) if ctx.needs_input_grad[0] else None
-        # oneDNN would first have to turn both sides; the BLAS need not.
+        # oneDNN would first have to transpose both sides; BLAS does not.
         weight_slope_ND = slope_MN.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         return x_slope, weight_slope_ND, slope_MN.sum(0) if ctx.needs_input_grad[2] else None, None
 
@@ -136,7 +136,7 @@ def _recorded(*tensors: Tensor | None) -> bool:
 
 
 def _quicker(x: Tensor, weight_ND: Tensor, recorded: bool) -> bool:
-    """Whether oneDNN gives this product sooner than `F.linear`."""
+    """Whether oneDNN computes this product faster than `F.linear`."""
     if x.dtype is not torch.float32:
         return False
     product = x.numel() * len(weight_ND)
@@ -144,7 +144,7 @@ def _quicker(x: Tensor, weight_ND: Tensor, recorded: bool) -> bool:
 
 
 def _fits(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> bool:
-    """Whether oneDNN can do it; what it would not explain is left to `F.linear`."""
+    """Whether oneDNN accepts the arguments; `F.linear` has the better error messages for the rest."""
     tensors = (x, weight_ND) if bias_N is None else (x, weight_ND, bias_N)
     return (
         x.shape[-1:] == weight_ND.shape[1:] and _onednn_has(*tensors) and not torch.is_autocast_enabled("cpu")
@@ -152,7 +152,7 @@ def _fits(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> bool:
 
 
 def _onednn_has(*tensors: Tensor) -> bool:
-    # Without AVX-512 it has no products of bfloat16.
+    # Without AVX-512 oneDNN has no bfloat16 products.
     pairs = any(tensor.dtype is torch.bfloat16 for tensor in tensors)
     if pairs and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

@@ -1,7 +1,7 @@
-"""The plain twins of the scan A_t = x_t + w_t A_{t+1}: a loop, and matrix products of chunks.
+"""Plain implementations of the scan A_t = x_t + w_t A_{t+1}: a loop, and chunked matrix products.
 
-T = packed tokens, B = segments, N = chunks, C = tokens of a chunk. The loop is what every other scan is
-compared with; the chunks show how far matrix products alone can go.
+T = packed tokens, B = segments, N = chunks, C = tokens of a chunk. The loop is the reference for every other
+scan. The chunked scan uses matrix products alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def loop(x_T: Tensor, w_T: Tensor, *, reverse: bool) -> Tensor:
-    """A_t = x_t + w_t A_{t+1}, or A_{t-1} forward, token by token, in float64.
+    """Compute A_t = x_t + w_t A_{t+1}, or A_{t-1} forward, token by token, in float64.
 
-    Where w_t = 0 nothing of the neighbour is left, not even NaN.
+    Where w_t = 0 the neighbour is ignored, even if it is NaN.
     """
     if reverse:
         return loop(x_T.flip(0), w_T.flip(0), reverse=False).flip(0)
@@ -27,20 +27,20 @@ def loop(x_T: Tensor, w_T: Tensor, *, reverse: bool) -> Tensor:
 
 
 def chunked(x_T: Tensor, w_T: Tensor, *, reverse: bool, chunk: int = 64) -> Tensor:
-    """As `loop`, with one matrix product for all chunks and a short loop that carries from chunk to chunk.
+    """Compute `loop` with one matrix product for all chunks and a short loop over chunks for the carry.
 
-    Within a chunk A_j is the sum of reach_ij x_i over i <= j, with reach_ij = w_{i+1} ... w_j; a w of 0 cuts
-    the reach. Then A_j gains (w_0 ... w_j) times the last A of the chunk before. Extra memory is T C numbers;
-    the carry and the result have the dtype of x_T, at least float32.
+    Within a chunk A_j is the sum of reach_ij x_i over i <= j, with reach_ij = w_{i+1} ... w_j; a w of 0 makes
+    the reach 0. Then (w_0 ... w_j) times the last A of the previous chunk is added to A_j. Extra memory is
+    T C numbers; the carry and the result have the dtype of x_T, at least float32.
 
     Args:
-        x_T: what each token adds.
-        w_T: the share of the neighbour.
-        reverse: whether the neighbour is the next token, or the one before.
+        x_T: summand of each token.
+        w_T: weight of the neighbour.
+        reverse: whether the neighbour is the next token; otherwise it is the previous one.
         chunk: C.
 
     Raises:
-        ValueError: x_T or w_T holds NaN or infinity, which a product would spread over the whole chunk.
+        ValueError: x_T or w_T holds NaN or infinity, which a product would propagate to the whole chunk.
 
     Source: LiLei 2025, "Chunk-scan GAE" (slime), with segments.
     """
@@ -64,7 +64,7 @@ def chunked(x_T: Tensor, w_T: Tensor, *, reverse: bool, chunk: int = 64) -> Tens
 def linear_scan(
     x_T: Tensor, w_T: Tensor, out_T: Tensor, *, reverse: bool, scan: Callable[..., Tensor]
 ) -> None:
-    """`scan` (`loop` or `chunked`) into a buffer."""
+    """Write the result of `scan` (`loop` or `chunked`) into a buffer."""
     out_T.copy_(scan(x_T, w_T, reverse=reverse))
 
 
@@ -79,13 +79,13 @@ def gae(
     bootstrap_B: Tensor,
     scan: Callable[..., Tensor],
 ) -> None:
-    """Advantage and return into `out`, one step after the other: the twin of the fused kernels.
+    """Write advantage and return into `out`, unfused: the reference for the fused kernels.
 
     Args:
         reward_T: rewards.
         value_T: values.
         length_B: tokens of each segment.
-        out: buffers of advantage and return.
+        out: output buffers of advantage and return.
         gamma: discount.
         decay_B: gamma lambda of each segment, float64.
         bootstrap_B: value of the state after each segment.

@@ -1,10 +1,10 @@
-"""The scan and GAE compiled for the CPU: on several threads, over segments and inside a long one.
+"""The scan and GAE compiled for the CPU: parallel across segments and within a long one.
 
-T = packed tokens, B = segments. A row is cut into parts of equal length, wherever the cuts fall. First each
-part says how its first A hangs on the carry from the part to its right (A = value + share * carry); it need
-not look further than the segment at its start. Chained, these are the carries of all parts, and each part is
-scanned on its own (reduce, then scan). The carry is float64, so that neither the number of threads nor the
-length of a segment shows in a float32 result.
+T = packed tokens, B = segments. A row is cut into parts of equal length, regardless of segments. First each
+part computes its first A as a linear function of the carry from the part to its right
+(A = value + share * carry); this only reads the segment at its start. Composed, these functions give the
+carry into every part. Then each part is scanned independently (reduce-then-scan). The carry is float64, so
+that neither the number of threads nor the length of a segment affects a float32 result.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from millrace.kernels.compiled import compiled
 from millrace.kernels.team import bounds, cuts, share_out
 
-# A thread costs more than it saves on fewer tokens.
+# With fewer tokens per thread, starting a thread costs more than it saves.
 PART_TOKENS = 1 << 17
-# Tokens that are scanned in the first-level cache, between one pass over the inputs and one over each output.
+# Tokens scanned in the L1 cache at a time, between one pass over the inputs and one over each output.
 TILE = 64
 
 Array = NDArray[Any]
@@ -31,7 +31,7 @@ Common = tuple[Arrays, Arrays, float]
 
 
 def linear_scan(x_T: Tensor, w_T: Tensor, out_T: Tensor, *, reverse: bool) -> None:
-    """out_t = x_t + w_t out_{t+1}, or out_{t-1} forward; all of one dtype, contiguous."""
+    """Compute out_t = x_t + w_t out_{t+1}, or out_{t-1} forward; all of one dtype, contiguous."""
     wide_T = _wide(out_T)
     x, w, out = (row_T.numpy() for row_T in (_wide(x_T), _wide(w_T), wide_T))
     if not reverse:
@@ -50,13 +50,13 @@ def gae(
     decay_B: Tensor,
     bootstrap_B: Tensor,
 ) -> None:
-    """Advantage and return of packed segments into `out`; all of one dtype, contiguous.
+    """Write advantage and return of packed segments into `out`; all of one dtype, contiguous.
 
     Args:
         reward_T: rewards.
         value_T: values.
         length_B: tokens of each segment, int64; they add up to T.
-        out: buffers of advantage and return.
+        out: output buffers of advantage and return.
         gamma: discount.
         decay_B: gamma lambda of each segment, float64.
         bootstrap_B: value of the state after each segment.
@@ -66,7 +66,7 @@ def gae(
     inputs = reward_T, value_T
     rows = tuple(row_T.numpy() for row_T in (*map(_wide, inputs), *wide))
     segments = end_B - length_B, end_B, decay_B.contiguous(), _wide(bootstrap_B)
-    # An integer would be compiled for once more.
+    # An integer gamma would trigger another compilation.
     common = rows, tuple(one_B.numpy() for one_B in segments), float(gamma)
     _gae_all(common, *cuts(len(value_T) // PART_TOKENS))
     for wide_T, out_T in zip(wide, out, strict=True):
@@ -74,7 +74,7 @@ def gae(
 
 
 def _wide(row: Tensor) -> Tensor:
-    """The tensor itself, or float32 for bfloat16, which numba does not know."""
+    """The tensor itself; float32 for bfloat16, which numba does not support."""
     return row.float() if row.dtype == torch.bfloat16 else row
 
 
@@ -85,7 +85,7 @@ def _narrow(wide_T: Tensor, out_T: Tensor) -> None:
 
 @compiled("contract")
 def _chained(head_P2: Array) -> Array:
-    """The carry into each part, from what each says of the one to its right (value, share)."""
+    """The carry into each part, from the linear function (value, share) of each part."""
     carry_P = np.zeros(len(head_P2))
     for part in range(len(head_P2) - 1, 0, -1):
         value, share = head_P2[part]
@@ -109,7 +109,7 @@ def _gae_all(common: Common, num_parts: int, num_members: int) -> None:
 
 @compiled("contract")
 def _head(rows: Arrays, head_P2: Array, before: int) -> None:
-    """A where the part behind `before` starts as (value, share): value + share times A where it stops."""
+    """A at the start of the part after `before`, as (value, share): value + share * A at the part's end."""
     x, w, _ = rows
     start, stop = bounds(len(x), len(head_P2), before + 1)
     value, share = 0.0, 1.0
@@ -133,7 +133,7 @@ def _scan(rows: Arrays, carry_P: Array, part: int) -> None:
 
 @compiled("contract")
 def _gae_head(common: Common, head_P2: Array, before: int) -> None:
-    """As `_head`, of the advantage."""
+    """As `_head`, for the advantage."""
     rows, segments, gamma = common
     _, end, decay, _ = segments
     start, stop = bounds(len(rows[0]), len(head_P2), before + 1)
@@ -161,7 +161,7 @@ def _gae_stretch(
 ) -> float:
     """Scan (segment, start, top) in tiles from the right, and what is left over token by token.
 
-    The carry counts where the segment goes on to the right. Nothing is written unless `keep`. Gives back the
+    The carry is used if the segment continues to the right. Nothing is written unless `keep`. Return the
     advantage at the start.
     """
     reward, value, advantage, returns = rows
@@ -180,7 +180,7 @@ def _gae_stretch(
         delta[TILE - 1] = r[TILE - 1] + gamma * after - v[TILE - 1]
         carry = _chain(delta, decay[b], carry)
         if keep:
-            # One output at a time: together they may evict each other from the cache.
+            # One output at a time: written together, they may evict each other from the cache.
             for k in range(TILE):
                 a[k] = delta[k]
             for k in range(TILE):
@@ -197,14 +197,14 @@ def _gae_stretch(
 
 @compiled("contract")
 def _chain(x: Array, w: float, carry: float) -> float:
-    """A_k = x_k + w A_{k+1} of a tile in place; gives back A_0.
+    """Compute A_k = x_k + w A_{k+1} of a tile in place; return A_0.
 
-    Four tokens at a time, so that only one product in four waits for the one before.
+    Four tokens at a time, so that only one product in four depends on the previous one.
     """
     w2 = w * w
     w3, w4 = w2 * w, w2 * w2
     for four in range(TILE // 4):
-        # Unsigned: a signed index would be checked for being negative.
+        # Unsigned: numba checks a signed index for being negative.
         k = np.uintp(TILE - 4 - 4 * four)
         k1, k2, k3 = k + np.uintp(1), k + np.uintp(2), k + np.uintp(3)
         x3 = x[k3]

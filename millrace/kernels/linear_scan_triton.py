@@ -1,14 +1,15 @@
 """The scan and GAE as Triton kernels: one pass, parallel over segments and inside a long one.
 
 T = packed tokens, B = segments. A row is cut into tiles. A tile loads its tokens once, scans them on chip,
-tells how its last A hangs on the carry (A = value + share * carry), looks back over what the tiles before it
-told until it knows the carry, and stores its results once (Merrill and Garland 2016, "Single-pass parallel
-prefix scan with decoupled look-back"; reduce-then-scan in two kernels would read everything twice). "Before"
-and "last" are meant in the order of the scan: in reverse, a tile is followed by the one to its left.
+publishes its last A as a linear function of the carry (A = value + share * carry), looks back over the values
+published by the tiles before it until the carry is known, and stores its results once (Merrill and Garland
+2016, "Single-pass parallel prefix scan with decoupled look-back"; reduce-then-scan in two kernels would read
+everything twice). "Before" and "last" refer to the order of the scan: in reverse, the tile to the left comes
+after.
 
-Two things keep the look-back safe. Tiles are handed out by a counter, so a tile waits only for tiles that
-already run. And each number is told in a word of its own that was UNSET: whoever reads anything else has read
-the number, so no order among the writes is needed.
+Two properties make the look-back safe. An atomic counter assigns the tiles, so a tile waits only for tiles
+that already run. And each number has a word of its own, initialized to UNSET: any other content is the number
+itself, so the writes need no ordering.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens of a tile: what 256 threads hold in 64 registers each, so that four tiles share a multiprocessor.
+# Tokens of a tile: 256 threads hold them in 64 registers each, so that a multiprocessor runs four tiles.
 BLOCK = {torch.float32: 2048, torch.float64: 1024}
 NUM_WARPS = 8
-# Tiles looked back at in one step: one a thread. Of two threads that listen to the same tile, one may hear it
-# and the other not yet.
+# Tiles read in one step of the look-back: one per thread. Two threads that poll the same tile might disagree
+# on whether it is set.
 WINDOW = 32 * NUM_WARPS
-# The bits of a NaN that arithmetic does not make.
+# The bits of a NaN that arithmetic does not produce.
 UNSET = tl.constexpr(-1)
 
 
 def linear_scan(x_T: Tensor, w_T: Tensor, out_T: Tensor, *, reverse: bool) -> None:
-    """out_t = x_t + w_t out_{t+1}, or out_{t-1} forward; all of one dtype, contiguous."""
+    """Compute out_t = x_t + w_t out_{t+1}, or out_{t-1} forward; all of one dtype, contiguous."""
     if len(x_T) == 0:
         return
     state, num_tiles, options = _prepared(x_T)
@@ -49,13 +50,13 @@ def gae(
     decay_B: Tensor,
     bootstrap_B: Tensor,
 ) -> None:
-    """Advantage and return of packed segments into `out`; all of one dtype, contiguous.
+    """Write advantage and return of packed segments into `out`; all of one dtype, contiguous.
 
     Args:
         reward_T: rewards.
         value_T: values.
         length_B: tokens of each segment, int64; they add up to T.
-        out: buffers of advantage and return.
+        out: output buffers of advantage and return.
         gamma: discount.
         decay_B: gamma lambda of each segment, float64.
         bootstrap_B: value of the state after each segment.
@@ -65,10 +66,10 @@ def gae(
     state, num_tiles, options = _prepared(value_T)
     carry = _carry_dtype(value_T)
     end_B = length_B.cumsum(0)
-    # Which segment the first token of each tile belongs to, and, past the last tile, the last segment.
+    # The segment of the first token of each tile; after the last tile, the last segment.
     start = torch.arange(num_tiles + 1, device=value_T.device) * options["BLOCK"]
     segment = torch.searchsorted(end_B, start.clamp_(max=len(value_T) - 1), right=True, out_int32=True)
-    # A number given to a kernel becomes float32, one in memory keeps its dtype.
+    # A scalar argument of a kernel becomes float32; a tensor keeps its dtype.
     gamma_1 = torch.full((1,), gamma, dtype=carry, device=value_T.device)
     segments = (segment, end_B, decay_B.to(value_T.device, carry), bootstrap_B.contiguous(), gamma_1)
     with torch.cuda.device_of(value_T):
@@ -80,9 +81,9 @@ def _carry_dtype(row_T: Tensor) -> torch.dtype:
 
 
 def _prepared(row_T: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
-    """Words that are UNSET, the number of tiles, and what the kernels are compiled for.
+    """The state words, all UNSET, the number of tiles, and the compile-time options of the kernels.
 
-    The words are three for each tile (share, value, and last A) and the counter that hands out tiles.
+    The words are three for each tile (share, value, and last A) and the counter that assigns tiles.
     """
     wide = _carry_dtype(row_T) == torch.float64
     block = BLOCK[_carry_dtype(row_T)]
@@ -138,7 +139,7 @@ def _gae(
     inside = k < num_tokens - start
     b = _segment_of(k, end, start, segment + tile)
     last = tl.load(end + b) - start == k + 1
-    # Beyond the row stands anything; the share of its last token is 0 and keeps it out.
+    # Memory after the row is arbitrary; the share of the last token is 0, which excludes it.
     r = tl.load(reward + start + k, inside).to(CARRY)
     v = tl.load(value + start + k, inside).to(CARRY)
     after = tl.load(value + start + 1 + k, inside & (last == 0))
@@ -154,7 +155,7 @@ def _gae(
 
 @triton.jit
 def _follow(far_share: tl.tensor, far_value: tl.tensor, share: tl.tensor, value: tl.tensor) -> tl.tensor:
-    """Two neighbours as one: what is beyond the far one reaches through both. A share of 0 stops even NaN."""
+    """Compose the linear functions of two neighbours; a share of 0 blocks even NaN."""
     return far_share * share, tl.where(share == 0, value, value + share * far_value)
 
 
@@ -165,13 +166,13 @@ def _add(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _next_place(state: tl.tensor, num_tiles: tl.tensor) -> tl.tensor:
-    """Which tile in the order of the scan comes next, from 0; int64, so that no address overflows."""
+    """The index of the next tile in the order of the scan, from 0; int64, so that no address overflows."""
     return tl.atomic_add(state + 3 * num_tiles, 1, sem="relaxed").to(tl.int64) - UNSET
 
 
 @triton.jit
 def _segment_of(k: tl.tensor, end: tl.tensor, start: tl.tensor, segment: tl.tensor) -> tl.tensor:
-    """The segment of each token of a tile: the first that ends beyond it, found by halving."""
+    """The segment of each token of a tile: the first one that ends after it, found by bisection."""
     first, final = tl.load(segment), tl.load(segment + 1)
     low = tl.full(k.shape, first, tl.int32)
     high = tl.full(k.shape, final, tl.int32)
@@ -196,7 +197,7 @@ def _carry(
     LAST: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Tell the tiles that follow how this one ends, and find the last A of the tile before it."""
+    """Publish this tile's linear function, and find the last A of the tile before it."""
     last = tl.arange(0, share.shape[0]) == LAST
     share = tl.reduce(tl.where(last, share, 0), 0, _add)
     value = tl.reduce(tl.where(last, value, 0), 0, _add)
@@ -225,13 +226,13 @@ def _tell(word: tl.tensor, number: tl.tensor) -> None:
 
 @triton.jit
 def _heard(word: tl.tensor, num_tiles: tl.tensor, there: tl.tensor, CARRY: tl.constexpr) -> tl.tensor:
-    """Share and value of some tiles, once all of them have told; share 0 where the last A itself is known."""
+    """Wait until some tiles are set; return share and value, share 0 where the last A itself is known."""
     share = there.to(word.dtype.element_ty)
     value, known, waiting = share, share, True
     while waiting:
         share = tl.load(word, there, volatile=True)
         value = tl.load(word + num_tiles, there, volatile=True)
-        # Beyond the row A is known to be 0.
+        # Outside the row A is 0.
         known = tl.load(word + 2 * num_tiles, there, other=0, volatile=True)
         missing = (known == UNSET) & ((share == UNSET) | (value == UNSET))
         waiting = tl.reduce(missing.to(tl.int32), 0, _add) > 0

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation in one pass over each row, on the CPU; every row alone, in a fixed order.
+"""Root-mean-square normalization in one pass over each row, on the CPU; row by row, in a fixed order.
 
 N = rows, D = width. In float32:
 
@@ -10,7 +10,7 @@ N = rows, D = width. In float32:
 | olmo2 | weight | at the end | OLMo 2 |
 | gemma | 1 + weight | at the end | Gemma |
 
-A row's result has the same bits whatever rows stand beside it.
+A row's result has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Tensor:
-    """Each row of x divided by its root mean square and scaled, in the dtype of x.
+    """Divide each row of x by its root mean square and scale it, in the dtype of x.
 
-    Differentiable in x and the weight, once. Compiled for float32 and bfloat16 on the CPU; elsewhere the
-    plain twin runs, which differs by the order of a sum.
+    Differentiable in x and the weight, once. Compiled for float32 and bfloat16 on the CPU; elsewhere
+    `rms_norm_plain` runs, which sums in another order.
 
     Args:
         x: [..., D].
         weight_D: in the dtype of x.
         eps: added to the mean square.
-        form: what g is, and where a narrow dtype is rounded; see the top of the file.
+        form: the formula for g, and where bfloat16 is rounded; see the table of this module.
 
     Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
     """
@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Tensor:
 
 
 def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Tensor:
-    """The plain twin of `rms_norm`, one operation after the other, as the classes of transformers do it."""
+    """Reference for `rms_norm`: the sequence of operations in transformers' classes."""
     wide_x = x.to(torch.float32)
     wide_x = wide_x * torch.rsqrt(wide_x.pow(2).mean(-1, keepdim=True) + eps)
     if form == "llama":
@@ -77,8 +77,8 @@ def _rows(x: Tensor) -> Any:
 
 
 def _gain(weight_D: Tensor, form: Form) -> Any:
-    """The array g, float32, of memory of its own; no gradient is being recorded."""
-    # torch never again lets go of memory that numpy has seen, and a sharded weight's memory comes and goes.
+    """The array g, float32, in memory of its own; no gradient is recorded."""
+    # A copy: torch cannot free memory that numpy has viewed, and a sharded weight's memory must be freed.
     gain_D = weight_D.clone().float().numpy()
     if form == "gemma":
         gain_D += np.float32(1)
@@ -115,7 +115,7 @@ def _scale(x_D: Any, eps: Any) -> Any:
 
 @compiled()
 def _normed(addresses: Any, shape: Any, number: Any, eps: Any, plus_one: bool, round_first: bool) -> None:
-    """The rows at the addresses of x, weight, result and k."""
+    """Normalize rows, given the addresses of x, weight, result and k."""
     num_rows, width = shape
     x_ND, weight_D = memory(addresses[0], shape, number), memory(addresses[1], (width,), number)
     y_ND = memory(addresses[2], shape, number)
@@ -135,7 +135,7 @@ def gain_of(weight_D: Any, plus: Any) -> Any:
 
 @compiled()
 def norm_rows(x_ND: Any, gain_D: Any, options: Any, scale_N: Any, y_ND: Any) -> None:
-    """The rows of y, and k of each; `options` are eps, and whether x * k is rounded to bfloat16."""
+    """Compute the rows of y, and k of each; `options` are eps, and whether x * k is rounded to bfloat16."""
     eps, round_first = options
     wide_D = np.empty(len(gain_D), np.float32)
     for n in range(len(x_ND)):

@@ -1,11 +1,11 @@
 """Causal attention within segments of a packed row, and of single tokens over a dense cache.
 
-A segment attends to itself alone. Segments that begin with the same tokens may share them: the row holds them
-once, as tokens of one of these segments, and the others attend to them there.
+A segment attends only to itself. Segments with a common prefix may share it: the row holds the prefix once,
+as tokens of one of these segments, and the others attend to it there.
 
-T = tokens of the row, B = rows of a bucket, L = keys of its longest segment, Q = the last of them, whose
-queries are asked, N = places of a rectangle, A = segments, W = their tokens, shared ones counted in each,
-H = query heads, J = key heads, K = width of queries and keys, V = width of values, C = cache slots.
+T = tokens of the row, B = rows of a bucket, L = keys of its longest segment, Q = queries of a segment, which
+belong to its last tokens, N = places of a rectangle, A = segments, W = their tokens, shared ones counted in
+each, H = query heads, J = key heads, K = width of queries and keys, V = width of values, C = cache slots.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch import Tensor
 from millrace.kernels.compiled import readable
 from millrace.kernels.packed_attention_cpu import DTYPES, short_attention
 
-# A bucket holds segments at least this share as long as its longest: padding costs at most twice the scores.
+# Least length of a segment relative to the longest of its bucket: padding at most doubles the scores.
 BUCKET_SHARE = 0.5
-# Scores of a bucket whose segments share tokens, padding included, per score that is wanted: three cost less
-# than smaller buckets, by up to 1.7 times, and less than ten.
+# Most scores, padding included, per useful score in a bucket with shared tokens: three is up to 1.7 times
+# faster than smaller buckets, and faster than ten.
 BUCKET_WASTE = 3
 # Below this length padding is cheaper than another call.
 BUCKET_LENGTH = 64
-# Up to this length two plain products beat torch's fused attention on a CPU, by 2.3 times at 11 tokens, and
-# our kernel beats both.
+# Up to this length two plain products are faster than torch's fused attention on a CPU, 2.3 times at 11
+# tokens, and our kernel is faster than both.
 SHORT_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Tokens of a row laid out in places, some of them several times, and the way back.
+    """A gather of a row's tokens into places, possibly with duplicates, and its inverse.
 
     Attributes:
-        slot_N: packed index of what stands in each place; T where nothing does (zeros).
-        place_T: the first place of each token; N where it has none.
-        again: the S tokens that stand in several places, and their further places, [S] and [S C], filled up
-            with N; None if there are none.
+        slot_N: packed index of the token in each place; T for an empty place (zeros).
+        place_T: the first place of each token; N for a token without a place.
+        again: the S tokens with several places, and their further places, [S] and [S C], padded with N; None
+            if there are none.
     """
 
     slot_N: Tensor
@@ -50,7 +50,7 @@ class Places:
 
     @classmethod
     def of(cls, slot_N: Tensor, num_tokens: int) -> Places:
-        """The way back from places on the CPU to `num_tokens` tokens."""
+        """Compute the inverse tables for `num_tokens` tokens, from `slot_N` on the CPU."""
         nowhere = len(slot_N)
         place_N = torch.cat([slot_N.argsort(stable=True), torch.tensor([nowhere])])
         count_T = torch.bincount(slot_N, minlength=num_tokens)[:num_tokens]
@@ -64,31 +64,31 @@ class Places:
         return cls(slot_N, place_T, (token_S, place_N[nth_SC]))
 
     def to(self, device: torch.device) -> Places:
-        """The same places, their tables on another device."""
+        """Copy the tables to another device."""
         again = None if self.again is None else (self.again[0].to(device), self.again[1].to(device))
         return Places(self.slot_N.to(device), self.place_T.to(device), again)
 
     def spread(self, x_THK: Tensor) -> Tensor:
-        """What stands in each place, [N, ...]; the slope of a token is the sum of those of its places."""
+        """Gather tokens into places, [N, ...]; a token's gradient is the sum over its places."""
         x_NHK: Tensor = _Gather.apply(x_THK, self.slot_N, self.place_T, self.again)
         return x_NHK
 
     def gather(self, x_NHK: Tensor) -> Tensor:
-        """What stands in the only place of each token, zeros where it has none, [T, ...]."""
+        """Gather the only place of each token, zeros for a token without a place, [T, ...]."""
         x_THK: Tensor = _Gather.apply(x_NHK, self.place_T, self.slot_N, None)
         return x_THK
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Segments of similar length laid out as two rectangles, of keys and of the queries among them.
+    """Segments of similar length laid out as two rectangles, one of keys and one of queries.
 
     Attributes:
         length_B: tokens of each segment.
-        first_B: position of each segment's first own token, from which on its queries are asked.
+        first_B: position of each segment's first own token, which is its first query.
         key: places [B L] of each segment's tokens.
-        query: places [B Q] of those whose queries are asked in this segment; None if no token is shared, so
-            that they are those of the keys.
+        query: places [B Q] of each segment's queries; None if no token is shared, so that every key is also a
+            query.
         shape: (B, Q, L).
     """
 
@@ -99,7 +99,7 @@ class Bucket:
     shape: tuple[int, int, int]
 
     def to(self, device: torch.device) -> Bucket:
-        """The same bucket, its tables on another device."""
+        """Copy the tables to another device."""
         query = None if self.query is None else self.query.to(device)
         return Bucket(
             self.length_B.to(device), self.first_B.to(device), self.key.to(device), query, self.shape
@@ -108,14 +108,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How a packed row of T tokens divides into segments."""
+    """The segments of a packed row of T tokens, in buckets of similar length."""
 
     buckets: tuple[Bucket, ...]
     num_tokens: int
 
     @classmethod
     def of(cls, length_B: Tensor) -> Segments:
-        """Buckets for segments of these lengths, laid end to end.
+        """Build buckets for segments of these lengths, concatenated.
 
         Raises:
             ValueError: a segment is empty.
@@ -128,21 +128,22 @@ class Segments:
 
     @classmethod
     def sharing(cls, slot_W: Tensor, length_A: Tensor, first_A: Tensor, num_tokens: int) -> Segments:
-        """Buckets for segments of which some begin with tokens of others.
+        """Build buckets for segments, some of which have a prefix in another segment.
 
         Args:
-            slot_W: packed index of each token of each segment, on the CPU as all tables here.
+            slot_W: packed index of each token of each segment, on the CPU, as are all tables here.
             length_A: tokens of each segment.
-            first_A: position of each segment's first own token; one that has only such stands in one piece.
+            first_A: position of each segment's first own token; a segment with only own tokens is contiguous
+                in the row.
             num_tokens: T.
         """
         length, first = length_A.tolist(), first_A.tolist()
         whole = sorted((b for b in range(len(length)) if not first[b]), key=lambda b: -length[b])
-        # Of a segment that has no token of its own nothing is asked.
+        # A segment without own tokens has no queries.
         rest = [b for b in range(len(length)) if 0 < first[b] < length[b]]
         rest.sort(key=lambda b: (-first[b], -length[b]))
         span_A3 = torch.stack([length_A.cumsum(0) - length_A, length_A, first_A], 1)
-        # All short ones are one bucket, since our kernel for them asks for no more than is wanted.
+        # All short segments are one bucket, since our kernel for them computes no padding.
         groups = [whole + rest]
         if max(length) > SHORT_LENGTH:
             spans = [(order, _similar([(first[b], length[b]) for b in order])) for order in (whole, rest)]
@@ -150,16 +151,16 @@ class Segments:
         return cls(tuple(_bucket(slot_W, span_A3[sorted(group)], num_tokens) for group in groups), num_tokens)
 
     def to(self, device: torch.device) -> Segments:
-        """The same segments, their tables on another device."""
+        """Copy the tables to another device."""
         return Segments(tuple(bucket.to(device) for bucket in self.buckets), self.num_tokens)
 
 
 def _similar(spans: Sequence[tuple[int, int]]) -> list[slice]:
-    """Neighbours that make one bucket each.
+    """Slices of consecutive segments, one for each bucket.
 
     Args:
-        spans: (position of the first own token, length) of segments: whole ones by falling length, others by
-            falling position.
+        spans: (position of the first own token, length) of each segment: segments without shared tokens by
+            descending length, others by descending position.
     """
     found: list[slice] = []
     first = longest = wanted = 0
@@ -190,9 +191,9 @@ def _bucket(slot_W: Tensor, span_B3: Tensor, num_tokens: int) -> Bucket:
 
 
 class _Gather(torch.autograd.Function):
-    """y = x[index] (one past the end reads zeros); the slope is gathered by the inverse, not scattered.
+    """y = x[index] (index T reads zeros); the backward gathers by the inverse index instead of scattering.
 
-    A scatter would add in an order that depends on threads; gathers are exact and faster.
+    A scatter would add in an order that depends on threads; gathers are deterministic and faster.
     """
 
     @staticmethod
@@ -215,7 +216,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _padded(x_THK: Tensor) -> Tensor:
-    """With a row of zeros past the end."""
+    """Append a row of zeros."""
     return torch.cat([x_THK, x_THK.new_zeros(1, *x_THK.shape[1:])])
 
 
@@ -236,14 +237,15 @@ def packed_attention(
         query_THK: queries.
         key_TJK: keys; J divides H.
         value_TJK: values.
-        segments: how the row divides.
+        segments: the segments of the row.
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        chunk: a token sees none of an earlier chunk of so many positions of its segment; None for no chunks.
+        chunk: attention chunk size in positions of the segment: a token sees only its own chunk; None for no
+            chunks.
 
-    Our kernel for short segments knows neither chunks nor values of another width than keys; torch computes
-    those.
+    Our kernel for short segments supports neither chunks nor values of another width than keys; torch
+    computes those.
 
     Returns:
         [T, H, V].
@@ -279,7 +281,7 @@ def _causal(
     limits: tuple[int | None, int | None],
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention on rectangles; what lies beyond a segment's end no token inside it ever reads.
+    """Causal attention on rectangles; by causality no token of a segment reads the padding after its end.
 
     The limits are window and chunk.
     """
@@ -312,7 +314,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> 
 
 
 def _shares(score: Tensor, seen: Tensor) -> Tensor:
-    """Softmax over what is seen, in float32 (float64 stays float64), back in the scores' dtype."""
+    """Softmax over the visible keys, in float32 (float64 stays float64), converted to the scores' dtype."""
     wide = torch.promote_types(score.dtype, torch.float32)
     return score.masked_fill(~seen, float("-inf")).softmax(-1, dtype=wide).to(score.dtype)
 
@@ -328,7 +330,7 @@ def packed_attention_loop(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """The plain twin of `packed_attention`: one token and one head at a time, as the equation says."""
+    """Reference for `packed_attention`: the equation, one token and one head at a time."""
     heads = query_THK.shape[1]
     groups = heads // key_TJK.shape[1]
     rows = []
@@ -358,7 +360,7 @@ def cached_attention(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """One new token per row over its cache slots 0 to `position_B`, itself included.
+    """Attention of one new token per row over its cache slots 0 to `position_B`, itself included.
 
     Args:
         query_BHK: queries of the new tokens.
@@ -375,7 +377,7 @@ def cached_attention(
     """
     rows, heads, width = query_BHK.shape
     key_heads, slots = key_BJCK.shape[1], key_BJCK.shape[2]
-    # The query heads that share a key head are its rows, so keys and values are read once and never repeated.
+    # Query heads of a key head are batched as its rows: keys and values are read once and never repeated.
     grouped = query_BHK.view(rows, key_heads, heads // key_heads, width)
     slot_C = torch.arange(slots, device=query_BHK.device)
     seen_BC = slot_C <= position_B[:, None]

@@ -1,16 +1,17 @@
-"""Attention within short segments of a packed row, compiled for the CPU: where they lie, without padding.
+"""Attention within short segments of a packed row, compiled for the CPU: in place, without padding.
 
 T = packed tokens, B = segments, L = tokens of the longest, M = tokens of one segment, R = queries of one
 segment at one key head, H = query heads, J = key heads, K = head width. With scores s_mr = k_m q_r and
-shares p_mr, the softmax of scale s_mr over the tokens m up to that of r:
+attention weights p_mr, the softmax of scale s_mr over the tokens m up to that of r:
 
     y_r = sum_m p_mr v_m
     ds_mr = scale p_mr (dy_r v_m - dy_r y_r)
     dq_r = sum_m ds_mr k_m,  dk_m = sum_r ds_mr q_r,  dv_m = sum_r p_mr dy_r
 
-Scores of one token lie side by side, filled up to whole vectors, so that a softmax is taken of many queries
-at once. One thread computes a segment, key head after key head, and slopes of a token that stands in several
-segments are added in their order; so no bit depends on the threads, nor on other segments but such slopes.
+Scores of one key token are contiguous and padded to whole vectors, so that the softmax is vectorized over
+queries. One thread computes a segment, key head after key head. Gradients of a token shared by several
+segments are added in the order of the segments. So no bit depends on the threads; only the gradients of
+shared tokens depend on other segments.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from millrace.kernels.paged_attention_cpu import add_product
 from millrace.kernels.team import bounds, cuts, share_out
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-# Queries are filled up to a multiple of this; the compiler makes vectors of loops whose length it knows.
+# Queries are padded to a multiple of this; the compiler vectorizes loops of constant length.
 LANES = 16
-# Numbers of queries that pay for the thread they are computed on.
+# Least numbers of queries per thread.
 PART_NUMBERS = 1 << 14
 
 
@@ -43,16 +44,16 @@ def short_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """As `packed_attention` for some segments of a row, [T, H, K]; 0 at tokens of which they ask nothing.
+    """Compute `packed_attention` for some segments of a row, [T, H, K]; 0 at tokens that are not queries.
 
-    Differentiable in queries, keys and values, once. In bfloat16 nothing but the results is rounded.
+    Differentiable in queries, keys and values, once. In bfloat16 only the results are rounded.
 
     Args:
         query_THK: queries, of one of DTYPES, on the CPU.
         key_TJK: keys of that dtype; J divides H.
         value_TJK: values, likewise.
-        segments: packed index of each token of each segment, int64 [B, L] with anything behind its end; how
-            many it has, and how many of them only other segments ask for, [B] each.
+        segments: packed index of each token of each segment, int64 [B, L], arbitrary after its end; the
+            number of its tokens [B]; and the number of leading tokens that are keys but not queries [B].
         scale: factor of the scores.
         window: as in `packed_attention`.
     """
@@ -61,7 +62,7 @@ def short_attention(
 
 
 class _Short(torch.autograd.Function):
-    """The equations at the top of the file; the backward makes the shares again."""
+    """The equations at the top of the file; the backward recomputes the attention weights."""
 
     @staticmethod
     def forward(
@@ -96,7 +97,7 @@ class _Short(torch.autograd.Function):
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
-    """Their memory, that of bfloat16 as float32."""
+    """The tensors as arrays, bfloat16 converted to float32."""
     return tuple(array(x.float() if x.dtype is torch.bfloat16 else x) for x in tensors)
 
 
@@ -119,14 +120,14 @@ def _transposed(x_MN: Any, y_NM: Any) -> None:
 
 @compiled("contract")
 def _taken(x_TJK: Any, slot_M: Any, j: int, x_MK: Any) -> None:
-    """The numbers of some tokens at one key head."""
+    """Copy the rows of some tokens at one key head."""
     for m in range(len(slot_M)):
         put_all(x_MK[m], x_TJK[slot_M[m], j])
 
 
 @compiled("contract")
 def _asked(x_THK: Any, slot_Q: Any, j: int, x_RK: Any) -> None:
-    """The numbers of some tokens at the query heads of one key head, head after head of each token."""
+    """Copy the rows of some tokens at the query heads of one key head; heads of a token are consecutive."""
     group = len(x_RK) // len(slot_Q)
     for q in range(len(slot_Q)):
         for g in range(group):
@@ -135,7 +136,7 @@ def _asked(x_THK: Any, slot_Q: Any, j: int, x_RK: Any) -> None:
 
 @compiled("contract")
 def _hide(score_MR: Any, num_unasked: int, group: int, reach: int) -> None:
-    """No query sees tokens behind its own, or `reach` tokens and more before it."""
+    """Mask tokens after each query's own, and tokens `reach` or more positions before it."""
     reach = min(reach, len(score_MR))
     for m in range(len(score_MR)):
         for r in range(min((m - num_unasked) * group, score_MR.shape[1])):
@@ -146,7 +147,7 @@ def _hide(score_MR: Any, num_unasked: int, group: int, reach: int) -> None:
 
 @compiled("contract")
 def _softmax(score_MVL: Any, scale: Any, top_VL: Any, share_VL: Any) -> None:
-    """Scores become shares, in place; of each query the highest score, and what a score as high gets."""
+    """Softmax of scores in place; keep each query's highest score and the weight of such a score."""
     for v in range(len(top_VL)):
         top_L, share_L = top_VL[v], share_VL[v]
         top_L[:], share_L[:] = -np.inf, 0
@@ -203,7 +204,7 @@ def _forward(given: Any, found: Any, options: Any, num_parts: int, part: int) ->
 
 @compiled("contract")
 def _slopes(pair: Any, scale: Any, told: Any) -> None:
-    """Scores become shares, and slopes of shares become those of scores, both in place."""
+    """Convert scores to attention weights, and gradients of weights to gradients of scores, both in place."""
     (score_MVL, slope_MVL), (top_VL, share_VL, mean_VL) = pair, told
     for m in range(len(score_MVL)):
         for v in range(len(mean_VL)):
@@ -217,7 +218,7 @@ def _slopes(pair: Any, scale: Any, told: Any) -> None:
 
 @compiled("contract", "reassoc")
 def _mean(slope_K: Any, out_K: Any) -> Any:
-    """The mean of the slopes of a query's shares."""
+    """The mean gradient of a query's attention weights, weighted by them."""
     total = slope_K[0] * out_K[0]
     for k in range(1, len(out_K)):
         total += slope_K[k] * out_K[k]
@@ -226,7 +227,7 @@ def _mean(slope_K: Any, out_K: Any) -> Any:
 
 @compiled("contract")
 def _backward(given: Any, told: Any, slopes: Any, options: Any, num_parts: int, part: int) -> None:
-    """Slopes of the queries, and of keys and values in each place of each segment."""
+    """Gradients of the queries, and of keys and values in each place of each segment."""
     (query_THK, key_TJK, value_TJK), (out_slope_THK, out_THK, top_TH, share_TH) = given, told
     (query_slope_THK, key_slope_BLJK, value_slope_BLJK), (where, scale, reach) = slopes, options
     (slot_BL, length_B, first_B), (num_keys, width) = where, key_TJK.shape[1:]
@@ -277,7 +278,7 @@ def _backward(given: Any, told: Any, slopes: Any, options: Any, num_parts: int, 
 
 @compiled()
 def _gathered(places: Any, where: Any, slopes: Any, num_parts: int, part: int) -> None:
-    """What a token's keys and values are worth, added up over its places."""
+    """Gradients of each token's keys and values, summed over its places."""
     slot_BL, length_B, _ = where
     low, high = bounds(len(slopes[0]), num_parts, part)
     for b in range(len(length_B)):

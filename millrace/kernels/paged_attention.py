@@ -1,11 +1,11 @@
-"""Causal attention over a paged pool of keys and values: the layout, and the plain reference.
+"""Causal attention over a paged pool of keys and values: the layout and the plain reference.
 
 T = packed query tokens, B = rows (one request each), H = query heads, J = key heads, K = width of queries and
 keys, V = width of values, P = blocks of the pool, S = slots of a block, C = blocks of the longest row.
 
-A pool is a pair of tensors, keys [P, J, S, K] and values [P, J, S, V], for each layer. Position i of row b
-lies in slot i % S of block `block_BC[b, i // S]`. On a CPU the keys of a block are stored the other way
-round, [P, J, K, S] in memory, since products then run along the slots; the tensor is a view and looks alike.
+A pool is a pair of tensors, keys [P, J, S, K] and values [P, J, S, V], for each layer. Position i of row b is
+slot i % S of block `block_BC[b, i // S]`. On a CPU the keys of a block are stored transposed, [P, J, K, S] in
+memory, since products then run along the slots; the tensor is a view of the same shape.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Which queries a forward holds, and where the keys of each row lie.
+    """The queries of a forward, and the blocks of each row.
 
     Attributes:
-        block_BC: block table, int32 [B, C]; entries beyond a row's last block may be anything.
+        block_BC: block table, int32 [B, C]; entries after a row's last block are arbitrary.
         start_B: position of the first query of each row, int64 [B].
         first_B: index of that query in the packed row of T queries, int64 [B].
-        count_B: queries of each row, at least 1, int64 [B]; they follow each other in the packed row.
-        slot_T: block * S + slot of each query's own key and value, int64 [T]; -1 is stored nowhere.
+        count_B: queries of each row, at least 1, int64 [B]; contiguous in the packed row.
+        slot_T: block * S + slot of each query's own key and value, int64 [T]; -1 is not stored.
         max_count: the largest of count_B.
-        max_length: the largest of start_B + count_B: keys the longest row sees.
-        exact: a query's bits must not depend on how many queries come with it, so one kernel serves all.
+        max_length: the largest of start_B + count_B: keys of the longest row.
+        exact: batch-invariant: a query's bits must not depend on the number of queries, so one kernel
+            computes all.
     """
 
     block_BC: Tensor
@@ -41,7 +42,7 @@ class PagedRows:
     exact: bool = False
 
     def last(self, last_B: Tensor) -> PagedRows:
-        """Only the last query of each row, which has the index `last_B`; every key is stored all the same."""
+        """Keep only the last query of each row, which has the index `last_B`; every key is still stored."""
         start_B = self.start_B + self.count_B - 1
         return replace(self, start_B=start_B, first_B=last_B, count_B=torch.ones_like(last_B), max_count=1)
 
@@ -56,7 +57,7 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Keys [P, J, S, K] and values [P, J, S, V] of one layer, zero; V is K without a `value_width`."""
+    """Allocate keys [P, J, S, K] and values [P, J, S, V] of one layer, zeros; V defaults to K."""
     value_width = width if value_width is None else value_width
     if device.type == "cpu":
         key = torch.zeros(num_blocks, num_heads, width, block_size, dtype=dtype).transpose(2, 3)
@@ -68,7 +69,7 @@ def new_pool(
 def store_kv_plain(
     key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
 ) -> None:
-    """Write each token's key and value into its slot; those with slot -1 are left out."""
+    """Write each token's key and value into its slot; tokens with slot -1 are skipped."""
     size = key_PJSK.shape[2]
     stored_T = slot_T >= 0
     slot_N = slot_T[stored_T]
@@ -87,17 +88,17 @@ def paged_attention_plain(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T) v of each query over positions 0 to its own, a row at a time, in float32 or wider.
+    """softmax(scale q k^T) v of each query over positions 0 to its own, row by row, in float32 or wider.
 
     Args:
         query_THK: queries.
-        key_PJSK: the keys' pool, the queries' own keys already in it; J divides H.
+        key_PJSK: the keys' pool, which already holds the queries' own keys; J divides H.
         value_PJSK: the values' pool.
-        rows: whose queries they are.
+        rows: the rows that the queries belong to.
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        chunk: a token sees none of an earlier chunk of so many positions; None for no chunks.
+        chunk: attention chunk size in positions: a token sees only its own chunk; None for no chunks.
 
     Returns:
         [T, H, V] in the dtype of the queries.

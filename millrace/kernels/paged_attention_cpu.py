@@ -1,17 +1,17 @@
-"""Attention over the paged pool compiled for the CPU, with the same bits whatever else is in the batch.
+"""Batch-invariant attention over the paged pool, compiled for the CPU.
 
 T = packed query tokens, B = rows, H = query heads, J = key heads, G = query heads that share a key head,
 K = width of queries and keys, V = width of values, P = blocks of the pool, S = slots of a block, C = blocks
 of the longest row, L = positions, M, N = rows and columns of any matrix.
 
-An item is one query token at one key head. It reads the pool in place and is computed on its own: scores of
-all positions, their maximum, exponentials and sum, then values. Every sum runs in the order of head width or
-of positions, so no bit of a result depends on the batch, on how a prompt was cut into chunks, on the size of
-blocks and where they lie, or on the number of threads.
+An item is one query token at one key head. It reads the pool in place and is computed independently: scores
+of all positions, their maximum, exponentials and sum, then values. Every sum runs in the order of head width
+or of positions, so no bit of a result depends on the batch, on how a prompt was cut into chunks, on the size
+and location of blocks, or on the number of threads.
 
-A pool that was left alone for a step lies in memory, where each block is another page. So a product asks for
-the lines of another block while it reads its own: keys for the values of their block, values for the keys of
-the next item.
+Between steps the pool is evicted from the cache, and each block is on another page. So a product prefetches
+the cache lines of another block while it reads its own: the product of keys prefetches the values of their
+block, the product of values the keys of the next item.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from millrace.kernels.compiled import array, compiled, exponential, fetch, steps
 from millrace.kernels.paged_attention import PagedRows
 from millrace.kernels.team import bounds, cuts, share_out
 
-# Partial sums of the exponentials: position i goes to sum i % 16, in whatever block it lies.
+# Partial sums of the exponentials: position i is added to sum i % 16, independent of its block.
 LANES = 16
-# Tiles of a product: several vectors, so that no sum waits for the last. Each size divides the one before.
+# Tiles of a product: several vectors, to hide the latency of an addition. Each size divides the previous one.
 TILE_HEADS = (4, 2, 1)
 TILE_LANES = (32, 16, 4, 1)
-# What an item costs before it reads a position, in positions.
+# Fixed cost of an item, in positions.
 ITEM_WORK = 16
-# A part of the work that pays for the thread it runs on: positions times query heads times head width.
+# Least work of a part: positions times query heads times head width.
 PART_WORK = 1 << 16
 
-# Stands for the window or the chunk where there is none.
+# Window or chunk for "no limit".
 NO_LIMIT = sys.maxsize
 
-# A vector may begin at any address.
+# Alignment of vector loads, in bytes: any address.
 ALIGNED = 1
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -58,11 +58,11 @@ Arrays = tuple[Array, ...]
 def store_kv(
     key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
 ) -> None:
-    """Write each token's key and value into its slot; those with slot -1 are left out.
+    """Write each token's key and value into its slot; tokens with slot -1 are skipped.
 
     Raises:
-        ValueError: the pool does not lie as `new_pool` makes it, or has no such slot; the tokens before are
-            stored then.
+        ValueError: the pool does not have the layout of `new_pool`, or has no such slot; the tokens before it
+            are already stored then.
     """
     pools = pool_arrays(key_PJSK, value_PJSK)
     news = tuple(array(new.to(key_PJSK.dtype)) for new in (key_TJK, value_TJK))
@@ -83,11 +83,11 @@ def paged_attention(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """As `paged_attention_plain`; float32 and bfloat16 may meet, and the pool is never copied.
+    """Compute `paged_attention_plain`; float32 and bfloat16 may be mixed, and the pool is never copied.
 
     Raises:
-        ValueError: dtypes do not fit, the pool does not lie as `new_pool` makes it, or a row points outside
-            the pool or the queries.
+        ValueError: dtypes do not fit, the pool does not have the layout of `new_pool`, or a row points
+            outside the pool or the queries.
     """
     if query_THK.dtype not in DTYPES or (query_THK.dtype == torch.float64) != (
         key_PJSK.dtype == torch.float64
@@ -112,7 +112,7 @@ def paged_attention(
 
 
 def outside(rows: PagedRows, b: int, num_queries: int, pool: tuple[int, int]) -> ValueError:
-    """What is wrong with row `b`; the pool is so many blocks of so many slots."""
+    """The error for row `b`, which is out of range; `pool` is the number of blocks and their slots."""
     return ValueError(
         f"row {b} has {rows.count_B[b]} queries at {rows.first_B[b]}, the first at position "
         f"{rows.start_B[b]}, and blocks {rows.block_BC[b].tolist()}; there are {num_queries} queries and "
@@ -121,12 +121,12 @@ def outside(rows: PagedRows, b: int, num_queries: int, pool: tuple[int, int]) ->
 
 
 def pool_arrays(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
-    """Keys [P J K S] and values [P J S K] as they lie in memory."""
+    """Keys [P J K S] and values [P J S K] in their memory layout."""
     return array(stored_keys(key_PJSK, value_PJSK)), array(value_PJSK)
 
 
 def stored_keys(key_PJSK: Tensor, value_PJSK: Tensor) -> Tensor:
-    """Keys [P J K S] as they lie in memory, once both are known to lie as `new_pool` makes them."""
+    """Check that keys and values have the layout of `new_pool`; return the keys [P J K S]."""
     key_PJKS = key_PJSK.transpose(2, 3)
     if not (key_PJKS.is_contiguous() and value_PJSK.is_contiguous()):
         raise ValueError(
@@ -137,9 +137,9 @@ def stored_keys(key_PJSK: Tensor, value_PJSK: Tensor) -> Tensor:
 
 
 def add_product(x_GM: Array, matrix_MN: Array, y_GN: Array, soon_MN: Array | None = None) -> None:
-    """Add x @ matrix to y, row after row; a matrix of uint16 holds the bits of bfloat16.
+    """Add x @ matrix to y, row by row; a matrix of uint16 holds the bits of bfloat16.
 
-    Meanwhile as many bytes as the matrix has are fetched of `soon_MN`, if it is given.
+    Meanwhile `soon_MN`, if given, is prefetched: as many bytes as the matrix has.
     """
     for x_G, row_N in zip(x_GM.T, matrix_MN, strict=True):
         if row_N.dtype == np.uint16:
@@ -156,7 +156,7 @@ def _add_product_compiled(x_GM: Any, matrix_MN: Any, y_GN: Any, soon_MN: Any = N
 def _add_product_in_tiles(
     context: Any, x: Any, matrix: Any, y: Any, soon: Any
 ) -> tuple[Any, Callable[..., Any]]:
-    """As `add_product`, a tile of y at a time, which stays in registers for all rows of the matrix.
+    """Emit `add_product`, one tile of y at a time, which stays in registers for all rows of the matrix.
 
     The matrices are contiguous; so are the rows of x and y.
     """
@@ -177,14 +177,14 @@ def _add_product_in_tiles(
 
 
 def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[int, int]) -> None:
-    """Machine code for heads by lanes of y from a corner (head, column) on."""
+    """Emit code for one tile of y, heads by lanes, from a corner (head, column) on."""
     (x, matrix, y, soon), (head, column), (heads, lanes) = arrays, corner, tile
     height, width = cgutils.unpack_tuple(builder, matrix.shape, 2)
     number, stored = y.data.type.pointee, matrix.data.type.pointee
     vector, bits = ir.VectorType(number, lanes), ir.VectorType(ir.IntType(32), lanes)
 
     def row_of(array: Any, number_of: int) -> Any:
-        """Where the row of one of the tile's heads begins."""
+        """The address of the row of one of the tile's heads."""
         stride = cgutils.unpack_tuple(builder, array.strides, 2)[0]
         offset = builder.mul(builder.add(head, ir.Constant(head.type, number_of)), stride)
         return cgutils.pointer_add(builder, array.data, offset)
@@ -220,7 +220,7 @@ def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[in
 
 @compiled("contract")
 def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
-    """exp(score - highest score) from `start` to `stop`, in place; 0 on both sides."""
+    """exp(score - highest score) from `start` to `stop`, in place; 0 outside."""
     if softcap > 0:
         for i in range(start, stop):
             z = np.float64(score_L[i]) / softcap
@@ -230,7 +230,7 @@ def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
     highest = score_L[start]
     for i in range(start, stop):
         highest = score_L[i] if score_L[i] > highest else highest
-    # Scores of other tokens and of slots that nothing was written to, which may hold NaN.
+    # Scores of masked tokens and of slots that were never written, which may hold NaN.
     for i in range(start):
         score_L[i] = -np.inf
     for i in range(stop, len(score_L)):
@@ -241,7 +241,7 @@ def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
 
 @compiled("contract")
 def _first(stop: int, limits: tuple[int, int]) -> int:
-    """The first position that the last one before `stop` sees; the limits are window and chunk."""
+    """The first position that the query at `stop - 1` sees; the limits are window and chunk."""
     window, chunk = limits
     return max(0, stop - window, (stop - 1) // chunk * chunk)
 
@@ -260,11 +260,10 @@ def _item(
     Args:
         query_GK: queries times scale.
         pools: keys [P J K S] and values [P J S K].
-        place: the row's blocks [C], which key head, the first position that is seen and the one behind the
-            last.
-        after: that of the item whose keys are read next.
-        softcap: as in `paged_attention`, or 0.
-        into: result [G V], zero; room for scores [G L]; ones [1 L/LANES]; room for sums [1 LANES].
+        place: the row's blocks [C], the key head, and the range (begin, end) of visible positions.
+        after: `place` of the next item, to prefetch its keys.
+        softcap: as in `paged_attention`; 0 for none.
+        into: result [G V], zeros; buffer for scores [G L]; ones [1 L/LANES]; buffer for sums [1 LANES].
     """
     (key_PJKS, value_PJSK), (block_C, j, start, stop) = pools, place
     after_C, after_j, after_start, after_stop = after
@@ -276,7 +275,7 @@ def _item(
         score_GS = score_GL[:, c * size : (c + 1) * size]
         score_GS[:] = 0
         add_product(query_GK, key_PJKS[block_C[c], j], score_GS, value_PJSK[block_C[c], j])
-    # Whole strips of lanes, so that a position meets the same partial sum wherever its window begins.
+    # Whole groups of lanes, so that a position is added to the same partial sum wherever its window begins.
     low, high = start // LANES, -(-stop // LANES)
     for g in range(group):
         score_L = score_GL[g, low * LANES : high * LANES]
@@ -301,7 +300,7 @@ def _item(
 
 @compiled("contract")
 def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
-    """Fill the slots; gives back one that the pool does not have, else -1."""
+    """Fill the slots; return a slot that the pool does not have, or -1."""
     (key_TJK, value_TJK), (key_PJKS, value_PJSK) = news, pools
     num_blocks, num_heads, size, value_width = value_PJSK.shape
     for t in range(len(slot_T)):
@@ -319,7 +318,7 @@ def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
 
 @compiled("contract")
 def work(rows: Arrays, pools: Arrays, num_queries: int, limits: tuple[int, int]) -> int:
-    """What all items cost together, in positions; -1 - b where row b lies outside the pool or the queries."""
+    """Total cost of all items, in positions; -1 - b if row b points outside the pool or the queries."""
     block_BC, start_B, first_B, count_B = rows
     num_blocks, num_heads, size, _ = pools[1].shape
     total = 0
@@ -339,7 +338,7 @@ def work(rows: Arrays, pools: Arrays, num_queries: int, limits: tuple[int, int])
 def attend(
     query_THK: Array, out_THK: Array, lies: tuple[Arrays, Arrays], options: Any, whole: Any, part: int
 ) -> None:
-    """The items of one part; `lies` are pools and rows, `whole` is all the work and the number of parts."""
+    """Compute the items of one part; `lies` is (pools, rows), `whole` is (total work, number of parts)."""
     (pools, rows), (total, num_parts) = lies, whole
     low, high = bounds(total, num_parts, part)
     block_BC, start_B, first_B, count_B = rows
@@ -366,8 +365,8 @@ def attend(
                         for k in range(out_GK.shape[1]):
                             out_GK[g, k] = 0
                     place = block_BC[b], j, first, stop
-                    # The next key head, or the first of the next row: more tokens of this row find their keys
-                    # in the cache.
+                    # The next key head, or the first one of the next row: keys of further tokens of this row
+                    # are in the cache.
                     n, end = (b, stop) if j + 1 < num_heads else (next_b, start_B[next_b] + 1)
                     after = block_BC[n], (j + 1) % num_heads, _first(end, limits), end
                     into = out_GK, score_GL, one_1L, sum_1N

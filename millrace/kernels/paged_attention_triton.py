@@ -4,16 +4,16 @@ T = packed query tokens, B = rows (one request each), H = query heads, J = key h
 keys, V = width of values, P = blocks of the pool, S = slots of a block, C = blocks of the longest row, N =
 splits of the longest row.
 
-One program attends with all query heads of one key head, for one query (decode) or a tile of neighbouring
-queries (prefill), so that keys and values are read once a group. It walks the keys in tiles, which begin at
-multiples of a size that only the pool decides, with a running maximum and sum (Dao 2023, "FlashAttention-2").
-A decode cuts a long row into splits of fixed size, each a program of its own, and merges them (Dao et al.
-2023, "Flash-Decoding"): a fixed size and not a fixed number, so that no result depends on what else is in the
-batch. A tile that a query does not see leaves its numbers as they are, bit for bit, so neither does a
-prefill's result depend on its chunks.
+One program computes all query heads of one key head, for one query (decode) or a tile of consecutive queries
+(prefill), so that keys and values are read once per group. It loops over the keys in tiles, aligned to a size
+that depends only on the pool, with a running maximum and sum (Dao 2023, "FlashAttention-2"). A decode cuts a
+long row into splits of fixed size, each its own program, and merges them (Dao et al. 2023, "Flash-Decoding").
+The size is fixed instead of the number of splits, so that no result depends on the rest of the batch. A tile
+that a query does not see leaves its running values unchanged, bit for bit, so a prefill's result does not
+depend on its chunks either.
 
-Scores are exponents of 2, which is what the hardware has. Keys that no query of a program sees are not even
-read: 0 times NaN is NaN, and a slot that was never written holds anything.
+Scores are exponents of 2, since the hardware computes powers of 2. Keys that no query of a program sees are
+not read: 0 times NaN is NaN, and a slot that was never written has arbitrary content.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch import Tensor
 
 from millrace.kernels.paged_attention import PagedRows
 
-# Bytes of a tile of keys. The next tile and its values are on their way while one is worked on: 32 KiB a
-# program, of which a multiprocessor of an H200 runs four; its share of the bandwidth needs about 30 KiB.
+# Bytes of a tile of keys. The next tile and its values are loaded while one is computed: 32 KiB in flight per
+# program. A multiprocessor of an H200 runs four programs; its part of the bandwidth needs about 30 KiB.
 TILE_BYTES = 2**14
-# Keys of a tile: no fewer than tensor cores take; a split is a whole number of the largest.
+# Keys of a tile: the least that tensor cores take; a split is a multiple of the largest.
 LEAST_TILE, LARGEST_TILE = 16, 64
 # Keys of a split: 128 KiB of a usual head in bfloat16, for at most 4 KiB of partial results.
 SPLIT = 256
-# Rows of the product of queries and keys: the fewest that tensor cores take, and what four warps share.
+# Rows of the product of queries and keys: the least that tensor cores take, and the rows for four warps.
 DECODE_ROWS, PREFILL_ROWS = 16, 64
 # Splits merged at once.
 PARTS = 8
-# Rows among which a tile looks for its own at once.
+# Rows that a tile searches at a time to find its own row.
 FOUND = tl.constexpr(256)
-# Below every score, yet finite: the difference of two of them is 0, where that of two infinities is NaN.
+# Below every score, but finite: the difference of two of them is 0, that of two infinities is NaN.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2E = math.log2(math.e)
-# A product of float32 as three of tf32 rounds much like float32, but has tensor cores.
+# A float32 product as three tf32 products rounds much like float32, but runs on tensor cores.
 PRECISION = tl.constexpr("tf32x3")
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -52,12 +52,12 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 def store_kv(
     key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
 ) -> None:
-    """Write each token's key and value into its slot; those with slot -1 are left out.
+    """Write each token's key and value into its slot; tokens with slot -1 are skipped.
 
     Args:
         key_TJK: keys of this forward, in any strides.
         value_TJK: values, likewise.
-        key_PJSK: the keys' pool, whose dtype may be another.
+        key_PJSK: the keys' pool; its dtype may differ.
         value_PJSK: the values' pool.
         slot_T: block * S + slot of each token, int64.
     """
@@ -84,9 +84,9 @@ def paged_attention(
     chunk: int | None = None,
     split: int | None = SPLIT,
 ) -> Tensor:
-    """As `paged_attention_plain`: `paged_decode` where every row has one query, else `paged_prefill`.
+    """Compute `paged_attention_plain`: `paged_decode` if every row has one query, else `paged_prefill`.
 
-    The two round differently, so rows that are to be `exact` all go through `paged_prefill`.
+    The two round differently, so `exact` rows always use `paged_prefill`.
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
     if rows.max_count == 1 and not rows.exact:
@@ -106,19 +106,19 @@ def paged_decode(
     chunk: int | None = None,
     split: int | None = SPLIT,
 ) -> Tensor:
-    """As `paged_attention_plain`, for rows of one query each.
+    """Compute `paged_attention_plain` for rows of one query each.
 
     Args:
         query_BHK: queries, in any strides.
-        key_PJSK: the keys' pool, the queries' own keys already in it; J divides H.
+        key_PJSK: the keys' pool, which already holds the queries' own keys; J divides H.
         value_PJSK: the values' pool.
-        rows: whose queries they are.
+        rows: the rows that the queries belong to.
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        chunk: a token sees none of an earlier chunk of so many positions; None for no chunks.
-        split: keys that one program attends to at most; None leaves rows whole. Results differ from one
-            split to another by rounding, and are the same bits for any batch with the same one.
+        chunk: attention chunk size in positions: a token sees only its own chunk; None for no chunks.
+        split: most keys of one program; None does not split rows. Results for different values differ by
+            rounding; with the same value they are batch-invariant.
 
     Returns:
         [B, H, V] in the dtype of the queries.
@@ -162,15 +162,15 @@ def paged_prefill(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """As `paged_attention_plain`, for rows of any number of queries, in the order of the packed row.
+    """Compute `paged_attention_plain` for rows of any number of queries, in the order of the packed row.
 
-    Arguments, result and errors are those of `paged_decode`. A query's result is the same bits whatever else
-    is in the batch and wherever its row was cut into chunks.
+    Arguments, result and errors are those of `paged_decode`. A query's result has the same bits in any batch
+    and for any chunks of its row.
     """
     options = _options(query_THK, (key_PJSK, value_PJSK), scale, (window, chunk), softcap)
     options["ROWS"] = max(PREFILL_ROWS, triton.next_power_of_2(options["GROUP"]))
-    # Row b has its tiles from first_b // queries + b on: a place that needs no sum over the rows before it,
-    # and leaves at most one tile a row without work.
+    # The tiles of row b begin at first_b // queries + b: an index that needs no sum over the rows before it,
+    # and leaves at most one idle tile per row.
     num_tiles = len(query_THK) // (options["ROWS"] // options["GROUP"]) + len(rows.start_B)
     grid = (num_tiles, key_PJSK.shape[1], 1)
     out_THV = query_THK.new_empty(*query_THK.shape[:2], value_PJSK.shape[3])
@@ -179,7 +179,7 @@ def paged_prefill(
 
 
 def _most_splits(max_length: int, limits: tuple[int | None, int | None], split: int) -> int:
-    """Splits that a row reaches into at most: a window, or a chunk, may begin with the last key of one."""
+    """Most splits that a row overlaps: a window, or a chunk, may begin with the last key of a split."""
     reach = min((limit - 1 + split for limit in limits if limit is not None), default=max_length)
     return triton.cdiv(min(max_length, reach), split)
 
@@ -191,7 +191,7 @@ def _options(
     limits: tuple[int | None, int | None],
     softcap: float | None,
 ) -> dict[str, Any]:
-    """What `_attend` is told of the sizes, and of the scores: powers of 2, and of tanh, which takes 2 x.
+    """Options of `_attend`: sizes, and score factors for powers of 2 and for tanh, computed from 2 x.
 
     Raises:
         ValueError: queries or pool have a dtype that the kernels do not take.
@@ -230,7 +230,7 @@ def _launch(
     outs: tuple[Tensor, ...],
     **options: Any,
 ) -> None:
-    """Run `_attend` over tiles of queries (rows, for decode), key heads and splits."""
+    """Launch `_attend` over tiles of queries (rows, for decode), key heads and splits."""
     tensors = (query_THK, *pools)
     inputs = (*tensors, *(one.stride() for one in tensors))
     spans = (rows.start_B, rows.first_B, rows.count_B, len(rows.start_B))
@@ -254,7 +254,7 @@ def _store_kv(
     HEADS_2: tl.constexpr,
     WIDTH_2: tl.constexpr,
 ) -> None:
-    """One program a token: all heads of its key and its value."""
+    """One program per token: all heads of its key and its value."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(slot + token)
     if place < 0:
@@ -302,7 +302,7 @@ def _attend(
     begin, end = _keys(start_b, num_queries, WINDOW=WINDOW, CHUNK=CHUNK, SPLIT=SPLIT)
     if (num_queries <= 0) | (begin >= end):
         return
-    # Rows beyond the last query repeat it, and are not stored.
+    # Rows after the last query repeat it, and are not stored.
     r = tl.arange(0, ROWS)
     n = tl.minimum(r // GROUP, num_queries - 1)
     token = tl.load(first + b) + before + n
@@ -340,7 +340,7 @@ def _asked(
     WIDTH: tl.constexpr,
     WIDTH_2: tl.constexpr,
 ) -> tl.tensor:
-    """The queries of some tokens at some heads."""
+    """Load the queries of some tokens at some heads."""
     d = tl.arange(0, WIDTH_2)
     to_token, to_head, to_lane = strides
     at = token[:, None] * to_token + head[:, None] * to_head + d[None, :] * to_lane
@@ -359,7 +359,7 @@ def _leave(
     VALUE_WIDTH: tl.constexpr,
     VALUE_2: tl.constexpr,
 ) -> None:
-    """Write what a program found: the result, or a part of it for `_merge`."""
+    """Write a program's result, or its partial result for `_merge`."""
     (b, token, head), (share, highest, total) = place, found
     line = token * (tl.num_programs(1) * GROUP) + head
     if SPLIT is None:
@@ -393,7 +393,7 @@ def _walk(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Values weighed by powers of two of (score - highest), the highest score, and the sum of the weights."""
+    """The sum of values weighted by 2^(score - highest), the highest score, and the sum of the weights."""
     highest = tl.full((query.shape[0],), LOWEST, tl.float32)
     total = tl.zeros((query.shape[0],), tl.float32)
     share = tl.zeros((query.shape[0], VALUE_2), tl.float32)
@@ -433,7 +433,7 @@ def _read(
     WIDTH: tl.constexpr,
     WIDTH_2: tl.constexpr,
 ) -> tl.tensor:
-    """The keys or values of some slots, 0 where nothing is there: what is not read cannot be NaN."""
+    """Load the keys or values of some slots, 0 for masked slots, so that no masked number is NaN."""
     d = tl.arange(0, WIDTH_2)
     to_block, to_head, to_slot, to_lane = strides
     at = (block * to_block + tl.program_id(1) * to_head + slot * to_slot)[:, None] + d[None, :] * to_lane
@@ -442,7 +442,7 @@ def _read(
 
 @triton.jit
 def _queries(first: tl.tensor, count: tl.tensor, num_rows: tl.tensor, *, QUERIES: tl.constexpr) -> tl.tensor:
-    """The row whose tile this program has, how many of its queries come before, and how many are in it."""
+    """The row of this program's tile, the number of its queries before the tile, and the number in it."""
     tile = tl.program_id(0)
     b = -1
     for start in range(0, num_rows, FOUND):
@@ -462,7 +462,7 @@ def _keys(
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> tl.tensor:
-    """From which key on, and up to which, a tile whose first query stands there attends in this program."""
+    """The range of keys for this program's tile, given the position of the tile's first query."""
     begin = _first_key(position, WINDOW=WINDOW, CHUNK=CHUNK)
     end = position + num_queries
     if SPLIT is not None:
@@ -493,7 +493,7 @@ def _merge(
     VALUE_2: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """One program a row and query head: its splits, a few at a time, in the same order for any batch."""
+    """One program per row and query head: merge its splits, a few at a time, in a batch-invariant order."""
     b, h, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, first = spans
     position = tl.load(start + b)

@@ -1,10 +1,10 @@
-"""y = x W^T + b on the CPU by machine code of our own, for weights that lie as it reads them.
+"""y = x W^T + b on the CPU by generated machine code, for weights packed in the layout it reads.
 
 M = rows, D = input width, N = output width, P = panels of a weight, C = columns of a panel, S = steps of a
-panel, R = rows that are computed before their numbers are used.
+panel, R = rows of one block of the computation.
 
-A packed weight is W^T in panels, as `product_tile` takes them. While one is multiplied, the next is fetched
-from memory. A row's bits are its own, whatever M, the other rows and the threads are.
+A packed weight is W^T in panels, as `product_tile` takes them. While one panel is multiplied, the next is
+prefetched. A row's bits do not depend on M, the other rows or the threads.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from millrace.kernels.team import bounds, cut, num_threads, share_out
 # R.
 CHUNK_ROWS = 64
 BLOCK_ROWS = 512
-# A part of the work that pays for the thread it runs on: multiplications, or numbers that are moved.
+# Least work of a part: multiplications, or numbers to copy.
 PART_PRODUCT, PART_NUMBERS = 1 << 17, 1 << 16
-# Steps of a panel that are filled at a time.
+# Steps of a panel to fill at a time.
 FILLED_STEPS = 16
 
-# What is done with a product: written, added to what is there, or silu of one half times the other.
-# As numbers of numpy, or the compiler would make machine code for each of them.
+# Epilogue of a product: write it, add it to the output, or write silu of one half times the other.
+# As numpy numbers, since numba would compile once for each constant.
 WRITE, ADD, GATE = np.int64(0), np.int64(1), np.int64(2)
 
 KEPT = {**NUMBERS, torch.float64: np.float64(0)}
@@ -46,13 +46,13 @@ KEPT = {**NUMBERS, torch.float64: np.float64(0)}
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight as `multiply` reads it.
+    """A weight in the layout that `multiply` reads.
 
     Attributes:
-        panel_PSC: its panels, what is missing to whole ones filled up with zeros. bfloat16 is kept as such.
+        panel_PSC: the panels, padded with zeros to whole ones. bfloat16 stays bfloat16.
         num_inputs: D.
-        num_outputs: N; of a gated pair the width of one half.
-        gated: whether panels of two weights take turns, the one whose silu is taken first.
+        num_outputs: N; for a gated pair the width of one half.
+        gated: whether panels of two weights alternate, the gate (the input of silu) first.
     """
 
     panel_PSC: Tensor
@@ -62,19 +62,20 @@ class Packed:
 
 
 def usable(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are quick here: on x86 processors with AVX2 and fused multiply-add."""
+    """Whether this dtype has fast products here: x86 processors with AVX2 and fused multiply-add."""
     return dtype in KEPT and {"fma", "avx2"} <= FEATURES
 
 
 def pack(*weights: Tensor, gated: bool = False) -> Packed:
-    """A copy of weights [N, D], one below the other, as `multiply` reads it.
+    """Pack weights [N, D], concatenated along N, into the layout that `multiply` reads.
 
     Args:
-        weights: of one input width and dtype; two alike if gated.
-        gated: whether their panels take turns, so that one product makes silu of the first times the second.
+        weights: of one input width and dtype; two of one shape if gated.
+        gated: whether their panels alternate, so that one product computes silu of the first times the
+            second.
 
     Raises:
-        ValueError: a bfloat16 weight has an odd width, where the processor multiplies pairs.
+        ValueError: a bfloat16 weight has an odd width, on a processor that multiplies pairs.
     """
     dtype, (num_outputs, num_inputs) = weights[0].dtype, weights[0].shape
     each = 2 if dtype == torch.bfloat16 and PAIRS else 1
@@ -89,22 +90,22 @@ def pack(*weights: Tensor, gated: bool = False) -> Packed:
     for index, weight_ND in enumerate(x.detach().contiguous() for x in weights):
         lies = weight_ND.data_ptr(), panel_PSC.data_ptr()
         sizes = num_outputs, num_inputs // each
-        # A pair is one number of twice the width here.
+        # A pair is handled as one number of twice the width.
         number = np.uint32(0) if each == 2 else KEPT[dtype]
         _fill_all(lies, sizes, (*shape[:2], columns), (index, len(weights)), number, num_threads())
     return Packed(panel_PSC, num_inputs, num_outputs, gated)
 
 
 def product(x: Tensor, packed: Packed, bias_N: Tensor | None = None) -> Tensor:
-    """The product x W^T + b in the dtype of x, [..., N], without gradient.
+    """Compute x W^T + b in the dtype of x, [..., N], without gradient.
 
     Args:
         x: [..., D].
         packed: the weight, of the dtype of x and not gated.
-        bias_N: the bias, if any, of that dtype too.
+        bias_N: the bias, if any, of the same dtype.
 
     Raises:
-        ValueError: a width or a dtype is another, or the weight is a gated pair.
+        ValueError: a width or a dtype differs, or the weight is a gated pair.
     """
     given = [packed.panel_PSC, x] if bias_N is None else [packed.panel_PSC, x, bias_N]
     if x.shape[-1] != packed.num_inputs or packed.gated or not readable(*given):
@@ -128,7 +129,7 @@ def product(x: Tensor, packed: Packed, bias_N: Tensor | None = None) -> Tensor:
 
 
 def kinds(dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """Numbers of the kinds in which a product keeps weights and result, reads its rows, and adds."""
+    """Numbers of the types of a product: weights and result, rows as they are read, accumulator."""
     kept = KEPT[dtype]
     if dtype == torch.bfloat16:
         return kept, kept if PAIRS else np.float32(0), np.float32(0)
@@ -136,14 +137,14 @@ def kinds(dtype: torch.dtype) -> tuple[Any, Any, Any]:
 
 
 def place_of(packed: Packed, bias_N: Tensor | None) -> tuple[int, ...]:
-    """Where a weight and its bias lie, as `weight_at` takes it; both must outlive the call."""
+    """The addresses of a weight and its bias, as `weight_at` takes them; both must outlive the call."""
     bias = (0, 0) if bias_N is None else (bias_N.data_ptr(), len(bias_N))
     return packed.panel_PSC.data_ptr(), *packed.panel_PSC.shape, *bias
 
 
 @compiled()
 def weight_at(place: Any, kept: Any) -> Any:
-    """Panels and bias at a place; a bias of no length is none."""
+    """The panels and the bias at these addresses; a bias of length 0 is none."""
     panel, num_panels, num_steps, width, bias, num_biases = place
     return memory(panel, (num_panels, num_steps, width), kept), memory(bias, (num_biases,), kept)
 
@@ -157,7 +158,7 @@ def _fill_all(lies: Any, sizes: Any, shape: Any, turn: Any, number: Any, threads
 
 @compiled()
 def _fill(weight_NS: Any, panel_PSC: Any, turn: Any, num_parts: int, part: int) -> None:
-    """Every so many panels from the first on, with whole steps of a weight."""
+    """Fill the panels of one weight, every n-th if n weights alternate; a width of whole steps."""
     first, every = turn
     low, high = bounds(len(panel_PSC) // every, num_parts, part)
     for index in range(low, high):
@@ -166,13 +167,13 @@ def _fill(weight_NS: Any, panel_PSC: Any, turn: Any, num_parts: int, part: int) 
 
 @compiled()
 def _fill_panel(weight_NS: Any, first: int, panel_SC: Any) -> None:
-    """A panel of the rows of a weight from the first on; what is missing to a whole one is 0."""
+    """Fill one panel with the rows of a weight from `first` on; pad it with 0."""
     num_steps, columns = panel_SC.shape
     there = min(columns, len(weight_NS) - first)
     for s in range(num_steps if there < columns else 0):
         for c in range(columns):
             panel_SC[s, c] = 0
-    # Some steps of all rows at a time, so that both sides stay in the cache; so many as the compiler unrolls.
+    # Some steps of all rows at a time, so that both sides stay in the cache; as many as the compiler unrolls.
     whole = num_steps - num_steps % FILLED_STEPS
     for low in range(0, whole, FILLED_STEPS):
         for c in range(there):
@@ -194,7 +195,7 @@ def _product(lies: Any, place: Any, sizes: Any, kinds: Any, threads: int) -> Non
 
 @compiled()
 def share_product(x_MD: Any, weight: Any, y_MN: Any, purpose: int, zero: Any, threads: int) -> None:
-    """`multiply`, shared among so many threads."""
+    """Run `multiply` on several threads."""
     panel_PSC, _ = weight
     parts, members = cut(panel_PSC.size * len(x_MD) // PART_PRODUCT, threads)
     parts = min(parts, len(panel_PSC))
@@ -203,15 +204,15 @@ def share_product(x_MD: Any, weight: Any, y_MN: Any, purpose: int, zero: Any, th
 
 @compiled()
 def multiply(x_MD: Any, weight: Any, y_MN: Any, then: Any, num_parts: int, part: int) -> None:
-    """One part of the columns of y.
+    """Compute one part of the columns of y.
 
     Args:
         x_MD: the rows.
-        weight: panels and bias, as `weight_at` gives them.
+        weight: panels and bias, as `weight_at` returns them.
         y_MN: the result.
-        then: WRITE, ADD or GATE, and a number of the kind in which is added.
-        num_parts: parts of the columns.
-        part: which of them.
+        then: WRITE, ADD or GATE, and a number of the accumulator's type.
+        num_parts: number of parts that the columns are divided into.
+        part: index of the part.
     """
     (panel_PSC, bias_N), (purpose, zero) = weight, then
     num_outputs = y_MN.shape[1]
@@ -248,8 +249,8 @@ def _add_bias(sum_RC: Any, bias_N: Any, begin: int, width: int) -> None:
             sum_RC[r, c] += number_of(bias_N[begin + c])
 
 
-# A row is sliced by itself: of a slice of a matrix the compiler makes no vectors. A call for each row would
-# count references.
+# Each row is sliced separately: the compiler does not vectorize over a slice of a matrix. A call for each row
+# would add reference counting.
 @compiled()
 def _write(x_RC: Any, place: Any) -> None:
     y_RN, begin, end = place

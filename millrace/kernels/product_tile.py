@@ -1,8 +1,8 @@
-"""Machine code of a tile of a product: some rows by the columns of a panel, in registers for all steps.
+"""Generated machine code for a tile of a product: some rows by the columns of a panel, kept in registers.
 
-A panel holds some columns of the right side, one step after another: a row of numbers each, or a row of pairs
-where the processor multiplies pairs of bfloat16. So every number is one chain of fused multiply-adds in the
-order of the steps, whatever the other rows are.
+A panel holds some columns of the right side, step by step. A step is a row of numbers, or a row of pairs if
+the processor multiplies pairs of bfloat16. So every result is one chain of fused multiply-adds in the order
+of the steps, independent of the other rows.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from numba.extending import intrinsic, overload
 
 from millrace.kernels.compiled import fetch, steps
 
-# What numba compiles for: this processor, unless its settings name another.
+# The features that numba compiles for: those of this processor, unless its settings name others.
 LISTED = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 FEATURES = {name.removeprefix("+") for name in LISTED.split(",") if name.startswith("+")}
 WIDE = "avx512f" in FEATURES
 # Whether one instruction multiplies pairs of bfloat16 and adds them to a float32.
 PAIRS = "avx512bf16" in FEATURES
-# A vector, and what a step of a panel takes of each left number's own width: several vectors.
+# Bytes of a vector, and of the accumulators of a panel's columns for one row: several vectors.
 VECTOR_BYTES = 64 if WIDE else 32
 VECTORS = 2
 PANEL_BYTES = VECTORS * VECTOR_BYTES
-# Rows of a tile: 8 fill 16 of 32 vector registers, 4 fill 8 of 16. Each size divides the one before.
+# Rows of a tile: 8 fill 16 of 32 vector registers, 4 fill 8 of 16. Each size divides the previous one.
 TILE_ROWS = (8, 4, 2, 1) if WIDE else (4, 2, 1)
 UNROLLED = (4, 1)
-# As far as machine code may rely on: a vector may begin at any address.
+# Alignment of vector loads, in bytes: any address.
 ALIGNED = 1
 ADD_PAIRS = "llvm.x86.avx512bf16.dpbf16ps"
 WORD = ir.IntType(32)
 
 
 def multiply_rows(x_RD: Any, panel_SC: Any, sum_RC: Any, soon_SC: Any) -> None:
-    """Write x @ panel over the first rows of `sum_RC`; meanwhile `soon_SC` is fetched.
+    """Write x @ panel over the first rows of `sum_RC`; meanwhile `soon_SC` is prefetched.
 
-    Rows and steps are contiguous. Where both sides are bfloat16, as uint16, a step is a pair of inputs.
+    Rows and steps are contiguous. If both sides are bfloat16, as uint16, a step is a pair of inputs.
     """
     each = 2 if x_RD.dtype == np.uint16 else 1
     panel_SCE = panel_SC.reshape(len(panel_SC), -1, each)
@@ -62,7 +62,7 @@ def _multiply_rows_compiled(x_RD: Any, panel_SC: Any, sum_RC: Any, soon_SC: Any)
 def _multiply_in_tiles(
     context: Any, left: Any, panel: Any, total: Any, soon: Any
 ) -> tuple[Any, Callable[..., Any]]:
-    """As `multiply_rows`, a tile of rows at a time, which stays in registers for all steps."""
+    """Emit `multiply_rows`, one tile of rows at a time, which stays in registers for all steps."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         arrays = [
@@ -78,7 +78,7 @@ def _multiply_in_tiles(
 
 
 def _tile(builder: Any, arrays: Any, row: Any, rows: int) -> None:
-    """Machine code for so many rows of the result from `row` on."""
+    """Emit code for `rows` rows of the result from `row` on."""
     left, panel, total, soon = arrays
     num_steps, _ = cgutils.unpack_tuple(builder, panel.shape, 2)
     number = total.data.type.pointee
@@ -95,7 +95,7 @@ def _tile(builder: Any, arrays: Any, row: Any, rows: int) -> None:
     sums = [[cgutils.alloca_once(builder, vector) for _ in range(VECTORS)] for _ in range(rows)]
     for place in (place for line in sums for place in line):
         builder.store(ir.Constant(vector, None), place)
-    # Each tile fetches its share of the next panel, so that they do not all wait for memory at its beginning.
+    # Each tile prefetches its part of the next panel, which spreads the memory traffic over the tiles.
     ahead = builder.udiv(builder.mul(row, num_steps), index(TILE_ROWS[0] * UNROLLED[0]))
     for unrolled, step in steps(builder, num_steps, UNROLLED):
         if unrolled > 1:
@@ -117,13 +117,13 @@ def _tile(builder: Any, arrays: Any, row: Any, rows: int) -> None:
 
 
 def _row(builder: Any, array: Any, row: Any) -> Any:
-    """Machine code for where a row of a matrix begins."""
+    """Emit the address of a row of a matrix."""
     stride = cgutils.unpack_tuple(builder, array.strides, 2)[0]
     return cgutils.pointer_add(builder, array.data, builder.mul(row, stride))
 
 
 def _right(builder: Any, start: Any, v: int, vector: Any, pairs: bool) -> Any:
-    """Machine code for vector `v` of a step of a panel."""
+    """Emit the load of vector `v` of a step of a panel."""
     lanes, stored, bits = vector.count, start.type.pointee, ir.VectorType(WORD, vector.count)
     kind = bits if pairs else ir.VectorType(stored, lanes)
     place = builder.gep(start, [WORD(v * lanes * (2 if pairs else 1))])
@@ -135,14 +135,14 @@ def _right(builder: Any, start: Any, v: int, vector: Any, pairs: bool) -> Any:
 
 
 def _everywhere(builder: Any, number: Any, lanes: int) -> Any:
-    """Machine code for a vector of one number."""
+    """Emit the broadcast of one number to a vector."""
     anything = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
     first = builder.insert_element(anything, number, WORD(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(WORD, lanes), None))
 
 
 def _added(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Machine code for total + left * right, rounded once; integers are pairs of bfloat16."""
+    """Emit total + left * right, rounded once; integers are pairs of bfloat16."""
     vector = total.type
     if left.type.element == WORD:
         pair = ir.VectorType(_BFloat(), 2 * vector.count)
@@ -156,7 +156,7 @@ def _added(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 class _BFloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite does not know."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"

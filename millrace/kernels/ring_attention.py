@@ -1,11 +1,11 @@
-"""Causal attention of one rank's tokens to another's, where a packed row is spread over ranks.
+"""Ring attention: causal attention of one rank's queries to another's keys, for a row sharded over ranks.
 
-A rank's queries meet the keys of one rank after the other; their softmax stays open until they have met all.
+A rank's queries attend to the keys of one rank after the other; a running softmax accumulates the result.
 Forward and backward go tile by tile, so that extra memory does not depend on the length of the row.
 
 T = queries of one rank, U = keys of one rank, H = query heads, J = key heads, K = head width, M = tiles of a
 rectangle, L = queries of a tile, S = keys of a tile, Q = the rows of one key head: the queries of a tile in
-each of the query heads that share it.
+each query head of its group.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The largest tile: its scores take 1 MiB of float32 in each head.
+# The largest tile: its scores take 1 MiB of float32 per head.
 QUERIES = 256
 KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Tiles of similar size, no two of one segment: each is a run of queries and a run of keys.
+    """Tiles of similar size, no two of one segment; a tile is a range of queries by a range of keys.
 
     Attributes:
-        query_ML: which of the T queries; T beyond a tile's end.
-        key_MS: which of the U keys; U beyond a tile's end.
-        query_at_ML: place of each query in the whole packed row; any place beyond a tile's end.
-        key_at_MS: place of each key; later than all places beyond a tile's end, so that nothing sees it.
-        query_low_ML: the lowest place that each query sees.
+        query_ML: index into the T queries; T for padding.
+        key_MS: index into the U keys; U for padding.
+        query_at_ML: index of each query in the whole packed row; arbitrary for padding.
+        key_at_MS: index of each key in the whole packed row; for padding larger than all, so that no query
+            sees it.
+        query_low_ML: the lowest index that each query sees.
     """
 
     query_ML: Tensor
@@ -42,7 +43,7 @@ class Rectangle:
     query_low_ML: Tensor
 
     def to(self, device: torch.device) -> Rectangle:
-        """The same tables on another device."""
+        """Copy the tables to another device."""
         return Rectangle(
             self.query_ML.to(device),
             self.key_MS.to(device),
@@ -54,10 +55,10 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What the queries of one rank see of the keys of one rank; empty where they see none.
+    """The visible pairs of one rank's queries and one rank's keys; may be empty.
 
     Attributes:
-        rectangles: every pair of a query and a key it sees stands in one of them.
+        rectangles: each pair of a query and a visible key is in exactly one of them.
     """
 
     rectangles: tuple[Rectangle, ...]
@@ -72,18 +73,18 @@ class Tiles:
         window: int | None,
         chunk: int | None = None,
     ) -> Tiles:
-        """Cut up the pairs of queries and keys that see each other.
+        """Divide the visible pairs of queries and keys into tiles.
 
         Args:
-            query_at_T: places of the queries in the whole packed row, ascending, on the CPU.
-            first_at_T: place of the first token of each query's segment.
-            key_at_U: places of the keys, ascending.
+            query_at_T: indices of the queries in the whole packed row, ascending, on the CPU.
+            first_at_T: index of the first token of each query's segment.
+            key_at_U: indices of the keys, ascending.
             window: a token sees itself and the `window - 1` tokens before it; None sees all.
-            chunk: a token sees none of an earlier chunk of so many positions of its segment; None for no
-                chunks.
+            chunk: attention chunk size in positions of the segment: a token sees only its own chunk; None for
+                no chunks.
 
         Raises:
-            ValueError: places do not ascend.
+            ValueError: indices do not ascend.
         """
         for name, at_N in (("query_at_T", query_at_T), ("key_at_U", key_at_U)):
             if bool((at_N.diff() < 1).any()):
@@ -99,7 +100,7 @@ class Tiles:
                 of_segment[segment].append((begin, end, key, min(key + KEYS, last)))
         alike: defaultdict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
         for tiles in of_segment.values():
-            # Tiles of one segment may not share a rectangle: their numbers tell them apart.
+            # Tiles of one segment must not share a rectangle: their index separates them.
             for n, (begin, end, key, key_end) in enumerate(tiles):
                 size = n, (end - begin).bit_length(), (key_end - key).bit_length()
                 alike[size].append((begin, end, key, key_end))
@@ -110,12 +111,12 @@ class Tiles:
         return cls(tuple(rectangles))
 
     def to(self, device: torch.device) -> Tiles:
-        """The same tiles on another device."""
+        """Copy the tables to another device."""
         return Tiles(tuple(rectangle.to(device) for rectangle in self.rectangles))
 
 
 def lowest_seen(query_at_T: Tensor, first_at_T: Tensor, *, window: int | None, chunk: int | None) -> Tensor:
-    """The lowest place that each query sees; arguments as of `Tiles.of`."""
+    """Compute the lowest index that each query sees; arguments as in `Tiles.of`."""
     low_at_T = first_at_T
     if window is not None:
         low_at_T = low_at_T.maximum(query_at_T - window + 1)
@@ -125,7 +126,7 @@ def lowest_seen(query_at_T: Tensor, first_at_T: Tensor, *, window: int | None, c
 
 
 def _runs(at: list[int], first_at: list[int]) -> list[tuple[int, int]]:
-    """Runs of neighbours of one segment, begin and end, none longer than a tile."""
+    """Ranges (begin, end) of consecutive tokens of one segment, none longer than a tile."""
     found, begin = [], 0
     for t in range(1, len(at) + 1):
         whole = t == len(at) or at[t] != at[t - 1] + 1 or first_at[t] != first_at[begin]
@@ -136,7 +137,7 @@ def _runs(at: list[int], first_at: list[int]) -> list[tuple[int, int]]:
 
 
 def _split(tiles: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Tiles of similar size in lots whose padded scores are no more than those of the largest tile."""
+    """Batches of tiles of similar size, each with at most as many padded scores as the largest tile has."""
     longest = max(end - begin for begin, end, _, _ in tiles)
     widest = max(end - begin for _, _, begin, end in tiles)
     most = QUERIES * KEYS // (longest * widest)
@@ -153,7 +154,7 @@ def _rectangle(
     return Rectangle(
         query_ML,
         key_MS,
-        # Queries beyond an end are zeros, and so is their gradient: what they see does not matter.
+        # Padded queries are zeros, and so is their gradient: their visible keys do not matter.
         query_at_T[query_ML % len(query_at_T)],
         torch.cat([key_at_U, key_at_U.new_tensor([beyond])])[key_MS],
         low_at_T[query_ML % len(query_at_T)],
@@ -167,7 +168,7 @@ def _places(begin_M: Tensor, end_M: Tensor, beyond: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """Attention of T queries to the keys met so far. One row more than T takes what padding writes.
+    """Running softmax of T queries over the keys so far. The extra row T absorbs writes of padding.
 
     Attributes:
         top: the highest score of each query so far, [T + 1, H, 1].
@@ -181,16 +182,16 @@ class Softmax:
 
     @classmethod
     def before(cls, query_THK: Tensor, value_UJK: Tensor) -> Softmax:
-        """No key was met yet; sums are float32 (float64 stays float64)."""
+        """Initialize for no keys; sums are float32 (float64 stays float64)."""
         like = query_THK.new_zeros(
             len(query_THK) + 1, query_THK.shape[1], 1, dtype=_at_least_float32(query_THK)
         )
-        # The lowest number and not -inf, whose difference from itself is no number.
+        # The lowest number instead of -inf: -inf minus -inf is NaN.
         top = torch.full_like(like, torch.finfo(like.dtype).min)
         return cls(top, like, like.repeat(1, 1, value_UJK.shape[2]))
 
     def after(self) -> tuple[Tensor, Tensor]:
-        """What the queries attend to, [T, H, K], and log sum exp(score), [T, H, 1]: all keys were met."""
+        """Return the attention output, [T, H, K], and log sum exp(score), [T, H, 1], after all keys."""
         return (self.value / self.total)[:-1], (self.top + self.total.log())[:-1]
 
 
@@ -204,14 +205,14 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Let queries meet the keys of one rank.
+    """Update the running softmax with the keys of one rank.
 
     Args:
-        softmax: of these queries; written in place.
+        softmax: running softmax of these queries; written in place.
         query_THK: queries, rotary positions applied.
         key_UJK: keys; J divides H.
         value_UJK: values; their width may differ.
-        tiles: who sees whom.
+        tiles: the visible pairs of queries and keys.
         scale: factor of the scores.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
 
@@ -246,24 +247,24 @@ def attend_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the keys of one rank contribute to the gradients, in float32 (float64 stays float64).
+    """Compute the gradients for the keys of one rank, in float32 (float64 stays float64).
 
-    With p = exp(score - log total), g the gradient of what a query attends to and o what it attends to,
+    With p = exp(score - log total), o the attention output and g its gradient,
     d loss / d score = p (g v - g o).
 
     Args:
-        query_THK: queries, as `attend` took them.
-        key_UJK: keys, likewise.
-        value_UJK: values, likewise.
-        tiles: who sees whom, likewise.
+        query_THK: queries, as in `attend`.
+        key_UJK: keys, as in `attend`.
+        value_UJK: values, as in `attend`.
+        tiles: the visible pairs of queries and keys, as in `attend`.
         log_total_TH1: log sum exp(score) of each query, over the keys of all ranks.
-        gradient_THK: of what the queries attend to.
-        agreement_TH1: g o, over the head's width.
+        gradient_THK: gradient of the attention output.
+        agreement_TH1: g o, summed over the head width.
         scale: factor of the scores.
         softcap: bound of the scores; None leaves them.
 
     Returns:
-        This part of the queries' gradient, and the keys' and values' by these queries; shaped as they are.
+        The gradients of queries, keys and values from these pairs; in their shapes.
     """
     heads = key_UJK.shape[1]
     query, key, value = _padded(query_THK), _padded(key_UJK), _padded(value_UJK)
@@ -277,7 +278,7 @@ def attend_backward(
         slope_MJQS = gradient_MJQK @ _take(value, seen, heads).transpose(2, 3)
         slope_MJQS.sub_(_take(agreement, met, heads)).mul_(mass_MJQS).mul_(scale)
         if softcap is not None:
-            # A score of -inf, which stands for an unseen key, must not make a number of its own.
+            # A score of -inf (a masked key) must not give NaN.
             slope_MJQS.mul_(1 - (score_MJQS.clamp_(min=-softcap) / softcap).square_())
         _add(of_query, met, slope_MJQS @ _take(key, seen, heads))
         _add(of_key, seen, slope_MJQS.transpose(2, 3) @ _take(query, met, heads))
@@ -300,25 +301,25 @@ def _scores(query: Tensor, key: Tensor, tile: Rectangle, scale: float, softcap: 
 
 
 def _padded(x_THK: Tensor) -> Tensor:
-    """The same rows, at least float32, and one of zeros after them."""
+    """Convert to at least float32 and append a row of zeros."""
     x_THK = x_THK.to(_at_least_float32(x_THK))
     return torch.cat([x_THK, x_THK.new_zeros(1, *x_THK.shape[1:])])
 
 
 def _take(x_THK: Tensor, place_ML: Tensor, num_key_heads: int) -> Tensor:
-    """Rows of each tile by key head, [M, J, Q, K]."""
+    """Gather the rows of each tile by key head, [M, J, Q, K]."""
     rows = x_THK[place_ML].unflatten(2, (num_key_heads, -1))
     return rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def _put(x_THK: Tensor, place_ML: Tensor, rows_MJQK: Tensor) -> None:
-    """Write what `_take` reads."""
+    """Scatter rows to the places that `_take` reads."""
     rows = rows_MJQK.unflatten(2, (-1, place_ML.shape[1]))
     x_THK[place_ML] = rows.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _add(x_THK: Tensor, place_ML: Tensor, rows_MJQK: Tensor) -> None:
-    # No two tiles of a rectangle share a row but padding's: nothing is lost, and sums have a fixed order.
+    # Tiles of a rectangle share no row except padding: no update is lost, and sums have a fixed order.
     _put(x_THK, place_ML, rows_MJQK.add_(_take(x_THK, place_ML, rows_MJQK.shape[1])))
 
 

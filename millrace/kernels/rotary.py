@@ -5,7 +5,7 @@ a head, and c and s at its position:
 
     y1 = x1 c1 - x2 s1,  y2 = x2 c2 + x1 s2
 
-Every product and sum is rounded as in transformers' chain of operations, so the bits are the same.
+Every product and sum is rounded as in transformers' sequence of operations, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def rotate(query_HTK: Tensor, key_JTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned by the angles of their positions, each laid out as [T, N, K] in memory.
+    """Rotate queries and keys by the angles of their positions; results are [T, N, K] in memory.
 
     Differentiable in queries and keys, once. Compiled on the CPU for one dtype and an even width; otherwise
-    the plain twin runs.
+    `rotate_plain` runs.
 
     Args:
         query_HTK: queries.
@@ -47,7 +47,7 @@ def rotate(query_HTK: Tensor, key_JTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -
 
 
 def rotate_plain(x_NTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """The plain twin of `rotate` for queries or keys, as transformers does it."""
+    """Reference for `rotate`, for queries or keys: transformers' sequence of operations."""
     half = x_NTK.shape[-1] // 2
     return x_NTK * cos_TK + torch.cat([-x_NTK[..., half:], x_NTK[..., :half]], -1) * sin_TK
 
@@ -62,7 +62,7 @@ def _turned(query_THK: Tensor, key_TJK: Tensor, cos_TK: Tensor, sin_TK: Tensor) 
 
 
 class _Rotate(torch.autograd.Function):
-    """The slope of a rotation is a rotation: dx1 = dy1 c1 + dy2 s2, dx2 = dy2 c2 - dy1 s1."""
+    """The gradient of a rotation is a rotation: dx1 = dy1 c1 + dy2 s2, dx2 = dy2 c2 - dy1 s1."""
 
     @staticmethod
     def forward(
@@ -79,8 +79,8 @@ class _Rotate(torch.autograd.Function):
         return *_turned(query_slope_THK, key_slope_TJK, cos_TK, back_TK), None, None
 
 
-# Nothing may be contracted here: a product that is not rounded before the sum would differ from transformers'
-# in the last bit.
+# No contraction to fused multiply-add: a product that is not rounded before the sum would differ from
+# transformers' in the last bit.
 @compiled()
 def _rotate(x_TNK: Any, cos_TK: Any, sin_TK: Any, y_TNK: Any) -> None:
     half = cos_TK.shape[1] // 2
@@ -107,5 +107,5 @@ def _rotate_bfloat16(x_TNK: Any, cos_TK: Any, sin_TK: Any, y_TNK: Any) -> None:
 
 @compiled()
 def _product(x: Any, factor: Any) -> Any:
-    """Rounded to bfloat16, as a float32."""
+    """The product rounded to bfloat16, as float32."""
     return wide(narrow(x * wide(factor)))

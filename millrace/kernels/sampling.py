@@ -1,13 +1,13 @@
-"""Drawing tokens from logits and judging them: the door where inputs are checked.
+"""Token sampling and log-probabilities from logits: input validation and dispatch.
 
 N = rows, V = vocabulary.
 
 With z = logits / temperature, token v has the mass exp(z_v - max z). A row gives the same bits in a batch of
-any size, and `draw` and `row_logprob` the same bits for the same token; `sampling_plain` says how. On a CPU
-compiled kernels run, elsewhere the plain twins.
+any size, and `draw` and `row_logprob` give the same bits for the same token; see `sampling_plain`. On a CPU
+compiled kernels run, elsewhere the plain implementations.
 
-A row whose logits hold NaN or plus infinity, or nothing above minus infinity, has no distribution: its
-log-probability is NaN and its token is some token of the vocabulary.
+A row with NaN or plus infinity, or with nothing above minus infinity, has no distribution: its
+log-probability is NaN and its token is an arbitrary token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """One token for each row, and its log-probability log softmax(logits / temperature).
+    """Sample one token for each row, with its log-probability log softmax(logits / temperature).
 
-    The token is the first whose cumulative mass exceeds u times the whole; one without mass is never drawn.
-    At temperature 0 it is the most likely token, of equals the lowest, judged at temperature 1.
+    The token is the first with a cumulative mass above u times the total; a token without mass is never
+    sampled. At temperature 0 it is the most likely token (the lowest id of equals), with its log-probability
+    at temperature 1.
 
     Args:
-        logit_NV: float32 or float64, without gradient; minus infinity leaves a token out.
+        logit_NV: float32 or float64, without gradient; minus infinity excludes a token.
         temperature_N: 0 or more.
         uniform_N: u, float64 in [0, 1).
 
     Returns:
-        tokens, int64, and log-probabilities in the dtype of the logits, NaN where a row has no distribution.
+        tokens, int64, and log-probabilities in the dtype of the logits, NaN for a row without distribution.
 
     Raises:
         ValueError: a shape or dtype does not fit, or the logits require a gradient.
@@ -46,7 +47,7 @@ def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Te
 
 
 def row_logprob(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
-    """Log-probability of one given token for each row: bit for bit what `draw` says where it drew that token.
+    """Compute the log-probability of one given token for each row, bit for bit that of `draw`.
 
     Args:
         logit_NV: float32 or float64, without gradient.
@@ -54,10 +55,10 @@ def row_logprob(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Te
         temperature_N: 0 or more; 0 counts as 1.
 
     Returns:
-        [N], in the dtype of the logits; NaN where a row has no distribution.
+        [N], in the dtype of the logits; NaN for a row without distribution.
 
     Raises:
-        ValueError: as in `draw`, or a target lies outside the vocabulary.
+        ValueError: as in `draw`, or a target is outside the vocabulary.
     """
     target_N, temperature_N = _columns(logit_NV, target_N=target_N, temperature_N=temperature_N)
     outside_N = (target_N < 0) | (target_N >= logit_NV.shape[1])
@@ -75,11 +76,11 @@ def row_logprob(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Te
 def truncate(
     logit_NV: Tensor, temperature_N: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
 ) -> None:
-    """Set the logits of the tokens that a row may not draw to minus infinity, in place.
+    """Truncate the distribution of each row: set the logits of excluded tokens to minus infinity, in place.
 
-    First min-p: tokens with less than min_p of the likeliest token's mass go. Then top-k: the k most likely
-    of the rest stay. Then top-p: of these, the fewest that hold top_p of their mass. Of equals, lower
-    ids come first; the likeliest token always stays.
+    First min-p excludes tokens with less than min_p times the mass of the most likely token. Then top-k keeps
+    the k most likely of the rest. Then top-p keeps the fewest of these that hold top_p of their mass. Ties go
+    to the lower id; the most likely token is always kept.
 
     Args:
         logit_NV: float32 or float64, without gradient, contiguous.
@@ -110,10 +111,10 @@ def truncate(
 
 
 def _columns(logit_NV: Tensor, **columns: Tensor) -> list[Tensor]:
-    """The columns, contiguous, once everything fits the logits.
+    """Check the arguments; return the columns, contiguous.
 
     Raises:
-        ValueError: it does not.
+        ValueError: a shape or dtype does not fit the logits.
     """
     if logit_NV.dim() != 2 or logit_NV.shape[1] == 0 or logit_NV.dtype not in DTYPES:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Sampling compiled for the CPU: tile by tile, without a temporary of the size of the logits.
 
-N = rows, V = vocabulary; the arithmetic is that of `sampling_plain`, bit for bit. Inside the kernels arrays
-bear no letters. Rows are shared out among threads where there are enough of them.
+N = rows, V = vocabulary; the arithmetic is that of `sampling_plain`, bit for bit. Array names inside the
+kernels have no shape suffix. Rows are distributed over threads if there are enough of them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from millrace.kernels.compiled import compiled
 from millrace.kernels.sampling_plain import TILE, heat, numbers
 from millrace.kernels.team import bounds, cuts, share_out
 
-# Logits that pay for the thread they are drawn from.
+# Least logits per thread.
 PART_LOGITS = 1 << 14
-# Running maxima side by side, so that one instruction compares many logits.
+# Number of running maxima, so that one instruction compares many logits.
 LANES = 64
-# Truncation counts tokens in buckets of z, each a 32nd wide, down from the greatest; the last takes the rest.
+# Truncation counts tokens in buckets of z of width 1/32, from the greatest down; the last takes the rest.
 BUCKETS_PER_NAT = 32
 LAST_BUCKET = 1023
 
@@ -31,7 +31,7 @@ Array = NDArray[Any]
 Arrays = tuple[Array, ...]
 Tile = tuple[Array, Array, Array]
 # (zero, least, per_ln2, rounder, ln2_high, ln2_low), series, (bias, shift) of `sampling_plain.Numbers`. Plain
-# tuples: machine code kept on disk for a class could not be read once the class has moved.
+# tuples: machine code cached on disk for a class could not be loaded after the class has moved.
 Numbers = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, Any]]
 
 
@@ -58,7 +58,7 @@ def truncate(
 
 
 def _over_rows(kernel: Callable[..., None], logit_NV: Tensor, *columns: Tensor) -> None:
-    """Run a kernel over the rows, in as many parts as pay."""
+    """Run a kernel over the rows, divided into parts of enough work."""
     num_rows = len(logit_NV)
     arrays = logit_NV.numpy(), tuple(column_N.numpy() for column_N in columns)
     n = numbers(logit_NV.dtype)
@@ -96,9 +96,9 @@ def _row_logprob(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts
 
 @compiled()
 def _buffers(n: Numbers, logit: Array) -> tuple[Tile, Array]:
-    """Three tiles (masses, rounded powers, their bits), and a zero for each tile of a row, or a few more.
+    """Allocate three tiles (masses, rounded powers, their bits), and at least one zero per tile of a row.
 
-    A row shorter than a tile is given a shorter tile; the zeros left out would change no sum.
+    A row shorter than a tile gets a shorter tile; the omitted zeros would not change a sum.
     """
     width, num_sums = 1, 1
     while width < min(logit.shape[1], TILE):
@@ -112,7 +112,7 @@ def _buffers(n: Numbers, logit: Array) -> tuple[Tile, Array]:
 
 @compiled()
 def _greatest(x: Array) -> Any:
-    """The greatest logit; NaN may be passed over."""
+    """The greatest logit; NaN may be ignored."""
     lanes = np.full(LANES, -np.inf, x.dtype)
     in_lanes = len(x) // LANES * LANES
     for first in range(0, in_lanes, LANES):
@@ -129,7 +129,7 @@ def _greatest(x: Array) -> Any:
 
 @compiled()
 def _masses(n: Numbers, x: Array, scale: tuple[Any, Any], tile: Tile) -> None:
-    """The masses of at most TILE logits into the tile, then zeros."""
+    """Write the masses of at most TILE logits into the tile, then zeros."""
     mass, rounded, whole = tile
     heat, peak = scale
     (zero, least, per_ln2, rounder, ln2_high, ln2_low), series, (bias, shift) = n
@@ -145,7 +145,7 @@ def _masses(n: Numbers, x: Array, scale: tuple[Any, Any], tile: Tile) -> None:
             total = total * rest + factor
         rounded[k] = up
         mass[k] = zero if z <= least else total
-    # The same numbers, seen as integers and back: one loop each, or none would run on whole vectors.
+    # The same numbers, viewed as integers and back: one loop each, so that all are vectorized.
     bits = rounded.view(whole.dtype)
     for k in range(len(x)):
         whole[k] = (bits[k] + bias) << shift
@@ -157,7 +157,7 @@ def _masses(n: Numbers, x: Array, scale: tuple[Any, Any], tile: Tile) -> None:
 
 @compiled()
 def _halved(numbers: Array) -> Any:
-    """As `sampling_plain._halved`; writes over the first half."""
+    """As `sampling_plain._halved`; overwrites the first half."""
     half = len(numbers) // 2
     while half > 0:
         for k in range(half):
@@ -189,7 +189,7 @@ def _first_equal(x: Array, value: Any) -> int:
 
 @compiled()
 def _chosen(n: Numbers, x: Array, scale: tuple[Any, Any], sizes: tuple[Tile, Array], uniform: float) -> int:
-    """The first token whose cumulative mass exceeds u times the whole."""
+    """The first token with a cumulative mass above u times the total."""
     tile, sums = sizes
     total = 0.0
     for c in range(len(sums)):
@@ -201,7 +201,7 @@ def _chosen(n: Numbers, x: Array, scale: tuple[Any, Any], sizes: tuple[Tile, Arr
             break
         below += sums[c]
     _masses(n, x[first : first + TILE], scale, tile)
-    # The masses one by one may add up to a little less than by halves; then the last one is the one.
+    # Sequential sums may be slightly less than pairwise sums; then the last token with mass is chosen.
     mass, _, _ = tile
     chosen, left = first, threshold - below
     passed = 0.0
@@ -244,7 +244,7 @@ def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: i
 
 @compiled()
 def _sort_into_buckets(n: Numbers, x: Array, heat: Any, min_p: float, tile: Tile, found: Arrays) -> None:
-    """Mass and bucket of each token, count and mass of each bucket; what min-p drops goes into one more."""
+    """Mass and bucket of each token, count and mass of each bucket; an extra bucket for those below min-p."""
     share, bucket, count, mass = found
     peak = _greatest(x) / heat
     count[:] = 0
@@ -265,9 +265,9 @@ def _sort_into_buckets(n: Numbers, x: Array, heat: Any, min_p: float, tile: Tile
 
 @compiled()
 def _likeliest(x: Array, found: Arrays, max_count: int, max_mass: float) -> tuple[int, Array, float]:
-    """The most likely tokens until there are `max_count`, or they hold `max_mass`.
+    """The most likely tokens, up to `max_count` tokens or a mass of `max_mass`.
 
-    Gives back a bucket, all before which are whole, the tokens of that bucket, and the mass of all.
+    Return the last bucket (all buckets before it are complete), the tokens of it, and the total mass.
     """
     share, bucket, count, mass = found
     taken, held = 0, 0.0

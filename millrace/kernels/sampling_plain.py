@@ -1,15 +1,16 @@
-"""Drawing tokens from logits and judging them: the arithmetic, and the plain twins of the compiled kernels.
+"""Token sampling and log-probabilities from logits: the arithmetic, and references for compiled kernels.
 
 N = rows, V = vocabulary, C = tiles of a row, K = TILE tokens of a tile.
 
-With z = logits / temperature and m = max z, token v has the mass exp(z_v - m). Masses are added by halves,
-first within each tile (in the dtype of the logits), then over the tiles (in float64): an order that depends
-on V alone, so that a row gives the same bits in any batch. Every number of a row is made of sums, products,
-one division and one logarithm, without fused operations; therefore the compiled kernels give the very bits
-of the plain twins. On a CPU the exponential is written out for that reason; elsewhere it is torch's own.
+With z = logits / temperature and m = max z, token v has the mass exp(z_v - m). Masses are summed pairwise
+(first half plus second half), first within each tile (in the dtype of the logits), then over the tiles (in
+float64). The order depends on V alone, so that a row gives the same bits in any batch. Every number of a row
+is computed by sums, products, one division and one logarithm, without fused operations; therefore the
+compiled kernels and the plain implementations give the same bits. On a CPU the exponential is implemented
+here for that reason; elsewhere it is torch's own.
 
-A row whose logits hold NaN or plus infinity, or nothing above minus infinity, has no distribution: its
-log-probability is NaN and its token is some token of the vocabulary.
+A row with NaN or plus infinity, or with nothing above minus infinity, has no distribution: its
+log-probability is NaN and its token is an arbitrary token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ LN2_LOW = -2.1219444005469058277e-4
 
 
 class Numbers(NamedTuple):
-    """What the exponential of one dtype is made of; scalars of that dtype, and of its integers.
+    """Constants of the exponential in one dtype; scalars of that dtype and of its integer type.
 
     Attributes:
         zero: 0.
         least: at and below it the exponential counts as 0; 2^k would not be a normal number.
         per_ln2: 1 / ln 2.
-        rounder: adding it rounds to a whole number, which then stands in the lowest bits.
+        rounder: adding it rounds to an integer, held in the lowest bits of the sum.
         ln2_high: first part of ln 2.
         ln2_low: the rest of ln 2.
         series: 1 / n! from the highest power to n = 0.
@@ -57,11 +58,11 @@ class Numbers(NamedTuple):
 
 @cache
 def numbers(dtype: torch.dtype) -> Numbers:
-    """The constants of the exponential in float32 or float64."""
+    """Return the constants of the exponential in float32 or float64."""
     is_double = dtype == torch.float64
     real, whole = (np.float64, np.int64) if is_double else (np.float32, np.int32)
     about = np.finfo(real)
-    # The first power left out is smaller than the rounding error: (ln(2) / 2)^8 / 8! is 5e-9.
+    # The first omitted power is smaller than the rounding error: (ln(2) / 2)^8 / 8! is 5e-9.
     powers = range(13 if is_double else 7, -1, -1)
     return Numbers(
         zero=real(0),
@@ -77,12 +78,12 @@ def numbers(dtype: torch.dtype) -> Numbers:
 
 
 def heat(logit_NV: Tensor, temperature_N: Tensor) -> Tensor:
-    """What the logits are divided by, in their dtype: the temperature, or 1 where it is 0 (greedy)."""
+    """Return the divisor of the logits, in their dtype: the temperature, or 1 where it is 0 (greedy)."""
     return temperature_N.to(logit_NV.dtype).masked_fill(temperature_N == 0, 1)
 
 
 def draw_plain(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain twin of `draw`."""
+    """Reference for `draw`."""
     z_NV, peak_N = _z(logit_NV, temperature_N)
     mass_NCK = _tiles(_masses(z_NV, peak_N))
     reached_NC = _halved(mass_NCK).double().cumsum(1)
@@ -92,7 +93,7 @@ def draw_plain(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tu
     left_N = threshold_N - torch.where(tile_N > 0, reached_NC[row_N, tile_N - 1], 0)
     mass_NK = mass_NCK[row_N, tile_N]
     passed_NK = mass_NK.double().cumsum(1) > left_N[:, None]
-    # The masses one by one may add up to a little less than by halves; then the last one is the one.
+    # Sequential sums may be slightly less than pairwise sums; then the last token with mass is chosen.
     last_N = TILE - 1 - _first((mass_NK > 0).flip(1))
     token_N = tile_N * TILE + torch.where(passed_NK.any(1), _first(passed_NK), last_N)
     token_N = torch.where(temperature_N == 0, logit_NV.argmax(1), token_N).clamp(max=z_NV.shape[1] - 1)
@@ -100,7 +101,7 @@ def draw_plain(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tu
 
 
 def row_logprob_plain(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
-    """The plain twin of `row_logprob`."""
+    """Reference for `row_logprob`."""
     z_NV, peak_N = _z(logit_NV, temperature_N)
     return _logprob(z_NV, peak_N, _tiles(_masses(z_NV, peak_N)), target_N.long())
 
@@ -108,7 +109,7 @@ def row_logprob_plain(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor)
 def truncate_plain(
     logit_NV: Tensor, temperature_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
 ) -> None:
-    """The plain twin of `truncate`: it sorts."""
+    """Reference for `truncate`; it sorts."""
     sorted_NV, order_NV = logit_NV.sort(dim=1, descending=True, stable=True)
     share_NV = _masses(*_z(sorted_NV, temperature_N)).double()
     kept_NV = share_NV >= min_p_N[:, None]
@@ -147,12 +148,12 @@ def _exp(x_NV: Tensor) -> Tensor:
 
 
 def _tiles(mass_NV: Tensor) -> Tensor:
-    """[N, C, K], the last tile filled up with zeros."""
+    """Reshape to [N, C, K], the last tile padded with zeros."""
     return torch.nn.functional.pad(mass_NV, (0, -mass_NV.shape[1] % TILE)).unflatten(1, (-1, TILE))
 
 
 def _halved(x: Tensor) -> Tensor:
-    """Sum over the last axis, whose length is a power of two: the first half plus the second, and again."""
+    """Pairwise sum over the last axis, of a power-of-two length: add the second half to the first, repeat."""
     while (half := x.shape[-1] // 2) > 0:
         x = x[..., :half] + x[..., half:]
     return x[..., 0]
@@ -177,5 +178,5 @@ def _logprob(z_NV: Tensor, peak_N: Tensor, mass_NCK: Tensor, token_N: Tensor) ->
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is not less than `number`."""
+    """The least power of two not below `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Compiled loops on torch's own threads.
+"""Compiled parallel loops on torch's OpenMP threads.
 
-Between two products torch's OpenMP threads spin, each on a core of its own. Threads of anybody else would
-share cores with them, so our loops are called on the same team, through the runtime that torch itself loaded.
+Between two products torch's OpenMP threads spin, one per core. Other threads would compete with them for the
+cores. So our loops run on the same thread team, through the OpenMP runtime that torch loaded.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from millrace.kernels.compiled import compiled
 
 Arguments = tuple[Any, ...]
 
-# GNU's entry point, which the runtimes of LLVM and Intel offer too.
+# GNU's entry point, which the runtimes of LLVM and Intel also export.
 PARALLEL = "GOMP_parallel"
 RUNTIMES = ("libgomp*", "libiomp*", "libomp*")
 SYMBOL = "millrace_parallel"
 PROCESS = os.getpid()
-# More parts than threads: a thread that was held up leaves its rest to the others.
+# More parts than threads: if one thread is delayed, the others take its remaining parts.
 PARTS_PER_THREAD = 4
 
 
 @cache
 def _parallel() -> Any:
-    """Torch's OpenMP runtime; None where it has none or a foreign one."""
+    """Torch's OpenMP runtime; None if it has none or an unsupported one."""
     folder = Path(torch.__file__).parent / "lib"
     shipped = [str(path) for name in RUNTIMES for path in sorted(folder.glob(name))]
-    # None is the process, for a torch that came without its runtime and loaded the system's.
+    # None is the process itself, for a torch that loaded the system's runtime instead of its own.
     for path in (None, *shipped):
         offered = getattr(ctypes.CDLL(path), PARALLEL, None)
         if offered is not None:
@@ -46,47 +46,47 @@ def _parallel() -> Any:
 
 
 def num_threads() -> int:
-    """Threads of the team that `share_out` may call, as `torch.set_num_threads` says."""
-    # A forked child has none of its parent's threads, and the runtime would wait for them.
+    """Return the size of the thread team for `share_out`, as set by `torch.set_num_threads`."""
+    # A forked child process has none of its parent's threads, and the runtime would wait for them.
     known = _parallel() is not None and os.getpid() == PROCESS
     return torch.get_num_threads() if known else 1
 
 
 def cuts(most: int) -> tuple[int, int]:
-    """Parts that work worth `most` of them is cut into, and the threads they are shared among."""
+    """Return the number of parts to divide work into, at most `most`, and the number of threads."""
     return cut(most, num_threads())
 
 
 @compiled()
 def cut(most: int, num_threads: int) -> tuple[int, int]:
-    """As `cuts`, for so many threads."""
+    """Return `cuts` for a given number of threads."""
     num_parts = max(1, min(PARTS_PER_THREAD * num_threads, most))
     return num_parts, min(num_threads, num_parts)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 def _alone(member: int, shared: int, num_members: int, flags: int) -> None:
-    """What stands in for a runtime that torch does not have: a team of one."""
+    """Fallback for a missing OpenMP runtime: a team of one thread."""
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(member)(shared)
 
 
-# Machine code kept on disk names the symbol, so it must be known before any is loaded.
+# Machine code cached on disk refers to the symbol, so it must be defined before any is loaded.
 binding.add_symbol(SYMBOL, ctypes.cast(_parallel() or _alone, ctypes.c_void_p).value)
 
 
 @compiled()
 def bounds(total: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Where a part of `total` things begins and ends; parts differ by at most one thing."""
+    """Return the begin and end of a part of `total` items; the sizes of parts differ by at most one."""
     return total * part // num_parts, total * (part + 1) // num_parts
 
 
 def share_out(function: Callable[..., None], arguments: Arguments, num_parts: int, num_members: int) -> None:
-    """Call `function(*arguments, part)` for every part from 0 on; whoever is done takes the next.
+    """Call `function(*arguments, part)` for every part from 0 on; an idle thread takes the next part.
 
     Args:
-        function: compiled; what it raises is lost.
-        arguments: of every call.
-        num_parts: of the work.
+        function: compiled function; its exceptions are lost.
+        arguments: leading arguments of every call.
+        num_parts: number of parts.
         num_members: threads of the team, at most `num_threads()`.
     """
     for part in range(num_parts):
@@ -105,13 +105,13 @@ def _typed(typing: Any) -> Callable[..., Any]:
 
 @lower_builtin(share_out, types.Dispatcher, types.BaseTuple, types.Integer, types.Integer)
 def _shared_out(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-    """Machine code of `share_out` by the members of torch's team."""
+    """Emit `share_out` on torch's thread team."""
     function, arguments = signature.args[:2]
     compiled = function.dispatcher.overloads[(*arguments.types, types.intp)]
     target.active_code_library.add_linking_library(compiled.library)
     number, pointer = target.get_value_type(types.intp), ir.IntType(8).as_pointer()
     given = [builder.extract_value(values[1], i) for i in range(len(arguments.types))]
-    # What the threads see: the next part, the number of parts, the arguments.
+    # State shared by the threads: the next part, the number of parts, the arguments.
     shared_type = ir.LiteralStructType([number, number, *(value.type for value in given)])
     shared = cgutils.alloca_once(builder, shared_type)
     for i, value in enumerate((ir.Constant(number, 0), values[2], *given)):
@@ -136,7 +136,7 @@ def _shared_out(target: Any, builder: Any, signature: Any, values: Any) -> Any:
 
 
 def _member(target: Any, member: Any, shared_type: Any, compiled: Any) -> None:
-    """Machine code of what each thread does: take the next part until none is left."""
+    """Emit the code of each thread: take the next part until none is left."""
     builder = ir.IRBuilder(member.append_basic_block("entry"))
     shared = builder.bitcast(member.args[0], shared_type)
     next_part = cgutils.gep_inbounds(builder, shared, 0, 0)
@@ -150,7 +150,7 @@ def _member(target: Any, member: Any, shared_type: Any, compiled: Any) -> None:
     part = builder.atomic_rmw("add", next_part, ir.Constant(num_parts.type, 1), "monotonic")
     builder.cbranch(builder.icmp_signed("<", part, num_parts), body, end)
     builder.position_at_end(body)
-    # Room for the call is taken once, in the entry block.
+    # Stack space for the call is allocated once, in the entry block.
     target.call_conv.call_function(
         builder, function, compiled.signature.return_type, compiled.signature.args, (*given, part)
     )

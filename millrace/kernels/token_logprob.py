@@ -1,11 +1,11 @@
-"""What the losses need of each token's distribution, from hidden states, never holding a whole [N, V].
+"""Statistics of each token's distribution for the losses, from hidden states, without the whole [N, V].
 
 Log-probability and entropy, the sum of squared probabilities, the divergence from a reference.
 
 N = tokens, D = model width, V = vocabulary, M = tokens of all supports. The logits of a chunk of tokens are
-made, reduced, and dropped; the backward makes them again. Below, z = logits / temperature and p = softmax(z),
-over the whole vocabulary or, where a token was drawn among some tokens only, over those: its support. A token
-whose logits are not finite gets NaN.
+computed, reduced, and freed; the backward recomputes them. Below, z = logits / temperature and
+p = softmax(z), over the whole vocabulary or, for a token sampled from a subset of it (its support), over that
+subset. A token with non-finite logits gets NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from millrace.kernels import dispatch
 
-# Named again, so that who needs log-probabilities finds in one place what they are made of.
+# Re-exported: one import for everything that log-probabilities need.
 from millrace.kernels.head import Head as Head
 from millrace.kernels.head import Supports as Supports
 from millrace.kernels.head import runs as runs
@@ -33,43 +33,44 @@ from millrace.kernels.token_logprob_parts import (
     zeros,
 )
 
-# float32 elements of one chunk of logits (28 MiB). From 32 MiB on, the C library gives memory back at once,
-# and touching it anew for each chunk costs more than the arithmetic; smaller chunks read the head too often.
+# float32 elements of one chunk of logits (28 MiB). From 32 MiB on, the C library returns memory to the system
+# at once, and the page faults of each chunk cost more than the arithmetic; smaller chunks read the head too
+# often.
 CHUNK_ELEMENTS = 7 << 20
 
 
 def rows_per_chunk(weight_VD: Tensor) -> int:
-    """Tokens whose logits are made at once: CHUNK_ELEMENTS of them, or an eighth of the head's own size."""
-    # With fewer rows, reading the head and adding to its gradient for each chunk outweighs the products.
+    """Tokens of one chunk: CHUNK_ELEMENTS logits, or an eighth of the head's size if that is more."""
+    # With fewer rows, reading the head and adding to its gradient per chunk costs more than the products.
     return max(1, CHUNK_ELEMENTS // weight_VD.shape[0], weight_VD.shape[1] // 8)
 
 
 def token_logprob(
     hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float, support: Supports | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of the target, log p_target, and entropy -sum_v p_v log p_v, both [N], in nats.
+    """Compute the log-probability log p_target and the entropy -sum_v p_v log p_v, both [N], in nats.
 
-    Both are differentiable; where no gradient of the entropy arrives, the backward does no work for it. Extra
-    memory is about two chunks of logits (`rows_per_chunk`), whatever N; an entropy in the loss and a cap on
-    the logits take one more each, supports a few numbers for each of their tokens in a chunk. No token gives
-    empty results and a gradient of 0.
+    Both are differentiable; without a gradient of the entropy, the backward does no work for it. Extra memory
+    is about two chunks of logits (`rows_per_chunk`) for any N; an entropy in the loss and a cap on the logits
+    take one more chunk each, supports a few numbers for each of their tokens in a chunk. N = 0 gives empty
+    results and a gradient of 0.
 
-    With a head that is a shard, each rank of its group calls this with the same tokens and gets the same
-    numbers; in the backward each gets the whole gradient of the hidden states and that of its own rows. A
-    target in no shard, or on CUDA in no row, has log-probability minus infinity. Ranks exchange two tensors
-    [2, N] and the gradient.
+    With a sharded head, each rank of its group calls this with the same tokens and gets the same numbers; in
+    the backward each gets the whole gradient of the hidden states and that of its own rows. A target in no
+    shard, or on CUDA in no row, has log-probability minus infinity. Ranks all-reduce two tensors [2, N] and
+    the gradient.
 
     Args:
-        hidden_ND: final hidden states, one per token to be judged.
+        hidden_ND: final hidden states, one per target.
         head: the output head, or a shard of it; gradients flow to its weight and bias.
         target_N: the tokens, integers in [0, V).
         temperature: above 0.
-        support: the tokens that each target was drawn among, itself one of them; p is 0 outside of them, and
-            no gradient reaches the logits there. None is the whole vocabulary for all.
+        support: the token ids that each target was sampled from, itself included; p is 0 outside of them, and
+            the logits there get no gradient. None is the whole vocabulary for all.
 
     Raises:
-        ValueError: shapes do not fit, the temperature is not above 0, a support holds what is not in the
-            vocabulary, lacks its target, or stands beside a shard.
+        ValueError: shapes do not fit, the temperature is not above 0, a support has an id outside the
+            vocabulary or lacks its target, or a support is combined with a shard.
 
     Source for the support: DeepSeek-AI 2025, "DeepSeek-V3.2" ("keep sampling mask").
     """
@@ -80,7 +81,7 @@ def token_logprob(
         )
     if support is not None:
         _check_holds(support, target_N)
-    # A tile asks for the sampler's own bits.
+    # With a tile the result must have the sampler's bits.
     if support is None and head.tile is None:
         fused = dispatch.fused_logprob(hidden_ND, head.weight_VD)
         if fused is not None:
@@ -94,7 +95,7 @@ def token_logprob(
 def token_logprob_whole(
     hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The plain twin of `token_logprob`: one log_softmax over all logits at once."""
+    """Reference for `token_logprob`: one log_softmax over all logits at once."""
     logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(1)
     entropy_N = -(logprob_NV.exp() * logprob_NV).sum(1)
     return logprob_NV.gather(1, target_N[:, None])[:, 0], entropy_N
@@ -104,16 +105,16 @@ def token_logprob_whole(
 def token_squares(
     hidden_ND: Tensor, head: Head, *, temperature: float, support: Supports | None = None
 ) -> Tensor:
-    """sum_v p_v^2, [N], without gradient: the chance that two draws agree, as the optimal baseline needs it.
+    """Compute sum_v p_v^2, [N], without gradient: the collision probability, for the optimal baseline.
 
     Args:
-        hidden_ND: final hidden states, one per token to be judged.
+        hidden_ND: final hidden states, one per token.
         head: the output head.
         temperature: above 0.
-        support: the tokens that each draw was made among, as for `token_logprob`.
+        support: the token ids that each token was sampled from, as for `token_logprob`.
 
     Raises:
-        ValueError: shapes do not fit, the temperature is not above 0, a support holds what is not in the
+        ValueError: shapes do not fit, the temperature is not above 0, a support has an id outside the
             vocabulary, or a head is a shard.
     """
     _check(hidden_ND, head, temperature, support)
@@ -124,7 +125,7 @@ def token_squares(
 
 
 def token_squares_whole(hidden_ND: Tensor, head: Head, *, temperature: float) -> Tensor:
-    """The plain twin of `token_squares`."""
+    """Reference for `token_squares`."""
     return (head.logits(hidden_ND) / temperature).softmax(1).square().sum(1).detach()
 
 
@@ -137,7 +138,7 @@ def token_divergence(
     temperature: float,
     support: Supports | None = None,
 ) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), [N], in nats; q is the reference.
+    """Compute KL(p || q) = sum_v p_v (log p_v - log q_v), [N], in nats; q is the reference.
 
     Differentiable in the policy's hidden states and head; the reference gets no gradient. Extra memory is
     about three chunks of logits. Rounding may leave a divergence of 0 slightly negative.
@@ -145,13 +146,14 @@ def token_divergence(
     Args:
         hidden_ND: the policy's final hidden states, one per token.
         head: the policy's output head; gradients flow to its weight and bias.
-        reference_hidden_ND: the reference's, for the same tokens; its width may differ.
+        reference_hidden_ND: the reference's hidden states, for the same tokens; their width may differ.
         reference_head: the reference's output head, over the same vocabulary.
         temperature: above 0; divides the logits of both.
-        support: the tokens that each draw was made among, as for `token_logprob`; p and q are both over them.
+        support: the token ids that each token was sampled from, as for `token_logprob`; p and q are both over
+            them.
 
     Raises:
-        ValueError: shapes do not fit, the temperature is not above 0, a support holds what is not in the
+        ValueError: shapes do not fit, the temperature is not above 0, a support has an id outside the
             vocabulary, or a head is a shard.
     """
     _check(hidden_ND, head, temperature, support)
@@ -178,7 +180,7 @@ def token_divergence_whole(
     *,
     temperature: float,
 ) -> Tensor:
-    """The plain twin of `token_divergence`."""
+    """Reference for `token_divergence`."""
     logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(1)
     reference_NV = (reference_head.logits(reference_hidden_ND) / temperature).log_softmax(1)
     return (logprob_NV.exp() * (logprob_NV - reference_NV.detach())).sum(1)
@@ -188,8 +190,8 @@ def token_divergence_whole(
 class _Logprob:
     """Log-probability and entropy of a chunk from its z, and d loss / d z from the gradients of those.
 
-    As in `_Divergence`, `numbers` may shift the z of a token, which leaves p as it is; `slope` is linear in
-    the gradients, does not feel such a shift, and may write over z.
+    As in `_Divergence`, `numbers` may shift the z of a token, which does not change p; `slope` is linear in
+    the gradients, invariant to such a shift, and may overwrite z.
     """
 
     head: Head
@@ -200,7 +202,7 @@ class _Logprob:
     def numbers(self, z_NV: Tensor, target_N: Tensor, among: Supports | None) -> tuple[Tensor, ...]:
         logprob_N = None
         if self.head.tile is not None:
-            # The sampler's own arithmetic, so that its bits come out again.
+            # The sampler's arithmetic, for the same bits.
             logprob_N = row_logprob(z_NV, target_N, z_NV.new_ones(len(z_NV)))
         z_NV.sub_(z_NV.amax(1, keepdim=True))
         mass_NV = z_NV.exp()
@@ -232,7 +234,7 @@ class _Logprob:
 
 @dataclass(frozen=True, slots=True)
 class _Divergence:
-    """Likewise the divergence from the reference; see `_Logprob`."""
+    """The divergence from the reference, and its d loss / d z; see `_Logprob`."""
 
     head: Head
     temperature: float
@@ -257,7 +259,7 @@ class _Divergence:
 
 
 class _Chunked(torch.autograd.Function):
-    """Numbers per token, chunk by chunk; the backward makes the logits again, unless one chunk held all."""
+    """Numbers per token, chunk by chunk; the backward recomputes the logits, unless one chunk held all."""
 
     @staticmethod
     def forward(
@@ -276,21 +278,21 @@ class _Chunked(torch.autograd.Function):
                 number_N[rows] = chunk_N
             if len(z_NV) == len(hidden_ND) and measure.head.softcap is None and measure.head.group is None:
                 ctx.kept_NV = z_NV
-            del z_NV  # or it would stand beside the next chunk's
+            del z_NV  # freed before the next chunk is allocated
         told_3N = None
         if measure.head.group is not None:
             number_2N, told_3N = merged(torch.stack(numbers)[:, None], measure.head.group)
             numbers = number_2N.unbind()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, known_N, told_3N)
         ctx.measure = measure
-        # A number the loss does not use then comes back as None, and costs nothing.
+        # The gradient of a number that the loss does not use is then None, and costs nothing.
         ctx.set_materialize_grads(False)
         return numbers
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, known_N, told_3N = ctx.saved_tensors
-        # Taken, since it is written over; a second backward through a retained graph makes the logits again.
+        # Removed, since it is overwritten; a second backward through a retained graph recomputes the logits.
         kept_NV, ctx.kept_NV = ctx.kept_NV, None
         factor = ctx.measure.head.scale / ctx.measure.temperature
         hidden_gradient_ND = torch.empty_like(hidden_ND)
@@ -321,7 +323,7 @@ def _slope(
     gradients: list[Any],
     z_NV: Tensor | None,
 ) -> Tensor:
-    """What the numbers of a chunk ask of W h + b, [n, V]; their gradients come times scale / temperature."""
+    """Gradient of a chunk's W h + b, [n, V]; the given gradients are scaled by scale / temperature."""
     bend_NV = None
     if z_NV is None:
         logit_NV, softcap = measure.head.logits(hidden_ND), measure.head.softcap
@@ -337,19 +339,19 @@ def _z(head: Head, hidden_ND: Tensor, temperature: float, among: Supports | None
 
 
 def _truncated(z_NV: Tensor, among: Supports | None) -> Tensor:
-    """The same z, written over where a token is outside of its support: p is 0 there."""
+    """Mask z outside of each token's support in place: p is 0 there."""
     if among is None:
         return z_NV
     place = among.row_M, among.token_M
     inside_M = z_NV[place]
-    # Not -inf, whose product with p = 0 is NaN. What is not finite inside must show all the same.
+    # Not -inf: 0 times -inf is NaN. Non-finite values inside the support must still give NaN.
     z_NV.masked_fill_(among.count_N[:, None] > 0, torch.finfo(z_NV.dtype).min)
     z_NV[place] = inside_M.masked_fill(~inside_M.isfinite(), torch.nan)
     return z_NV
 
 
 def _tilt(share_NV: Tensor, x_NV: Tensor) -> Tensor:
-    """The product p (x - E_p[x]), written over x."""
+    """Compute p (x - E_p[x]), in place in x."""
     return x_NV.sub_((share_NV * x_NV).sum(1, keepdim=True)).mul_(share_NV)
 
 

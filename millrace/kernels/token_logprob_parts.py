@@ -1,11 +1,11 @@
-"""Log-probability and entropy of a token whose vocabulary is cut into parts: shards of ranks, or tiles.
+"""Log-probability and entropy over a vocabulary in parts: shards of ranks, or tiles.
 
-N = tokens, V = words of one part, S = parts on this rank.
+N = tokens, V = vocabulary entries of one part, S = parts on this rank.
 
-With z = logits / temperature, each part tells four numbers of a token: its highest z, the z of the target
-(minus infinity where the target is elsewhere), and the sums of exp(z - highest) and exp(z - highest)
-(z - highest). The whole distribution needs no more of it, and the slopes no more than three numbers of the
-whole, so that ranks exchange columns [N] and never logits.
+With z = logits / temperature, each part computes four numbers for a token: its highest z, the z of the target
+(minus infinity if the target is in another part), and the sums of exp(z - highest) and exp(z - highest)
+(z - highest). These determine the log-probability and the entropy, and three numbers of the whole determine
+the gradients, so that ranks exchange columns [N] and never logits.
 
 Source: Shoeybi et al. 2019, "Megatron-LM" (the loss over a sharded vocabulary).
 """
@@ -23,16 +23,16 @@ from millrace.kernels.head import Head, Supports
 
 
 def merged(part_4SN: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The numbers of the whole from those of all parts.
+    """Reduce the numbers of all parts to those of the whole vocabulary.
 
     Args:
         part_4SN: highest, the target's z, total, and moment, as above, of the parts on this rank.
-        group: the ranks that hold the other parts; None where all are here.
+        group: the ranks with the other parts; None if all parts are on this rank.
 
     Returns:
-        log-probability and entropy, [2, N], and what slopes need, [3, N]: the highest z, and relative to it
-        the logarithm of the total and the mean of z. A target that no part holds has log-probability minus
-        infinity. On every rank of the group the same bits.
+        log-probability and entropy, [2, N], and the inputs of the gradients, [3, N]: the highest z, and
+        relative to it the logarithm of the total and the mean of z. A target in no part has log-probability
+        minus infinity. The same bits on every rank of the group.
     """
     top_2N = part_4SN[:2].amax(1)
     _reduce(top_2N, dist.ReduceOp.MAX, group)
@@ -51,25 +51,25 @@ def merged(part_4SN: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, T
 
 
 def summed(gradient_ND: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The gradient of the hidden states, to which each part of the vocabulary adds its share; in place."""
+    """All-reduce the gradient of the hidden states over the parts of the vocabulary, in place."""
     _reduce(gradient_ND, dist.ReduceOp.SUM, group)
     return gradient_ND
 
 
 def zeros(like: Tensor) -> Tensor:
-    """To add up a gradient in: of the same shape, float32 or float64."""
+    """Allocate an accumulator for a gradient: the same shape, float32 or float64."""
     return torch.zeros_like(like, dtype=at_least_float32(like))
 
 
 def at_least_float32(x: Tensor) -> torch.dtype:
-    """What numbers of such a tensor are added up in."""
+    """Return the dtype in which numbers of such a tensor are summed: its own, at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add the matrix product left @ right to a total, which may have a wider dtype."""
     if total.dtype == right.dtype:
-        total.addmm_(left, right)  # spares a tensor of the size of the total
+        total.addmm_(left, right)  # saves a tensor of the size of the total
     else:
         total += left @ right
 
@@ -81,14 +81,14 @@ def _reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | N
 
 @dataclass(frozen=True, slots=True)
 class ShardedLogprob:
-    """What `token_logprob` does with a chunk of one rank's z: its part of the numbers, and its slopes.
+    """The measure of `token_logprob` for a sharded head: one rank's part of the numbers, and its gradients.
 
-    `numbers` shifts z, `slope` writes over it.
+    `numbers` shifts z, `slope` overwrites it.
 
     Attributes:
         head: the shard.
-        temperature: that z is divided by.
-        support: none; truncated draws are for whole heads.
+        temperature: divisor of the logits.
+        support: always None; truncated sampling needs an unsharded head.
     """
 
     head: Head
@@ -97,7 +97,7 @@ class ShardedLogprob:
     num_numbers: ClassVar[int] = 4
 
     def numbers(self, z_NV: Tensor, target_N: Tensor, among: Supports | None) -> tuple[Tensor, ...]:
-        """Highest, the target's z, total, and moment, [N] each, as `merged` takes them."""
+        """Compute highest, the target's z, total, and moment, [N] each, as `merged` takes them."""
         row_N, here_N = self._rows(z_NV, target_N)
         target_z_N = z_NV.gather(1, row_N[:, None])[:, 0].masked_fill(~here_N, -torch.inf)
         highest_N = z_NV.amax(1)
@@ -117,9 +117,9 @@ class ShardedLogprob:
         """Compute d loss / d z, [N, V], from the gradients of both numbers; None is 0.
 
         Args:
-            z_NV: of this rank's rows.
-            known: the targets, and what `merged` told of their tokens.
-            among: none.
+            z_NV: z of this rank's rows.
+            known: the targets, and the inputs of the gradients from `merged`.
+            among: always None.
             logprob_gradient_N: d loss / d log-probability.
             entropy_gradient_N: d loss / d entropy.
         """
@@ -137,7 +137,7 @@ class ShardedLogprob:
         return slope_NV.scatter_add_(1, row_N[:, None], (logprob_gradient_N * here_N)[:, None])
 
     def _rows(self, z_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of each target, some row where another rank has it, and whether it is here."""
+        """The row of each target (arbitrary if another rank has it), and whether it is on this rank."""
         row_N = target_N - self.head.first_row
         here_N = (row_N >= 0) & (row_N < z_NV.shape[1])
         return row_N.where(here_N, 0), here_N

@@ -1,16 +1,16 @@
 """Log-probability and entropy of chosen tokens as Triton kernels: the logits are never in memory.
 
-N = tokens, D = model width, V = vocabulary, or what one rank holds of it, S = parts that the words are cut
-into.
+N = tokens, D = model width, V = vocabulary, or one rank's shard of it, S = parts of the vocabulary.
 
-Forward: one program a tile of tokens and a part of the words. It walks the words in tiles, makes their logits
-on chip, and keeps what `token_logprob_parts` needs of them with a running maximum (Milakov and Gimelshein
-2018, "Online normalizer calculation for softmax"); `merged` puts the parts of all tiles and ranks together.
+Forward: one program per tile of tokens and part of the vocabulary. It loops over tiles of the vocabulary,
+computes their logits on chip, and accumulates the numbers of `token_logprob_parts` with a running maximum
+(Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); `merged` reduces the parts of all
+tiles and ranks.
 
-Backward: one program a tile of tokens and of words makes the logits again and writes d loss / d (W h + b), in
-the dtype of the hidden states. That is done for a block of tokens and words at a time, as large for any N and
-V, and two ordinary matrix products take it on to both gradients: nothing is added up in an order that changes
-from one run to the next, as it would with atomics.
+Backward: one program per tile of tokens and vocabulary recomputes the logits and writes d loss / d (W h + b),
+in the dtype of the hidden states. This is done for one block of tokens and vocabulary at a time, of a size
+independent of N and V, and two ordinary matrix products compute both gradients from it. So the order of every
+sum is deterministic, which atomics would not be.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from millrace.kernels.head import Head
 from millrace.kernels.token_logprob_parts import add_product, merged, summed, zeros
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-# Tokens, words and widths of a tile: 64 KiB of both factors in flight, and what eight warps add up in half of
-# their registers.
+# Tokens, vocabulary entries and widths of a tile: 64 KiB of both factors in flight, and accumulators that
+# fill half of the registers of eight warps.
 TILES = {2: (128, 128, 64), 4: (64, 128, 32)}
-# Parts of the words. Fewer would leave a GPU idle with few tokens; that there are as many for any number of
-# tokens gives a token the same bits in any batch.
+# Parts of the vocabulary. Fewer would leave a GPU idle with few tokens; the number does not depend on the
+# number of tokens, so that a token has the same bits in any batch.
 PARTS = 16
-# Tokens and words whose slopes are held at once: 64 MiB in bfloat16, and products large enough that adding to
-# the gradients costs a few percent of them.
+# Tokens and vocabulary entries of one block of logit gradients: 64 MiB in bfloat16, and products large enough
+# that adding to the gradients costs a few percent of them.
 BLOCK = (8192, 4096)
-# Below every logit, yet finite: the difference of two of them is 0, where that of two infinities is NaN.
+# Below every logit, but finite: the difference of two of them is 0, that of two infinities is NaN.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2E = math.log2(math.e)
-# A product of float32 as three of tf32 rounds much like float32, but has tensor cores.
+# A float32 product as three tf32 products rounds much like float32, but runs on tensor cores.
 PRECISION = tl.constexpr("tf32x3")
 
 
 def token_logprob(
     hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """As `token_logprob.token_logprob`, without support; a target in no part has minus infinity.
+    """Compute `token_logprob.token_logprob` without support; a target in no part gets minus infinity.
 
     Args:
         hidden_ND: final hidden states, of a dtype in DTYPES.
@@ -65,7 +65,7 @@ def token_logprob(
 
 
 class _Fused(torch.autograd.Function):
-    """The forward keeps three numbers of each token; the backward makes the logits again."""
+    """The forward keeps three numbers per token; the backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -121,9 +121,9 @@ def _blocks(length: int, size: int) -> Iterator[slice]:
 
 
 def _parts(hidden_ND: Tensor, head: Head, row_N: Tensor, temperature: float) -> Tensor:
-    """What each part of the words tells of each token, [4, S, N]: see `token_logprob_parts`."""
+    """The numbers of each part of the vocabulary for each token, [4, S, N]: see `token_logprob_parts`."""
     options = _options(hidden_ND, head, temperature)
-    # Whole tiles; where there are few words, fewer parts.
+    # Whole tiles; a small vocabulary has fewer parts.
     size = triton.cdiv(len(head.weight_VD), PARTS * options["WORDS"]) * options["WORDS"]
     num_parts = triton.cdiv(len(head.weight_VD), size)
     part_4SN = torch.empty(4, num_parts, len(hidden_ND), device=hidden_ND.device)
@@ -138,10 +138,10 @@ def _slopes(hidden_ND: Tensor, head: Head, known: tuple[Tensor | None, ...], tem
     """Compute d loss / d (W h + b) of a block, [N, V], in the dtype of the hidden states.
 
     Args:
-        hidden_ND: of the tokens of the block.
-        head: of its words.
-        known: the row of each target; highest, log_total and mean, as `merged` tells them; and the gradients
-            of both numbers times scale / temperature, None for 0.
+        hidden_ND: hidden states of the block's tokens.
+        head: the head's rows of the block.
+        known: the row of each target; highest, log_total and mean from `merged`; and the gradients of both
+            numbers times scale / temperature, None for 0.
         temperature: above 0.
     """
     options = _options(hidden_ND, head, temperature)
@@ -163,7 +163,7 @@ def _inputs(hidden_ND: Tensor, head: Head) -> tuple[Any, ...]:
 def _options(hidden_ND: Tensor, head: Head, temperature: float) -> dict[str, Any]:
     tokens, words, step = TILES[hidden_ND.element_size()]
     return {
-        # Of the logits, or where they are capped, of tanh, which takes 2 x as a power of 2.
+        # Factor of the logits, or with a softcap, of tanh, which is computed from 2^(2 x log2 e).
         "scale": head.scale if head.softcap is None else 2 * head.scale * LOG2E / head.softcap,
         "coolness": 1 / temperature,
         "CAP": head.softcap,
@@ -195,7 +195,7 @@ def _walk(
     WORDS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """One part of the words for a tile of tokens; parts run side by side: all read the same tokens."""
+    """One part of the vocabulary for a tile of tokens; parts run concurrently and read the same tokens."""
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     num_tokens, num_words = sizes
     n = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -211,7 +211,7 @@ def _walk(
             tensors, strides, sizes, n, v,
             scale=scale, CAP=CAP, FACTOR=FACTOR, WIDTH=WIDTH, STEP=STEP,
         )  # fmt: skip
-        # Not minus infinity, whose product with p = 0 is NaN.
+        # Not minus infinity: its product with p = 0 is NaN.
         z = tl.where((v < num_words)[None, :], z, LOWEST)
         found = tl.maximum(found, tl.max(tl.where(v[None, :] == row[:, None], z, float("-inf")), 1))
         higher = tl.maximum(highest, tl.max(z, 1))
@@ -247,7 +247,7 @@ def _slope(
     WORDS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """One tile of slopes: d logprob / d z = onehot - p, d entropy / d z = -p (z - E_p[z])."""
+    """One tile of gradients: d logprob / d z = onehot - p, d entropy / d z = -p (z - E_p[z])."""
     num_tokens, num_words = sizes
     v = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     n = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -286,7 +286,7 @@ def _logit(
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tl.tensor:
-    """Logits of some tokens and words, float32; beyond the last of either, anything finite."""
+    """Logits of a tile of tokens and vocabulary, float32; arbitrary finite numbers out of range."""
     num_tokens, num_words = sizes
     hidden = tensors[0] + n[:, None] * strides[0]
     weight = tensors[1] + v[:, None].to(tl.int64) * strides[2]

@@ -1,7 +1,7 @@
 """Compile the CPU kernels before their first use, in several processes.
 
-A kernel is compiled by numba when it is first called with arguments of some dtypes, and kept on disk. Here
-each is called with tiny arguments of every dtype that a run or an engine calls it with.
+Numba compiles a kernel at its first call with given dtypes, and caches it on disk. Here each kernel is called
+with tiny arguments of every dtype that a run or an engine uses.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ SCALE, EPS = 0.5, 1e-6
 
 
 class KernelsNotKeptError(RuntimeError):
-    """Compiled kernels cannot be written to disk, so that every process compiles them again."""
+    """Compiled kernels cannot be cached on disk, so every process would compile them again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """What became of a group of kernels.
+    """The compilation result of a group of kernels.
 
     Attributes:
-        group: its name.
-        num_compiled: compiled functions that were not on disk.
-        seconds: it took, wall clock.
+        group: name of the group.
+        num_compiled: functions that were compiled because they were not on disk.
+        seconds: wall-clock time.
     """
 
     group: str
@@ -58,13 +58,13 @@ class Warmed:
 def warm(num_workers: int) -> Iterator[Warmed]:
     """Compile all kernels, the costliest group first; yield each group when it is done.
 
-    Kernels of one file are compiled by one process: two would overwrite each other's index on disk.
+    One process compiles all kernels of a file: two would overwrite each other's index on disk.
 
     Args:
-        num_workers: processes at once; 1 compiles in this process.
+        num_workers: number of worker processes; 1 compiles in this process.
 
     Raises:
-        KernelsNotKeptError: there is no folder to keep them in.
+        KernelsNotKeptError: there is no writable cache folder.
     """
     if not is_kept(product_cpu.multiply):
         raise KernelsNotKeptError(
@@ -88,7 +88,7 @@ def warm_group(name: str) -> Warmed:
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """The names of the functions that numba compiles meanwhile, as it begins with each."""
+    """Collect the names of the functions that numba compiles inside the context, as each begins."""
 
     class Names(event.Listener):
         def on_start(self, event: event.Event) -> None:
@@ -108,7 +108,7 @@ def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(num_tokens: int, blocks: Tensor) -> PagedRows:
-    """One row of so many tokens that begins with the first."""
+    """One row of `num_tokens` tokens from position 0 on."""
     zero, count = torch.zeros(1, dtype=torch.int64), torch.tensor([num_tokens])
     return PagedRows(blocks, zero, zero, count, torch.arange(num_tokens), num_tokens, num_tokens)
 
@@ -196,7 +196,7 @@ def _rotary() -> None:
         (rotated[0].sum() + rotated[1].sum()).backward()
 
 
-# Costliest first, so that workers end at about the same time.
+# Costliest first, so that workers finish at about the same time.
 GROUPS: dict[str, Callable[[], None]] = {
     "sampling": _sampling,
     "decode": _decode,

@@ -23,7 +23,7 @@ from millrace.observability.files import FileError, read_json, read_tensor_heade
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# Ours alone, and passed over by peft; in the weights' own header a second entry would stand in random order.
+# Our own file, which peft ignores; a second entry in the weights' header would have random order.
 BASE = "base.sha256"
 # What peft writes before the name that a weight has in the adapted model.
 _PREFIX = "base_model.model."
@@ -41,7 +41,7 @@ _INITS = (True, False, "gaussian", "eva", "orthogonal")
 def load_adapter(model: Model, folder: str | Path) -> None:
     """Put the adapter of a peft folder into a model and freeze all the rest.
 
-    Which layers are adapted is what the folder's weights say. Its dropout is left out, as all dropout is.
+    The folder's weights determine which layers are adapted. Its dropout is ignored, as all dropout is.
 
     Args:
         model: the base that the adapter was made for, from `models.load`.
@@ -88,9 +88,9 @@ def save_adapter(model: Model, folder: Path, *, base: str = "", weights: bool = 
 
     Args:
         model: has an adapter.
-        folder: made where it is not there.
+        folder: created if missing.
         base: a checksum of the base's weights, written besides for `saved_base`; empty writes none.
-        weights: whether the pairs are written too; they must be whole on this rank.
+        weights: whether the pairs are written too; they must be unsharded on this rank.
 
     Raises:
         ModelError: the model has no adapter.
@@ -124,7 +124,7 @@ def save_adapter(model: Model, folder: Path, *, base: str = "", weights: bool = 
 def adapter_pairs(model: Model) -> dict[str, Tensor]:
     """Copies of an adapter's matrices, whole and in the host's memory, as peft names them; none without one.
 
-    The ranks that hold parts of them call it in step.
+    A collective: all ranks with shards of them call it.
     """
     return {
         f"{_PREFIX}{name}.lora_{which}.weight": host_copy(whole(pair.weight.detach()))
@@ -141,7 +141,7 @@ def write_pairs(pairs: Weights, folder: Path) -> Path:
 
 
 def saved_base(folder: Path) -> str:
-    """The checksum that `save_adapter` was given; empty where there is none."""
+    """Return the checksum written by `save_adapter`; empty if there is none."""
     path = folder / BASE
     return read_text(path) if path.is_file() else ""
 
@@ -181,7 +181,7 @@ def _read_config(path: Path, base: str) -> dict[str, Any]:
 
 
 def _check_pair(path: Path, name: str, pair: dict[str, Tensor], layer: Linear, rank: int) -> None:
-    """Refuse a pair that does not fit its layer."""
+    """Reject a pair that does not fit its layer."""
     for which, shape in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
         if which not in pair:
             raise ModelError(f"adapter {path} lacks lora_{which} of layer {name}")

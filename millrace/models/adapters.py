@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA) beside a model's linear layers, and weights that do not learn.
+"""Low-rank adapters (LoRA) on a model's linear layers, and frozen weights.
 
 An adapted layer computes y = W x + s B A x, where W stays as it is, A and B learn, and s is alpha / rank (or
-alpha / sqrt(rank), rank stabilised). Engines, critics and model folders get plain layers whose weight is
+alpha / sqrt(rank), rank stabilised). Engines, critics and model folders get plain layers with the weight
 W + s B A. A and B are kept in float32 at least, and so is what they add until it is rounded once.
 
 R = rank, D = input width, N = output width.
@@ -31,7 +31,7 @@ ALL_LINEAR = "all-linear"
 
 
 class Adapted(Linear):
-    """A linear layer and the pair of matrices beside it.
+    """A linear layer with a low-rank pair of matrices.
 
     Attributes:
         lora_A: [R, D], and lora_B: [N, R], as layers under peft's names.
@@ -48,7 +48,7 @@ class Adapted(Linear):
 
     @classmethod
     def widen(cls, layer: Linear, rank: int, *, alpha: float, rank_stabilised: bool) -> Adapted:
-        """Put a pair beside a layer and freeze the layer itself; A is not yet drawn and B is zero."""
+        """Add a pair to a layer and freeze the layer itself; A is not yet initialized and B is zero."""
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         # A layer may have no memory yet; its pair is small.
         device = "cpu" if layer.weight.is_meta else layer.weight.device
@@ -77,7 +77,7 @@ class Adapted(Linear):
         if not self.active:
             return super().forward(input)
         if self.tile is not None:
-            # The sampler multiplies by the merged weight, and its bits are asked for.
+            # The sampler multiplies by the merged weight, and the bits must match.
             return products.invariant_linear(input, self.merged_weight(), self.bias, tile=self.tile)
         plain = super().forward(input)
         narrow = products.linear(input.to(self.lora_A.weight.dtype), self.lora_A.weight)
@@ -109,9 +109,9 @@ def add_adapter(
     targets: Sequence[str] = (ALL_LINEAR,),
     rank_stabilised: bool = False,
 ) -> None:
-    """Put a fresh adapter into a model and freeze all the rest; the model computes what it did before.
+    """Put a fresh adapter into a model and freeze all the rest; the model's outputs do not change.
 
-    A is uniform in +-1 / sqrt(D), as peft draws it, and B is zero.
+    A is uniform in +-1 / sqrt(D), as in peft, and B is zero.
 
     Args:
         model: a model from `models.load`, on any device.
@@ -148,9 +148,9 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """The base alone within the block, without a second copy of it.
+    """Disable the adapter within the block, without a second copy of the base.
 
-    A forward whose gradient is needed must be over before the block is left or begun.
+    A forward that needs a gradient must not cross the beginning or the end of the block.
     """
     layers = [layer for layer in adapted_layers(model).values() if layer.active]
     try:
@@ -163,7 +163,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def merged(model: Model) -> Model:
-    """A copy of a model, its adapter folded into plain layers; a copy alone where it has none."""
+    """Copy a model with its adapter merged into plain layers; a plain copy if it has none."""
     copied = copy.deepcopy(model)
     for layer in adapted_layers(copied).values():
         layer.fold()
@@ -171,16 +171,16 @@ def merged(model: Model) -> Model:
 
 
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight but an adapter's, whole under its Hugging Face name; tied ones once.
+    """Every weight but an adapter's, unsharded under its Hugging Face name; tied ones once.
 
-    The ranks that share them go through it in step, as through `saving.full_tensors`.
+    A collective, as `saving.full_tensors`.
     """
     pairs = {f"{name}.lora_{which}.weight" for name in adapted_layers(model) for which in "AB"}
     return ((name, weight) for name, weight in full_tensors(model) if name not in pairs)
 
 
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As `base_tensors`, with the adapter folded in."""
+    """As `base_tensors`, with the adapter merged."""
     layers = adapted_layers(model)
     for name, weight in base_tensors(model):
         layer = layers.get(name.removesuffix(".weight"))
@@ -212,12 +212,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def trained_weights(model: nn.Module) -> nn.ParameterList:
-    """The weights that learn, in the model's order: what an optimizer is made for, and steps."""
+    """The trainable weights, in the model's order, for the optimizer."""
     return nn.ParameterList(weight for weight in model.parameters() if weight.requires_grad)
 
 
 def linears(model: Model) -> dict[str, Linear]:
-    """The layers that an adapter can stand beside: the head's product is not made by the head itself.
+    """Find the layers that can have an adapter; the head cannot, since its product is computed elsewhere.
 
     Raises:
         ModelError: the model has an adapter.

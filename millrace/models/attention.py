@@ -1,8 +1,8 @@
 """Our attention function, registered with transformers as `millrace`.
 
 The model is called with `use_cache=False` and one extra keyword, `context`, which transformers passes through
-to every layer untouched. It says what this forward is: a packed row of segments (training, scoring, prefill),
-the same with its tokens spread over ranks, new tokens of any number of rows over a paged pool (the paged
+to every layer untouched. It describes the forward: a packed row of segments (training, scoring, prefill),
+the same with its tokens sharded over ranks, new tokens of any number of rows over a paged pool (the paged
 engine), or one new token per row over a dense cache (`tests/twins/reference.py`). Nothing is hidden in module
 state.
 """
@@ -41,8 +41,8 @@ INVARIANT_BLOCK = 16
 Turns = dict[str, int]
 
 
-# What a layer may be called with besides, none of which changes what is attended to: it is said already by
-# positions, segments and masks, or asks for outputs that nobody reads.
+# Further keywords that a layer may pass. None changes the attention: they repeat what positions, segments and
+# masks define, or request outputs that are not read.
 HARMLESS = frozenset(
     {
         "cache_position",
@@ -117,13 +117,13 @@ class Packed:
 
 
 class Dealt(ABC):
-    """A packed row whose tokens lie on several ranks, which exchange in every layer; see `models.context`."""
+    """A packed row sharded over several ranks, which communicate in every layer; see `models.context`."""
 
     @abstractmethod
     def attend(
         self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """What the tokens of this rank attend to, [T, H, V]; options are scale, window, softcap and chunk."""
+        """Attend with this rank's queries, [T, H, V]; options are scale, window, softcap and chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ class Paged:
     Attributes:
         pools: keys and values, from `new_pools`.
         rows: which tokens these are and where each row's keys lie.
-        last_B: index of each row's last token, if nobody reads the final hidden states of others: a model may
-            then give those alone, in this order. None where all are read.
+        last_B: index of each row's last token, if only their final hidden states are read: a model may
+            then return those alone, in this order. None if all are read.
         turns: of layers that attend several times; filled in as they do.
     """
 
@@ -188,7 +188,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each attention layer.
+    """Compute attention; transformers calls this in each attention layer.
 
     Args:
         module: the attention layer.
@@ -198,17 +198,17 @@ def attention(
         attention_mask: None but while a model is recorded.
         context: what this forward is.
         scaling: factor of the scores; 1/sqrt(K) if None.
-        sliding_window: as in `packed_attention`; what the recorded mask says goes before it.
+        sliding_window: as in `packed_attention`; the recorded mask takes precedence.
         softcap: likewise.
         dropout: must be 0 or None.
         is_causal: must not be False.
-        kwargs: what transformers passes besides, refused unless `HARMLESS` or None.
+        kwargs: further keywords of transformers, rejected unless `HARMLESS` or None.
 
     Returns:
         [1, T, H, V] and no attention weights.
 
     Raises:
-        ValueError: no context was given, the layer was not recorded, or it asks for what is not done here.
+        ValueError: no context was given, the layer was not recorded, or it needs an unsupported feature.
     """
     context = carried_context(key) if context is None else context
     if context is None:
@@ -217,7 +217,7 @@ def attention(
         )
     _refuse_unknown(module, {**kwargs, "dropout": dropout or None, "is_causal": is_causal in (None, True)})
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Not x[0], whose backward fills a tensor with zeros and writes the slope into it.
+    # Not x[0]: its backward fills a tensor with zeros and writes the gradient into it.
     query_THK, key_TJK, value_TJV = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap, "chunk": None}
     of_layer: LayerFacts | None = getattr(module, "millrace_layer", None)
@@ -235,7 +235,7 @@ def attention(
     return _attended(of_layer, (query_THK, key_TJK, value_TJV), context, options)[None], None
 
 
-# What keywords mean that change a result, for the sentence that refuses them.
+# Meaning of the keywords that change a result, for the error message.
 REFUSED = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -246,7 +246,7 @@ REFUSED = {
 
 
 def _refuse_unknown(module: nn.Module, given: dict[str, Any]) -> None:
-    """Refuse what would change a result and is not known here."""
+    """Reject unsupported keywords that would change a result."""
     known_causal = given.pop("is_causal")
     unknown = [name for name, value in given.items() if value is not None and name not in HARMLESS]
     unknown = sorted(f"{name} ({REFUSED[name]})" if name in REFUSED else name for name in unknown)
@@ -265,7 +265,7 @@ def _attended(
     context: Packed | Dealt | Paged | Decode,
     options: dict[str, Any],
 ) -> Tensor:
-    """What the tokens of one layer attend to, as the context says, [T, H, V]."""
+    """The attention output of one layer in this context, [T, H, V]."""
     query_THK, key_TJK, value_TJV = heads
     if isinstance(context, Paged):
         key_PJSK, value_PJSV = context.pools[_pool(of_layer, context.turns)]
@@ -301,7 +301,7 @@ def _pool(of_layer: LayerFacts, turns: Turns) -> int:
 def attend_packed(
     query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, packed: Packed, options: dict[str, Any]
 ) -> Tensor:
-    """What the tokens of a packed row attend to, [T, H, V]; the options are scale, window, softcap, chunk."""
+    """Attend within a packed row, [T, H, V]; the options are scale, window, softcap and chunk."""
     if packed.paged is None:
         return packed_attention(query_THK, key_TJK, value_TJK, packed.segments, **options)
     out_THK: Tensor = _Invariant.apply(

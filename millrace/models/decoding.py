@@ -4,7 +4,7 @@ With a row for each of some dozen requests a layer's products take tens of micro
 however small, about as long. So where no gradient is recorded and the cache is paged, one call computes a
 layer, or all of them (`kernels.decode`), with a packed copy of its weights. Of a prompt the last layer
 computes all keys and values, and the rest for its last token alone. Names and parameters stay. A layer takes
-part only where a trial on random numbers shows that this is what it computes; any other stays as it is.
+part only if a trial on random numbers shows that its results are the same; any other is unchanged.
 
 T = tokens, B = rows, D = model width, H = query heads, K = head width.
 """
@@ -35,9 +35,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 @torch.no_grad()
 def prepare(model: PreTrainedModel) -> None:
-    """Make a model that will only ever sample quicker: packed weights, and few calls where they are known.
+    """Speed up a model that is only used for sampling: packed weights, and few calls for supported layers.
 
-    It costs the memory of its weights once more. Deterministic models and other devices stay as they are.
+    It doubles the memory of the weights. Deterministic models and other devices stay as they are.
     """
     first = next(module for module in model.modules() if isinstance(module, Linear))
     if first.tile is not None or first.weight.device.type != "cpu":
@@ -79,8 +79,8 @@ class _Parts:
         self._known: tuple[Any, LayerWeights | None] = (None, None)
 
     def weights(self) -> LayerWeights:
-        """All weights as they are now, packed anew after one was written or moved."""
-        # Asked for each layer of each step; attributes of a module would take a look at three dictionaries.
+        """The current weights, packed again after one was written or moved."""
+        # Called for each layer of each step; module attributes would need lookups in three dictionaries.
         found = [x for some in self._parameters for x in some.values() if x is not None]
         key = [(x.data_ptr(), x._version) for x in found]
         known, weights = self._known
@@ -110,7 +110,7 @@ class _Parts:
         )
 
     def forget(self) -> None:
-        """Give the memory of the packed weights back."""
+        """Free the packed weights."""
         self._known = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,14 +119,14 @@ class _Parts:
 
 
 class _Chain:
-    """Layers one after another, and the norm behind the last, if any, as their weights are now."""
+    """A stack of layers and the final norm, if any, with their current weights."""
 
     def __init__(self, parts: list[_Parts], norm: RMSNorm | None = None) -> None:
         self._parts, self._norm = parts, norm
         self._known: tuple[Any, Layers | None] = (None, None)
 
     def layers(self) -> Layers:
-        """The layers with all weights as they are now."""
+        """The layers with their current weights."""
         weights, norm = [parts.weights() for parts in self._parts], self._norm
         norm_D, eps = (None, 0.0) if norm is None else (norm.weight.detach(), norm.eps)
         key = [*map(id, weights), None if norm_D is None else norm_D.data_ptr()]
@@ -137,7 +137,7 @@ class _Chain:
         return layers
 
     def forget(self) -> None:
-        """Give the memory of the packed weights back."""
+        """Free the packed weights."""
         self._known = (None, None)
         for parts in self._parts:
             parts.forget()
@@ -150,7 +150,7 @@ class Stack:
     """All layers of a prepared model, from tokens to final hidden states, without the calls around them."""
 
     def __init__(self, base: Any) -> None:
-        """The stack of a base model whose layers are all prepared."""
+        """Build the stack of a base model; all its layers are prepared."""
         self._embed, self._turn = base.embed_tokens, base.rotary_emb
         self._chain = _Chain([module.millrace_parts for module in base.layers], base.norm)
         self._angles: list[Tensor] = []
@@ -178,7 +178,7 @@ class Stack:
         return stack if _close(*found) else None
 
     def __call__(self, token_T: Tensor, position_T: Tensor, context: Paged) -> Tensor:
-        """Final hidden states, [T, D], or of the rows' last tokens where the context says so."""
+        """Final hidden states, [T, D], or of the rows' last tokens if the context has `last_B`."""
         x_TD, length = self._embed(token_T), context.rows.max_length
         if not self._angles or len(self._angles[0]) < length:
             position_1L = torch.arange(1 << length.bit_length())[None]
@@ -187,12 +187,12 @@ class Stack:
         return self._chain.layers()(x_TD, (cos_TK, sin_TK), context.pools, context.rows, context.last_B)
 
     def forget(self) -> None:
-        """Give the memory of the packed weights back."""
+        """Free the packed weights."""
         self._chain.forget()
 
 
 def _ordinary(base: Any, token_T: Tensor, position_T: Tensor, context: Paged) -> Tensor:
-    """What the base model itself makes of tokens, [T, D]."""
+    """The base model's own hidden states of tokens, [T, D]."""
     given = {"input_ids": token_T[None], "position_ids": position_T[None]}
     hidden: Tensor = base(**given, use_cache=False, context=context).last_hidden_state[0]
     return hidden
@@ -209,7 +209,7 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Te
         ordinary: Tensor = module.millrace_ordinary(hidden_states, *args, **options)
         return ordinary
     number: int = module.millrace_parts.number
-    # The last layer gives only the rows' last tokens where the context says that they are all.
+    # The last layer computes only the rows' last tokens if the context has `last_B`.
     last_B = context.last_B if number == len(context.pools) - 1 else None
     layers, pools = module.millrace_chain.layers(), context.pools[number : number + 1]
     return layers(hidden_states[0], (angles[0][0], angles[1][0]), pools, context.rows, last_B)[None]

@@ -1,9 +1,9 @@
-"""What each layer of a model asks of attention and keeps of a token, recorded from the model's own forward.
+"""Attention requirements and KV cache shapes of each layer, recorded from the model's own forward.
 
-A config does not say it: key heads and widths differ from layer to layer, some layers read another layer's
-keys, some attend twice, and a window or a chunk may stand in the mask alone. So two forwards of a few tokens
-are watched. Attention gives zeros in them; therefore a token whose hidden states still depend on another
-token is proof of something besides attention (a convolution, a recurrence), for which millrace keeps no
+A config does not define them: key heads and widths differ from layer to layer, some layers read another
+layer's keys, some attend twice, and a window or a chunk may be only in the mask. So two forwards of a few
+tokens are recorded. Attention returns zeros in them; if the hidden states of a token still depend on another
+token, the model mixes tokens outside of attention (a convolution, a recurrence), for which millrace keeps no
 state.
 
 T = tokens of such a forward, D = model width, H = query heads, J = key heads, K = width of queries and keys,
@@ -29,15 +29,15 @@ RECORDED = "millrace_recorded"
 TOKENS = 7
 # No window or chunk is looked for beyond so many tokens.
 LONGEST = 1 << 20
-# What a model's forward raises where it does not go with ours.
+# Exceptions of a model's forward that is incompatible with ours.
 FAULTS = (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError, IndexError)
-# The last token's hidden states may differ by so much in two forwards whose other tokens differ.
+# Most difference of the last token's hidden states in two forwards with different other tokens.
 ROUNDING = {torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What a layer keeps of one token.
+    """Shape of a layer's cached key and value of one token.
 
     Attributes:
         num_heads: key heads.
@@ -57,7 +57,7 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """How one attention layer attends.
+    """Attention settings of one layer.
 
     Attributes:
         name: of its module.
@@ -80,12 +80,12 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model's attention layers ask for.
+    """Attention settings and pools of a model.
 
     Attributes:
         layers: in the order in which a forward calls them.
         pools: keys and values that are kept, each by one call of a layer.
-        asks_positions: whether layers ask a cache where a token stands, and not only `position_ids`.
+        asks_positions: whether layers read token positions from a cache, not only from `position_ids`.
         drops_context: whether the keyword `context` does not come through to attention.
     """
 
@@ -120,7 +120,7 @@ class ContextLost(ValueError):
 class CacheView:
     """A cache that keeps nothing: attention itself stores.
 
-    It says where the tokens of a forward stand, and brings the context to attention on the keys.
+    It returns the positions of the tokens of a forward, and passes the context to attention on the keys.
     """
 
     def __init__(self, position_T: Tensor, context: Any) -> None:
@@ -275,7 +275,7 @@ def record_facts(model: PreTrainedModel, *, in_step: bool = False) -> ModelFacts
     """Record a model, and leave the facts on it and on its attention layers.
 
     Weights do not matter; the model must compute. Where autograd is off, only other tokens' numbers and no
-    gradients tell of a mixture of tokens outside of attention.
+    gradients show a mixture of tokens outside of attention.
 
     Args:
         model: made with `attn_implementation="millrace"`.
@@ -312,7 +312,7 @@ def record_facts(model: PreTrainedModel, *, in_step: bool = False) -> ModelFacts
 
 
 def _first(model: PreTrainedModel, *, drops: bool) -> tuple[list[Call], Tensor]:
-    """A forward with masks, whose last token must not have a gradient to the embeddings of others."""
+    """A forward with masks; its last token must not have a gradient to the embeddings of others."""
     token = _MASKS.set(_Masks(_longest(model)))
     try:
         if not torch.is_grad_enabled():
@@ -350,7 +350,7 @@ def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, dro
         view.asked = False
         others, other_TD = _forward(model, 2, drops=drops)
     difference = (other_TD[-1] - hidden_TD[-1]).abs().max() / hidden_TD[-1].abs().max().clamp(min=1e-30)
-    # Weights that are not numbers are for the trial of packed logits to tell of.
+    # Weights that are not finite are reported by the trial of packed logits.
     if difference > ROUNDING.get(hidden_TD.dtype, 1e-3):
         raise ValueError("a token's hidden states depend on other tokens outside of attention")
     if not view.asked:
@@ -365,7 +365,7 @@ def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, dro
 
 
 class _Asked(CacheView):
-    """Says that the row began long before, and remembers that it was asked."""
+    """A view of a row that began long before, which records that positions were read."""
 
     def __init__(self, length: Any) -> None:
         self.recorder = Recorder()
@@ -479,7 +479,7 @@ def fit(mask_function: Callable[..., Any], longest: int) -> dict[str, int | None
     """Window and chunk of a mask of transformers.
 
     Args:
-        mask_function: says of row, head, query and key whether the query sees the key.
+        mask_function: returns for row, head, query and key whether the query sees the key.
         longest: more tokens than window or chunk.
 
     Raises:

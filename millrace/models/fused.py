@@ -1,7 +1,7 @@
-"""Hot modules of a transformers model replaced in place by quicker ones, for trainer and engine alike.
+"""Hot modules of a transformers model replaced in place by faster ones, for trainer and engine alike.
 
-Names, shapes and identity of all parameters stay, so saving, loading, tying, copying and optimizers do not
-notice. A module is replaced only where a trial shows that ours computes the same; any other stays as it is.
+Names, shapes and identity of all parameters stay, so saving, loading, tying, copying and optimizers are not
+affected. A module is replaced only where a trial shows that ours computes the same; any other stays as it is.
 
 T = tokens, D = model width, K = head width, H = query heads, J = key heads.
 """
@@ -31,7 +31,7 @@ class Linear(nn.Linear):
     """`nn.Linear` by our products.
 
     Attributes:
-        tile: rows of one product where a row's bits must be its own; None otherwise.
+        tile: rows of one product for batch-invariant results; None otherwise.
         packs: whether a packed copy of the weight is kept for forwards without gradient.
     """
 
@@ -61,7 +61,7 @@ class Linear(nn.Linear):
         return self._packed[1]
 
     def forget_packed(self) -> None:
-        """Give the packed copy's memory back."""
+        """Free the packed copy."""
         self._packed = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,28 +84,28 @@ class RMSNorm(nn.Module):
 
 
 # torch computes silu and gelu of the last numbers of a block of memory by other instructions than the rest:
-# their last bit depends on where a row lies. That of exp, tanh and erf does not; the rest is rounded exactly.
+# their last bit depends on a row's memory position. That of exp, tanh and erf does not; the rest is exact.
 class InvariantSilu(nn.Module):
-    """x / (1 + e^-x), the same bits wherever a number lies."""
+    """x / (1 + e^-x), the same bits at any memory position."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of each number alone."""
+        """Apply it elementwise."""
         return _by_float32(lambda x: x / (1 + (-x).exp()), x)
 
 
 class InvariantGelu(nn.Module):
-    """x (1 + erf(x / sqrt 2)) / 2, the same bits wherever a number lies."""
+    """x (1 + erf(x / sqrt 2)) / 2, the same bits at any memory position."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of each number alone."""
+        """Apply it elementwise."""
         return _by_float32(lambda x: x * 0.5 * (1 + (x / math.sqrt(2)).erf()), x)
 
 
 class InvariantGeluTanh(nn.Module):
-    """Gelu's approximation by tanh, the same bits wherever a number lies."""
+    """Gelu's approximation by tanh, the same bits at any memory position."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of each number alone."""
+        """Apply it elementwise."""
         return _by_float32(
             lambda x: x * 0.5 * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh()), x
         )
@@ -150,7 +150,7 @@ def pack(model: PreTrainedModel) -> None:
 
 
 def forget_packed(model: PreTrainedModel) -> None:
-    """Give the memory of the packed copies back; each is made again when it is next needed."""
+    """Free the packed copies; each is made again when it is next needed."""
     for module in model.modules():
         forget: Any = getattr(module, "forget_packed", None)
         if forget is not None:
@@ -158,7 +158,7 @@ def forget_packed(model: PreTrainedModel) -> None:
 
 
 def set_deterministic(model: PreTrainedModel, *, tile: int = 32) -> None:
-    """Make every module outside of attention give a row the same bits whatever the batch is; for good.
+    """Make every module outside of attention batch-invariant, permanently.
 
     The output head's own product is not the model's: call `invariant_linear` there, with the same tile.
 
@@ -249,7 +249,7 @@ def _rotary(theirs: Callable[..., Any]) -> Callable[..., Any]:
         known = query.ndim == 4 and len(query) == 1 and len(cos) == 1 and cos.shape[-1] == query.shape[-1]
         if rest or options or not known or cos.dtype != query.dtype:
             return theirs(query, key, cos, sin, *rest, **options)
-        # Not query[0], whose backward fills a tensor with zeros and writes the slope into it.
+        # Not query[0]: its backward fills a tensor with zeros and writes the gradient into it.
         query, key = rotate(*(x.squeeze(0) for x in (query, key, cos, sin)))
         return query[None], key[None]
 

@@ -60,7 +60,7 @@ def scalar_model(model: Model) -> Model:
 
 
 def empty_scalar_model(model: Model) -> Model:
-    """As `scalar_model`, without memory for its weights; the model may be dealt to ranks.
+    """As `scalar_model`, without memory for its weights; the model may be sharded over ranks.
 
     Raises:
         ModelError: as `scalar_model`.
@@ -74,7 +74,7 @@ def scalar_weights(model: Model, named: Iterable[tuple[str, Tensor]]) -> Iterato
     """The weights of `scalar_model` by name.
 
     Args:
-        model: from `empty_scalar_model`, before it is dealt; only its head is looked at, and at once.
+        model: from `empty_scalar_model`, before it is sharded; only its head is read, immediately.
         named: the language model's.
     """
     backbone, head = f"{model.base_model_prefix}.", _head(model).weight

@@ -1,8 +1,8 @@
-"""Whether a model with its own weights computes by our modules what it computes by transformers' own.
+"""Check that a model with its own weights gives the same results with our modules as with transformers' own.
 
 The architecture is tried on a twin (`models.trial`). Here one layer of each kind is given the same random
-hidden states both ways, and what its mixer of tokens makes of them is compared, relative to its own size: in
-a fresh model it is far smaller than what it is added to.
+hidden states both ways, and the outputs of its token mixer are compared, relative to their own size: in a
+fresh model they are far smaller than the residual stream.
 
 T = tokens, D = model width.
 """
@@ -32,12 +32,12 @@ MOST_NARROW = 5e-2
 
 
 class _Enough(Exception):  # noqa: N818 - no error
-    """What was wanted of a forward is known."""
+    """Ends a forward early: its needed outputs are recorded."""
 
 
 @torch.no_grad()
 def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> str:
-    """Give a model our modules, and say what of it then computes something else; empty for nothing.
+    """Give a model our modules, and describe what differs then; empty if nothing does.
 
     Args:
         model: with its weights; its facts are recorded (`models.facts`).

@@ -1,4 +1,4 @@
-"""Models from a Hugging Face folder or fresh from a config, with our attention, and back to a folder."""
+"""Models from a Hugging Face folder or fresh from a config, with our attention; saving to a folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from millrace.models.own_attention import adopt
 from millrace.models.trial import FAULTS, Reading, find_problem, first_line
 from millrace.observability.files import RESTORE, FileError, shown
 
-# Its progress bars would be drawn over the console of the run.
+# Its progress bars would overwrite the console of the run.
 transformers_logging.disable_progress_bar()
-# What it would tell of a folder whose weights do not fit is an error here, and one sentence.
+# Its warnings about weights that do not fit are errors here, of one sentence.
 transformers_logging.set_verbosity_error()
 
 # The one name by which other packages call a transformers model, and its weights by name.
@@ -35,18 +35,18 @@ Weights = dict[str, Tensor]
 
 
 class ModelError(ValueError):
-    """A model that cannot be built or loaded; the message says what to change."""
+    """A model that cannot be built or loaded; the message names what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKind:
-    """As what a folder is loaded.
+    """The kind of model that a folder is loaded as.
 
     Attributes:
         auto: class of transformers that makes such a model.
         folder: gives the folder back if it holds one, and raises a `ModelError` otherwise.
         tried: gives the model our modules, and raises one where its packed forward is not its own plain one;
-            `whole=False` says that parts of it are on other ranks.
+            `whole=False` means that parts of it are on other ranks.
         reading: what is compared then.
     """
 
@@ -96,7 +96,7 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            # float32 first: a draw in bfloat16 would give other weights than the same seed in float32.
+            # float32 first: sampling in bfloat16 would give other weights than the same seed in float32.
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention.NAME, dtype=torch.float32
             )
@@ -254,7 +254,7 @@ def states_of(auto: Any) -> Reading:
 
 
 def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> PreTrainedModel:
-    """Give a model our modules, and refuse it where its forward by them is not transformers' plain forward.
+    """Give a model our modules, and reject it if its forward then differs from transformers' plain forward.
 
     The architecture is tried on a small twin (`models.trial`), this model's weights in one layer of each kind
     (`models.layer_check`).
@@ -285,14 +285,14 @@ def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> 
 
 
 def _check_finite(model: PreTrainedModel) -> None:
-    """Refuse weights that are no numbers."""
+    """Reject weights that are not finite."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"its weight {name} holds numbers that are not finite")
 
 
 def _check_rotary(model: PreTrainedModel) -> None:
-    """Refuse rotary embeddings that depend on the longest sequence of the batch."""
+    """Reject rotary embeddings that depend on the longest sequence of the batch."""
     config = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     # One set of parameters, or one for each kind of layer.
@@ -336,7 +336,7 @@ def _compute_buffers(model: PreTrainedModel) -> None:
         for name, buffer in buffers.items():
             module._buffers[name] = torch.full_like(buffer, _unknown(buffer), device="cpu")
         if buffers:
-            # Its parameters have no memory yet, so nothing is drawn.
+            # Its parameters have no memory yet, so no random numbers are generated.
             model._init_weights(module)
     for name, buffer in model.named_non_persistent_buffers():
         if (buffer.isnan() | (buffer == _unknown(buffer))).any():
@@ -347,5 +347,5 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 
 def _unknown(buffer: Tensor) -> float:
-    """What stands in a buffer until it is computed."""
+    """The placeholder in a buffer until it is computed."""
     return torch.iinfo(buffer.dtype).min if buffer.dtype in (torch.int32, torch.int64) else float("nan")

@@ -28,7 +28,7 @@ _MOST_TIMES, _SPARE = 2, 1 << 26
 
 
 class _Generation(Shape):
-    """What is taken of `generation_config.json`."""
+    """Fields read from `generation_config.json`."""
 
     eos_token_id: NonNegativeInt | list[NonNegativeInt] | None = None
 
@@ -69,7 +69,7 @@ def check_files(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_stops(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse tokens that end an answer and that the vocabulary does not have."""
+    """Reject stop tokens outside the vocabulary."""
     mend = "restore it from a copy, or remove it"
     stops = read_json(path, _Generation, mend=mend).eos_token_id
     text = config.get("text_config") or config
@@ -80,7 +80,7 @@ def _check_stops(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_total(path: Path, num_elements: int, stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse a config that makes a model far larger than its weights.
+    """Reject a config that makes a model far larger than its weights.
 
     Args:
         path: the model folder.
@@ -97,7 +97,7 @@ def check_total(path: Path, num_elements: int, stored: Mapping[str, StoredTensor
 
 
 def _check_counts(path: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse a count of modules above the number of stored tensors and all of their dimensions."""
+    """Reject a count of modules above the number of stored tensors and all of their dimensions."""
     most = max([len(stored), *(size for tensor in stored.values() for size in tensor.shape)])
     for key, value in _counts(config):
         if type(value) is not int or not 0 <= value <= most:

@@ -26,8 +26,8 @@ def output_head(model: PreTrainedModel) -> Head:
     """The model's output embedding and what its architecture does to the logits; this rank's rows under `tp`.
 
     Raises:
-        ValueError: the model has no linear output embedding; or its weight is dealt to data ranks, and this
-            is not within the forward that gathers it (`models.fsdp.Root`).
+        ValueError: the model has no linear output embedding; or its weight is sharded over data ranks, and
+            this is not within the forward that gathers it (`models.fsdp.Root`).
     """
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
@@ -58,8 +58,8 @@ def output_head(model: PreTrainedModel) -> Head:
 
 
 def _slice(linear: nn.Linear) -> tuple[ProcessGroup | None, int]:
-    """Over which ranks `models.tensor` dealt a head's rows, and the first one here; (None, 0) if whole."""
-    # A module reads its own rows; the parameter itself tells of what they are a slice.
+    """The ranks over which `models.tensor` sharded a head's rows, and the first row; (None, 0) if whole."""
+    # A module reads its own rows; the parameter itself has the sharding.
     weight = linear._parameters["weight"]
     if not isinstance(weight, DTensor):
         return None, 0
@@ -104,9 +104,9 @@ def packed_context(model: PreTrainedModel, length_B: Tensor) -> Packed:
 def states(model: PreTrainedModel, batch: Batch, at_N: Tensor, *, routed: Routed | None = None) -> Tensor:
     """Final hidden states of some tokens of a packed row, [N, D].
 
-    What stands behind them is not computed, but by a mixture of experts, whose routers are watched over the
-    whole row. What segments have in common is computed once, but not by a deterministic model, whose bits are
-    the engine's.
+    Tokens after them are not computed, except by a mixture of experts, where routers are recorded over the
+    whole row. A shared prefix of segments is computed once, except by a deterministic model, which must have
+    the engine's bits.
 
     Args:
         model: from `models.load`, or a part of one.

@@ -1,7 +1,7 @@
 """Attention of older decoders, which compute it themselves and have no interface for another.
 
-Their attention classes stand in a dictionary by implementation. Ours are entered there, with the same
-modules and weights; whenever another implementation is set they compute as transformers wrote them.
+transformers keeps their attention classes in a dictionary by implementation. Ours are added there, with the
+same modules and weights; if another implementation is set they compute as in transformers.
 
 T = tokens, H = query heads, K = head width.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.models.attention import NAME, attention
 from millrace.models.facts import RECORDED
 
-# Where a model type's classes stand, the one that computes attention in plain torch, and that of its models.
+# The module of a model type's classes, the class of attention in plain torch, and that of its models.
 PLACES = {
     "falcon": ("FALCON_ATTENTION_CLASSES", "FalconAttention", "FalconPreTrainedModel"),
     "gpt_neo": ("GPT_NEO_ATTENTION_CLASSES", "GPTNeoSelfAttention", "GPTNeoPreTrainedModel"),
@@ -55,7 +55,7 @@ def _gpt_neo(theirs: Any, file: Any) -> Any:
         def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
             if not _ours(self):
                 return super()._attn(query, key, value, attention_mask)
-            # The mask that the model makes knows nothing of windows: they are cut from it here.
+            # The model's mask ignores windows: they are applied here.
             window = self.config.window_size if self.attention_type == "local" else None
             return _by_head(self, query, key, value, None, scaling=1.0, sliding_window=window)
 

@@ -1,8 +1,8 @@
-"""A trainer's forward and backward over tokens of which the sampler took down the experts they went to.
+"""A trainer's forward and backward with the expert choices that the sampler recorded (routing replay).
 
-Where the tokens go there again (R3), the loss is of the function that drew them, and no rounding sends one
-elsewhere. The record also says how the experts of a whole optimizer step are loaded before the first of its
-forwards, so that the loss that balances them does not depend on how the step is split.
+If the tokens go to the same experts again (R3), the loss is of the function that sampled them, and rounding
+cannot change the choice. The record also gives the expert loads of a whole optimizer step before its first
+forward, so that the load-balancing loss does not depend on how the step is split.
 
 T = tokens of a micro-batch, S = those that are computed, L = layers with a router, K = experts of a token,
 E = experts.
@@ -23,7 +23,7 @@ from millrace.models.routing import Record, Routers, balance_loss, expert_load
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """What a trainer does with the record.
+    """Settings for the recorded choices.
 
     Attributes:
         routers: of the model that learns.

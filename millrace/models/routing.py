@@ -109,7 +109,7 @@ class Record:
         )
 
     def add(self, layer: int, logit_TE: Tensor, expert_TK: Tensor) -> None:
-        """Take down what one router decided; a layer computed again replaces what it said before."""
+        """Record the decisions of one router; a layer computed again replaces its earlier record."""
         self._seen[layer] = logit_TE, expert_TK
 
     def _decisions(self) -> list[tuple[Tensor, Tensor]]:
@@ -132,7 +132,7 @@ class Routers:
         """Find the routers of a model, and by a trial of each kind how it makes weights of its scores.
 
         Raises:
-            ValueError: it has none, or one whose weights we cannot compute.
+            ValueError: it has none, or one with weights we cannot compute.
         """
         forms: dict[type[nn.Module], tuple[Form, int, int]] = {}
         self._routers = []
@@ -149,9 +149,9 @@ class Routers:
 
     @contextmanager
     def record(self) -> Iterator[Record]:
-        """Take down what the routers decide in one forward inside; read it before the next.
+        """Record the routers' decisions in one forward inside; read it before the next.
 
-        Inside of `replay`, the forced experts are taken down.
+        Inside of `replay`, the forced experts are recorded.
         """
         record = Record(self._routers)
         with self.watch(record.add):
@@ -287,7 +287,7 @@ def load_metrics(load_LE: Tensor) -> dict[str, float]:
     """How evenly experts are used, as means over the layers; nothing where no token chose any.
 
     `router_max_load` is the largest load over the mean one, 1 where all are equal and E / K at worst;
-    `router_load_entropy` is the entropy of the loads' shares over log E, 1 where all are equal.
+    `router_load_entropy` is the entropy of the load fractions over log E, 1 where all are equal.
 
     Args:
         load_LE: choices of each expert.
@@ -305,10 +305,10 @@ def load_metrics(load_LE: Tensor) -> dict[str, float]:
 def balance_loss(mass_LE: Tensor, load_LE: Tensor, *, num_choices: int, coefficient: float) -> Tensor:
     """Add up E sum_e f_e P_e over the layers, times the coefficient: least where the loads are equal.
 
-    f_e = load_e / tokens is the share of tokens that chose expert e (the shares add up to K) and P_e its mean
-    probability. `load_LE` is of the tokens of all ranks, and where micro-batches shall not matter, of all
-    micro-batches; `mass_LE` of this rank's and this micro-batch's alone. What is returned is their part of
-    the loss: the parts, and their gradients, add up to the loss of one process.
+    f_e = load_e / tokens is the fraction of tokens that chose expert e (they add up to K) and P_e its
+    mean probability. `load_LE` counts the tokens of all ranks, and for independence of the micro-batch split,
+    of all micro-batches; `mass_LE` those of this rank and this micro-batch. The result is their part of the
+    loss: the parts, and their gradients, add up to the loss of one process.
 
     Args:
         mass_LE: probabilities of the routers, added up over the tokens, with gradient.
@@ -355,7 +355,7 @@ def moved_bias(bias_E: Tensor, load_E: Tensor, *, step: float) -> Tensor:
 
 
 def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """What stands beside a layer's experts with a row for each expert, by name."""
+    """The modules next to a layer's experts with a row for each expert (routers), by name."""
     found = {}
     for name, experts in experts_of(model).items():
         beside = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder that several ranks write together, each of them some layers whole.
+"""A model as a Hugging Face folder that several ranks write together, each some whole layers.
 
 Whatever the layout, what ranks hold parts of is gathered weight by weight (as for the sampler), so that the
 folder is an ordinary one and no file has to be put together afterwards.
@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from millrace.models.load import Model, Weights, named_weights
 
 INDEX = "model.safetensors.index.json"
-# The part of a weight's name that says in which layer it is.
+# The part of a weight's name that identifies its layer.
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
@@ -51,7 +51,7 @@ def own_layers(named: Iterable[tuple[str, Tensor]], *, rank: int, num_ranks: int
     Args:
         named: every weight whole, the same ones in the same order on all ranks.
         rank: this one.
-        num_ranks: who write the folder.
+        num_ranks: number of ranks that write the folder.
     """
     num_bytes = [0] * num_ranks
     writers: dict[str, int] = {}
@@ -76,11 +76,11 @@ def write_weights(model: Model, weights: Weights, folder: Path, *, rank: int, nu
     """One rank's file, under the names and in the form of the model's hub; none where it has no weights.
 
     Args:
-        model: says how weights were changed when they were loaded.
+        model: knows how weights were changed when they were loaded.
         weights: what this rank writes, in the host's memory.
         folder: there already.
         rank: this one.
-        num_ranks: who write the folder.
+        num_ranks: number of ranks that write the folder.
     """
     ignored = set(model._keys_to_ignore_on_save or ())
     weights = {name: tensor for name, tensor in weights.items() if name not in ignored}
@@ -94,7 +94,7 @@ def write_weights(model: Model, weights: Weights, folder: Path, *, rank: int, nu
 
 
 def write_index(folder: Path) -> None:
-    """Say which file holds which weight, once all ranks have written theirs."""
+    """Write the index of weights to files, after all ranks have written theirs."""
     weight_map: dict[str, str] = {}
     for path in sorted(folder.glob("model-*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -104,14 +104,14 @@ def write_index(folder: Path) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; the ranks that hold parts of it call it in step."""
+    """All-gather a tensor that may be sharded; all ranks with shards of it call this."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # An offloaded part lies in the host's memory, where the ranks cannot exchange it.
+    # An offloaded shard is in host memory, where the ranks cannot all-gather it.
     near: Any = tensor.to(tensor.device_mesh.device_type)
     placements = list(near.placements)
     for dim in range(len(placements)):
-        # One dimension at a time, the last that was dealt first; of two at once torch warns.
+        # One dimension at a time, the last sharded one first; torch warns for two at once.
         placements[dim] = Replicate()
         near = near.redistribute(placements=placements)
     full: Tensor = near.to_local()
@@ -121,8 +121,8 @@ def whole(tensor: Tensor) -> Tensor:
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight whole under its Hugging Face name, tied ones once, one at a time.
 
-    All ranks that share weights go through it in step, and each gets all; at any moment a rank holds one
-    whole weight besides its own parts.
+    A collective: all ranks with shards iterate together, and each gets every weight; at any moment a rank
+    holds one whole weight besides its own shards.
     """
     for name, weight in named_weights(model):
         yield name, whole(weight.detach())

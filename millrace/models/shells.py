@@ -1,4 +1,4 @@
-"""A model without its weights: enough for another process to make it and wait for them."""
+"""A model without its weights: enough for another process to build it before the weights arrive."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def load_shell(folder: Path, *, dtype: torch.dtype) -> Model:
     model = fresh_model(config, seed=0, dtype=dtype)
     for name, tensor in load_file(folder / FIXED).items():
         module, _, leaf = name.rpartition(".")
-        # Not copied into the one that is there, whose dtype may be narrower.
+        # Not copied into the existing one: its dtype may be narrower.
         model.get_submodule(module)._buffers[leaf] = tensor
     return model

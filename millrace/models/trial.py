@@ -1,4 +1,4 @@
-"""Whether our forward of an architecture is transformers' own: tried on a small bold twin of a model.
+"""Test our forward of an architecture against transformers' own, on a small twin of a model.
 
 A model's packed numbers and the gradient of every weight are compared with those of transformers' plain,
 uncached forward of each sequence alone. How far rounding may take them apart is measured, by embeddings that
@@ -56,10 +56,10 @@ NUDGE = 1e-7
 LEAST_GRADIENT, SMALL_GRADIENT = 1e-3, 1e-3
 # A planted fault is caught where it moves the numbers by so many times what is allowed.
 POWER = 10.0
-# A choice of experts may hang on a rounding error; so an architecture is wrong where it is with both weights.
+# A choice of experts may depend on a rounding error; so an architecture must fail with both seeds.
 SEEDS = (0, 1)
 FAULTS = (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError, NotImplementedError)
-# Fields that say how long a sequence may be, which no sequence is longer than.
+# Fields for the longest sequence.
 ALL_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length")
 # Fields of a config by which no number changes.
 IDLE = (
@@ -112,7 +112,7 @@ class Numbers:
 
 
 def find_problem(config: PretrainedConfig, reading: Reading) -> str:
-    """Say what is wrong with our forward of the models of a config; empty where it is right.
+    """Describe the problem of our forward for the models of a config; empty if it is correct.
 
     It takes about a second, whatever the sizes of the config are, and nothing where the answer is known.
 
@@ -169,7 +169,7 @@ def sequences() -> list[list[int]]:
 
 
 def try_packed(small: PretrainedConfig, reading: Reading) -> str:
-    """Say what is wrong with our forward of the twins of a config; empty where it is right."""
+    """Describe the problem of our forward for the twins of a config; empty if it is correct."""
     return try_seeds(small, reading, _try_seed, told)
 
 
@@ -200,7 +200,7 @@ def try_seeds(
 
 
 def with_small_spans(small: PretrainedConfig, reading: Reading) -> PretrainedConfig:
-    """The config of a twin whose every number of tokens is so small that it acts in a trial.
+    """The config of a twin in which every number of tokens is small enough to matter in a trial.
 
     A whole number above the length of a trial may count tokens under any name. Where a small one gives other
     numbers, it does.
@@ -249,7 +249,7 @@ def our_model(plain: PreTrainedModel, reading: Reading) -> PreTrainedModel:
 
 @torch.no_grad()
 def plain_numbers(model: PreTrainedModel, reading: Reading, tokens: list[list[int]]) -> Tensor:
-    """What transformers' own modules make of each sequence alone."""
+    """The results of transformers' own modules for each sequence alone."""
     return torch.cat([reading.plain(model, torch.tensor([each]))[0].float() for each in tokens])
 
 
@@ -339,7 +339,7 @@ def packed_numbers(
     lengths: Sequence[int] | None = None,
     position_T: Tensor | None = None,
 ) -> Tensor:
-    """What our modules make of the sequences in one row.
+    """The results of our modules for the sequences in one row.
 
     Args:
         ours: from `our_model`.
@@ -514,12 +514,12 @@ def _uses_positions(plain: PreTrainedModel, tokens: list[list[int]], least: floa
 
 
 def told(error: Exception) -> str:
-    """What an error says, as a sentence of ours or as that of another library."""
+    """The message of an error, as a sentence of ours or as that of another library."""
     line = first_line(error)
     return line if type(error) is ValueError else f"its forward in a packed row fails: {line}"
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; a first line that only announces the next is joined with it."""
+    """The message of an error in one line; a first line that only announces the next is joined with it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,8 +1,8 @@
-"""A small model of the same classes as a given one, with weights bold enough that a wrong token shows.
+"""A small model of the same classes as a given one; its weights are large, so that every token matters.
 
-What an architecture computes does not depend on how wide it is. So its twin keeps every kind of layer and
-which stands next to which, whether widths are equal or not, and each option of the config. It shrinks widths,
-the number of layers and experts, the vocabulary, and every window or chunk below the length of a trial.
+The computation of an architecture does not depend on its width. So the twin keeps every kind of layer, the
+order of neighbours, whether widths are equal or not, and each option of the config. It shrinks widths, the
+number of layers and experts, the vocabulary, and every window or chunk below the length of a trial.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_PARAMETERS = 8_000_000
 _LAYERS = re.compile(
     r"^(num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers|num_blocks)$"
 )
-# Of fields that say from or up to which layer something holds.
+# Patterns of fields for the first or last layer of a range.
 _FIRST = re.compile(
     r"^(first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_(start|end)_index)$"
 )
@@ -48,7 +48,7 @@ _SPANS = re.compile(
 
 
 class TwinError(ValueError):
-    """A model has no twin; the message says why."""
+    """A model has no twin; the message gives the reason."""
 
 
 @dataclass
@@ -270,7 +270,7 @@ def twin_of(
         make: makes a model of a config, on whatever device is the default.
 
     Raises:
-        TwinError: there is no small model of these classes; the message says what failed.
+        TwinError: there is no small model of these classes; the message names what failed.
     """
     with torch.device("meta"):
         kinds = layer_kinds(make(config))

@@ -1,6 +1,6 @@
-"""What trials of models found, kept on disk so that a second load costs nothing.
+"""Results of model trials, cached on disk so that a second load costs nothing.
 
-They lie where compiled kernels do: in the package's own folder, or, where that cannot be written to, in the
+They are stored next to compiled kernels: in the package's own folder, or, if that is not writable, in the
 user's cache folder; `NUMBA_CACHE_DIR` moves both.
 """
 

@@ -1,4 +1,4 @@
-"""Which tokens of a packed row are computed: those that something is read from depends on, and each once.
+"""Shared prefixes of a packed row: selects the tokens that outputs depend on, and computes each once.
 
 What a decoder makes of a token depends on it and on the tokens before it in its segment. So what stands
 behind the last token that is read, as the last of an answer does, need not be computed; and where segments

@@ -1,4 +1,4 @@
-"""Who computes which segments: the work of ranks even, and samples of one prompt together.
+"""Assignment of segments to ranks: balanced work, and samples of one prompt together.
 
 What samples of a prompt begin with is computed once on each rank that has some of them, so that spreading
 them costs that beginning again.
@@ -15,9 +15,9 @@ SLACK = 0.05
 def deal(
     work: Sequence[float], saved: Sequence[float], group: Sequence[Hashable], world: int
 ) -> list[list[int]]:
-    """Deal segments to ranks; some may get none.
+    """Shard segments over ranks; some ranks may get none.
 
-    Two ways are tried, and the one whose fullest rank has less is taken:
+    Two assignments are computed, and the one with the lower maximum load is used:
 
     - one by one: the most expensive segment first, each to the rank that then has the least;
     - in groups: the most expensive group first, to the rank with the least; where that gives the rank more

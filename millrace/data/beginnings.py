@@ -1,8 +1,8 @@
 """Shared prefixes of a packed row: selects the tokens that outputs depend on, and computes each once.
 
-What a decoder makes of a token depends on it and on the tokens before it in its segment. So what stands
-behind the last token that is read, as the last of an answer does, need not be computed; and where segments
-begin alike, as samples of one prompt do, one of them computes these tokens and the others look there.
+A decoder's output at a token depends only on this token and the tokens before it in its segment. Tokens after
+the last one with a used output, such as the last of an answer, need not be computed. Where segments share a
+prefix, as samples of one prompt do, one of them computes the prefix and the others reuse it.
 
 T = tokens of the row, S = those that are computed, N = those that are read, B = segments, L = layers with a
 router, K = experts of a token.

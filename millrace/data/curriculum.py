@@ -1,4 +1,4 @@
-"""Which prompts of an epoch are dealt, by what was earned with them so far. No torch."""
+"""Curriculum: which prompts of an epoch are used, by their rewards so far. No torch."""
 
 from __future__ import annotations
 

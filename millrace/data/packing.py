@@ -1,4 +1,4 @@
-"""From trajectories and demonstrations to packed batches. Token shares are fixed here, once.
+"""Packing of trajectories and demonstrations into batches. Token weights are fixed here, once.
 
 T = packed tokens, N = trajectories, M = tokens of all supports.
 """
@@ -122,10 +122,10 @@ def with_gradient(batch: Batch) -> Batch | None:
 
 
 def without_twins(batch: Batch) -> Batch:
-    """Each segment once, with the summed weight of all its twins.
+    """Deduplicate segments; each keeps the summed token weights of its duplicates.
 
-    Twins agree in every field but their weight, as short answers to one prompt often do. Their losses are
-    equal, so one forward and backward with the sum of their shares gives the same loss and gradient.
+    Duplicates agree in every field but their weight, as short answers to one prompt often do. Their losses
+    are equal, so one forward and backward with the sum of their weights gives the same loss and gradient.
     """
     apart = ("position_T", "segment_T", "weight_T", "support")
     names = [field.name for field in fields(Batch) if field.name not in apart]
@@ -133,7 +133,7 @@ def without_twins(batch: Batch) -> Batch:
     kept = sorted(set(twin_of))
     if len(kept) == batch.num_segments:
         return batch
-    # Twins are equally long, so token t of a twin adds to token t of the segment that stays.
+    # Duplicates are equally long, so token t of a duplicate adds to token t of the segment that is kept.
     target_T = _starts(batch)[torch.tensor(twin_of)[batch.segment_T]] + batch.position_T
     summed_T = torch.zeros_like(batch.weight_T).index_add(0, target_T, batch.weight_T)
     return replace(batch, weight_T=summed_T).select(kept)
@@ -152,7 +152,7 @@ def once_each(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def _twins(batch: Batch, names: Sequence[str]) -> list[int]:
-    """For each segment the first one that agrees with it in the named fields and in its supports."""
+    """Return for each segment the first one with equal named fields and supports."""
     columns = [getattr(batch, name) for name in names]
     bounds = _bounds(batch.length_B)
     spans = [(column_T.numpy(), bounds) for column_T in columns if column_T is not None]

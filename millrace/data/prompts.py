@@ -1,4 +1,4 @@
-"""From rows to prompts: train and held-out problems apart, rendered, tokenised once, dealt without end."""
+"""Prompts from rows: splits off held-out problems, renders and tokenises once, streams without end."""
 
 from __future__ import annotations
 

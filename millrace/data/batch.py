@@ -33,7 +33,7 @@ class Batch:
         version_T: int64, version of those weights; -1 elsewhere.
         reward_T: float32, the trajectory's reward on its last chosen token; 0 elsewhere.
         advantage_T: float32; 0 where the action mask is not set.
-        weight_T: float32, or float64 where the weights are: the token's share of the scalar loss over
+        weight_T: float32, or float64 where the weights are: the token's weight in the scalar loss over
             the whole optimizer step.
         reference_logprob_T: float32, under the reference policy; 0 where the action mask is not set.
         proximal_logprob_T: float32, under the weights at the start of the batch; 0 likewise.
@@ -118,10 +118,10 @@ class Batch:
             yield self.select(list(range(span.start, span.stop)))
 
     def shard(self, rank: int, world: int) -> Batch:
-        """The segments of one of `world` ranks, dealt so that token counts are even.
+        """Return the shard of one of `world` ranks, with balanced token counts.
 
-        Longest segments are dealt first, each to the rank with the fewest tokens; every rank computes the
-        same deal.
+        The longest segments are assigned first, each to the rank with the fewest tokens; every rank computes
+        the same assignment.
 
         Raises:
             ValueError: there are fewer segments than ranks.
@@ -138,10 +138,10 @@ class Batch:
         A segment of n tokens costs c(n) = n + n^2 / even_tokens; see `data.dealing` for the assignment.
 
         Args:
-            world: ranks.
-            even_tokens: length at which attending costs as much as everything else.
-            sharing: whether a rank computes once what segments begin with together. Then a prompt of n tokens
-                costs c(n) once on each rank that has samples of it.
+            world: number of ranks.
+            even_tokens: length at which attention costs as much as everything else.
+            sharing: whether a rank computes shared prompts once. Then a prompt of n tokens costs c(n) once on
+                each rank that has samples of it.
         """
         length = self.length_B.tolist()
         work = [n + n**2 / even_tokens for n in length]

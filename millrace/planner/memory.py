@@ -30,7 +30,7 @@ Checkpointing = Literal["none", "selective", "full"]
 # `kernels.packed_attention`. This layer cannot import them; a test checks that the values are equal.
 CHUNK_ELEMENTS = 7 << 20
 SHORT_LENGTH = 32
-# Of the memory that is free when an engine is built, its cache takes at most so much by itself.
+# Maximum fraction of the free memory that an engine's cache takes by default.
 CACHE_SHARE = 0.25
 # Bytes of a number of a moment with 8-bit codes: its own, and a float32 scale of 256.
 EIGHT_BIT_MOMENT = 1 + 4 / 256
@@ -308,7 +308,7 @@ def _activations(shape: ModelShape, layout: Layout, work: Workload) -> int:
     if work.checkpointing == "selective":
         kept = [kept[sparse] + _products(shape, layout, work, sparse=sparse) * c for sparse in (False, True)]
     layers = num_dense * kept[0] + num_sparse * kept[1]
-    # What the first rank of a pipeline has sent on before the first comes back, in micro-batches.
+    # In-flight micro-batches of the first pipeline rank before the first backward.
     in_flight: float = layout.pp
     if work.num_chunks > 1:
         in_flight = (2 * layout.pp - 1 + layout.pp * (work.num_chunks - 1)) / work.num_chunks

@@ -43,7 +43,7 @@ def lognormal(median: float, spread: float) -> Quantile:
 
 
 def exponential(mean: float) -> Quantile:
-    """Values -mean * log(1 - share): times between events that do not know of each other."""
+    """Values -mean * log(1 - share): times between independent events."""
     _check("the mean", mean)
     return lambda share: -mean * math.log1p(-min(share, 1 - _EDGE))
 

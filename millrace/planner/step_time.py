@@ -15,7 +15,7 @@ from millrace.planner.layout import Layout
 from millrace.planner.memory import Memory, Workload, cache_bytes_per_token
 from millrace.planner.model_shape import ModelShape
 
-# Of the bandwidth that a maker states, what decoding reaches.
+# Fraction of the vendor's stated bandwidth that decoding reaches.
 BANDWIDTH_SHARE = 0.7
 
 

@@ -82,7 +82,7 @@ class CombinedReward:
             found = [one or _called(call) for one, call in zip(asked, calls, strict=True)]
             wait(found)
         except BaseException:
-            # Ctrl-C must not wait for workers: interpreter exit joins the threads that are blocked on them.
+            # Ctrl-C must not wait for workers: `close` and exit join the threads that wait for them.
             for one, reward in zip(asked, self._rewards, strict=True):
                 if one is not None and not one.cancel():
                     reward.close()

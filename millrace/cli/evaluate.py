@@ -95,10 +95,10 @@ def evaluate(
 def settings_of(
     recipe: str | None, data: str | None, rewards: Sequence[str], words: Sequence[str]
 ) -> RunConfig:
-    """The settings of an evaluation: those of a recipe if there is one, and what the command says besides.
+    """Return the settings of an evaluation: those of the recipe, if any, overridden by the command line.
 
     Raises:
-        ConfigError: it is not said what to ask, or what answers are worth, or a setting cannot be.
+        ConfigError: the data or the rewards are missing, or a setting is invalid.
     """
     from millrace.config.inputs import DataConfig
     from millrace.config.recipe import ConfigError, from_settings, load_recipe, parse_overrides

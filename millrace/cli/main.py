@@ -81,7 +81,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def sentence(error: BaseException) -> str:
-    """What to tell the user of a known error."""
+    """Return the message of a known error for the user."""
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename is not None else ""
         return f"{place}{error.strerror}"
@@ -89,21 +89,21 @@ def sentence(error: BaseException) -> str:
 
 
 def interruption(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The Ctrl-C that an error is or came after: what is left in its midst cannot always be closed."""
+    """Return the KeyboardInterrupt in an error's context chain; cleanup after Ctrl-C may raise others."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with known errors told in a sentence and everything else left as it is."""
+    """Wrap a command so that it prints known errors as one sentence; other errors propagate."""
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> None:
         try:
             command(*args, **options)
         except BrokenPipeError:
-            raise  # whoever read our output has gone (`| head`); typer leaves quietly
+            raise  # the reader of our output has exited (`| head`); typer exits silently
         except (KeyboardInterrupt, Exception) as error:
             left = interruption(error)
             if left is not None:

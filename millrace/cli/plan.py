@@ -198,7 +198,7 @@ def workload(config: RunConfig) -> Workload:
 def plan_lines(
     shape: ModelShape, work: Workload, fit: Fit, gpu: Gpu, *, refuse: Refuse, mfu: float
 ) -> list[str]:
-    """The plan, line by line; `refuse` says which layouts the recipe does not go with."""
+    """Format the plan as lines; `refuse` rejects layouts that are incompatible with the recipe."""
     from millrace.planner.fit import USABLE_SHARE, gigabytes
     from millrace.planner.step_time import BANDWIDTH_SHARE, step_time
 

@@ -155,10 +155,10 @@ def open_served(
     device: str,
     weights_root: Path | None,
 ) -> Served:
-    """Load a model and put an engine around it; see the options of `serve`.
+    """Load a model and build an engine for it; see the options of `serve`.
 
     Raises:
-        ValueError, RuntimeError: the run or the model cannot be read; the message says why.
+        ValueError, RuntimeError: the run or the model cannot be read; the message names the cause.
     """
     import os
 

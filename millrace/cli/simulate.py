@@ -76,7 +76,7 @@ class Row:
 
     @property
     def idle(self) -> float:
-        """Share of all accelerators' time in which nobody samples or trains on them."""
+        """Fraction of all accelerators' time without sampling or training."""
         run, num_gpus = self.run, self.num_sampling + self.num_training
         if self.mode == "colocated":
             return 1 - run.engines_busy - run.trainer_busy

@@ -1,4 +1,4 @@
-"""`millrace status`: what a run is at, and who waits for whom."""
+"""`millrace status`: the progress of a run and its pending waits."""
 
 from __future__ import annotations
 

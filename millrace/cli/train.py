@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 INTERRUPTED = 130
-# Set for ranks whose launcher tells which of them failed first.
+# Set for ranks whose launcher reports which rank failed first.
 QUIETLY = "MILLRACE_RANKS_WATCHED"
 
 Recipe = Annotated[
@@ -50,22 +50,24 @@ def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> 
 
 
 def start_ranks(mesh: MeshConfig) -> bool:
-    """Run this command as each of several processes, and leave as they do; nothing for one, or for a rank.
+    """Start this command once per rank and exit with the run's exit code; do nothing for a single rank.
+
+    Does nothing either if this process is already a rank.
 
     Returns:
-        whether Ray is to start the ranks instead.
+        whether Ray starts the ranks instead.
 
     Raises:
         typer.Exit: with the exit code of the run.
-        PlanError: the sizes of the mesh do not go together.
-        RankFailed: one of them failed; the message holds the last of what it said.
+        PlanError: the sizes of the mesh are inconsistent.
+        RankFailed: a rank failed; the message contains the end of its output.
     """
-    # Those torchrun starts are ranks already.
+    # Processes that torchrun starts are ranks already.
     if "RANK" in os.environ:
         return False
     from millrace.planner.layout import Layout
 
-    # Said once here, and not by every rank.
+    # Check the mesh once here, so that not every rank reports the error.
     Layout.of(mesh.model_dump())
     if mesh.launcher == "ray":
         return True
@@ -77,10 +79,10 @@ def start_ranks(mesh: MeshConfig) -> bool:
 
 
 def as_a_rank(work: Callable[[], Result]) -> Result:
-    """Do the work of a run; a rank that lost the others says no more than that, for one of them says why.
+    """Run `work`; if another rank was lost, exit with a short message, since the failed rank reports why.
 
     Raises:
-        typer.Exit: another rank has gone.
+        typer.Exit: another rank was lost.
     """
     try:
         return work()
@@ -96,12 +98,12 @@ def as_a_rank(work: Callable[[], Result]) -> Result:
 
 
 def speaks() -> bool:
-    """Whether this process tells what came of a run, as one rank does for all."""
+    """Return whether this process prints the result of the run (rank 0)."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def show_result(report: RunReport) -> None:
-    """Say what a run came to and what to do next; of several ranks the first one does.
+    """Print the result of a run and the next command, on rank 0.
 
     Raises:
         typer.Exit: with code 130, the run was interrupted.
@@ -114,7 +116,7 @@ def show_result(report: RunReport) -> None:
 
 
 def result_lines(report: RunReport) -> list[str]:
-    """The result of a run in a few lines."""
+    """Format the result of a run in a few lines."""
     from millrace.observability.console import clock_text
     from millrace.observability.measure import measure_words
 

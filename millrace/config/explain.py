@@ -48,7 +48,7 @@ def known_keys(model: type[BaseModel] = RunConfig, above: str = "") -> list[str]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a validation error lies: its dotted key, the section that should know it, and its field."""
+    """Location of a validation error: its dotted key, the section that should define it, and its field."""
 
     key: str
     section: type[BaseModel] | None
@@ -90,7 +90,7 @@ def is_echo(item: dict[str, Any], found: list[dict[str, Any]]) -> bool:
 
 
 def explain(item: dict[str, Any], name: str) -> str:
-    """One validation error of the recipe called `name` as one sentence that says what to change."""
+    """Format one validation error of the recipe called `name` as one sentence with the fix."""
     place = _place(item["loc"])
     key = place.key
     if item["type"] == "extra_forbidden":
@@ -139,7 +139,7 @@ def _unquoted(key: str, value: Any) -> str:
 
 
 def _as_written(value: Any) -> str:
-    """The text that YAML made a value of, as far as it can be told."""
+    """Return the YAML text of a value, as far as it can be reconstructed."""
     if value is None or isinstance(value, bool):
         return {None: "", True: "true", False: "false"}[value]
     if isinstance(value, Mapping) and all(inner is None for inner in value.values()):

@@ -46,7 +46,7 @@ def idle_flow(flow: FlowConfig, *, corrected: bool) -> Iterator[str]:
 
     Args:
         flow: of the recipe.
-        corrected: whether the loss weighs tokens for the weights that drew them.
+        corrected: whether the loss has an importance correction for the weights that sampled the tokens.
     """
     given = {name for name in type(flow).model_fields if getattr(flow, name) != _default(name)}
     in_order, at_once = flow.order == "submission", flow.staleness == 0

@@ -147,7 +147,7 @@ _REASON_OF = {name: reason for reason, names in SETTLED.items() for name in name
 
 
 def key_of(name: str) -> str | None:
-    """The setting that another system's name, dotted as it was given, stands for; None if there is none."""
+    """Return the setting that corresponds to another system's dotted name; None if there is none."""
     return next((_KEY_OF[suffix] for suffix in _suffixes(name) if suffix in _KEY_OF), None)
 
 

@@ -44,7 +44,7 @@ OWN_BASE = "its own"
 
 
 class ConfigError(ValueError):
-    """A recipe or an override that cannot be run; the message says what to change."""
+    """A recipe or an override is invalid; the message names the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _at(tree: Mapping[str, Any], section: str, name: str) -> Any:
 
 
 def _inputs(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of those overrides that say which data, model and tokenizer there are."""
+    """Return the tree of the overrides that select the data, model and tokenizer."""
     tree: dict[str, Any] = {}
     for key in sorted(overrides, key=lambda key: key.count(".")):
         if key.partition(".")[0] in ("data", "model", "tokenizer"):
@@ -218,7 +218,7 @@ def _changes_kind(section: Any, kind: Any, place: str) -> bool:
 
 
 def _touches(given: str, key: str) -> bool:
-    """Whether what was given is this setting, a part of it, or the section it lies in."""
+    """Return whether `given` is the setting `key`, a part of it, or a section that contains it."""
     return f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
 
 
@@ -359,7 +359,7 @@ def _yaml_value(text: str, word: str) -> Any:
 
 
 def _assign_all(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    # Sections before what lies in them, and a kind before its settings: each replaces what was there.
+    # Sections before their settings, and a kind before its settings: each replaces the earlier value.
     for key in sorted(overrides, key=lambda key: (key.count("."), not key.endswith(".kind"))):
         _assign(tree, key, overrides[key])
 

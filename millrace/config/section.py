@@ -14,7 +14,7 @@ class Section(BaseModel):
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """A regular expression, or a ValueError that says what is wrong with it."""
+    """Compile a regular expression; raise ValueError with the mistake if it is invalid."""
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -142,7 +142,7 @@ class PolicyConfig(Section):
 
     @property
     def needs_experts(self) -> str:
-        """The first setting for which an engine says which experts tokens went to; empty if there is none."""
+        """The first setting that needs expert routing from the engine; empty if there is none."""
         names = ("router_replay", "router_aux_coefficient", "router_bias_step")
         return next((f"policy.{name}" for name in names if getattr(self, name)), "")
 

@@ -1,7 +1,7 @@
 """RunConfig: every setting of a run, its meaning and its default, in one place.
 
-A setting has one home and one default: the field that bears its name, here or in the section's class. How a
-recipe and overrides become a RunConfig stands in `recipe.py`.
+A setting is defined once, with its default: the field of its name, here or in the section's class.
+`recipe.py` builds a RunConfig from a recipe and overrides.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _unknown_measure(config: RunConfig) -> Iterator[str]:
 
 
 def _idle_ahead(config: RunConfig) -> Iterator[str]:
-    """Engines that draw while the trainer trains have processes of their own."""
+    """Require engine processes for engines that generate while the trainer trains."""
     ahead, processes = config.flow.staleness > 0, config.engine.processes
     if config.engine.delta and not (config.mesh.launcher == "ray" and (ahead or processes)):
         yield (
@@ -329,7 +329,7 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
 
 
 def _given(section: Section) -> set[str]:
-    """Fields that say something: set, and to another value than their default."""
+    """Return the fields that are set to a value other than their default."""
     kept = set()
     for name in section.model_fields_set:
         info = type(section).model_fields[name]

@@ -1,1 +1,1 @@
-"""From rows to prompts, and from groups to packed batches."""
+"""Data: rows to prompts, and groups to packed batches."""

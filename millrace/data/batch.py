@@ -27,24 +27,24 @@ class Batch:
         token_T: int64 token ids.
         position_T: int64, counts from 0 in each segment.
         segment_T: int64, 0 to B-1 in order.
-        action_mask_T: bool, tokens the policy chose. Never the first token of a segment.
-        sampler_logprob_T: float32, log-probability under the weights that drew the token, over its support;
-            0 elsewhere.
+        action_mask_T: bool, tokens the policy sampled. Never the first token of a segment.
+        sampler_logprob_T: float32, log-probability under the weights that sampled the token, over its
+            support; 0 elsewhere.
         version_T: int64, version of those weights; -1 elsewhere.
         reward_T: float32, the trajectory's reward on its last chosen token; 0 elsewhere.
         advantage_T: float32; 0 where the action mask is not set.
-        weight_T: float32, or float64 where the weights are: the token's share of the scalar loss over
+        weight_T: float32, or float64 where the weights are: the token's weight in the scalar loss over
             the whole optimizer step.
         reference_logprob_T: float32, under the reference policy; 0 where the action mask is not set.
         proximal_logprob_T: float32, under the weights at the start of the batch; 0 likewise.
         value_T: float32, the critic's value of the state each token was chosen in; 0 likewise.
         return_T: float32, what the critic learns; 0 likewise.
         correction_T: float32, factor of the token's policy loss (importance weight, 0 where rejected).
-        selected_T: bool, tokens the policy loss treats apart (Clip-Cov, KL-Cov).
-        expert_TLK: int16, the experts that the sampler's layers sent each token to; -1 for a token that it
-            did not compute, as the last one it drew.
-        support: the tokens that each chosen token was drawn among, which every log-probability of it is taken
-            over; None where no draw was truncated. It is indexed by T.
+        selected_T: bool, tokens the policy loss treats separately (Clip-Cov, KL-Cov).
+        expert_TLK: int16, the experts that the sampler's layers routed each token to; -1 for a token that it
+            did not compute, such as the last sampled one.
+        support: the candidate tokens of each sampled token, over which all of its log-probabilities are
+            normalized; None if sampling was not truncated. It is indexed by T.
     """
 
     token_T: Tensor
@@ -118,10 +118,10 @@ class Batch:
             yield self.select(list(range(span.start, span.stop)))
 
     def shard(self, rank: int, world: int) -> Batch:
-        """The segments of one of `world` ranks, dealt so that token counts are even.
+        """Return the shard of one of `world` ranks, with balanced token counts.
 
-        Longest segments are dealt first, each to the rank with the fewest tokens; every rank computes the
-        same deal.
+        The longest segments are assigned first, each to the rank with the fewest tokens; every rank computes
+        the same assignment.
 
         Raises:
             ValueError: there are fewer segments than ranks.
@@ -133,15 +133,15 @@ class Batch:
         return self.select(self.deal(world)[rank])
 
     def deal(self, world: int, *, even_tokens: float = math.inf, sharing: bool = False) -> list[list[int]]:
-        """The segments of each of `world` ranks, dealt so that their work is even; some may get none.
+        """Assign segments to `world` ranks so that the work is balanced; some ranks may get none.
 
-        A segment of n tokens costs c(n) = n + n^2 / even_tokens; see `data.dealing` for who gets it.
+        A segment of n tokens costs c(n) = n + n^2 / even_tokens; see `data.dealing` for the assignment.
 
         Args:
-            world: ranks.
-            even_tokens: length at which attending costs as much as everything else.
-            sharing: whether a rank computes once what segments begin with together. Then a prompt of n tokens
-                costs c(n) once on each rank that has samples of it.
+            world: number of ranks.
+            even_tokens: length at which attention costs as much as everything else.
+            sharing: whether a rank computes shared prompts once. Then a prompt of n tokens costs c(n) once on
+                each rank that has samples of it.
         """
         length = self.length_B.tolist()
         work = [n + n**2 / even_tokens for n in length]
@@ -163,7 +163,7 @@ class Batch:
         return [token_T[start : start + first] for start, first in spans]
 
     def places(self, segments: list[int]) -> Tensor:
-        """Where the tokens of the named segments stand in this batch, in the order given."""
+        """Return the positions in this batch of the tokens of the given segments, in the order given."""
         length_B = self.length_B
         chosen_B = torch.tensor(segments, device=length_B.device)
         return runs((length_B.cumsum(0) - length_B)[chosen_B], length_B[chosen_B])

@@ -1,8 +1,8 @@
-"""Which tokens of a packed row are computed: those that something is read from depends on, and each once.
+"""Shared prefixes of a packed row: selects the tokens that outputs depend on, and computes each once.
 
-What a decoder makes of a token depends on it and on the tokens before it in its segment. So what stands
-behind the last token that is read, as the last of an answer does, need not be computed; and where segments
-begin alike, as samples of one prompt do, one of them computes these tokens and the others look there.
+A decoder's output at a token depends only on this token and the tokens before it in its segment. Tokens after
+the last one with a used output, such as the last of an answer, need not be computed. Where segments share a
+prefix, as samples of one prompt do, one of them computes the prefix and the others reuse it.
 
 T = tokens of the row, S = those that are computed, N = those that are read, B = segments, L = layers with a
 router, K = experts of a token.
@@ -30,7 +30,7 @@ class Leading:
     Attributes:
         kept_S: which they are, ascending.
         length_B: how many of each segment; one of a segment of which nothing is read.
-        at_N: where those that are read are found among them.
+        at_N: indices of the tokens that are read in `kept_S`.
     """
 
     kept_S: Tensor
@@ -39,7 +39,7 @@ class Leading:
 
 
 def leading_to(at_N: Tensor, length_B: Tensor) -> Leading | None:
-    """What leads to some tokens of a row; None where that is nearly all of it, or nothing is read.
+    """Select the tokens that some outputs depend on; None if these are nearly all, or nothing is read.
 
     Args:
         at_N: the tokens, int64, in any order, on the CPU.
@@ -61,13 +61,13 @@ def leading_to(at_N: Tensor, length_B: Tensor) -> Leading | None:
 
 @dataclass(frozen=True, slots=True)
 class Beginnings:
-    """Which tokens of a packed row are computed, and where the others are found; on the CPU.
+    """Deduplicated prefixes of a packed row: computed tokens, and an index for the others; on the CPU.
 
     Attributes:
         kept_S: the tokens that are computed, ascending.
-        place_T: where among them each token of the row is found: the same token after the same tokens.
-        first_B: position of each segment's first token that is computed for it; those before it are found in
-            other segments.
+        place_T: index in `kept_S` of each token of the row: the same token after the same tokens.
+        first_B: position of each segment's first token that is computed for it; earlier tokens are shared
+            with other segments.
     """
 
     kept_S: Tensor
@@ -78,12 +78,12 @@ class Beginnings:
 def common_beginnings(
     token_T: Tensor, length_B: Tensor, expert_TLK: Tensor | None = None
 ) -> Beginnings | None:
-    """What the segments of a row share; None where no segment shares enough.
+    """Find shared prefixes of the segments of a row; None if no segment shares enough.
 
     Args:
         token_T: token ids.
         length_B: tokens of each segment.
-        expert_TLK: the experts that each token is sent to: those that are sent elsewhere are not the same.
+        expert_TLK: the experts that each token is routed to; tokens with different routing are not shared.
     """
     known, length = token_T[:, None].int(), length_B.tolist()
     if expert_TLK is not None:
@@ -108,7 +108,7 @@ def common_beginnings(
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two segments have in common at their beginning."""
+    """Return the length of the common prefix of two segments."""
     size = min(len(one), len(other))
     apart = np.flatnonzero((one[:size] != other[:size]).any(1))
     return int(apart[0]) if len(apart) else size

@@ -89,7 +89,7 @@ def as_text(value: Any, what: str, where: str) -> str:
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: list[int]) -> list[int]:
-    """Without the end token that some tokenizers add: after it nothing would be left to say."""
+    """Remove the end token that some tokenizers append, since generation continues after the prompt."""
     if not token_ids or token_ids[-1] != tokenizer.eos_token_id:
         return token_ids
     written = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

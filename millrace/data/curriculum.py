@@ -1,4 +1,4 @@
-"""Which prompts of an epoch are dealt, by what was earned with them so far. No torch."""
+"""Curriculum: which prompts of an epoch are used, by their rewards so far. No torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from millrace.data.functions import FunctionError, explain, imported
 from millrace.data.rows import DataError
 from millrace.types import Prompt
 
-# How likely a prompt is to be dealt, by its row, the mean reward of its last group (None before the first)
-# and how many groups of it batches had.
+# Probability of using a prompt, by its row, the mean reward of its last group (None before the first) and the
+# number of its groups that were in batches.
 Chance = Callable[[Mapping[str, Any], float | None, int], float]
 
 
 def hard(row: Mapping[str, Any], reward: float | None, tries: int) -> float:
-    """1 less the mean reward; 1 for what was never tried.
+    """Return 1 minus the mean reward; 1 for a prompt without a reward yet.
 
     Source: Kimi Team 2025, "Kimi k1.5" (prioritized sampling).
     """
@@ -26,22 +26,22 @@ def hard(row: Mapping[str, Any], reward: float | None, tries: int) -> float:
 
 
 class Curriculum:
-    """What is known of each prompt, and how likely it is dealt with that."""
+    """Sampling probability of each prompt, from its rewards so far."""
 
     def __init__(self, chance: Chance, *, least: float, name: str = HARD) -> None:
-        """Nothing was tried.
+        """Create a curriculum without rewards.
 
         Args:
-            chance: of a prompt, from 0 to 1.
-            least: chances below are taken for it.
-            name: of the chance, for messages.
+            chance: probability of a prompt, from 0 to 1.
+            least: lower bound of the probability.
+            name: name of the probability function, for messages.
         """
         self._chance, self._least, self._name = chance, least, name
         self._known: dict[str, tuple[float, int]] = {}
 
     @classmethod
     def of(cls, config: CurriculumConfig) -> Curriculum:
-        """The curriculum that a recipe asks for.
+        """Build the curriculum of a recipe.
 
         Raises:
             DataError: there is no such function.
@@ -50,7 +50,7 @@ class Curriculum:
         return cls(chance, least=config.least, name=config.chance)
 
     def chance(self, prompt: Prompt) -> float:
-        """How likely a prompt is dealt when its turn comes.
+        """Return the probability that a prompt is used when it is next in the epoch.
 
         Raises:
             DataError: the recipe's function fails, or gives no number from 0 to 1.
@@ -71,21 +71,21 @@ class Curriculum:
         return max(float(found), self._least)
 
     def learn(self, prompt: Prompt, reward: float) -> None:
-        """A group of a prompt earned so much in the mean; counted within 0 and 1."""
+        """Record the mean reward of a group, clamped to 0 and 1."""
         _, tries = self._known.get(prompt.id, (0.0, 0))
         self._known[prompt.id] = min(max(reward, 0.0), 1.0), tries + 1
 
     def state(self) -> dict[str, tuple[float, int]]:
-        """Mean reward and number of groups of each prompt that was tried."""
+        """Return the last mean reward and the number of groups of each prompt with a reward."""
         return dict(self._known)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Restore the result of `state`."""
         self._known = {id: (float(reward), int(tries)) for id, (reward, tries) in state.items()}
 
 
 def _own(function: str) -> Chance:
-    """A user's; its module may lie in the folder that millrace was started in."""
+    """Import a user's function; its module may be in the working directory."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -1,35 +1,35 @@
-"""Who computes which segments: the work of ranks even, and samples of one prompt together.
+"""Assignment of segments to ranks: balanced work, and samples of one prompt together.
 
-What samples of a prompt begin with is computed once on each rank that has some of them, so that spreading
-them costs that beginning again.
+The shared prompt of samples is computed once on each rank that holds some of them, so spreading samples of
+one prompt over ranks repeats the computation of the prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-# A group goes to one rank whole if that gives the rank at most so much more than the even share.
+# A group is assigned to one rank as a whole if the rank's load exceeds the mean by at most this fraction.
 SLACK = 0.05
 
 
 def deal(
     work: Sequence[float], saved: Sequence[float], group: Sequence[Hashable], world: int
 ) -> list[list[int]]:
-    """Deal segments to ranks; some may get none.
+    """Shard segments over ranks; some ranks may get none.
 
-    Two ways are tried, and the one whose fullest rank has less is taken:
+    Two assignments are computed, and the one with the lower maximum load is used:
 
-    - one by one: the most expensive segment first, each to the rank that then has the least;
-    - in groups: the most expensive group first, to the rank with the least; where that gives the rank more
-      than (1 + SLACK) of the even share, its segments are dealt one by one after all other groups.
+    - one by one: the most expensive segment first, each to the rank with the lowest resulting load;
+    - in groups: the most expensive group first, to the rank with the lowest load; if the load would exceed
+      (1 + SLACK) times the mean, its segments are assigned one by one after all other groups.
 
-    So the fullest rank never has more than segments dealt one by one would give it.
+    So the maximum load is never above that of the one-by-one assignment.
 
     Args:
-        work: of each segment alone.
-        saved: of that, what it does not cost where another of its group is.
-        group: of each segment.
-        world: ranks.
+        work: cost of each segment alone.
+        saved: part of that cost that is saved if another segment of its group is on the rank.
+        group: group of each segment.
+        world: number of ranks.
 
     Returns:
         The segments of each rank, ascending.
@@ -57,10 +57,10 @@ def _deal(
     whole: Sequence[tuple[list[int], float]],
     limit: float,
 ) -> tuple[list[list[int]], float]:
-    """First what may go whole, members and cost, where that keeps to the limit; then segments one by one.
+    """Assign whole groups (members, cost) where the load stays within `limit`, then segments one by one.
 
     Returns:
-        The segments of each rank, and the most that a rank has to do.
+        The segments of each rank, and the maximum load.
     """
     held: list[list[int]] = [[] for _ in range(world)]
     groups: list[set[Hashable]] = [set() for _ in range(world)]

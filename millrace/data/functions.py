@@ -10,7 +10,7 @@ from typing import Any
 
 
 class FunctionError(ValueError):
-    """There is no such function; the message goes on after whatever names it and says what to change."""
+    """There is no such function; the message continues a sentence that names it, and contains the fix."""
 
 
 def imported(function: str) -> Callable[..., Any]:

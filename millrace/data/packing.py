@@ -1,4 +1,4 @@
-"""From trajectories and demonstrations to packed batches. Token shares are fixed here, once.
+"""Packing of trajectories and demonstrations into batches. Token weights are fixed here, once.
 
 T = packed tokens, N = trajectories, M = tokens of all supports.
 """
@@ -21,9 +21,9 @@ TokenWeights = Callable[[Tensor, Tensor], Tensor]
 
 
 def pack(trajectories: Sequence[Trajectory]) -> Batch:
-    """Scored trajectories as one packed row; advantages and shares are 0 until they are estimated.
+    """Pack scored trajectories into one row; advantages and token weights are 0 until they are estimated.
 
-    Where draws were truncated, the sampler's log-probabilities become those over the supports.
+    If sampling was truncated, the sampler's log-probabilities become those over the supports.
 
     Args:
         trajectories: each with an outcome that did not fail.
@@ -122,10 +122,10 @@ def with_gradient(batch: Batch) -> Batch | None:
 
 
 def without_twins(batch: Batch) -> Batch:
-    """Each segment once, with the summed weight of all its twins.
+    """Deduplicate segments; each keeps the summed token weights of its duplicates.
 
-    Twins agree in every field but their weight, as short answers to one prompt often do. Their losses are
-    equal, so one forward and backward with the sum of their shares gives the same loss and gradient.
+    Duplicates agree in every field but their weight, as short answers to one prompt often do. Their losses
+    are equal, so one forward and backward with the sum of their weights gives the same loss and gradient.
     """
     apart = ("position_T", "segment_T", "weight_T", "support")
     names = [field.name for field in fields(Batch) if field.name not in apart]
@@ -133,17 +133,17 @@ def without_twins(batch: Batch) -> Batch:
     kept = sorted(set(twin_of))
     if len(kept) == batch.num_segments:
         return batch
-    # Twins are equally long, so token t of a twin adds to token t of the segment that stays.
+    # Duplicates are equally long, so token t of a duplicate adds to token t of the segment that is kept.
     target_T = _starts(batch)[torch.tensor(twin_of)[batch.segment_T]] + batch.position_T
     summed_T = torch.zeros_like(batch.weight_T).index_add(0, target_T, batch.weight_T)
     return replace(batch, weight_T=summed_T).select(kept)
 
 
 def once_each(batch: Batch) -> tuple[Batch, Tensor]:
-    """Each sequence of tokens once, and for every token of `batch` its place among them, [T].
+    """Deduplicate sequences; return the unique ones, and the index of each token of `batch` in them, [T].
 
-    What a model says of a token depends on the sequence, on the experts it is sent to and on the token's
-    support alone, so it is asked once: `scores_T[place_T]`.
+    The scores of a token depend only on the sequence, on the experts it is routed to and on the token's
+    support, so each is computed once: `scores_T[place_T]`.
     """
     twin_of = torch.tensor(_twins(batch, ("token_T", "action_mask_T", "expert_TLK")))
     kept_B, rank_B = twin_of.unique(return_inverse=True)
@@ -152,7 +152,7 @@ def once_each(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def _twins(batch: Batch, names: Sequence[str]) -> list[int]:
-    """For each segment the first one that agrees with it in the named fields and in its supports."""
+    """Return for each segment the first one with equal named fields and supports."""
     columns = [getattr(batch, name) for name in names]
     bounds = _bounds(batch.length_B)
     spans = [(column_T.numpy(), bounds) for column_T in columns if column_T is not None]
@@ -183,7 +183,7 @@ def _positions(lengths: Sequence[int]) -> Tensor:
 
 
 def _logprobs(drawn: Completion) -> np.ndarray:
-    """Log-probabilities of the drawn tokens over what they were drawn among."""
+    """Return log-probabilities of the sampled tokens over their supports."""
     return drawn.logprobs if drawn.support is None else drawn.support.logprobs
 
 
@@ -213,10 +213,10 @@ def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
 
 
 def _supports(trajectories: Sequence[Trajectory]) -> Supports | None:
-    """What each token was drawn among; None where no draw was truncated.
+    """Return the support of each token; None if sampling was not truncated.
 
     Raises:
-        ValueError: a drawn token was drawn among no token at all.
+        ValueError: a sampled token has an empty support.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = [turn.completion.support.token_ids for turn in turns if turn.completion.support is not None]
@@ -229,7 +229,7 @@ def _supports(trajectories: Sequence[Trajectory]) -> Supports | None:
         if drawn.support is None:
             counts.append(np.zeros(len(drawn.token_ids), dtype=np.int64))
             continue
-        # In a batch, 0 would say that the token was drawn among all.
+        # In a batch, 0 would mean sampling over the whole vocabulary.
         if (drawn.support.counts == 0).any():
             raise ValueError("the support of a token is empty; it holds at least the token itself")
         counts.append(drawn.support.counts)

@@ -50,7 +50,9 @@ def read_pairs(path: str) -> list[Pair]:
 
 
 def hold_out(pairs: Sequence[Pair], *, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on, and those of one prompt in ten (at least one), drawn by seed; no prompt is in both.
+    """Split pairs by prompt: training pairs, and held-out pairs of a tenth of the prompts (at least one).
+
+    The held-out prompts are sampled by seed.
 
     Raises:
         DataError: all pairs have the same prompt.

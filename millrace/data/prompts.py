@@ -1,4 +1,4 @@
-"""From rows to prompts: train and held-out problems apart, rendered, tokenised once, dealt without end."""
+"""Prompts from rows: splits off held-out problems, renders and tokenises once, streams without end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millrace.data.rows import DataError, Row, column, read_rows
 from millrace.data.tasks import task_rows
 from millrace.types import Prompt
 
-# Rows that are held out where the recipe does not say how many, and the most of all problems.
+# Default number of held-out rows, and their maximum fraction of all problems.
 EVAL_SIZE, EVAL_FRACTION = 256, 0.1
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Split:
         train: rows to train on, in the order of the source.
         eval: held-out rows, in the order of the source.
         num_read: rows read from `data.train`.
-        num_twins: problems a reasoning-gym task drew more than once, left out.
+        num_twins: duplicate problems of a reasoning-gym task, left out.
         num_held_out: rows of `data.train` left out because their problem is evaluated on by another row.
     """
 
@@ -46,10 +46,10 @@ class Split:
 def read_split(config: DataConfig, *, seed: int) -> Split:
     """Read the data and hold out what evaluation needs.
 
-    Problems are told apart by `data.identity_column`, else by their prompt. With `data.eval`, the first
-    `eval_size` rows of it are evaluated on and no problem anywhere in it is trained on; else `eval_size`
-    problems of `data.train` (by default at most a tenth) are drawn by seed, one row of each is evaluated on,
-    and none is trained on.
+    The identity of a problem is `data.identity_column`, else its prompt. With `data.eval`, its first
+    `eval_size` rows are used for evaluation, and no problem in it is trained on. Otherwise `eval_size`
+    problems of `data.train` (by default at most a tenth) are sampled by seed: one row of each is used for
+    evaluation, and none is trained on.
 
     Raises:
         DataError: the data cannot be read, or nothing is left to train on.
@@ -73,7 +73,7 @@ def read_split(config: DataConfig, *, seed: int) -> Split:
                 f"data.eval_size holds out {size} problems and {config.train} has only "
                 f"{len(first)}, so nothing is left to train on; set data.eval_size below {len(first)}"
             )
-        # The third number keeps this draw apart from the order of an epoch, which is seeded [seed, epoch].
+        # The third number separates this random stream from that of an epoch, which is seeded [seed, epoch].
         chosen = np.random.default_rng([seed, 0, 1]).permutation(len(first))[:size]
         identities = list(first)
         held = {identities[index] for index in chosen}
@@ -116,7 +116,7 @@ def make_prompts(
         config: which columns, template and pattern.
         tokenizer: of the policy.
         prefix: the prompt of row 17 gets the id `prefix:17`, whichever others are dropped.
-        max_prompt_tokens: longer prompts are dropped, or refused where `data.too_long` says so.
+        max_prompt_tokens: longer prompts are dropped, or raise an error, as set by `data.too_long`.
 
     Returns:
         The prompts, and how many were dropped.
@@ -156,7 +156,7 @@ def make_demonstrations(
 
     Args:
         prompts: to be imitated.
-        config: `too_long` says what happens to a demonstration that does not fit.
+        config: `too_long` selects what happens to a demonstration that does not fit.
         tokenizer: of the policy.
         max_tokens: prompt and demonstration together.
 
@@ -191,10 +191,10 @@ def make_demonstrations(
 
 
 class PromptStream:
-    """Deals prompts without end: every epoch deals each prompt once, in an order of its own.
+    """An endless stream of prompts: every epoch yields each prompt once, in its own order.
 
-    A curriculum passes some over. Where the stream stands is three numbers, and what the curriculum knows, so
-    a resumed stream deals exactly what the first would have dealt.
+    A curriculum skips some prompts. The state of the stream is three numbers and the curriculum's state, so a
+    resumed stream continues exactly.
     """
 
     def __init__(
@@ -203,9 +203,9 @@ class PromptStream:
         """Start at the first epoch.
 
         Args:
-            prompts: what is dealt.
-            seed: the order of epoch e is drawn from `[seed, e]`.
-            shuffle: false deals every epoch in the order given.
+            prompts: the prompts of each epoch.
+            seed: the order of epoch e is a permutation seeded with `[seed, e]`.
+            shuffle: false keeps the given order in every epoch.
             curriculum: how likely each prompt is dealt; None deals all.
 
         Raises:
@@ -242,7 +242,7 @@ class PromptStream:
             self._curriculum.learn(prompt, sum(rewards) / len(rewards))
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands: `epoch`, `position` in it, and `num_prompts` to recognise the data by.
+        """Return the stream state: `epoch`, `position` in it, and `num_prompts` to check the data on resume.
 
         With a curriculum also `known`, its state.
         """

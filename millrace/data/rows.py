@@ -11,7 +11,7 @@ READABLE = ".jsonl or .json (one object per line), .parquet, or a folder written
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on; the message names the place and says what to change."""
+    """The data cannot be used for training; the message names the location and the fix."""
 
 
 class Row(dict[str, Any]):

@@ -84,7 +84,7 @@ def task_rows(name: str, options: Mapping[str, Any], *, size: int, seed: int) ->
         task = factory.create_dataset(name, **options, seed=seed, size=size)
         entries = [task[index] for index in range(size)]
     except Exception as error:
-        # Tasks check their options with whatever comes to hand: asserts, ValueErrors, a TypeError later on.
+        # Tasks raise various errors for bad options: AssertionError, ValueError, a TypeError later on.
         given = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "no options"
         raise DataError(
             f"task {name} with {given} cannot be generated: {str(error) or type(error).__name__}"

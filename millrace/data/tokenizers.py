@@ -50,7 +50,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {reason}"
         ) from error
-    # How it was loaded has no place in its files: those are the same whoever saves them.
+    # These options describe how it was loaded, and are removed so that saved files do not depend on it.
     for name in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(name, None)
     if tokenizer.eos_token_id is None:
@@ -75,7 +75,7 @@ def train_tokenizer(
             rest. Each entry that never occurs costs a tiny model: its row must be learned away.
 
     Returns:
-        A tokenizer whose `<|endoftext|>` is both its end-of-text and its padding token.
+        A tokenizer with `<|endoftext|>` as both its end-of-text and its padding token.
 
     Raises:
         DataError: `vocab_size` has no room for the alphabet and the end of text.
@@ -148,7 +148,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size_of_model: in
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether the folder says that tokenizer.json alone is the tokenizer."""
+    """Return whether the folder's config declares tokenizer.json alone as the tokenizer."""
     config = folder / "tokenizer_config.json"
     if not config.is_file() or not (folder / "tokenizer.json").is_file():
         return False

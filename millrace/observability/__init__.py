@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, tables, the live console and the report page."""
+"""Observability of a run: metrics, tables, the live console and the report page."""

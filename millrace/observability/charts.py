@@ -69,7 +69,7 @@ class Shade:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """From data to places in the picture."""
+    """Maps data to picture coordinates."""
 
     x_low: float
     x_high: float
@@ -103,8 +103,8 @@ def curve_svg(
     """Curves over one pair of axes.
 
     Args:
-        series: drawn in order, the last on top.
-        title: read out by screen readers; drawn where `standalone`.
+        series: plotted in order, the last on top.
+        title: accessible name for screen readers; visible only if `standalone`.
         x_label: what the x axis counts, with its unit.
         y_label: what the y axis measures, with its unit.
         width: of the picture, in its own units (about pixels).
@@ -134,11 +134,11 @@ def curve_svg(
 
 
 def bar_svg(parts: Sequence[tuple[str, float, int]], *, title: str, unit: str) -> str:
-    """One stacked bar that fills its width.
+    """Render one stacked bar over the full width.
 
     Args:
         parts: name, size and colour (1 to 11) of each; sizes are above 0.
-        title: read out by screen readers.
+        title: accessible name for screen readers.
         unit: of the sizes.
 
     Raises:
@@ -237,7 +237,7 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _tick_texts(ticks: Sequence[float]) -> list[str]:
-    """The ticks with as many decimals as tell them apart."""
+    """Format the ticks with the fewest decimals that keep them distinct."""
     largest = max(abs(tick) for tick in ticks)
     distance = ticks[1] - ticks[0] if len(ticks) > 1 else largest
     if not 2e-3 < largest < 1e4 or distance == 0:
@@ -313,12 +313,12 @@ def _curve(frame: _Frame, one: Series, points: Sequence[Point]) -> str:
 
 
 def _held(frame: _Frame, value: float) -> float:
-    """The height of a value, held within the frame where a fixed range leaves it out."""
+    """Return the y coordinate of a value, clamped to the frame."""
     return frame.y(min(max(value, frame.y_low), frame.y_high))
 
 
 def _tooltips(frame: _Frame, one: Series, points: Sequence[Point], x_label: str) -> str:
-    """Unseen discs that say their point's numbers when pointed at."""
+    """Render invisible discs that show the values of their points as tooltips."""
     finite = [(x, y) for x, y in points if y is not None]
     every = max(1, math.ceil(len(finite) / MOST_TOOLTIPS))
     return "".join(

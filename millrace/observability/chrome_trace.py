@@ -1,4 +1,4 @@
-"""A run as a Chrome trace: a process for each worker, a lane for each thing it does at once. No torch."""
+"""Export a run as a Chrome trace: one process per worker, one lane per concurrent activity. No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MICRO = 1e6
 
 @dataclass(slots=True)
 class _Slice:
-    """Something that took a while.
+    """One activity with a duration.
 
     Attributes:
-        worker: who did it.
-        name: of what was done.
-        begin_s: second of the run.
-        end_s: likewise.
-        facts: to be shown with it.
+        worker: name of the worker.
+        name: name of the activity.
+        begin_s: start, in seconds of the run.
+        end_s: end, in seconds of the run.
+        facts: arguments shown with the slice.
     """
 
     worker: str
@@ -34,7 +34,7 @@ class _Slice:
 def chrome_trace(
     events: Iterable[Mapping[str, Any]], spans: Sequence[Iterable[Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """What trainer, engines and rewards did, for https://ui.perfetto.dev and chrome://tracing.
+    """Build a trace of trainer, engines and rewards for https://ui.perfetto.dev and chrome://tracing.
 
     Args:
         events: of the run's event log, in order.
@@ -65,7 +65,7 @@ def chrome_trace(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Steps of a run, and when they were.
+    """A range of steps of a run, with its times.
 
     Attributes:
         first: step, counted from 1.
@@ -83,7 +83,7 @@ class Window:
 
 
 def window_of(events: Iterable[Mapping[str, Any]], first: int, last: int) -> Window:
-    """When the steps from `first` to `last` were, as far as there are any; each ends with its update.
+    """Return the window of the existing steps from `first` to `last`; a step ends with its update.
 
     Raises:
         ValueError: the log ends before the first.
@@ -106,7 +106,7 @@ def window_of(events: Iterable[Mapping[str, Any]], first: int, last: int) -> Win
 
 
 def latest_window(events: Sequence[Mapping[str, Any]], most_slices: int) -> Window:
-    """The latest steps whose turns of the policy are not more than so many, and at least one step."""
+    """Return the latest steps with at most `most_slices` policy turns in total, and at least one step."""
     counts = [0]
     for event in events:
         counts[-1] += event["kind"] in ("arrive", "part")
@@ -122,7 +122,7 @@ def latest_window(events: Sequence[Mapping[str, Any]], most_slices: int) -> Wind
 
 
 def within(trace: Mapping[str, Any], window: Window) -> dict[str, Any]:
-    """What of a trace was going on in a window: whole slices, and the names of the workers that have some."""
+    """Keep the slices of a trace that overlap a window, and the names of their workers."""
     begin, end = window.begin_s * _MICRO, window.end_s * _MICRO
     told = [one for one in trace["traceEvents"] if one["ph"] != "M"]
     kept = [one for one in told if one["ts"] <= end and one["ts"] + one.get("dur", 0.0) >= begin]
@@ -137,7 +137,7 @@ class _Reader:
     def __init__(self) -> None:
         self.slices: list[_Slice] = []
         self.moments: list[tuple[str, float]] = []
-        # What has begun: draws by (group, sample), calls of the reward, loads by engine.
+        # In flight: generation requests by (group, sample), reward calls, weight loads by engine.
         self._draws: dict[tuple[int, int], tuple[str, float]] = {}
         self._calls: dict[str, tuple[list[int], float]] = {}
         self._loads: dict[str, float] = {}
@@ -145,7 +145,7 @@ class _Reader:
         self._now_s = 0.0
 
     def read(self, event: Mapping[str, Any]) -> None:
-        """Take in one event."""
+        """Process one event."""
         self._now_s = now_s = event["time_s"]
         match event["kind"]:
             case "dispatch":
@@ -207,7 +207,7 @@ class _Reader:
         self._end_draws("lost", [place for place, (drawer, _) in self._draws.items() if drawer == engine])
 
     def _resumed(self, now_s: float) -> None:
-        """Another process went on: engines and rewards begin anew."""
+        """Reset the state of engines and rewards: another process resumed the run."""
         self.end("left")
         self._engines.clear()
         self._loads.clear()
@@ -215,7 +215,7 @@ class _Reader:
         self.moments.append(("resume", now_s))
 
     def end(self, how: str) -> None:
-        """End what is being drawn, as it stands."""
+        """Close the slices of all in-flight generation requests."""
         self._end_draws(how, list(self._draws))
 
     def _end_draws(self, how: str, places: Iterable[tuple[int, int]]) -> None:
@@ -226,7 +226,7 @@ class _Reader:
 
 
 def _kept(rank: str, spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:
-    """The spans of a rank, without those after the checkpoint that another process went on from."""
+    """Return the spans of a rank, without those after the checkpoint from which the run was resumed."""
     found: list[_Slice] = []
     for span in spans:
         while found and found[-1].end_s > span["begin_s"] + 1e-3:
@@ -236,7 +236,7 @@ def _kept(rank: str, spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:
 
 
 def _lanes(process: int, slices: Iterable[_Slice]) -> Iterator[dict[str, Any]]:
-    """The slices of a worker, those of one time in different lanes; weights have the first."""
+    """Assign the slices of a worker to lanes, overlapping ones to different lanes; weights use the first."""
     free_s: list[float] = [0.0]
     for one in sorted(slices, key=lambda one: (one.begin_s, one.end_s)):
         lane = 0
@@ -259,6 +259,6 @@ def _named(kind: str, process: int, **facts: Any) -> dict[str, Any]:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """engine-2 before engine-10."""
+    """Sort key that puts engine-2 before engine-10."""
     word, _, number = name.rpartition("-")
     return (word, int(number)) if number.isdecimal() else (name, 0)

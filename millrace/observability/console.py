@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal; plain lines where there is no terminal."""
+"""Live view of a run in a terminal; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 10.0
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_LENGTH = 200
-# Characters of one line of what is said.
+# Maximum characters of one printed line.
 MAX_LINE = 5000
-# The curve of what evaluations are judged by.
+# Key of the curve of the evaluation metric.
 MEASURED = "measured"
 # Metric, what a person calls it, and how it is written.
 NUMBERS = (
@@ -61,22 +61,23 @@ class _Stage:
 
 
 class Console:
-    """Shows how a run goes; use it as a context manager.
+    """Shows the progress of a run; use it as a context manager.
 
-    In a terminal: progress with the time left, the current numbers, curves of the reward and of what
-    evaluations are judged by, and where the time goes, with lasting lines above. Elsewhere: a plain line at
-    most every 10 s and for each evaluation, without control codes. A terminal that goes away silences the
-    console, not the run.
+    In a terminal: progress with the time left, the current metrics, curves of the reward and of the
+    evaluation metric, and the time breakdown, with permanent lines above. Elsewhere: a plain line at most
+    every 10 s and for each evaluation, without control codes. If the terminal goes away, the console stops
+    writing; the run continues.
 
     Args:
         title: name of the run.
         facts: what it is, such as `("model", "0.9 M parameters")`.
         file: where to write; standard output if None.
         quiet: write nothing at all.
-        clock: seconds, never going back.
+        clock: monotonic time in seconds.
 
     Attributes:
-        waiting: asked at each look for a line on who waits for what; empty where nobody does for long.
+        waiting: callback that returns a line about the longest pending wait, or an empty string; called at
+            each refresh.
     """
 
     def __init__(
@@ -122,13 +123,13 @@ class Console:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the last view standing and give the terminal back."""
+        """Stop the live view and leave its last frame on the screen."""
         if self._live is not None:
             live, self._live = self._live, None
             self._attempt(live.stop)
 
     def stage(self, name: str, total: int, done: int = 0) -> None:
-        """Begin a stage of `total` steps, `done` of which a resumed run has behind it."""
+        """Begin a stage of `total` steps, `done` of which were completed before a resume."""
         now = self._clock()
         self._end_stage(now)
         self._stages = (*self._stages, _Stage(_clean(name), total, done, now))
@@ -138,7 +139,7 @@ class Console:
             self._line(f"{name}: {total} steps" + (f", continued after {done}" if done else ""))
 
     def update(self, record: Mapping[str, float | int | str]) -> None:
-        """Take in one record of metrics; an evaluation leaves a lasting line."""
+        """Process one record of metrics; an evaluation prints a permanent line."""
         self._seconds = {
             part: self._seconds.get(part, 0.0) + _finite(record.get(f"time/{part}_s", 0.0))
             for part, _ in PARTS
@@ -154,7 +155,7 @@ class Console:
             stage.first = stage.first or (stage.done, self._clock())
             if stage.done >= stage.total:
                 self._end_stage(self._clock())
-        # New objects, never changed in place: another thread draws the view.
+        # New objects, never changed in place: another thread renders the view.
         self._numbers = {(key, name, form): float(record[key]) for key, name, form in _numbers_of(record)}
         for key, _, _ in self._numbers:
             if key.startswith("reward/"):
@@ -162,7 +163,7 @@ class Console:
         self._plain_progress()
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a lasting line, above the live view where there is one.
+        """Print a permanent line, above the live view if there is one.
 
         Args:
             text: shown as it is; nothing in it is markup.
@@ -179,7 +180,7 @@ class Console:
         self._attempt(lambda: live.console.print(line))
 
     def _has_terminal(self) -> bool:
-        """Whether a live view can be drawn here (a terminal that knows control codes and Unicode)."""
+        """Return whether a live view is possible (a terminal with control codes and Unicode)."""
         from rich.console import Console as Terminal
 
         encoding = (getattr(self._file, "encoding", None) or "ascii").lower()
@@ -196,7 +197,7 @@ class Console:
             self._curves = {**self._curves, key: (*self._curves.get(key, ()), float(value))[-SPARK_LENGTH:]}
 
     def _attempt(self, act: Callable[[], Any]) -> None:
-        """Write to the terminal; if it is gone, write no more. The run and its metrics file go on."""
+        """Write to the terminal; if it is gone, stop writing. The run and its metrics file continue."""
         try:
             act()
         except OSError:
@@ -222,7 +223,7 @@ class Console:
         self._line("  ".join([*words, *filter(None, [_time_left(stage, now)])]))
 
     def _view(self) -> Any:
-        """The live part as it stands now."""
+        """Render the live view."""
         from rich.console import Group
         from rich.panel import Panel
         from rich.text import Text
@@ -264,7 +265,7 @@ class Console:
         return table
 
     def _current(self) -> Table:
-        """The numbers of the latest record, with curves of rewards and of what evaluations are judged by."""
+        """Render the metrics of the latest record, with curves of rewards and of the evaluation metric."""
         from rich.table import Table
         from rich.text import Text
 
@@ -319,7 +320,7 @@ def clock_text(seconds: float) -> str:
 def _time_left(stage: _Stage, now: float) -> str:
     """Time the stage took, or at its pace so far still takes; empty while that is unknown.
 
-    Its first step says nothing of the pace: kernels may be compiled in it.
+    The first step is excluded from the pace: kernels may be compiled in it.
     """
     if stage.end_s is not None:
         return clock_text(stage.end_s - stage.start_s)

@@ -1,6 +1,6 @@
-"""Files that a run wrote, read back: each is checked before it is used, and what is damaged is one sentence.
+"""Validated reading of files that a run wrote.
 
-A sentence names the file, says what is wrong with it and what to do. Text is UTF-8 whatever the locale says.
+The error for a damaged file names the file, the damage and the fix. Text is UTF-8 in any locale.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Kind = TypeVar("Kind")
 
 MANIFEST = "manifest.json"
 RESTORE = "restore it from a copy"
-# No file of words is so large; a larger one is not read into memory.
+# Text files are smaller than this; a larger file is not read into memory.
 MAX_TEXT_BYTES = 1 << 31
 MAX_HEADER_BYTES = 100_000_000
 MAX_PATH_SHOWN = 300
-# So deep a model or its adapter lies in a checkpoint.
+# Depth of a model or adapter folder below its checkpoint.
 MAX_DEPTH = 2
 # Bits of a number by its name in the header of a safetensors file.
 DTYPE_BITS = {
@@ -44,7 +44,7 @@ DTYPE_BITS = {
 
 
 class FileError(ValueError):
-    """A file that cannot be used; the message names it and says what to do."""
+    """A file cannot be used; the message names the file and the fix."""
 
 
 class Shape(BaseModel):
@@ -85,7 +85,7 @@ def shown(path: str | Path) -> str:
 
 
 def notice(text: str) -> None:
-    """Say on standard error what was left out or taken from elsewhere."""
+    """Print a note to standard error, such as about data that was left out."""
     sys.stderr.write(f"note: {plain_text(text, 1000)}\n")
 
 
@@ -125,7 +125,7 @@ def read_text(path: Path, *, mend: str = RESTORE) -> str:
 
 
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
-    """What JSON says; unless `finite` is off, no number may be infinite or NaN.
+    """Parse JSON; unless `finite` is off, reject infinite numbers and NaN.
 
     Raises:
         ValueError: it is not JSON, with the reason in one line.
@@ -155,13 +155,13 @@ _FINITE: dict[str, Any] = {"parse_constant": _not_finite, "parse_float": _finite
 
 
 def read_json(path: Path, kind: type[Kind], *, mend: str = RESTORE, finite: bool = True) -> Kind:
-    """What a JSON file holds, as a value of the expected kind.
+    """Read a JSON file as a value of the expected type.
 
     Args:
         path: of the file.
         kind: a `Shape`, a dataclass, or a type such as `dict[str, str]`.
         mend: what to do if it cannot be used, for the message.
-        finite: whether every number must be.
+        finite: whether to reject infinite numbers and NaN.
 
     Raises:
         FileError: as `read_text`, or it is not JSON, or not of that kind.
@@ -174,10 +174,10 @@ def read_json(path: Path, kind: type[Kind], *, mend: str = RESTORE, finite: bool
 
 
 def checked(kind: type[Kind], value: Any) -> Kind:
-    """A value as one of a kind.
+    """Validate a value as a type.
 
     Raises:
-        ValueError: it is none; the message says in one line what is wrong first.
+        ValueError: the value does not match; the message describes the first mistake in one line.
     """
     # Looked up by its class, not by the hash of its values.
     adapter: TypeAdapter[Kind] = _adapter(kind)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def _first(error: ValidationError) -> str:
     """The first mistake in one line."""
     found = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(str(part) for part in found["loc"])
-    # Names of our classes say nothing to a user.
+    # Names of our classes mean nothing to a user.
     is_object = found["type"] in ("model_type", "model_attributes_type", "dataclass_type", "dict_type")
     message = "input should be an object" if is_object else found["msg"][:1].lower() + found["msg"][1:]
     return plain_text(f"{place}: {message}" if place else message, 200)
@@ -215,9 +215,9 @@ def read_json_lines(
 
     Args:
         path: of the file.
-        check: what is wrong with an object, or None.
+        check: returns what is wrong with an object, or None.
         mend: what to do with a damaged line, for the message.
-        tell: is told of lines that are left out; without it, a damaged line is an error.
+        tell: callback with a message about skipped lines; without it, a damaged line is an error.
 
     Raises:
         FileError: the file cannot be read; or a line is damaged, and there is no `tell`.
@@ -274,7 +274,7 @@ def read_tensor_header(path: Path, *, mend: str = RESTORE) -> dict[str, StoredTe
 
 
 def _tensors(header: Any, num_bytes: int) -> dict[str, StoredTensor]:
-    """What a header says, if it describes so many bytes without a gap."""
+    """Parse a header, and check that its tensors cover `num_bytes` bytes without a gap."""
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     found, places = {}, []
@@ -322,7 +322,7 @@ def read_manifest(folder: Path, *, mend: str = RESTORE) -> dict[str, Digest]:
 
 
 def first_changed(folder: Path, entries: Mapping[str, Digest]) -> str | None:
-    """The first file that is not as the manifest has it, and why; None where all are. Every byte is read."""
+    """Return the first file that differs from the manifest, and why; None if none does. Reads every byte."""
     for name, entry in entries.items():
         try:
             if (folder / name).stat().st_size != entry.bytes or sha256(folder / name) != entry.sha256:
@@ -339,7 +339,7 @@ def sha256(path: Path) -> str:
 
 
 def check_saved_model(folder: Path) -> None:
-    """Compare a model folder with the manifest of the checkpoint it lies in; others are left alone.
+    """Compare a model folder with the manifest of its checkpoint; a folder outside a checkpoint is skipped.
 
     Raises:
         FileError: a file is missing or is not what was saved.
@@ -382,7 +382,7 @@ def paths_within(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     """Files named by another file of a folder.
 
     Raises:
-        FileError: one lies elsewhere.
+        FileError: a name points outside the folder.
     """
     for name in names:
         if "/" in name or "\0" in name or name in ("", ".", ".."):

@@ -1,10 +1,10 @@
-"""What an evaluation is judged by, in words."""
+"""Display name of the evaluation metric."""
 
 from __future__ import annotations
 
 
 def measure_words(metric: str) -> str:
-    """What a person calls the metric that `evaluation.measure` names.
+    """Return the display name of the metric in `evaluation.measure`.
 
     `reward/mean` is "mean reward", `reward/format/mean` is "mean format reward", `accuracy` is itself.
     """

@@ -1,4 +1,4 @@
-"""The most memory that each phase of a step takes."""
+"""Peak memory of each phase of a step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
-# Linux starts its own record of the peak over where this is written there.
+# Writing this value to this file resets Linux's peak resident set size.
 _RESTART = Path("/proc/self/clear_refs"), "5"
 _STATUS = Path("/proc/self/status")
 
 
 class PeakMemory:
-    """Peaks by phase: of tensors on a CUDA device, or on a CPU of what is resident of the process.
+    """Peak memory by phase: tensors on a CUDA device, or the resident set size of the process on a CPU.
 
-    Where the system cannot start its record over (no Linux, or not permitted), there are no peaks: that of
-    the whole process would say nothing of a phase.
+    Where the system cannot reset its peak (no Linux, or not permitted), no peaks are recorded, since the peak
+    of the whole process is not that of a phase.
     """
 
     def __init__(self, *, cuda: bool) -> None:
-        """Nothing is known yet.
+        """Create a record without peaks.
 
         Args:
             cuda: whether the run computes on a CUDA device.
@@ -30,7 +30,7 @@ class PeakMemory:
         self._known = False
 
     def restart(self) -> None:
-        """A phase begins."""
+        """Reset the peak at the start of a phase."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
             self._known = True
@@ -43,7 +43,7 @@ class PeakMemory:
             self._known = False
 
     def note(self, phase: str) -> None:
-        """It ends; of several of one name the highest peak counts."""
+        """Record the peak at the end of a phase; repeated phases keep their highest peak."""
         if not self._known:
             return
         if self._cuda:
@@ -55,6 +55,6 @@ class PeakMemory:
         self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
 
     def take(self) -> dict[str, int]:
-        """Bytes by phase since the last call."""
+        """Return and clear the peak bytes by phase since the last call."""
         taken, self._peaks = self._peaks, {}
         return taken

@@ -1,4 +1,4 @@
-"""Where the time and the memory of a step go."""
+"""Time and memory of a step by span."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Spans:
     One object belongs to one thread.
 
     Args:
-        clock: seconds, never going back.
-        memory: told where each span begins and ends; None where nobody asks.
+        clock: monotonic time in seconds.
+        memory: records the peak memory of each span; None to skip it.
 
     Attributes:
-        failed: the span that an error last went through; None before.
-        heard: told the name and the seconds of each span, when it ends.
+        failed: the last span in which an error was raised; None before.
+        heard: callback with the name and the seconds of each span, called when it ends.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Spans:
 
     @contextmanager
     def rest(self, name: str) -> Iterator[None]:
-        """Add to `name` what no span inside the block accounts for."""
+        """Add the seconds of the block that no inner span covers to `name`."""
         began, before = self._clock(), sum(self._seconds.values())
         try:
             yield
@@ -78,11 +78,11 @@ class Spans:
 
     @property
     def open(self) -> tuple[str, float] | None:
-        """The span that is open and the clock's seconds at its start; any thread may ask."""
+        """Return the open span and the clock's seconds at its start; thread-safe."""
         name = self._open
         return None if name is None else (name, self._began)
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
+        """Return and clear the seconds by name since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken

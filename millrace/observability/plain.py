@@ -11,7 +11,7 @@ _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def plain_text(text: str, limit: int = 500) -> str:
-    r"""Text on one line that a terminal shows as it is, whoever wrote it.
+    r"""Escape untrusted text so that it is one line that a terminal shows as it is.
 
     Control characters (C0, DEL, C1), controls of writing direction, U+2028, U+2029 and lone surrogates become
     escapes such as ``\x1b``. The rest stays, a backslash too: the result is to be read, not to be parsed.

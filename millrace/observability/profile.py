@@ -10,10 +10,10 @@ import torch
 
 
 class Profiler:
-    """Records the steps it was told to; look at the files in https://ui.perfetto.dev or chrome://tracing."""
+    """Profiles the given steps; open the traces in https://ui.perfetto.dev or chrome://tracing."""
 
     def __init__(self, steps: Collection[int], folder: Path) -> None:
-        """A profiler that has recorded nothing.
+        """Create a profiler.
 
         Args:
             steps: numbers of the steps to record.

@@ -18,7 +18,7 @@ from millrace.observability.report_style import style_sheet
 from millrace.observability.sinks import read_records
 from millrace.observability.tables import read_table
 
-# Metric, title, y axis, colour; drawn for reinforcement where the run has it.
+# Metric, title, y axis, colour; plotted for reinforcement if the run recorded it.
 CURVES = (
     ("reward/mean", "Reward", "mean of a batch", 1),
     ("policy/entropy", "Entropy", "nats per token", 4),
@@ -54,7 +54,7 @@ SMOOTH_FROM = 40
 
 
 class Told(Shape):
-    """What the report takes of `summary.json`."""
+    """The fields of `summary.json` that the report uses."""
 
     name: str = ""
     status: str = ""
@@ -75,7 +75,7 @@ class Told(Shape):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run folder holds, read once.
+    """The contents of a run folder.
 
     Attributes:
         name: of the run.
@@ -119,7 +119,7 @@ class RunRecord:
 
     @property
     def measure(self) -> str:
-        """The metric that evaluations are judged by; where nothing says so, an older millrace wrote it."""
+        """The evaluation metric; accuracy if an older millrace wrote the run and recorded no metric."""
         told = self.summary.get("measure") or next(
             (one["measure"] for one in self.evaluations if "measure" in one), "accuracy"
         )
@@ -127,7 +127,7 @@ class RunRecord:
 
     @property
     def measured(self) -> list[Mapping[str, Any]]:
-        """The evaluations in which it is a number."""
+        """The evaluations with a finite value of the evaluation metric."""
         return [one for one in self.evaluations if _number(one.get(self.measure)) is not None]
 
     @property
@@ -136,7 +136,7 @@ class RunRecord:
         return self.summary.get("status") == "finished"
 
     def position(self, record: Mapping[str, Any]) -> int:
-        """Where a record stands on the axis of steps: the warm-up first, then batches."""
+        """Return the position of a record on the step axis: the warm-up first, then batches."""
         stage = record.get("during", record["stage"])
         return int(record["step"]) + (0 if stage == "warmup" else self.num_warmup_steps)
 
@@ -147,8 +147,8 @@ def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: s
     Args:
         run: a run folder. Read are `recipe.yaml`, `metrics.jsonl`, `summary.json` and, under `evaluations`,
             `before.parquet` and `after.parquet`, as far as they are there.
-        summary: taken instead of `summary.json`.
-        note: stands below the headline.
+        summary: replaces `summary.json`.
+        note: text below the headline.
 
     Raises:
         FileNotFoundError: it is not a run folder.
@@ -181,7 +181,7 @@ def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
 
     Args:
         run: the folder.
-        told: taken instead of `summary.json`.
+        told: replaces `summary.json`.
 
     Raises:
         FileNotFoundError: it is not a run folder.
@@ -207,7 +207,7 @@ def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a table; none where it is damaged, which is said."""
+    """Read the rows of a table; a damaged table gives no rows and a notice."""
     try:
         return read_table(path) if path.is_file() else []
     except FileError as error:
@@ -216,7 +216,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def result_sentence(record: RunRecord) -> str:
-    """What came of the run: "Accuracy on 256 held-out problems rose from 0.41 to 0.95 in 180 batches ..."."""
+    """Summarize the run: "Accuracy on 256 held-out problems rose from 0.41 to 0.95 in 180 batches ..."."""
     before, after = before_and_after(record)
     size = record.summary.get("eval_size")
     measure, digits = measure_words(record.measure), 2 if record.measure == "accuracy" else 3
@@ -241,14 +241,14 @@ def result_sentence(record: RunRecord) -> str:
 
 
 def before_and_after(record: RunRecord) -> tuple[float | None, float | None]:
-    """The measure before and after: as the summary says, else by the evaluations made so far.
+    """Return the evaluation metric before and after, from the summary or else from the evaluations so far.
 
     Before is where reinforcement began, or where the warm-up began if there is no reinforcement.
     """
     told = record.summary
     stage = "reinforcement" if record.num_batches else "warmup"
     seen = record.measured
-    # The last evaluation of the warm-up stands for the beginning of reinforcement if none was made there.
+    # The last evaluation of the warm-up is used as the start of reinforcement if none was made there.
     earlier = [one for one in seen if one["during"] != stage][-1:] if stage == "reinforcement" else []
     within = [one for one in seen if one["during"] == stage]
     line = within if within and within[0]["step"] == 0 else [*earlier, *within]
@@ -301,7 +301,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _measured(record: RunRecord) -> str:
-    """What evaluations are judged by, over time and over steps, the warm-up shaded."""
+    """Plot the evaluation metric over time and over steps, the warm-up shaded."""
     seen, words, right = record.measured, measure_words(record.measure), record.measure == "accuracy"
     name = f"{words[0].upper()}{words[1:]}"
     warm = [*record.warmup, *(one for one in seen if one["during"] == "warmup")]
@@ -339,7 +339,7 @@ def _curves(record: RunRecord) -> str:
     """Everything else that was measured at each step."""
     figures = []
     loss = SUPERVISED_CURVES[0]
-    # Beside reinforcement the warm-up is a footnote: its loss, by a name that says so.
+    # Next to reinforcement, only the loss of the warm-up is shown, under its own name.
     supervised = ((loss[0], "Loss of the warm-up", *loss[2:]),) if record.reinforcement else SUPERVISED_CURVES
     for records, curves, x_label in (
         (record.reinforcement, _with_parts(record), "batches"),

@@ -67,7 +67,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def warnings(lines: Sequence[str]) -> str:
-    """What the run warned of."""
+    """Render the warnings of the run."""
     if not lines:
         return ""
     items = "".join(f"<li>{text(line)}</li>" for line in lines)
@@ -110,8 +110,8 @@ def answers(
 ) -> str:
     """Answers to the same held-out problems before and after, and how many changed.
 
-    The first problems are shown, not chosen ones, so that they speak for the rest. Where rewards are
-    `graded`, an answer without full marks is not called wrong.
+    The first problems are shown, not selected ones, so that they represent the rest. If rewards are
+    `graded`, an answer below the full reward is not labelled wrong.
     """
     later = {row["prompt_id"]: row for row in after}
     pairs = [(row, later[row["prompt_id"]]) for row in before if row["prompt_id"] in later]
@@ -165,7 +165,7 @@ def large(count: float) -> str:
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """`right` (full marks), `wrong`, or the outcome where it is no score: `invalid`, `failed`."""
+    """Return `right` (full reward), `wrong`, or the outcome if it is not a score: `invalid`, `failed`."""
     if row["outcome"] != "score":
         return str(row["outcome"])
     return "right" if row["right"] else "wrong"
@@ -210,7 +210,7 @@ def _graded_moves(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) 
 def _example(
     row: Mapping[str, Any], answers_given: Sequence[tuple[str, Mapping[str, Any]]], graded: bool
 ) -> str:
-    """One problem and what was said to it."""
+    """Render one problem and its completions."""
     said = "".join(_said(name, given, graded) for name, given in answers_given)
     answer = f'<p class="answer">Answer: <b>{text(row["answer"])}</b></p>' if row.get("answer") else ""
     question = f'<pre class="question">{text(row["prompt"])}</pre>'
@@ -218,7 +218,7 @@ def _example(
 
 
 def _said(name: str, row: Mapping[str, Any], graded: bool) -> str:
-    """One completion with its verdict, a symbol and a word besides the colour, or with its reward."""
+    """Render one completion with its outcome (symbol, word and colour) or its reward."""
     word = verdict(row)
     symbol, kind = VERDICTS.get(word, ("?", "unknown"))
     if graded and row["outcome"] == "score":

@@ -1,7 +1,7 @@
-"""Where the records of a run go: a file of JSON lines, TensorBoard, and what else keeps the `Sink` protocol.
+"""Sinks of metric records: a file of JSON lines, TensorBoard, and any class with the `Sink` protocol.
 
-A record is flat. `stage` ("warmup", "reinforcement" or "evaluation") and `step` say what it is about; an
-evaluation also says `during` which of the two stages it was made.
+A record is flat and has the keys `stage` ("warmup", "reinforcement" or "evaluation") and `step`. The record
+of an evaluation also has `during`, the training stage in which it was made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STAGES = ("warmup", "reinforcement", "evaluation")
 
 
 class TrackerError(RuntimeError):
-    """A tracker that cannot be used; the message says what to change."""
+    """A tracker cannot be used; the message names the fix."""
 
 
 class Sink(Protocol):
@@ -36,9 +36,9 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object a line, handed to the operating system at once, so that a killed process loses none.
+    """Writes one JSON object per line and flushes each to the OS, so that a killed process loses none.
 
-    A last line that a killed process left half written is cut off when the file is opened.
+    An incomplete last line of a killed process is truncated when the file is opened.
 
     Args:
         path: the file; made if missing, continued if there.
@@ -112,7 +112,7 @@ def read_records(path: Path, tell: Callable[[str], None] | None = None) -> list[
 
     Args:
         path: of the file.
-        tell: is told of damaged lines, which are left out then.
+        tell: callback with a message about damaged lines, which are then skipped.
 
     Raises:
         FileError: the file cannot be read; or a line is no record, and there is no `tell`.
@@ -153,7 +153,7 @@ def tagged(record: Record) -> tuple[int, dict[str, float]]:
 
 
 def plain(key: str, value: object) -> float | int | str | None:
-    """The value as JSON knows it; NumPy's numbers become Python's."""
+    """Convert a value to a JSON type; NumPy numbers become Python numbers, non-finite ones None."""
     if isinstance(value, str):
         return value
     if isinstance(value, Integral):

@@ -1,8 +1,8 @@
-"""Who waits for what, since when and until when: `millrace status` shows it, and a run that stalls ends.
+"""Pending waits with their deadlines: `millrace status` shows them, and a stalled run is terminated.
 
-What a run does is a phase (a span of `Spans`); inside it, whoever waits for somebody else says so. A thread
-of its own writes both to `status.json` each second, and ends the process when one of them has passed its
-deadline: a thread that hangs in foreign code hears no exception.
+A run is in a phase (a span of `Spans`); blocking operations inside it register a wait. A background thread
+writes both to `status.json` each second. It ends the process when a deadline has passed, because a thread
+that hangs in native code does not receive exceptions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# How often the waits are looked at, and what one may take beyond its deadline to raise an error of its own.
+# Polling interval of the waits, and the grace period in which an overdue wait may raise its own error.
 LOOK_S = 1.0
 GRACE_S = 5.0
-# From when on a wait is worth a word on the console.
+# Waits of at least this duration are shown on the console.
 LONG_S = 10.0
-# What the last words of a run that stalls may take.
+# Time limit for the final report of a stalled run.
 LAST_WORDS_S = 10.0
 STALLED = 1
 
@@ -35,11 +35,11 @@ class Wait:
     """One wait, as `status.json` shows it.
 
     Attributes:
-        owner: who waits.
-        reason: for what.
-        waited_s: so long already.
-        deadline_s: so long at most.
-        on: those it waits for, with what they are doing.
+        owner: the component that waits.
+        reason: what it waits for.
+        waited_s: seconds waited so far.
+        deadline_s: maximum seconds.
+        on: the components it waits for, with their current activity.
     """
 
     owner: str
@@ -65,10 +65,10 @@ class _Held:
 
 
 class Watchdog:
-    """Watches a run while entered.
+    """Monitors a run while entered as a context manager.
 
     Attributes:
-        more: what else `status.json` is to say; asked each second.
+        more: callback with further fields of `status.json`; called each second.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class Watchdog:
         stalled: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """A watchdog that writes to `path`.
+        """Create a watchdog; monitoring starts with `__enter__`.
 
         Args:
             path: of `status.json`.
-            limit_s: what one phase may take.
-            phase: the name of what the run does now, and the seconds of `clock` it began at.
-            facts: where the run stands (`stage`, `step`, `steps`).
-            stalled: says the last words of a run that stalls and makes it one that can be resumed.
-            clock: seconds, never going back.
+            limit_s: time limit of one phase.
+            phase: returns the name of the current phase, and the time of `clock` at which it began.
+            facts: returns the progress of the run (`stage`, `step`, `steps`).
+            stalled: callback that records the stall and leaves the run resumable.
+            clock: monotonic time in seconds.
         """
         self._path = path
         self._limit_s = limit_s
@@ -107,13 +107,13 @@ class Watchdog:
     def waiting(
         self, owner: str, reason: str, *, deadline_s: float, on: Callable[[], Sequence[str]] = tuple
     ) -> Iterator[None]:
-        """Within the block somebody waits; who does must raise an error of its own at the deadline.
+        """Register a wait for the duration of the block, which must raise its own error at the deadline.
 
         Args:
-            owner: who waits.
-            reason: for what, such as `batch 3`.
-            deadline_s: how long at most.
-            on: asked now and then for those it waits for.
+            owner: the component that waits.
+            reason: what it waits for, such as `batch 3`.
+            deadline_s: maximum seconds.
+            on: callback that lists the components it waits for.
         """
         held = _Held(owner, reason, self._clock(), deadline_s, on)
         with self._lock:
@@ -125,7 +125,7 @@ class Watchdog:
                 del self._held[id(held)]
 
     def waits(self) -> list[Wait]:
-        """All of them, the phase first."""
+        """Return all pending waits, the phase first."""
         phase, now_s = self._phase(), self._clock()
         found = [] if phase is None else [Wait("run", f"{phase[0]} to end", now_s - phase[1], self._limit_s)]
         with self._lock:
@@ -136,9 +136,9 @@ class Watchdog:
         ]
 
     def line(self) -> str:
-        """The innermost wait of `LONG_S` and more, such as `waiting 12 s of 600: trainer for batch 3`.
+        """Return the innermost wait of at least `LONG_S`, such as `waiting 12 s of 600: trainer for batch 3`.
 
-        A phase that the run is busy with is none.
+        The current phase does not count as a wait.
         """
         now_s = self._clock()
         with self._lock:
@@ -158,7 +158,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Nobody waits any more."""
+        """Stop monitoring and delete the status file."""
         self._over.set()
         self._thread.join()
         self._path.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
             waits = self.waits()
-            # A full disk is for the run itself to find.
+            # The run itself reports a full disk.
             with suppress(OSError):
                 self._write(waits)
             overdue = [wait for wait in waits if wait.waited_s > wait.deadline_s + GRACE_S]
@@ -176,17 +176,17 @@ class Watchdog:
     def _write(self, waits: Sequence[Wait]) -> None:
         told = {"pid": os.getpid(), "at": self._facts(), "waits": [asdict(wait) for wait in waits]}
         told |= self.more()
-        # Not forced to the disk: a disk that hangs must not hold the watchdog up.
+        # No fsync: a disk that hangs must not block the watchdog.
         aside = self._path.with_name(f".{self._path.name}.aside")
         aside.write_text(json.dumps(told, indent=1), encoding="utf-8")
         aside.rename(self._path)
 
     def _end(self, overdue: Wait, waits: Sequence[Wait]) -> None:
-        """Say who waits for whom and where every thread is, then end the process, however stuck it is."""
+        """Report the pending waits and the stack of every thread, then end the process with `os._exit`."""
         lines = [f"the run stalled: {overdue}", *(f"  {wait}" for wait in waits if wait is not overdue)]
         text = "\n".join(lines)
         stacks = "\n".join([text, "", *_stacks()])
-        # Whoever holds the lock that the last words need may be the one who hangs.
+        # In a thread with a timeout: the hanging thread may hold a lock that the report needs.
         words = threading.Thread(target=self._say, args=(text, stacks), daemon=True)
         words.start()
         words.join(LAST_WORDS_S)
@@ -201,7 +201,7 @@ class Watchdog:
 
 
 def _stacks() -> Iterator[str]:
-    """Where every thread of this process is."""
+    """Format the stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield f"thread {names.get(ident, ident)}"

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """A model, machine or layout that cannot be planned for; the message says what to change."""
+    """A model, machine or layout is not supported by the planner; the message names the fix."""

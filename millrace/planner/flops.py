@@ -51,7 +51,7 @@ def forward_operations(shape: ModelShape, length_B: Sequence[int], num_predicted
     Args:
         shape: the model's.
         length_B: tokens of each segment.
-        num_predicted: tokens whose distribution is asked for.
+        num_predicted: number of tokens with a computed output distribution.
 
     Raises:
         ValueError: a number is negative.

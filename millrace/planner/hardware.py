@@ -1,4 +1,4 @@
-"""What accelerators can do, as their makers say.
+"""Specifications of accelerators, from their vendors.
 
 Dense rates (no sparsity), products accumulated in float32, memory in units of 10^9 bytes.
 """
@@ -22,8 +22,8 @@ class Gpu:
         bandwidth: bytes per second of its memory.
         bfloat16_flops: operations per second of bfloat16 products.
         float32_flops: of float32 products (not TF32, which torch does not use by itself).
-        source: who says so.
-        devices: what the driver calls it.
+        source: where the figures come from.
+        devices: device names of the driver.
     """
 
     name: str
@@ -61,7 +61,7 @@ GPUS = {
         _gpu("5090", (32, 1.792, 209.5, 104.8), "NVIDIA RTX Blackwell whitepaper", "NVIDIA GeForce RTX 5090"),
     )
 }
-# Bytes of a number in the products whose rate is in the table.
+# Bytes per number, by the dtype of the rates in the table.
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 
 

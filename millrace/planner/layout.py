@@ -22,7 +22,7 @@ from typing import Any
 
 from millrace.planner.errors import PlanError
 
-# Outermost first: what talks most lies closest together.
+# Outermost first: the dimensions with the most communication are innermost, on adjacent ranks.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # Up to so many ranks, a table has a line for each.
 MAX_LINES = 16
@@ -91,7 +91,7 @@ class Layout:
 
     @classmethod
     def of(cls, mesh: Mapping[str, Any]) -> Layout:
-        """The layout of a recipe's `mesh`, whose other settings say nothing of it."""
+        """Build the layout from a recipe's `mesh`; its other settings do not affect the layout."""
         return cls(**{name: mesh[name] for name in _names()})
 
     @classmethod
@@ -139,7 +139,7 @@ class Layout:
         return {f"mesh.{name}": size for name, size in asdict(self).items()}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each dimension, and among the ranks that share out the experts (`ep`).
+        """Return the coordinate of a rank along each dimension, and in its expert-parallel group (`ep`).
 
         Raises:
             ValueError: there is no such rank.
@@ -206,7 +206,7 @@ class Layout:
             raise PlanError(reason)
 
     def table(self) -> str:
-        """Where each rank stands, a line each; above `MAX_LINES` ranks, how many stand along each dimension.
+        """Format the coordinates of each rank, one per line; above `MAX_LINES` ranks, the dimension sizes.
 
         Dimensions of one rank are left out. `apart` is the difference between the numbers of neighbours.
         """

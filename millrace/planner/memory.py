@@ -26,11 +26,11 @@ from millrace.planner.model_shape import ModelShape
 
 Checkpointing = Literal["none", "selective", "full"]
 
-# Logits of one chunk, and the longest segment whose scores are kept: of `kernels.token_logprob` and
-# `kernels.packed_attention`, which this floor cannot import. A test holds them equal.
+# Logits of one chunk in `kernels.token_logprob`, and the longest segment with stored attention scores in
+# `kernels.packed_attention`. This layer cannot import them; a test checks that the values are equal.
 CHUNK_ELEMENTS = 7 << 20
 SHORT_LENGTH = 32
-# Of the memory that is free when an engine is built, its cache takes at most so much by itself.
+# Maximum fraction of the free memory that an engine's cache takes by default.
 CACHE_SHARE = 0.25
 # Bytes of a number of a moment with 8-bit codes: its own, and a float32 scale of 256.
 EIGHT_BIT_MOMENT = 1 + 4 / 256
@@ -60,7 +60,7 @@ class Workload:
         frozen_beside: whether one of them computes while the policy does (a penalty over the vocabulary).
         num_scorings: forwards without gradient over each sequence.
         critic: whether a second model of this shape learns values.
-        max_requests: completions that one engine draws at once.
+        max_requests: completions that one engine generates concurrently.
         cache_tokens: of one engine's cache; None takes what max_requests need, at most a quarter of what is
             free.
         block_size: slots of a block of it.
@@ -151,7 +151,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The fullest moment: of these two, or when the trainer's weights are handed to the engine's."""
+        """Peak memory: the maximum of training, sampling and the weight update to the engine."""
         return max(self.training, self.sampling, self._trained + self.sampler)
 
     @property
@@ -308,7 +308,7 @@ def _activations(shape: ModelShape, layout: Layout, work: Workload) -> int:
     if work.checkpointing == "selective":
         kept = [kept[sparse] + _products(shape, layout, work, sparse=sparse) * c for sparse in (False, True)]
     layers = num_dense * kept[0] + num_sparse * kept[1]
-    # What the first rank of a pipeline has sent on before the first comes back, in micro-batches.
+    # In-flight micro-batches of the first pipeline rank before the first backward.
     in_flight: float = layout.pp
     if work.num_chunks > 1:
         in_flight = (2 * layout.pp - 1 + layout.pp * (work.num_chunks - 1)) / work.num_chunks
@@ -344,7 +344,7 @@ def _scratch(shape: ModelShape, layout: Layout, work: Workload, held: _Held) -> 
 
 
 def rows_per_chunk(vocabulary: int, width: int) -> int:
-    """Tokens whose logits are made at once, as `kernels.token_logprob` does it."""
+    """Return the number of tokens per chunk of logits, as in `kernels.token_logprob`."""
     return max(1, CHUNK_ELEMENTS // vocabulary, width // 8)
 
 

@@ -5,7 +5,8 @@ One layer of a Llama-like decoder holds
 
     D (H + 2 J) K + H K D  of attention,  3 D F  of the MLP (with experts: E times that, and a router D E),
 
-and its norms and biases; around the layers stand an embedding V D, a norm D and, unless tied, a head V D.
+and its norms and biases; outside the layers there are an embedding V D, a norm D and, unless tied, a head
+V D.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HeadNorms = Literal["none", "head", "row"]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a model type does that its config does not say."""
+    """Properties of a model type that are not in its config."""
 
     head_norms: HeadNorms = "none"
     num_norms: int = 2
@@ -60,7 +61,7 @@ class ModelShape(Sizes):
         tied: whether the head is the embedding.
         experts_per_token: how many of them a token goes through.
         expert_width: F of one expert.
-        num_expert_layers: layers whose MLP is experts.
+        num_expert_layers: layers with experts as their MLP.
         num_norms: norms of width D in a layer.
         head_norms: norms of queries and keys: none, one weight for each number of a head (Qwen3), or of the
             whole row (OLMo 2).
@@ -96,7 +97,7 @@ class ModelShape(Sizes):
         """The shape that a config.json, or a transformers config as a dict, describes.
 
         Raises:
-            PlanError: the model type is not one whose weights are counted here, or a size is missing or not
+            PlanError: the model type is not supported by this weight count, or a size is missing or not
                 a whole number above 0.
         """
         config = config.get("text_config") or config
@@ -132,7 +133,7 @@ class ModelShape(Sizes):
 
     @classmethod
     def known(cls, config: Mapping[str, Any]) -> ModelShape | None:
-        """As `of`; None for a model type whose weights are not counted here."""
+        """Like `of`, but return None for an unsupported model type."""
         kind = (config.get("text_config") or config).get("model_type")
         return cls.of(config) if kind in FAMILIES else None
 

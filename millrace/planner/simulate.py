@@ -1,6 +1,6 @@
-"""Durations and lengths of parts that are not there: given, measured, or from hardware's figures. No torch.
+"""Durations and lengths of simulated components: given, measured, or from hardware figures. No torch.
 
-A `Quantile` takes a share between 0 and 1 to the value that so large a share lies below. Shares come from the
+A `Quantile` maps a probability between 0 and 1 to the corresponding quantile. Probabilities come from the
 caller's seeds, so a simulation is a function of its seeds.
 """
 
@@ -43,7 +43,7 @@ def lognormal(median: float, spread: float) -> Quantile:
 
 
 def exponential(mean: float) -> Quantile:
-    """Values -mean * log(1 - share): times between events that do not know of each other."""
+    """Values -mean * log(1 - share): times between independent events."""
     _check("the mean", mean)
     return lambda share: -mean * math.log1p(-min(share, 1 - _EDGE))
 
@@ -64,7 +64,7 @@ def measured(values: Sequence[float]) -> Quantile:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What a step of an engine costs: it draws one token for each request that runs.
+    """Cost of one decoding step of an engine, which generates one token for each running request.
 
     Attributes:
         step_s: seconds of a step, however many requests run (reading the weights).
@@ -90,11 +90,11 @@ def planned_service(
 
     Args:
         shape: the model's.
-        work: what is asked; a request has drawn half of `completion_tokens` on average.
+        work: the workload; a running request has generated half of `completion_tokens` on average.
         memory: of a rank, which has an engine of its own.
         gpu: the engine's.
-        mfu: the share of the peak that products reach.
-        num_running: requests that run together, which says how many experts of a mixture are read.
+        mfu: the fraction of the peak that matrix products reach.
+        num_running: concurrent requests, which determine how many experts of a mixture are read.
     """
     rate, bandwidth = gpu.flops(work.weight_bytes) * mfu, gpu.bandwidth * BANDWIDTH_SHARE
     context = work.prompt_tokens + work.completion_tokens // 2

@@ -1,7 +1,7 @@
 """Seconds of a step: sampling from memory bandwidth, training from operations, at stated shares of the peak.
 
-An estimate for choosing a layout, not a promise: every completion is as long as it may be, communication
-hides behind computation, rewards and the hand-over of weights take no time.
+An estimate for choosing a layout, under these assumptions: every completion has the maximum length,
+communication overlaps with computation, and rewards and weight updates take no time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from millrace.planner.layout import Layout
 from millrace.planner.memory import Memory, Workload, cache_bytes_per_token
 from millrace.planner.model_shape import ModelShape
 
-# Of the bandwidth that a maker states, what decoding reaches.
+# Fraction of the vendor's stated bandwidth that decoding reaches.
 BANDWIDTH_SHARE = 0.7
 
 
@@ -25,7 +25,7 @@ class StepTime:
 
     Attributes:
         prefill: reading the prompts, each once for its group.
-        decode: drawing the completions.
+        decode: generating the completions.
         scoring: forwards without gradient (reference, teacher, proximal log-probabilities, values).
         training: forwards and backwards of policy and critic.
     """
@@ -50,7 +50,7 @@ def step_time(
         shape: the model's.
         layout: how ranks share it.
         work: what they do.
-        memory: of `memory_per_rank`; its cache says how many sequences are drawn at once.
+        memory: of `memory_per_rank`; its cache limits the number of concurrent sequences.
         gpu: each rank's.
         mfu: the share of the peak that products reach, those computed again too, above 0 and at most 1.
 
@@ -90,7 +90,7 @@ def _num_micro_batches(layout: Layout, work: Workload) -> int:
 def _decode(
     shape: ModelShape, layout: Layout, work: Workload, memory: Memory, gpu: Gpu, rate: float
 ) -> float:
-    """Each round draws a token for every sequence at hand: weights are read, and all keys and values."""
+    """Time of decoding: each step generates a token per running sequence and reads weights, keys, values."""
     share = ceil(work.num_sequences / layout.num_ranks)
     cached = cache_bytes_per_token(shape, work.weight_bytes)
     room = max(1, memory.cache // cached // work.longest)

@@ -1,6 +1,6 @@
-"""Rewards: from a completion to an `Outcome`.
+"""Rewards: map a completion to an `Outcome`.
 
-`text` judges in this process, `isolated` hands completions to judges in child processes (`process`,
-`worker`, `judges`, `wire`), `combine` adds several rewards up. An outcome is a score, an invalid answer or a
-failure of the reward itself; a failure is never a score of zero.
+`text` scores in this process. `isolated` scores in worker processes (`process`, `worker`, `judges`, `wire`).
+`combine` computes the weighted sum of several rewards. An outcome is a score, an invalid answer or a failure
+of the reward itself; a failure is never a score of zero.
 """

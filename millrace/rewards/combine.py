@@ -1,4 +1,4 @@
-"""The sum of several rewards."""
+"""Weighted sum of several rewards."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from millrace.types import Outcome, Prompt
 
 
 class Part(Protocol):
-    """What is added up: any `protocols.Reward`, which stands on this floor too and so is not imported."""
+    """One summand: any `protocols.Reward`, which is not imported because it belongs to the same layer."""
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order."""
+        """Return one outcome for each completion, in order."""
         ...
 
     def close(self) -> None:
-        """Give back what the part holds. A call of `score` in another thread ends soon."""
+        """Release resources. A concurrent call of `score` in another thread ends soon."""
         ...
 
 
 class CombinedReward:
-    """R = sum over parts of weight times value.
+    """Combine rewards as R = sum over parts of weight times value.
 
     An outcome is `failed` if any part failed, else `invalid` if any part is invalid (its value is still the
     weighted sum), else a `score`. `Outcome.parts` holds each part's own value, without its weight, by name.
 
-    Parts that judge elsewhere do so side by side, each asked by a thread of its own. The others compute one
-    after the other in the thread that calls, whose threads and device are torch's.
+    Rewards that compute outside this process run concurrently, each called from its own thread. The others
+    run sequentially in the calling thread, because they use torch's threads and device.
 
     Args:
-        parts: name, weight and reward of each part. A name that was taken gets a number: format, format-2.
-        apart: those rewards of them that judge elsewhere.
+        parts: name, weight and reward of each part. A duplicate name gets a number: format, format-2.
+        apart: the rewards among `parts` that compute outside this process.
 
     Raises:
         RewardError: there is no part, or a weight is not finite.
     """
 
     def __init__(self, parts: Sequence[tuple[str, float, Part]], *, apart: Container[Part] = ()) -> None:
-        """Name the parts; no thread is started yet."""
+        """Check the weights and make the names unique; starts no thread."""
         if not parts:
             raise RewardError("there is no reward to combine; name at least one under rewards")
         for name, weight, _ in parts:
@@ -53,36 +53,36 @@ class CombinedReward:
         self._weights = [weight for _, weight, _ in parts]
         self._rewards = [reward for _, _, reward in parts]
         self.names = distinct([name for name, _, _ in parts])
-        # Alone, a part is asked by whoever calls.
+        # A single reward needs no thread: it runs in the calling thread.
         self._apart = [reward in apart and len(parts) > 1 for reward in self._rewards]
         self._threads = ThreadPoolExecutor(max(1, sum(self._apart)), "millrace-judge")
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order.
+        """Return one outcome for each completion, in order.
 
         Raises:
-            Exception: what the first part raised that did, once all have ended.
+            Exception: the error of the first part that raised, after all parts have finished.
         """
         calls = [partial(reward.score, prompts, completions) for reward in self._rewards]
         columns = [found.result() for found in self._all(calls)]
         return [self._sum(outcomes) for outcomes in zip(*columns, strict=True)]
 
     def close(self) -> None:
-        """Close every part, also where one of them raises."""
+        """Close every part, even if one of them raises."""
         with ExitStack() as stack:
             stack.callback(self._threads.shutdown)
             for reward in self._rewards:
                 stack.callback(reward.close)
 
     def _all(self, calls: Sequence[Callable[[], list[Outcome]]]) -> list[Future[list[Outcome]]]:
-        """What each part's call gave or raised."""
+        """Run all calls; each future holds the result or the error of one part."""
         pairs = list(zip(calls, self._apart, strict=True))
         asked = [self._threads.submit(call) if apart else None for call, apart in pairs]
         try:
             found = [one or _called(call) for one, call in zip(asked, calls, strict=True)]
             wait(found)
         except BaseException:
-            # Ctrl-C must not wait for judges, and whoever leaves joins their threads.
+            # Ctrl-C must not wait for workers: `close` and exit join the threads that wait for them.
             for one, reward in zip(asked, self._rewards, strict=True):
                 if one is not None and not one.cancel():
                     reward.close()
@@ -108,7 +108,7 @@ class CombinedReward:
 
 
 def _called(call: Callable[[], list[Outcome]]) -> Future[list[Outcome]]:
-    """What a call in this thread gave or raised."""
+    """Run a call in this thread; the future holds its result or error."""
     found: Future[list[Outcome]] = Future()
     try:
         found.set_result(call())

@@ -1,9 +1,9 @@
-"""What the worker of a reward may not do while it scores a completion.
+"""Audit hooks that block side effects of a reward worker process while it scores a completion.
 
-Audit hooks see each of these before it happens and cannot be removed again. For built-in rewards they are
-the second defence; the first is that these evaluate nothing (`scorers`). For a user's function they say in
-one sentence what bubblewrap would refuse with an error of the system, and hold Python code to it where
-bubblewrap is not installed.
+An audit hook runs before the audited operation and cannot be removed. For built-in rewards the hooks are the
+second defence; the first is that these rewards never evaluate text (`scorers`). For a user's function they
+give a readable error for operations that bubblewrap would block with an OS error, and they enforce the same
+limits on Python code where bubblewrap is not installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
-# Of functions that open no file; sockets have a family of events.
+# Events of functions that open no file. Socket events are matched by prefix.
 REFUSED = frozenset(
     {
         "ctypes.dlopen",
@@ -47,7 +47,7 @@ REFUSED = frozenset(
         "subprocess.Popen",
     }
 )
-# They compile functions that they write themselves, from numbers and names and never from a completion.
+# Modules that compile code which they generate from numbers and names, never from a completion.
 GENERATORS = frozenset(
     {
         "collections",
@@ -60,7 +60,7 @@ GENERATORS = frozenset(
 )
 
 
-# What a user's function may do with the files that it may write; the first arguments are their paths.
+# File operations allowed to a user's function below its writable folders: number of leading path arguments.
 _CHANGES = {
     "os.chmod": 1,
     "os.chown": 1,
@@ -77,11 +77,13 @@ _CONNECTIONS = frozenset({"socket.bind", "socket.connect", "socket.sendmsg", "so
 
 
 def limit_resources(memory_bytes: int, file_bytes: int) -> None:
-    """Limit this process and those it starts, each: more is an error in it alone. No core is dumped.
+    """Set resource limits of this process and, separately, of each process it starts; disable core dumps.
+
+    A process that exceeds a limit gets an error; the others are not affected.
 
     Args:
-        memory_bytes: it may allocate. A worker with SymPy, NumPy and a task's data takes 0.2 GiB.
-        file_bytes: of each file it writes.
+        memory_bytes: limit on allocated memory. A worker with SymPy, NumPy and a task's data takes 0.2 GiB.
+        file_bytes: limit on the size of each written file.
     """
     for kind, most in (
         (resource.RLIMIT_DATA, memory_bytes),
@@ -94,16 +96,16 @@ def limit_resources(memory_bytes: int, file_bytes: int) -> None:
 
 
 def refuse_effects() -> None:
-    """From now on, raise PermissionError where this process evaluates text, starts a program or writes."""
+    """Make this process raise PermissionError when it evaluates text, starts a program or writes a file."""
     sys.addaudithook(_refuse)
 
 
 def refuse_beyond(writable: Sequence[str], *, network: bool) -> None:
-    """From now on, raise PermissionError where Python code writes elsewhere, or connects without leave.
+    """Make Python code raise PermissionError when it writes or connects beyond its permissions.
 
     Args:
-        writable: folders it may write to, beside the one for temporary files and /dev.
-        network: whether it may connect.
+        writable: folders with write access, in addition to the temporary folder and /dev.
+        network: whether network connections are allowed.
     """
     allowed = [os.path.realpath(folder) for folder in (*writable, tempfile.gettempdir(), "/dev")]
 
@@ -114,7 +116,7 @@ def refuse_beyond(writable: Sequence[str], *, network: bool) -> None:
                 _check_path(path, allowed)
         elif event in _CHANGES:
             folder = arguments[-1] if event != "os.truncate" else -1
-            # Of a symbolic link only the second path is changed.
+            # os.symlink(target, link) creates only the second path.
             for path in arguments[event == "os.symlink" : _CHANGES[event]]:
                 _check_path(path, allowed, folder)
         elif not network and (event in _LOOK_UPS or _connects(event, arguments)):
@@ -130,7 +132,7 @@ def _connects(event: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def _check_path(path: Any, allowed: Sequence[str], folder: int = -1) -> None:
-    """Refuse what lies elsewhere; the path may be an open file, or lie below an open folder."""
+    """Refuse a path outside the allowed folders; it may be a descriptor, or relative to an open folder."""
     where = os.fsdecode(path) if not isinstance(path, int) else f"/proc/self/fd/{path}"
     if folder >= 0 and not os.path.isabs(where):
         where = f"/proc/self/fd/{folder}/{where}"
@@ -143,7 +145,7 @@ def _check_path(path: Any, allowed: Sequence[str], folder: int = -1) -> None:
 
 
 def _caller() -> str:
-    """The module whose code brought about the event, beyond this one's."""
+    """Return the name of the module that triggered the event, skipping frames of this module."""
     frame = sys._getframe(1)
     while frame.f_globals is globals() and frame.f_back is not None:
         frame = frame.f_back
@@ -153,7 +155,7 @@ def _caller() -> str:
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "compile":
         _, name = arguments
-        # A module that is imported has a path; a syntax tree that is only read has the name that `ast` gives.
+        # Imported modules have a file path as their name; `ast.parse` uses "<unknown>" and runs nothing.
         if os.fsdecode(name).startswith("<") and name != "<unknown>" and _caller() not in GENERATORS:
             raise PermissionError("a built-in reward may not evaluate text")
     elif event == "open":

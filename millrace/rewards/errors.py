@@ -1,7 +1,7 @@
-"""The one error a reward raises, always for a mistake in its settings."""
+"""The error of rewards with invalid settings."""
 
 from __future__ import annotations
 
 
 class RewardError(ValueError):
-    """A reward that cannot judge anything as it is set up; the message says what to change."""
+    """The settings of a reward are invalid, so it cannot score; the message names the fix."""

@@ -1,7 +1,7 @@
-"""Read what a model writes as data, without evaluating it: arithmetic as SymPy expressions, and literals.
+"""Parse model output without evaluating it: arithmetic as SymPy expressions, integers, and literals.
 
-SymPy's own `parse_expr`, and Python's `eval`, run whatever Python the text holds. Here Python's parser makes
-a syntax tree, which runs nothing, and a table says what each node may become.
+SymPy's own `parse_expr` and Python's `eval` execute any Python code in the text. Here Python's parser builds
+a syntax tree, which executes nothing, and an allowlist maps its nodes to SymPy operations.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ FUNCTIONS: Mapping[str, tuple[Callable[..., Any], int]] = {
 
 
 class UnreadableError(ValueError):
-    """The text is not an expression, or a larger one than this module reads."""
+    """The text is not an expression, or exceeds the size limits of this module."""
 
 
 def read_expression(text: str, local_dict: Mapping[str, Any] | None = None) -> Any:
-    """A SymPy expression of numbers, names, `+ - * / // % **`, and the functions of FUNCTIONS.
+    """Parse a SymPy expression of numbers, names, `+ - * / // % **`, and the functions of FUNCTIONS.
 
-    Decimals are read as `sympy.Float`, quotients of integers stay exact. A name is looked up in `local_dict`,
+    Decimals become `sympy.Float`; quotients of integers stay exact. A name is looked up in `local_dict`,
     then among pi, E, I and oo, and is a symbol otherwise.
 
     Args:
         text: one expression in Python's syntax.
-        local_dict: meaning of names.
+        local_dict: values of names.
 
     Raises:
-        UnreadableError: it holds anything else, more than 10,000 characters or 2,000 parts, or a power of
-            more than 20,000 bits.
+        UnreadableError: the text holds anything else, more than 10,000 characters, more than 2,000 syntax
+            nodes, or a power of more than 20,000 bits.
     """
     text = text.strip()
     tree = _tree(text)
@@ -69,9 +69,9 @@ def read_expression(text: str, local_dict: Mapping[str, Any] | None = None) -> A
 
 
 def disarm_sympy() -> None:
-    """Have SymPy read text with `read_expression` in this process: `parse_expr`, `sympify`, `Number`, `S`.
+    """Replace SymPy's parser by `read_expression` in this process: `parse_expr`, `sympify`, `Number`, `S`.
 
-    Its own reader evaluates the text, and is reached wherever a string is given for a number.
+    SymPy's own parser evaluates the text, and SymPy calls it wherever a string is passed for a number.
     """
     for module in (sympy, sympy.parsing, sympy.parsing.sympy_parser):
         module.parse_expr = _parse_expr
@@ -80,10 +80,10 @@ def disarm_sympy() -> None:
 def _parse_expr(
     text: str, local_dict: Mapping[str, Any] | None = None, evaluate: bool = True, **_: Any
 ) -> Any:
-    """In place of SymPy's.
+    """Replacement for SymPy's `parse_expr`.
 
     Raises:
-        SyntaxError: it is not an expression, which `sympify` turns into an error of its own.
+        SyntaxError: the text is not an expression; `sympify` converts this into its own error.
     """
     try:
         with sympy.evaluate(evaluate):
@@ -93,10 +93,10 @@ def _parse_expr(
 
 
 def read_literal(text: str) -> Any:
-    """Numbers, strings, truth values, None, and lists, tuples and dicts of them, in Python's syntax.
+    """Parse a Python literal: numbers, strings, booleans, None, and lists, tuples and dicts of them.
 
     Raises:
-        UnreadableError: it is anything else, or longer than 10,000 characters.
+        UnreadableError: the text is anything else, or longer than 10,000 characters.
     """
     tree = _tree(text.strip())
     try:
@@ -106,10 +106,10 @@ def read_literal(text: str) -> Any:
 
 
 def read_integers(text: str) -> int:
-    """The value of `+ - * << >> & | ^ ~` over integers, as in a bitwise problem.
+    """Evaluate an integer expression of `+ - * << >> & | ^ ~`, as in a bitwise problem.
 
     Raises:
-        UnreadableError: it holds anything else, or a value of more than 20,000 bits.
+        UnreadableError: the text holds anything else, or a value of more than 20,000 bits.
     """
     tree = _tree(text.strip())
     if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
@@ -131,7 +131,7 @@ def _expression(node: ast.expr, text: str, names: Mapping[str, Any]) -> Any:
         case ast.Constant(value=int() as value) if not isinstance(value, bool):
             return sympy.Integer(value)
         case ast.Constant(value=float()):
-            # As written: Python's own number is rounded.
+            # Use the source text: Python's float is already rounded.
             return sympy.Float((ast.get_source_segment(text, node) or "").replace("_", ""))
         case ast.Name(id=name):
             return names[name] if name in names else CONSTANTS.get(name, sympy.Symbol(name))
@@ -178,7 +178,7 @@ def _combined(sign: ast.operator, left: Any, right: Any) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """The power, where a number has at most so many bits and a sum is not multiplied out at length."""
+    """Return base**exponent if the result stays below MAX_BITS bits and the exponent below MAX_BITS."""
     if exponent.is_number:
         if not exponent.is_finite or abs(exponent) > MAX_BITS:
             raise UnreadableError(f"a power above {MAX_BITS}")

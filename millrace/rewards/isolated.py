@@ -1,4 +1,4 @@
-"""Rewards whose judges run in child processes, where a hang or a crash costs one answer and no more."""
+"""Rewards that run in worker processes, so that a hang or a crash fails only one completion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace.types import Outcome, Prompt
 
 _START_UP_S = 60.0
 _BATCH = 64
-# Answers of a call that still wait after so long are slow, and worth the start of more children.
+# After this time the completions still pending count as slow, and more workers are started for them.
 PATIENCE_S = 0.25
 _OPTIONS: Mapping[str, frozenset[str]] = {
     "number": frozenset(),
@@ -32,9 +32,9 @@ _NEEDS_ROW = frozenset({"task", "function"})
 
 @dataclass(slots=True)
 class _Work:
-    """One call of `score`: what was asked, which answers wait for a judge, and the outcomes so far.
+    """State of one call of `score`: its inputs, the queue of unassigned completions, the outcomes so far.
 
-    Once `patient_s` of the clock is over, every answer that waits may have a child of its own.
+    After clock time `patient_s`, each queued completion may get its own worker, up to `num_workers`.
     """
 
     prompts: Sequence[Prompt]
@@ -46,24 +46,24 @@ class _Work:
 
 
 class IsolatedReward:
-    """Judges completions in child processes, each answer under a deadline.
+    """Score completions in worker processes, with a deadline for each completion.
 
     The specs: `{"kind": "number"}` (math-verify), `{"kind": "task", "name": ..., "options": {...}}`
     (reasoning-gym), `{"kind": "format", "pattern": ...}` (regular expression) and
     `{"kind": "function", "function": "module:function"}`.
 
-    An answer whose judge takes too long, raises, dies or returns no finite number is `failed`; the others are
-    still scored, each judged once. Children start when first needed, more of them where answers are many or
-    take long, and end with `close` or with this process, however it ends. Outcomes do not depend on how many
-    there are. Calls from several threads wait for each other.
+    A completion is `failed` if scoring it times out, raises, crashes the worker or returns no finite number.
+    The other completions are still scored, each of them once. Workers start on demand, more of them for large
+    batches or slow rewards. They end with `close` or with this process, even if it is killed. Outcomes do not
+    depend on the number of workers. Calls from several threads are serialized.
 
     Args:
-        spec: kind and options of the judge.
-        timeout_s: one answer may take so long before its judge is killed.
-        num_workers: at most so many children.
-        permissions: what the judge may do beside computing and reading files. By default a function may write
-            temporary files and has 4 GiB; a built-in judge writes nothing and has 2 GiB.
-        clock: seconds, never going back.
+        spec: kind and options of the reward.
+        timeout_s: time limit for one completion, after which its worker is killed.
+        num_workers: maximum number of worker processes.
+        permissions: what a worker may do beside computing and reading files. By default a function may write
+            temporary files and has 4 GiB; a built-in reward writes nothing and has 2 GiB.
+        clock: monotonic time in seconds.
 
     Raises:
         RewardError: the spec is not one of the above, or a number is not positive.
@@ -78,7 +78,7 @@ class IsolatedReward:
         permissions: Permissions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check the settings; no child is started yet."""
+        """Check the settings; starts no worker."""
         kind = str(spec.get("kind"))
         if kind not in _OPTIONS:
             raise RewardError(f"there is no isolated reward of kind {kind}; there are: {', '.join(_OPTIONS)}")
@@ -102,19 +102,20 @@ class IsolatedReward:
         self._closing = False
 
     def check(self) -> None:
-        """Start a judge and wait until it can judge, so that a mistake shows before anything is sampled.
+        """Start a worker and wait until it is ready, so that a mistake shows before anything is sampled.
 
         Raises:
-            RewardError: the judge cannot be set up, or did not start within 60 s; the message says why.
+            RewardError: the reward cannot be set up, or its worker did not start within 60 s; the message
+                names the cause.
         """
         self._run(_Work((), (), {}, deque(), {}), start=True)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order.
+        """Return one outcome for each completion, in order.
 
         Raises:
-            RewardError: a judge cannot be started at all, or this is closed meanwhile.
-            ValueError: there are not as many prompts as completions.
+            RewardError: no worker can be started, or `close` was called concurrently.
+            ValueError: the numbers of prompts and completions differ.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; each needs its own")
@@ -133,7 +134,7 @@ class IsolatedReward:
         return [work.outcomes[number] for number in range(len(completions))]
 
     def close(self) -> None:
-        """End the children; a `score` in another thread raises. A later one starts them again."""
+        """Stop the workers. A concurrent `score` raises; a later `score` starts new workers."""
         self._closing = True
         for process in list(self._processes):
             process.end()
@@ -147,14 +148,14 @@ class IsolatedReward:
                 now = self._clock()
                 work.patient_s = now + PATIENCE_S
                 for process in self._processes:
-                    if not process.ready:  # nobody listened to it since the last call
+                    if not process.ready:  # its pipes were not read since the last call
                         process.deadline = now + _START_UP_S
                 while len(work.outcomes) < len(work.completions) or (start and not self._any_ready()):
                     self._feed(work)
                     self._turn(work)
                     if self._closing:
                         raise RewardError(f"{self._label()} was closed while it judged")
-            except BaseException:  # also Ctrl-C: a half-read conversation must not leak into the next call
+            except BaseException:  # also Ctrl-C: partly read messages must not leak into the next call
                 self._kill_all()
                 raise
 
@@ -167,7 +168,7 @@ class IsolatedReward:
         self._processes.append(process)
 
     def _feed(self, work: _Work) -> None:
-        """Give every idle child its part; start another one where there is more than they get done soon."""
+        """Assign batches to idle workers; start more workers if the queue exceeds what the idle ones take."""
         for process in list(self._processes):
             if process.ready and not process.batch and process.is_gone():
                 self._bury(process, work, process.obituary())
@@ -186,8 +187,8 @@ class IsolatedReward:
                 process.ask(numbers, _message(work, numbers))
 
     def _turn(self, work: _Work) -> None:
-        """Wait for news or the next deadline, and act on it."""
-        # Only who was late before this look at the pipes is late: news may have lain there unread.
+        """Wait for a message or the next deadline, then process messages, exits and timeouts."""
+        # Deadlines are compared with the time before the pipes are read: a message may have waited unread.
         now = self._clock()
         next_s = min(process.deadline for process in self._processes)
         if work.waiting and len(self._processes) < self._num_workers and work.patient_s > now:
@@ -217,7 +218,7 @@ class IsolatedReward:
         process.deadline = self._clock() + self._timeout_s if process.batch else math.inf
 
     def _bury(self, process: JudgeProcess, work: _Work, reason: str) -> None:
-        """Kill a child; the answer it was at has failed, those behind it wait for another child."""
+        """Kill a worker: its current completion fails, the rest of its batch returns to the queue."""
         self._processes.remove(process)
         process.kill()
         if not process.ready:
@@ -236,7 +237,7 @@ class IsolatedReward:
 
 
 def _message(work: _Work, numbers: Sequence[int]) -> dict[str, Any]:
-    """A batch: each prompt once, and for each answer the place of its prompt."""
+    """Build the message of a batch: each prompt once, and (index of its prompt, completion) for each item."""
     places: dict[int, int] = {}
     prompts: list[tuple[str, str, Any]] = []
     items: list[tuple[int, str]] = []

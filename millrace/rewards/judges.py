@@ -1,7 +1,7 @@
-"""The judges that run in a child process, and how one answer becomes a verdict.
+"""Scoring functions that run in a worker process, and the conversion of their results to outcomes.
 
-A judge is called with the prompt's text, the completion, the reference answer and the source row; it returns
-a number, or `Invalid` where no answer could be read. Whatever it raises makes the verdict a failure.
+A scoring function takes the prompt's text, the completion, the reference answer and the source row. It
+returns a number, or `Invalid` if it cannot parse an answer. Any exception makes the outcome a failure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """No answer could be read from the completion."""
+    """No answer could be parsed from the completion."""
 
     reason: str
 
@@ -35,10 +35,10 @@ Judge = Callable[[str, str, str, dict[str, Any]], object]
 
 
 def make_judge(spec: Mapping[str, Any]) -> Judge:
-    """The judge a spec describes (its form: `isolated.IsolatedReward`).
+    """Build the scoring function of a spec (for its form see `isolated.IsolatedReward`).
 
     Raises:
-        RewardError: the task, pattern or function cannot be used; one sentence says why.
+        RewardError: the task, pattern or function cannot be used; the message names the cause.
     """
     makers: dict[str, Callable[..., Judge]] = {
         "number": number_judge,
@@ -52,7 +52,11 @@ def make_judge(spec: Mapping[str, Any]) -> Judge:
 def verdict(
     judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
 ) -> tuple[str, float, str]:
-    """Kind, value and reason of one answer, as in `Outcome`; a failure carries 0, since JSON has no NaN."""
+    """Score one completion.
+
+    Returns:
+        kind, value and reason, as in `Outcome`; the value of a failure is 0, since JSON has no NaN.
+    """
     kind, value, reason = _verdict(judge, prompt, completion, answer, row)
     return kind, value, plain_text(reason)
 
@@ -79,7 +83,7 @@ def _verdict(
 
 
 def number_judge() -> Judge:
-    """1 where math-verify finds the completion's final expression equal to the answer, else 0."""
+    """Score 1 if math-verify finds the completion's final expression equal to the answer, else 0."""
     import math_verify.parser
     import sympy
     from math_verify import parse, verify
@@ -87,9 +91,9 @@ def number_judge() -> Judge:
     from millrace.rewards.expressions import disarm_sympy
 
     disarm_sympy()
-    # It has taken SymPy's own by name.
+    # math-verify imported SymPy's original function by name, so its reference is replaced too.
     math_verify.parser.parse_expr = sympy.parse_expr
-    # The parent's deadline ends what takes too long; math-verify would warn that its own is off.
+    # The parent process enforces the deadline; math-verify would warn that its own timeout is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     @lru_cache(maxsize=1024)
@@ -115,7 +119,7 @@ def number_judge() -> Judge:
                 try:
                     if verify(one, other, timeout_seconds=None, raise_on_error=True):
                         return 1.0
-                except Exception as raised:  # another reading may still be equal; if none is, this travels on
+                except Exception as raised:  # another pair may still be equal; otherwise it is raised below
                     error = error or raised
         if error is not None:
             raise error
@@ -127,7 +131,7 @@ def number_judge() -> Judge:
 
 
 def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
-    """The score that a reasoning-gym task gives to the completion, white space at both ends aside.
+    """Score the completion, stripped of surrounding white space, with a reasoning-gym task.
 
     Raises:
         RewardError: there is no such task, or it refuses the options.
@@ -148,7 +152,7 @@ def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
 
 
 def format_judge(pattern: str) -> Judge:
-    """1 where the pattern matches the whole completion (a dot matches line breaks too), else 0.
+    """Score 1 if the pattern matches the whole completion (a dot matches line breaks too), else 0.
 
     Raises:
         RewardError: the pattern is not a regular expression.
@@ -165,10 +169,13 @@ def format_judge(pattern: str) -> Judge:
 
 
 def function_judge(function: str) -> Judge:
-    """A user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`; None means invalid.
+    """Score with a user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`.
+
+    A result of None makes the outcome invalid.
 
     Raises:
-        RewardError: the module or function does not exist, cannot be imported or cannot be called so.
+        RewardError: the module or function does not exist, cannot be imported or does not take these
+            arguments.
     """
     name = function.partition(":")[2]
     try:

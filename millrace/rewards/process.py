@@ -1,4 +1,4 @@
-"""One judge process as its parent holds it: no method here waits for the judge."""
+"""The parent's side of one reward worker process; all communication is non-blocking."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from millrace.rewards.wire import encode_line, unseal
 
 _WORKER = Path(__file__).with_name("worker.py")
 _KILL_TIMEOUT_S = 10.0
-# That a worker and all it started may be together.
+# Maximum number of processes of one worker, including those it starts.
 _PROCESSES = 256
 _TAIL_CHARACTERS = 2000
 _ECHO_CHARACTERS = 1 << 20
-# A verdict has a reason of at most a few hundred characters.
+# Maximum line length of the protocol; the reason in a result has at most a few hundred characters.
 _LINE_BYTES = 1 << 16
 
 
 class JudgeProcess:
-    """A child that judges the answers it is asked about, in order, and what it has not answered yet.
+    """A worker process that scores completions in order, with its in-flight batch.
 
-    What a judge prints never reaches the protocol; what a user's own function prints appears on this
+    Output that the worker prints is kept out of the protocol. Output of a user's function is copied to this
     process's standard error, without control characters and up to 2^20 characters.
 
     Args:
-        spec: kind and options of the judge.
-        permissions: what it may do beside computing.
-        selector: told which pipes to watch, with this object as data.
+        spec: kind and options of the reward.
+        permissions: what the worker may do beside computing.
+        selector: registers the worker's pipes, with this object as data.
 
     Attributes:
-        ready: it has started and can judge.
-        ended: it has closed its end, or was never able to start.
-        broken: what is wrong with a line that came in place of a verdict; nothing if every line was one.
-        batch: numbers of the answers it was asked about and has not judged yet, in order.
-        deadline: time of the reward's clock by which it must report again; infinite while nothing is asked.
+        ready: the worker has started and can score.
+        ended: the worker has closed its pipe, or never started.
+        broken: description of a malformed line of the protocol; empty if there was none.
+        batch: indices of the in-flight completions, in order.
+        deadline: time of the reward's clock by which the next message is due; infinite while idle.
     """
 
     def __init__(
         self, spec: Mapping[str, Any], permissions: Permissions, selector: selectors.BaseSelector
     ) -> None:
-        """Start the child; it says `ready` later."""
+        """Start the worker; its `ready` message arrives later."""
         self.ready = False
         self.ended = False
         self.broken = ""
@@ -77,18 +77,24 @@ class JudgeProcess:
             os.set_blocking(pipe.fileno(), False)
         selector.register(self._pipe(1), selectors.EVENT_READ, self)
         selector.register(self._pipe(2), selectors.EVENT_READ, self)
-        # A user's module is looked up from the current folder first; no other judge may find a json.py there.
+        # A user's module is looked up from the current folder first; built-in rewards must not import a
+        # json.py from there.
         path = [os.getcwd(), *sys.path] if own_function else sys.path
         given = {"spec": dict(spec), "permissions": asdict(permissions)}
         self._send({**given, "path": path, "key": self._key.hex()})
 
     def ask(self, numbers: Sequence[int], message: Mapping[str, Any]) -> None:
-        """Send a batch of answers; `numbers` are theirs, in the same order."""
+        """Send a batch of completions to score.
+
+        Args:
+            numbers: indices of the completions, in the order of the message.
+            message: prompts and completions of the batch.
+        """
         self.batch.extend(numbers)
         self._send(message)
 
     def exchange(self) -> list[Any]:
-        """Write and read what the pipes take and hold at this moment; the messages that arrived."""
+        """Write and read without blocking; return the messages that arrived."""
         self._write()
         self._listen()
         data = _read(self._pipe(1)) if not self.ended else None
@@ -109,16 +115,16 @@ class JudgeProcess:
         return messages
 
     def is_gone(self) -> bool:
-        """Whether the process has exited, also where something it left behind keeps its pipes open."""
+        """Return whether the process has exited, even if a process it started keeps its pipes open."""
         if self.ended or self._popen.poll() is not None:
             return True
-        # Its keeper may not have seen it yet.
+        # The keeper process may not have noticed the exit yet.
         closed = select.poll()
         closed.register(self._pipe(1), 0)
         return bool(closed.poll(0))
 
     def obituary(self) -> str:
-        """How it ended and the last it printed; only after it has closed its end."""
+        """Return the exit reason and the end of the output; call it only after the worker closed its pipe."""
         try:
             code: int | None = self._popen.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -136,14 +142,14 @@ class JudgeProcess:
         )
 
     def end(self) -> None:
-        """Have its keeper end the process and every one it started; any thread may."""
+        """Make the keeper kill the process and all processes it started; thread-safe."""
         with self._ending:
             if self._lifeline is not None:
                 os.close(self._lifeline)
                 self._lifeline = None
 
     def kill(self) -> None:
-        """End it, and give back what was held."""
+        """Kill the process, wait for it and close its pipes."""
         for pipe in (self._pipe(0), self._pipe(1), self._pipe(2)):
             self._forget(pipe)
         self.end()
@@ -174,7 +180,7 @@ class JudgeProcess:
             del self._outgoing[: os.write(pipe.fileno(), self._outgoing)]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # it has ended, which reading from it will say
+        except BrokenPipeError:  # the worker has exited; the next read detects it
             self._outgoing.clear()
         if not self._outgoing:
             self._forget(pipe)
@@ -182,7 +188,7 @@ class JudgeProcess:
             self._selector.register(pipe, selectors.EVENT_WRITE, self)
 
     def _listen(self) -> None:
-        """Take what the judge printed, keep the end of it, and show what a user's function says."""
+        """Read the worker's printed output, keep its end, and echo the output of a user's function."""
         while data := _read(self._pipe(2)):
             text = self._decoder.decode(data)
             self._tail = (self._tail + text)[-_TAIL_CHARACTERS:]
@@ -204,9 +210,12 @@ class JudgeProcess:
 
 
 def _start(permissions: Permissions) -> tuple[subprocess.Popen[bytes], int | None]:
-    """The child behind its keeper, and the end of its lifeline that this process keeps.
+    """Start the worker under its keeper process.
 
-    Temporary files go to a folder of its own, which the keeper removes.
+    Temporary files go to a folder of the worker's own, which the keeper removes.
+
+    Returns:
+        the process, and the write end of the keeper's lifeline pipe; closing it ends the worker.
     """
     temporary = tempfile.mkdtemp(prefix="millrace-reward-")
     permissions = replace(permissions, writable=(*permissions.writable, temporary))
@@ -238,7 +247,7 @@ def _start(permissions: Permissions) -> tuple[subprocess.Popen[bytes], int | Non
 
 
 def _read(pipe: IO[bytes]) -> bytes | None:
-    """What the pipe holds, at most 64 KiB; nothing at its end, None while it is empty."""
+    """Read at most 64 KiB without blocking; empty bytes at the end of file, None if no data is available."""
     try:
         return os.read(pipe.fileno(), 1 << 16)
     except BlockingIOError:

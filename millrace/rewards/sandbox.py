@@ -1,4 +1,4 @@
-"""What the worker of a reward may see and use: its environment, and bubblewrap where there is one."""
+"""The sandbox of a reward worker: its environment variables, and bubblewrap where it is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-# Seconds in which `bwrap ... true` must have ended; it takes a hundredth.
+# Timeout in seconds of `bwrap ... true`, which takes about 0.01 s.
 _PROBE_S = 10.0
 _GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
 _NAMES = frozenset(
@@ -31,11 +31,11 @@ class Permissions:
     """What a reward may do beside computing and reading files.
 
     Attributes:
-        network: it may open connections.
-        env_vars: variables of the environment that it sees beside harmless ones.
-        writable: folders that it may write to, with those below; absolute.
-        memory_bytes: of each of its processes.
-        file_bytes: of each file it writes.
+        network: whether it may open connections.
+        env_vars: environment variables passed on in addition to the harmless ones.
+        writable: absolute paths of folders with write access, including subfolders.
+        memory_bytes: memory limit of each of its processes.
+        file_bytes: size limit of each file it writes.
     """
 
     network: bool = False
@@ -49,7 +49,7 @@ FUNCTION_PERMISSIONS = Permissions(memory_bytes=4 << 30, file_bytes=1 << 30)
 
 
 def visible_environment(environment: Mapping[str, str], env_vars: Sequence[str]) -> dict[str, str]:
-    """The variables a worker is started with: those named, and harmless ones such as where programs are."""
+    """Select the environment variables of a worker: those in `env_vars`, and harmless ones such as PATH."""
     return {
         name: value
         for name, value in environment.items()
@@ -63,7 +63,7 @@ def visible_environment(environment: Mapping[str, str], env_vars: Sequence[str])
 
 @lru_cache(maxsize=1)
 def find_bubblewrap() -> str | None:
-    """The path of bubblewrap, where it is installed and this system lets it work; None elsewhere."""
+    """Return the path of bubblewrap if it is installed and works on this system, else None."""
     path = shutil.which("bwrap")
     if path is None:
         return None
@@ -77,22 +77,22 @@ def find_bubblewrap() -> str | None:
 
 
 def sandboxed(bubblewrap: str, command: Sequence[str], permissions: Permissions) -> list[str]:
-    """A command line that runs another one in namespaces of its own.
+    """Build a command line that runs a command in its own namespaces.
 
-    It sees files read-only, no process but its own, no network and no socket in /run, has no capability, and
-    ends with its parent.
+    The command sees files read-only and only its own processes, has no network, no sockets in /run and no
+    capabilities, and is killed with its parent.
 
     Args:
-        bubblewrap: its path.
-        command: what runs in it.
-        permissions: what it may do all the same.
+        bubblewrap: path of the bubblewrap executable.
+        command: the command to run.
+        permissions: exceptions from these restrictions.
     """
-    # The order counts: later mounts cover earlier ones.
+    # The order matters: later mounts cover earlier ones.
     mounts = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/run"]
     for device in (path for pattern in _GPUS for path in sorted(glob.glob(pattern))):
         mounts += ["--dev-bind-try", device, device]
     if permissions.network:
-        # There resolv.conf often points to.
+        # /etc/resolv.conf is often a symbolic link into this folder.
         mounts += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
     for folder in permissions.writable:
         mounts += ["--bind", folder, folder]

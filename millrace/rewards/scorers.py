@@ -1,8 +1,8 @@
-"""reasoning-gym's scorers: which are allowed, and the parsers for those that would evaluate a completion.
+"""reasoning-gym's scorers: the allowlist, and safe parsers for those that would evaluate a completion.
 
-Some scorers call `eval` or SymPy's `parse_expr` on the completion, which run whatever Python it holds. Their
-modules get parsers that evaluate nothing (`expressions`). scorers.json lists the digest of every scorer that
-was reviewed; one with another digest is refused.
+Some scorers call `eval` or SymPy's `parse_expr` on the completion, which executes any Python code in it. In
+their modules these functions are replaced by parsers that evaluate nothing (`expressions`). scorers.json
+lists the digest of every reviewed scorer; a scorer with another digest is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Scorer = Callable[[str, dict[str, Any]], float]
 PACKAGE = "reasoning_gym"
 _FRACTION = re.compile(r"[-+]?[0-9.]{1,40}(?:e[-+]?[0-9]{1,3}|/[0-9]{1,40})?", re.IGNORECASE)
 REVIEWED = Path(__file__).with_name("scorers.json")
-# Replacements for names of a scorer's module.
+# By scorer module: the names to replace, and their replacements.
 PARSERS: Mapping[str, Mapping[str, Any]] = {
     "algorithmic.binary_matrix": {"eval": read_literal},
     "algorithmic.number_sorting": {"eval": read_literal},
@@ -52,7 +52,7 @@ PARSERS: Mapping[str, Mapping[str, Any]] = {
 
 
 def open_scorer(name: str, options: Mapping[str, Any]) -> Scorer:
-    """The scorer of a task: a completion and its row give a number.
+    """Return the scorer of a task, which maps a completion and its row to a number.
 
     Raises:
         RewardError: there is no such task, it refuses its options, or its scorer was not reviewed.
@@ -73,10 +73,10 @@ def open_scorer(name: str, options: Mapping[str, Any]) -> Scorer:
 
 
 def check_reviewed(task: str) -> None:
-    """Refuse a task whose scorer is not, to the letter, one that was reviewed.
+    """Refuse a task if the source of its scorer differs from the reviewed source.
 
     Raises:
-        RewardError: its source is another, or it is new.
+        RewardError: the source differs, or the task was not reviewed.
     """
     known = reviewed().get(task)
     if known == digest(load_reasoning_gym().DATASETS[task][0]):
@@ -90,13 +90,13 @@ def check_reviewed(task: str) -> None:
 
 @cache
 def reviewed() -> Mapping[str, str]:
-    """The digest of every reviewed scorer, by task."""
+    """Return the digest of every reviewed scorer, by task."""
     digests: dict[str, str] = json.loads(REVIEWED.read_text(encoding="utf-8"))
     return digests
 
 
 def digest(kind: type) -> str:
-    """Of the sources of a task's scorer: its module, and those of the package it takes names from."""
+    """Hash the source of a task's scorer: its module, and the reasoning-gym modules it imports names from."""
     home = sys.modules[kind.__module__]
     names = [value for value in vars(home).values() if not isinstance(value, ModuleType)]
     modules = {getattr(value, "__module__", None) for value in (*kind.__mro__, *names)}
@@ -107,19 +107,19 @@ def digest(kind: type) -> str:
 
 
 def replace_parsers(module: str) -> None:
-    """Have a module of reasoning-gym parse completions without evaluating them."""
+    """Replace the parsers of a reasoning-gym module so that it does not evaluate completions."""
     home = importlib.import_module(module)
     for name, parser in PARSERS.get(module.removeprefix(f"{PACKAGE}."), {}).items():
         setattr(home, name, parser)
 
 
 def _halting(completion: str, row: dict[str, Any]) -> float:
-    """Whether the answer is the right one of True and False; reasoning-gym's own takes any text for it."""
+    """Score 1 for the correct one of True and False; reasoning-gym's own scorer accepts any text."""
     return float(completion.strip().lower() == str(row["answer"]).lower())
 
 
 def _puzzle24(completion: str, row: dict[str, Any]) -> float:
-    """Whether the four numbers make 24; reasoning-gym's own takes any four, and 24.9."""
+    """Score 1 if the given four numbers make 24; reasoning-gym's own scorer accepts any four, and 24.9."""
     try:
         value = read_expression(completion)
     except UnreadableError:
@@ -129,7 +129,7 @@ def _puzzle24(completion: str, row: dict[str, Any]) -> float:
 
 
 def _complex_arithmetic(completion: str, row: dict[str, Any]) -> float:
-    """The distance to the right number, as exp(-distance); reasoning-gym's own gives full marks to `nan`."""
+    """Score exp(-distance to the correct number); reasoning-gym's own scorer gives 1 to `nan`."""
     from reasoning_gym.algebra.complex_arithmetic import ComplexArithmeticDataset
 
     found = ComplexArithmeticDataset.parse_string_to_complex(completion)
@@ -139,10 +139,10 @@ def _complex_arithmetic(completion: str, row: dict[str, Any]) -> float:
 
 
 def _coin_flip(completion: str, row: dict[str, Any]) -> float:
-    """Whether a decimal or a fraction is the probability to 1e-4; else the share of its digits that agree.
+    """Score 1 for the probability within 1e-4, as a decimal or fraction, else 0.9 times the digit match.
 
-    reasoning-gym's own gives full marks to `0` for every probability below 1, since it divides by the shorter
-    of the two.
+    The digit match is the length of the common prefix over the longer of both texts. reasoning-gym's own
+    scorer gives 1 to `0` for every probability below 1, since it divides by the shorter of the two.
     """
     answer, expected = (text.replace(",", "").strip() for text in (completion, str(row["answer"])))
     if not _FRACTION.fullmatch(answer):
@@ -158,7 +158,7 @@ def _coin_flip(completion: str, row: dict[str, Any]) -> float:
     return 0.9 * agree / max(len(ours), len(theirs))
 
 
-# In place of scorers that give full marks to wrong answers.
+# Replacements for scorers that give 1 to wrong answers.
 SCORERS: Mapping[str, Scorer] = {
     "coin_flip": _coin_flip,
     "complex_arithmetic": _complex_arithmetic,

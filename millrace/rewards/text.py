@@ -1,4 +1,4 @@
-"""Rewards that compare text in this process: the exact answer, and GSM8K's number after `####`."""
+"""Rewards that compare text in this process: exact match, and GSM8K's number after `####`."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from decimal import Decimal
 from millrace.types import Outcome, Prompt
 
 _MARK = "####"
-# A number that goes on as a fraction, a product or a power is not the one that was meant.
-# White space is taken once and not given back, so that the time grows with the length and not with its cube.
+# A number followed by a fraction, product or power sign is not the final answer, so it does not match.
+# Possessive quantifiers do not backtrack, so that the time is linear in the length, not cubic.
 _NUMBER = re.compile(
     r"\s*+([-+]?)\s*+\$?\s*+([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?!,?\.?[0-9]|\s*[/*^])"
 )
 
 
 class ExactReward:
-    """1 where the completion is the answer, white space at both ends aside, else 0.
+    """Score 1 if the completion equals the answer, ignoring surrounding white space, else 0.
 
-    A prompt without an answer is a failure: an empty completion must not earn anything for it.
+    A prompt without an answer is a failure: an empty completion must not get a reward for it.
     """
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order; never `invalid`."""
+        """Return one outcome for each completion, in order; never `invalid`."""
         return [_exact(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""
 
 
 class Gsm8kReward:
-    """1 where the number after the completion's last `####` equals the answer's, else 0.
+    """Score 1 if the number after the completion's last `####` equals the answer's, else 0.
 
     The answer is a bare number or GSM8K's own text with `####`. Commas, a dollar sign, trailing dots and
-    zeros do not matter; numbers are compared as exact decimals. No number after the last `####` is an invalid
-    answer; a prompt whose answer holds no number is a failure.
+    zeros are ignored; numbers are compared as exact decimals. A completion without a number after the last
+    `####` is invalid; a prompt without a number in its answer is a failure.
     """
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order."""
+        """Return one outcome for each completion, in order."""
         return [_gsm8k(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""
 
 
 def _exact(prompt: Prompt, completion: str) -> Outcome:
@@ -77,7 +77,7 @@ def _bare_number(text: str) -> Decimal | None:
 
 
 def _decimal(match: re.Match[str] | None) -> Decimal | None:
-    """The exact number; None without a match or with a sign on both sides of the dollar."""
+    """Return the exact number, or None without a match or with a sign on both sides of the dollar."""
     if match is None or (match[1] and match[2]):
         return None
     return Decimal(f"{match[1] or match[2]}{match[3].replace(',', '')}")

@@ -1,10 +1,10 @@
-"""How the two sides of a judge process write to each other: one JSON value a line, ASCII only.
+"""The protocol between a reward worker process and its parent: one JSON value per line, ASCII only.
 
-What the worker writes is numbered and signed with a key that only the two sides know, since what it runs
-could write into its pipe, too.
+Messages of the worker are numbered and authenticated with a shared key, because code that the worker runs
+could write to the same pipe.
 
-JSON alone would turn tuples into lists and number keys into text, and some reasoning-gym tasks compare
-tuples. So a row that JSON changes travels with its containers named.
+JSON converts tuples to lists and numeric keys to text, but some reasoning-gym tasks compare tuples. A row
+that JSON would change is therefore encoded with tagged containers.
 """
 
 from __future__ import annotations
@@ -19,21 +19,32 @@ _DIGEST_BYTES = 16
 
 
 def encode_line(value: Any) -> bytes:
-    """One line of the protocol; a line break inside a text is escaped."""
+    """Encode a value as one line of the protocol; line breaks inside text are escaped."""
     return json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def seal(key: bytes, number: int, value: Any) -> bytes:
-    """A line that `unseal` takes as the one of this number, from 0; it cannot be made without the key."""
+    """Encode a value as a line authenticated with the key.
+
+    Args:
+        key: secret shared by the worker and its parent.
+        number: sequence number of the message, from 0.
+        value: the message.
+    """
     line = encode_line(value)
     return _digest(key, number, line[:-1]) + b" " + line
 
 
 def unseal(key: bytes, number: int, line: bytes) -> Any:
-    """The value of a line without its end.
+    """Decode a line of `seal`, without its line break.
+
+    Args:
+        key: secret shared by the worker and its parent.
+        number: expected sequence number, from 0.
+        line: the received line.
 
     Raises:
-        ValueError: it is not the one of this number, or was written without the key.
+        ValueError: the line has another sequence number, or was written without the key.
     """
     digest, _, text = line.partition(b" ")
     if not compare_digest(digest, _digest(key, number, text)):
@@ -48,22 +59,22 @@ def _digest(key: bytes, number: int, text: bytes) -> bytes:
 
 
 def encode_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as JSON that `decode_row` turns back into an equal one, tuples and key types included.
+    """Encode a row as JSON so that `decode_row` restores it, including tuples and key types.
 
     Raises:
-        TypeError: the row holds something else than text, numbers, truth values, None, lists, tuples, dicts.
+        TypeError: the row holds something else than text, numbers, booleans, None, lists, tuples, dicts.
     """
     plain = dict(row)
     try:
         if json.loads(json.dumps(plain)) == plain:
             return {"plain": plain}
-    except (TypeError, ValueError):  # the walk below finds out what JSON could not write, and names it
+    except (TypeError, ValueError):  # `_name` below raises with the type that JSON could not encode
         pass
     return {"named": _name(plain)}
 
 
 def decode_row(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The row `encode_row` was given."""
+    """Decode the row from the result of `encode_row`."""
     row: dict[str, Any] = value["plain"] if "plain" in value else _unname(value["named"])
     return row
 

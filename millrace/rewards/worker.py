@@ -1,7 +1,7 @@
-"""The child process of an isolated reward: reads questions, scores them one by one, writes verdicts.
+"""The worker process of an isolated reward: reads requests, scores them sequentially, writes results.
 
-Started as a file by `process.JudgeProcess`. Nothing but the standard library is imported before the parent
-has said where modules are looked up.
+`process.JudgeProcess` starts this file as a script. Only the standard library is imported until the parent
+has sent the module search path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PR_SET_DUMPABLE = 4
 
 
 def main() -> None:
-    """Score until the parent closes its end."""
+    """Score requests until the parent closes its end of the pipe."""
     requests, replies = _take_channel()
     import json
 
@@ -59,9 +59,12 @@ def main() -> None:
 
 
 def _take_channel() -> tuple[BinaryIO, BinaryIO]:
-    """The protocol's two ends, moved off descriptors 0 and 1 so that no `print` or `input` reaches them.
+    """Move the protocol's pipes off descriptors 0 and 1, so that `print` and `input` do not use them.
 
-    Programs that a reward starts do not inherit them, and do not find them in /proc either.
+    Programs that a reward starts do not inherit the pipes and cannot open them through /proc either.
+
+    Returns:
+        the pipe of requests and the pipe of replies.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)

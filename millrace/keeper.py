@@ -1,11 +1,11 @@
-"""A small process between this one and a child, which ends the child and everything that the child started.
+"""A supervisor process between this process and a child, which kills the child and all its descendants.
 
-A child can hang, be stopped, or leave processes behind in sessions of their own, and the process that
-started it can be killed at any moment. The keeper adopts what the child leaves behind
-(`PR_SET_CHILD_SUBREAPER` on Linux), and kills all of it when the child ends or when the lifeline closes,
-which the kernel does for a process that is killed. It then removes a folder and ends as the child did.
+A child can hang, be stopped, or leave processes behind in sessions of their own, and its parent can be
+killed at any moment. The keeper adopts orphaned descendants (`PR_SET_CHILD_SUBREAPER` on Linux). It kills all
+of them when the child ends or when the lifeline closes, which the kernel does for a killed parent. It then
+removes a folder and exits with the child's status.
 
-Run as a file, so that it imports the standard library alone.
+It runs as a file, so that it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-# What a shell, and bubblewrap, make of a death by signal n is the exit code 128 + n.
+# A shell, and bubblewrap, report death by signal n as exit code 128 + n.
 SIGNALLED = 128
-# How often processes are counted where their number is limited.
+# Polling interval for the process count, if it is limited.
 LOOK_MS = 1000
 
 
 def keeper_command(
     lifeline: int, command: Sequence[str], *, remove: str = "", codes: str = "own", most: int = 0
 ) -> list[str]:
-    """The command line that runs `command` under a keeper. Start it in a session of its own.
+    """Build the command line that runs `command` under a keeper; start it in a session of its own.
 
     Args:
-        lifeline: read end of a pipe that carries nothing, to be inherited; the caller keeps the other end,
-            and closing it ends everything.
-        command: of the child, which inherits every other descriptor.
-        remove: a folder that is removed at the end; none by default.
-        codes: `own`, or `shell` where the command reports the death of what it runs as 128 + signal.
-        most: processes that the child and what it started may be together; more, and all end. 0 is no limit.
+        lifeline: inherited read end of an unused pipe. The caller keeps the write end; closing it kills all.
+        command: command line of the child, which inherits every other descriptor.
+        remove: folder to remove at the end; none by default.
+        codes: `own`, or `shell` if the command reports a death by signal as exit code 128 + signal.
+        most: maximum number of processes, child and descendants; beyond it all are killed. 0 is no limit.
     """
-    # Isolated and without site packages, it starts in a tenth of the time.
+    # Isolated mode without site packages cuts the startup time to a tenth.
     return [sys.executable, "-I", "-S", __file__, str(lifeline), remove, codes, str(most), *command]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Keep a child until it ends or the lifeline closes, and end as it did."""
+    """Supervise a child until it ends or the lifeline closes, then exit with its status.
+
+    Args:
+        arguments: those that `keeper_command` appends: lifeline, folder, codes, limit, command.
+    """
     lifeline, folder, codes, most, *command = arguments
     os.set_inheritable(int(lifeline), False)
     wakened, wake = os.pipe()
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     _leave_pipes()
     status: int | None = None
     poll = select.poll()
-    poll.register(int(lifeline), 0)  # a closed end is always reported
+    poll.register(int(lifeline), 0)  # a hang-up is always reported
     poll.register(wakened, select.POLLIN)
     while status is None and not ended:
         if any(descriptor == int(lifeline) for descriptor, _ in poll.poll(LOOK_MS if int(most) else None)):
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _control(option: int, value: int) -> None:
-    """prctl(2), where there is one."""
+    """Call prctl(2) on Linux; do nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
@@ -93,7 +96,7 @@ def _start(command: Sequence[str]) -> int:
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _control(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == keeper:  # else it was gone before the signal was asked for
+        if os.getppid() == keeper:  # else the keeper died before the prctl call
             os.execvp(command[0], list(command))
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
@@ -101,7 +104,7 @@ def _start(command: Sequence[str]) -> int:
 
 
 def _leave_pipes() -> None:
-    """The child's pipes must close with the child."""
+    """Detach from stdin and stdout, so that the child's pipes close with the child."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)
@@ -109,7 +112,7 @@ def _leave_pipes() -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect everything that has ended; how the child did, if it has."""
+    """Reap all ended processes; return the child's status if it is among them."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -119,15 +122,15 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all(child: int) -> int | None:
-    """Kill and collect until nothing is left; how the child ended, if it had not before."""
+    """Kill and reap until no descendant is left; return the child's status if it is reaped here."""
     found = None
     while True:
-        # Without /proc it is the child's group, which a process leaves that wants to.
+        # Without /proc only the child's process group can be killed, and a process can leave that.
         for process in _descendants() if sys.platform == "linux" else [-child]:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         try:
-            # Those behind a killed process become children of this one, so that none is missed.
+            # Orphans of a killed process become children of this one, so that none is missed.
             ended, status = os.waitpid(-1, 0)
         except ChildProcessError:
             return found
@@ -136,7 +139,7 @@ def _end_all(child: int) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Every process below this one."""
+    """Return the ids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -151,7 +154,7 @@ def _descendants() -> list[int]:
 
 
 def _num_below(process: int) -> int:
-    """How many processes there are below one."""
+    """Count the descendants of a process."""
     found = 0
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -170,7 +173,7 @@ def _end_as(status: int | None, codes: str) -> None:
     if -code not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
-    os._exit(SIGNALLED - code)  # one that ends nobody
+    os._exit(SIGNALLED - code)  # the default action of this signal does not end a process
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""One decoder on many ranks."""
+"""Parallelism: one decoder on many ranks."""

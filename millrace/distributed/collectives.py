@@ -1,14 +1,14 @@
-"""What the ranks of a group do together to tensors that each holds a part of, with the backward it calls for.
+"""Differentiable collectives over the ranks of a group.
 
 | | forward | backward |
 |---|---|---|
-| enter, leave | nothing, sum | sum, nothing |
-| gather, scatter | all tokens, own tokens of the sum | own tokens of the sum, all tokens |
-| split, whole | own share, all shares | all shares, own share |
-| exchange | rows to the ranks they are for | the way back |
+| enter, leave | identity, all-reduce | all-reduce, identity |
+| gather, scatter | all-gather, reduce-scatter over tokens | reduce-scatter, all-gather over tokens |
+| split, whole | own slice, all-gather | all-gather, own slice |
+| exchange | all-to-all of rows | all-to-all in reverse |
 
-Where a tensor is the same on all ranks, so is its gradient; where each rank goes on to compute a part with
-it, its gradient is summed. T = packed tokens, D = model width.
+A tensor that is replicated on all ranks has a replicated gradient. If each rank computes only a part of the
+result from it, its gradient is summed over the ranks. T = packed tokens, D = model width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TOKENS, FEATURES = -2, -1
-# torch 2.13 gave both new names and warns of the old ones.
+# torch 2.13 renamed both and deprecates the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Change = Callable[[Tensor], Tensor]
@@ -33,46 +33,46 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks of a group as each of them sees it; a method is called by all of them in step.
+    """A process group; every method is a collective that all of its ranks call in step.
 
     Attributes:
-        group: of at least one rank, this one among them.
+        group: at least one rank, including this one.
     """
 
     group: dist.ProcessGroup
 
     def enter(self, x: Tensor) -> Tensor:
-        """The same tensor on all ranks, where each begins to compute a part: the gradients are summed."""
+        """Pass a replicated tensor on to partial computation: identity, with all-reduce in the backward."""
         return _paired(x, same, self._summed)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, on all of them."""
+        """Sum the ranks' tensors on all ranks: all-reduce, with identity in the backward."""
         return _paired(x, self._summed, same)
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """All ranks' tokens, [..., T, D], where each begins to compute a part."""
+        """All-gather tokens, [..., T, D], for partial computation; reduce-scatter in the backward."""
         return _paired(x_TD, partial(self._joined, dim=TOKENS), self._own_of_sum)
 
     def scatter(self, x_TD: Tensor) -> Tensor:
-        """Own tokens of the sum of the ranks' [..., T, D], filled up with rows of 0 so that they divide."""
+        """Reduce-scatter [..., T, D] over tokens, padded with zero rows to a multiple of the ranks."""
         return _paired(self._filled(x_TD), self._own_of_sum, partial(self._joined, dim=TOKENS))
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Own share along a dimension of what is the same on all ranks; tokens are filled up likewise."""
+        """Slice a replicated tensor along a dimension; tokens are padded as in `scatter`."""
         x = self._filled(x) if dim == TOKENS else x
         return _paired(x, partial(self._own, dim=dim), partial(self._joined, dim=dim))
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """All shares along a dimension; what follows is the same on all ranks."""
+        """All-gather slices along a dimension, for replicated computation."""
         return _paired(x, partial(self._joined, dim=dim), partial(self._own, dim=dim))
 
     def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows from every rank, [sum of received, ...], those of the first rank first (an all-to-all).
+        """Exchange rows (all-to-all); the result is [sum of received, ...], ordered by source rank.
 
         Args:
-            x: rows for the first rank, then for the next, and so on, [sum of sent, ...].
-            sent: how many go to each rank.
-            received: how many come from each.
+            x: rows ordered by destination rank, [sum of sent, ...].
+            sent: number of rows to each rank.
+            received: number of rows from each rank.
         """
         there, back = list(sent), list(received)
         return _paired(
@@ -96,7 +96,7 @@ class Peers:
         return own.movedim(0, TOKENS)
 
     def _joined(self, x: Tensor, *, dim: int) -> Tensor:
-        # The dimension first, so that the ranks' shares lie one after the other; free for one packed row.
+        # The dimension first, so that the ranks' slices are contiguous; free for one packed row.
         first = x.movedim(dim, 0).contiguous()
         joined = first.new_empty(len(first) * self.group.size(), *first.shape[1:])
         _ALL_GATHER(joined, first, group=self.group)
@@ -112,7 +112,7 @@ class Peers:
 
 
 class _Paired(torch.autograd.Function):
-    """One function in the forward, another in the backward."""
+    """An autograd function with given forward and backward functions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Change, back: Change) -> Tensor:
@@ -126,7 +126,7 @@ class _Paired(torch.autograd.Function):
 
 
 def same(x: Tensor) -> Tensor:
-    """Itself."""
+    """Return a view of the tensor itself: the identity for autograd."""
     return x.view_as(x)
 
 

@@ -1,12 +1,12 @@
-"""Context parallelism: the tokens of a packed row spread over ranks, so that one long segment spans them all.
+"""Context parallelism: shard the tokens of a packed row, so that a long segment spans all ranks.
 
-A rank embeds, norms and feeds forward its own tokens only; in attention the ranks exchange (`models.ulysses`,
-`models.ring`). Each number that a loss needs is computed on the rank that has its token and put together on
-all, so every rank has the whole loss. The gradients of the weights are the part of each rank's tokens: they
-are summed over the ranks, as over data ranks.
+Embedding, norms and feed-forward run on a rank's own tokens only; attention communicates (`ulysses`, `ring`).
+Each number that a loss needs is computed on the rank of its token and all-gathered, so every rank has the
+complete loss. A rank's weight gradients cover its own tokens only. They are summed over the ranks, as over
+data-parallel ranks.
 
-T = tokens of this rank, W = tokens of the whole row, B = segments, N = tokens of the row whose hidden states
-are read, M = those of them on this rank, P = ranks, D = model width.
+T = tokens of this rank, W = tokens of the whole row, B = segments, N = tokens of the row with hidden states
+to read, M = those of them on this rank, P = ranks, D = model width.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Kind = Literal["ulysses", "ring"]
 
 
 def deal(length_B: Tensor, num_ranks: int) -> list[Tensor]:
-    """Which tokens of a packed row each rank gets: their places in it, ascending, on the CPU.
+    """Shard the tokens of a packed row: return the indices of each rank's tokens, ascending, on the CPU.
 
-    A segment is cut into 2 P chunks of equal size, and rank p gets chunks p and 2 P - 1 - p: a token near the
-    end attends to much and one near the beginning to little. Of the tokens left over, each goes to the rank
-    with the fewest so far. So token counts differ by at most 1. Attention's work, in pairs of a token and one
-    that it sees, is at most 1 % above the mean where segments have some hundred tokens for each rank.
+    A segment is cut into 2 P chunks of equal size, and rank p gets chunks p and 2 P - 1 - p. This balances
+    the load, because a late token attends to many tokens and an early one to few. Each remaining token goes
+    to the rank with the fewest so far, so token counts differ by at most 1. The work of attention, in pairs
+    of query and visible key, is at most 1 % above the mean if segments have some hundred tokens per rank.
 
     Args:
         length_B: tokens of each segment.
@@ -61,16 +61,16 @@ def deal(length_B: Tensor, num_ranks: int) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What one rank computes of a packed row.
+    """One rank's shard of a packed row.
 
     Attributes:
-        token_T: its tokens.
-        position_T: their positions in their segments.
-        context: how their attention reaches the other ranks.
-        read_M: which of the N tokens that are read are here.
-        row_M: the token of this rank that each of them is.
+        token_T: token ids of the shard.
+        position_T: positions of the tokens in their segments.
+        context: attention context, which communicates with the other ranks.
+        read_M: indices into the N tokens to read, of those on this rank.
+        row_M: indices of the same tokens into the shard.
         num_read: N.
-        group: the ranks; None for one.
+        group: the ranks; None for a single rank.
     """
 
     token_T: Tensor
@@ -82,36 +82,36 @@ class Share:
     group: dist.ProcessGroup | None
 
     def hidden(self, model: PreTrainedModel) -> Tensor:
-        """The final hidden states that are read here, [M, D].
+        """Compute the final hidden states to read on this rank, [M, D].
 
-        All ranks must call it, and must run the backward of what they made of it, if only of an empty [0, D]:
-        in each layer of both the others wait for them.
+        All ranks must call it and run the backward of its result, even of an empty [0, D]: every layer
+        communicates in both passes.
         """
         return hidden_states(model, self.token_T, self.position_T, self.context)[self.row_M]
 
     def gather(self, number_M: Tensor) -> Tensor:
-        """One number for each token read on this rank, and the other ranks' besides, [N].
+        """All-gather one number for each token to read, [N].
 
-        Every rank then makes the same loss of them, which counts once: a number's gradient is that which the
-        rank that computed it finds, and is not summed over ranks.
+        Every rank then computes the same loss from them, which counts once: the gradient of a number is taken
+        on the rank that computed it and is not summed over ranks.
         """
         whole_N = number_M.new_zeros(self.num_read).index_copy(0, self.read_M, number_M)
-        # Each sum is of one number and zeros, so it is exact.
+        # Each sum has one non-zero term, so it is exact.
         return whole_N if self.group is None else Peers(self.group).leave(whole_N)
 
 
 def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, at_N: Tensor, *, kind: Kind) -> Share:
-    """This rank's share of a packed row. All ranks along `cp` have the same batch.
+    """Shard a packed row over the mesh dimension `cp`, whose ranks all have the same batch.
 
     Args:
         model: a model from `models.load`.
-        batch: the whole row, on the device that computes.
+        batch: the complete row, on the compute device.
         mesh: its dimension `cp` has the ranks.
-        at_N: places of the tokens whose hidden states are read.
-        kind: how ranks exchange; `ulysses` is quicker, `ring` asks nothing of the number of heads.
+        at_N: indices of the tokens with hidden states to read.
+        kind: attention algorithm; `ulysses` is faster, `ring` works with any number of heads.
 
     Raises:
-        ValueError: there is no such kind, a deterministic model was to use `ring`, or batches differ.
+        ValueError: the kind is unknown, the model is deterministic and the kind `ring`, or batches differ.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind is {kind!r}; context parallelism is ulysses or ring")
@@ -122,7 +122,7 @@ def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, at_N: Tensor, *,
     num_ranks, device, group = mesh.size("cp"), batch.token_T.device, mesh.group("cp")
     if group is not None:
         _check_alike(batch, at_N, group)
-    # A row of fewer tokens than ranks is made up by segments of one token, of which nothing is used.
+    # A row with fewer tokens than ranks is padded with segments of one token, which are not read.
     missing = max(0, num_ranks - batch.num_tokens)
     length_B = torch.cat([batch.length_B.cpu(), torch.ones(missing, dtype=torch.int64)])
     token_W, position_W = (
@@ -142,8 +142,8 @@ def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, at_N: Tensor, *,
 
 
 def _check_alike(batch: Batch, at_N: Tensor, group: dist.ProcessGroup) -> None:
-    """Refuse other rows on other ranks, which would wait for each other for ever."""
-    # NCCL besides wants all ranks in the first exchange of a group, and a ring may leave some out.
+    """Refuse ranks with different rows, which would deadlock."""
+    # NCCL also needs all ranks in the first operation of a group, and a ring may skip some.
     order_W = torch.arange(1, batch.num_tokens + 1, device=batch.token_T.device)
     numbers = (batch.num_tokens, batch.num_segments, len(at_N), int((batch.token_T * order_W).sum()))
     mine = torch.tensor(numbers, device=batch.token_T.device)

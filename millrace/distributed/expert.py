@@ -1,15 +1,14 @@
-"""Expert parallelism: each rank of a group holds some of the experts, and tokens travel to theirs and back.
+"""Expert parallelism: each rank of a group holds some of the experts; tokens are dispatched and combined.
 
-Our experts function is registered with transformers as `millrace`, as our attention is. Where a layer's
-expert weights are DTensors over a mesh of several ranks, a token's hidden state goes to the ranks of its
-experts and what they made of it comes back (an all-to-all each way, of uneven counts); the token's own rank
-weighs and adds the results, so routers know nothing of it. The backward goes the same ways in the other
-direction, so an expert's weight receives the gradient of all tokens of all ranks of the group, once, and
-nothing remains to be summed over that group. Nothing is hidden in module state: the group is that of the
-weight's own mesh.
+Our experts function is registered with transformers as `millrace`, as our attention is. If a layer's expert
+weights are DTensors over a mesh of several ranks, a token's hidden state is sent to the ranks of its experts,
+and their outputs are sent back (two all-to-alls with uneven counts). The token's own rank computes the
+weighted sum, so routers are unchanged. The backward runs the same all-to-alls in reverse. An expert's weight
+thus receives the gradient of all tokens of all ranks of the group once, and needs no all-reduce over that
+group. There is no hidden module state: the group is that of the weight's own mesh.
 
-All ranks of a group must run the same number of forwards and backwards, and the same layers in them; a rank
-may have no tokens in one.
+All ranks of a group must run the same number of forwards and backwards over the same layers; a rank may have
+no tokens in one.
 
 T = tokens of this rank, N = experts of a token, S = T N choices, R = rows that arrive here, E = experts,
 L = experts of one rank, P = ranks of the group, D = model width, M = output width.
@@ -36,26 +35,26 @@ NAME = "millrace"
 
 
 def register() -> None:
-    """Make `experts_implementation="millrace"` known to transformers; doing so twice is harmless."""
+    """Register `experts_implementation="millrace"` with transformers; idempotent."""
     ExpertsInterface.register(NAME, experts)
 
 
 def apply(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Deal a model's experts over the ranks of a mesh, and compute them by our function.
+    """Shard a model's experts over the ranks of a mesh, and compute them with our function.
 
-    Rank p of P keeps experts p E/P to (p + 1) E/P - 1. Parameters keep their names and become DTensors, split
-    along their first dimension, so `full_tensor()` gives the whole one back; it is a collective. Everything
-    else stays as it is. Called before `fully_shard`, which may shard the experts of one rank further over a
-    mesh with the same root, and before a `Pipeline` is made, of whose stages some may have no experts; works
-    on the meta device too.
+    Rank p of P keeps experts p E/P to (p + 1) E/P - 1. Parameters keep their names and become DTensors,
+    sharded along their first dimension; the collective `full_tensor()` returns the complete one. Everything
+    else is unchanged. Call it before `fully_shard`, which may shard the experts of one rank further over a
+    mesh with the same root, and before making a `Pipeline`, in which some stages may have no experts. It also
+    works on the meta device.
 
     Args:
         model: a mixture of experts, the same on all ranks.
-        mesh: of one dimension, the ranks that share out the experts.
+        mesh: the ranks that shard the experts, in one dimension.
 
     Raises:
-        ValueError: the model has no experts, or such as we cannot deal, or the ranks do not divide them;
-            nothing is changed then.
+        ValueError: the model has no experts or unsupported ones, or their number is not divisible by the
+            ranks; the model is unchanged then.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; experts are dealt over one, such as ep")
@@ -75,16 +74,16 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def experts(module: Any, hidden_TD: Tensor, expert_TN: Tensor, weight_TN: Tensor) -> Tensor:
-    """What transformers calls in each layer of experts.
+    """Compute a layer of experts; transformers calls this.
 
     Args:
         module: the layer's experts.
-        hidden_TD: the tokens of this rank.
-        expert_TN: the experts of each, integers in [0, E).
-        weight_TN: the weight of each.
+        hidden_TD: hidden states of this rank's tokens.
+        expert_TN: each token's experts, integers in [0, E).
+        weight_TN: router weight of each of these experts.
 
     Returns:
-        The weighted sum of what a token's experts say, [T, D].
+        The weighted sum of the experts' outputs of each token, [T, D].
     """
     num_tokens, num_choices = expert_TN.shape
     chosen_S = expert_TN.reshape(-1)
@@ -101,15 +100,15 @@ def experts(module: Any, hidden_TD: Tensor, expert_TN: Tensor, weight_TN: Tensor
 
 
 def _elsewhere(module: Any, x_SD: Tensor, count_E: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What the experts of all ranks say of rows sorted by expert, [S, D]."""
+    """Compute the output of all ranks' experts for rows sorted by expert, [S, D]."""
     num_ranks = group.size()
     sent_PL = count_E.view(num_ranks, -1)
     arrived_PL = torch.empty_like(sent_PL)
     dist.all_to_all_single(arrived_PL, sent_PL, group=group)
-    # One copy to the host tells it all.
+    # One device-to-host copy for both counts.
     sent, arrived = torch.stack([sent_PL, arrived_PL]).cpu()
     sent_P, arrived_P = sent.sum(1).tolist(), arrived.sum(1).tolist()
-    # Rows arrive by rank and for each rank by expert; the product wants all rows of an expert together.
+    # Rows arrive sorted by source rank, then by expert; the grouped product needs them sorted by expert.
     expert_PL = torch.arange(sent_PL.shape[1], device=count_E.device).repeat(num_ranks)
     expert_R = expert_PL.repeat_interleave(arrived_PL.reshape(-1), output_size=sum(arrived_P))
     order_R = expert_R.argsort(stable=True)
@@ -120,14 +119,14 @@ def _elsewhere(module: Any, x_SD: Tensor, count_E: Tensor, group: dist.ProcessGr
 
 
 def _computed(module: Any, x_RD: Tensor, count_L: Sequence[int]) -> Tensor:
-    """What this rank's experts say of rows sorted by expert, [R, D]."""
+    """Compute the output of this rank's experts for rows sorted by expert, [R, D]."""
     up_LMD, down_LDM = (_local(getattr(module, key)) for key in EXPERT_WEIGHTS)
     gated_RM = module._apply_gate(grouped_linear(x_RD, up_LMD, count_L))
     return grouped_linear(gated_RM, down_LDM, count_L)
 
 
 def _group(weight: Tensor) -> dist.ProcessGroup | None:
-    """Among whom a weight's experts are dealt; None where this rank has them all."""
+    """Return the group over which a weight's experts are sharded; None if this rank has all experts."""
     if not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
         return None
     return weight.device_mesh.get_group()
@@ -138,7 +137,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _check(name: str, module: Any, num_ranks: int) -> None:
-    """Refuse experts that our function does not compute."""
+    """Refuse experts that our function does not support."""
     if isinstance(module.gate_up_proj, DTensor):
         raise ValueError(f"the experts of {name} are dealt already; deal them once")
     known = getattr(module, "has_gate", False) and not (

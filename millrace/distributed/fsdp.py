@@ -1,11 +1,12 @@
-"""Weights shared out among data ranks (FSDP2), and what a training step needs of them.
+"""Weights sharded over data-parallel ranks (FSDP2), and gradient norms of sharded weights.
 
-Each rank keeps one part of every weight, of its gradient and of its optimizer state. A decoder layer's
-weights are gathered for its forward and its backward, and its gradients are summed over the ranks and dealt
-out again. They are sums and never means, since each token's weight is its share of the loss over all ranks.
+Each rank keeps one shard of every weight, gradient and optimizer state. A decoder layer's weights are
+all-gathered for its forward and its backward, and its gradients are reduce-scattered. Gradients are summed
+and never averaged, because token weights are normalized over all ranks.
 
-The output head is read outside of any module's forward (`models.logprobs.output_head`), so all that is
-computed from a model runs within the forward of its `Root`, which gathers embedding, final norm and head.
+The output head is read outside of any module's forward (`models.logprobs.output_head`). Therefore everything
+that is computed from a model runs within the forward of its `Root`, which gathers embedding, final norm and
+head.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from millrace.distributed.mesh import Mesh
 from millrace.models.load import Model
 
 Checkpointing = Literal["none", "selective", "full"]
-# What selective checkpointing keeps: results that are dear to compute again for the memory they take.
+# Operations with outputs that selective checkpointing saves: costly to recompute for their memory.
 PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -50,16 +51,16 @@ PRODUCTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How memory is saved.
+    """Options for mixed precision and for saving memory.
 
     Attributes:
-        precision: forward and backward compute in it, over weights and sums of gradients that stay float32;
-            None computes in the weights' own.
-        reshard_after_forward: whether a layer's weights are dropped after its forward and gathered again for
-            its backward: less memory, more traffic.
-        offload: whether weights, gradients and optimizer states live in the host's memory.
-        checkpointing: what of a layer is computed again in the backward instead of kept: nothing, all but
-            the results of matrix products, or all.
+        precision: dtype of forward and backward; weights and gradient reduction stay float32. None uses the
+            dtype of the weights.
+        reshard_after_forward: whether a layer's weights are freed after its forward and gathered again for
+            its backward: less memory, more communication.
+        offload: whether weights, gradients and optimizer states are in host memory.
+        checkpointing: what of a layer is recomputed in the backward: nothing, everything except matrix
+            products, or everything.
     """
 
     precision: torch.dtype | None
@@ -69,31 +70,31 @@ class Sharding:
 
 
 class Root(nn.Module):
-    """A model, and the forward within which all its weights may be read.
+    """Wrapper of a model; within its forward all weights of the model are available.
 
     Attributes:
-        model: names, and the weights that this rank keeps of it.
+        model: the model, with this rank's shards as parameters outside the forward.
     """
 
     def __init__(self, model: Model) -> None:
-        """Made by `shard`."""
+        """Wrap a model; `shard` calls this."""
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[[Model], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What a function computes from the model; its results may carry a gradient.
+        """Call a function of the model and return its results, which may require gradients.
 
-        Gathering and summing are done by all ranks together, so each of them must call it equally often, and
-        backward too: one that has nothing to compute runs some tokens that weigh nothing.
+        It runs collectives, so all ranks must call it equally often, and backward too. A rank without work
+        runs a few tokens with weight 0.
         """
         return compute(self.model)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that a model is a stack of, from first to last.
+    """Return the decoder layers of a model in order.
 
     Raises:
-        ValueError: there are none that transformers marks as such.
+        ValueError: the model has no layers that transformers marks as such.
     """
     layers: list[nn.Module] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
@@ -104,19 +105,19 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
-    """Share out a model's weights in place: each layer's on its own, all others together.
+    """Shard a model's weights in place: one FSDP unit per layer, and one for all other weights.
 
-    A model alone on its ranks, computing in its own dtype on its own device, stays as it is. Experts that are
-    dealt over `ep` already (`models.expert`) are shared out among the ranks that hold the same ones.
+    With a single data-parallel rank, and without precision or offload, the model is unchanged. Experts that
+    are already sharded over `ep` (`expert.apply`) are sharded further over the ranks with the same experts.
 
     Args:
-        model: the same weights on every rank, or none yet (on the meta device).
-        mesh: who shares them, and over whom gradients are summed.
-        sharding: how memory is saved.
+        model: the same weights on every rank, or a model on the meta device.
+        mesh: the ranks that shard weights and reduce gradients.
+        sharding: options for precision and memory.
 
     Raises:
-        ValueError: a precision is asked for and the weights are not float32, or precision or offload are and
-            there is no process group.
+        ValueError: a precision is set and the weights are not float32, or precision or offload is set without
+            a process group.
     """
     if sharding.precision is not None and any(p.dtype != torch.float32 for p in model.parameters()):
         raise ValueError(
@@ -137,7 +138,7 @@ def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=sharding.precision, reduce_dtype=sharding.precision and torch.float32
         ),
-        # Pages can be pinned only where there is an accelerator to read them.
+        # Pinned memory needs an accelerator.
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         if sharding.offload
         else OffloadPolicy(),
@@ -147,18 +148,18 @@ def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
         fully_shard(module, mesh=mesh.expert_weights, reshard_after_forward=again, **options)
     for layer in layers:
         fully_shard(layer, mesh=mesh.weights, reshard_after_forward=again, **options)
-    # The backward begins with the head: dropping it after the forward would only gather it twice.
+    # The backward starts with the head: freeing it after the forward would gather it twice.
     fully_shard(root, mesh=mesh.weights, reshard_after_forward=False, **options)
     for part in _sharded(root):
         part.set_gradient_divide_factor(1.0)
-        # Otherwise it multiplies while it sums, which gloo cannot.
+        # Otherwise it uses a premultiplied sum, which gloo does not support.
         part.set_force_sum_reduction_for_comms(True)
     root.register_forward_hook(_drop_unless_recorded)
     return root
 
 
 def _dealt(model: nn.Module) -> list[nn.Module]:
-    """The modules whose own weights are experts dealt over `ep`."""
+    """Return the modules that directly own experts sharded over `ep`."""
     return [
         module
         for module in model.modules()
@@ -174,14 +175,14 @@ def _sharded(root: nn.Module) -> list[FSDPModule]:
 
 
 def _drop_unless_recorded(root: nn.Module, *_: Any) -> None:
-    """After a forward without a backward, which would do it, put each rank's own part back into place."""
+    """Reshard the weights after a forward without a backward, which would do it otherwise."""
     if not torch.is_grad_enabled():
         for module in _sharded(root):
             module.reshard()
 
 
 def _recompute(layer: nn.Module, checkpointing: Checkpointing) -> None:
-    # In the layer's own forward, so that its weights are gathered once for what is computed again too.
+    # Inside the layer's forward, so that recomputation needs no further all-gather.
     layer.forward = partial(_recomputed, layer.forward, checkpointing)
 
 
@@ -191,25 +192,25 @@ def _recomputed(forward: Callable[..., Any], checkpointing: Checkpointing, *args
     options: dict[str, Any] = {}
     if checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, list(PRODUCTS))
-    # No layer draws random numbers: dropout is off.
+    # No layer uses random numbers: dropout is off.
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
 def gradient_norms(
     groups: Iterable[Iterable[nn.Parameter]], mesh: Mesh, *, elsewhere: Collection[nn.Parameter] = ()
 ) -> list[float]:
-    """sqrt(sum of g^2) over all ranks for each group of weights, each weight counted once however it is held.
+    """Compute sqrt(sum of g^2) over all ranks for each group of weights, counting each weight once.
 
-    All ranks call it in step, with as many groups, and get the same numbers.
+    All ranks call it in step with equally many groups and get the same numbers.
 
     Args:
-        groups: of weights that this rank holds, whole or in part (DTensor); each has a gradient.
-        mesh: the layout; other pipeline stages hold other weights.
-        elsewhere: weights whose equal on another pipeline stage is counted there (a tied head).
+        groups: this rank's weights, complete or sharded (DTensor), all with gradients.
+        mesh: the layout; norms are summed over pipeline stages.
+        elsewhere: weights with a copy on another pipeline stage that is counted there (a tied head).
     """
     rows = [list(group) for group in groups]
     skipped = {id(parameter) for parameter in elsewhere}
-    # By the ranks that squares are summed over, in an order that is the same on all of them.
+    # By the groups over which squares are summed, in the same order on all ranks.
     found: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
     for index, row in enumerate(rows):
         for parameter in row:
@@ -232,12 +233,12 @@ def gradient_norms(
 def _norm(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     near = local(gradient)
-    # The norm of a narrow dtype is not rounded to it.
+    # At least float32, so that the norm is not rounded to a narrow dtype.
     return torch.linalg.vector_norm(near, dtype=torch.promote_types(near.dtype, torch.float32))
 
 
 def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Over whom the squares of a parameter's parts are summed."""
+    """Return the groups over which the squares of a parameter's shards are summed."""
     if not isinstance(parameter, DTensor):
         return ()
     over: DeviceMesh = parameter.device_mesh
@@ -249,5 +250,5 @@ def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
+    """Return this rank's shard of a DTensor, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

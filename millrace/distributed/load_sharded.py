@@ -1,9 +1,9 @@
-"""Models from a Hugging Face folder of which each rank reads only its own part.
+"""Sharded loading from a Hugging Face folder: each rank reads only its own shards.
 
-`empty_model` makes a model without memory (on the meta device), which the caller changes as it likes.
-`stored_weights` finds its weights in the folder. Then the caller shares the model out, and `read_weights`
-gives every rank memory for what it keeps and reads that. No rank ever holds the whole model. `take_weights`
-does the same with weights that another model holds.
+`empty_model` builds a model on the meta device, which the caller may change. `stored_weights` opens its
+weights in the folder. Then the caller shards the model, and `read_weights` allocates each rank's shards and
+reads them. No rank ever holds the complete model. `take_weights` does the same with the weights of another
+model.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from millrace.models.load import (
 )
 from millrace.models.load_check import check_files, check_total
 
-# Where a part begins and ends along each dimension of a whole weight.
+# Index range of a shard along each dimension of the complete weight.
 Part = tuple[slice, ...]
 
 
 def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LANGUAGE) -> Model:
-    """The model of a folder with our modules, without memory for its weights; buffers have their numbers.
+    """Build the model of a folder with our modules; weights are on the meta device, buffers are computed.
 
     Args:
         folder: a Hugging Face folder (safetensors).
-        dtype: of the weights.
-        kind: as what it is loaded.
+        dtype: dtype of the weights.
+        kind: model class to load, such as language model or critic.
 
     Raises:
-        ModelError: a file is missing or damaged, or it is no such model; or transformers does not say how a
-            buffer is computed.
+        ModelError: a file is missing or damaged, the folder is not of this kind, or transformers cannot
+            compute a buffer.
     """
     path = kind.folder(folder)
     with sentences(path):
@@ -72,17 +72,17 @@ def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LAN
 
 @contextmanager
 def stored_weights(folder: str | Path, model: Model) -> Iterator[Stored]:
-    """The files of a folder, open within the block, with every weight that the model needs.
+    """Open the files of a folder within the block, and check that they hold every weight of the model.
 
-    Every rank finds the same, before anything is exchanged.
+    Every rank gets the same result, without communication.
 
     Args:
-        folder: the one that the model was made of, which every rank can read.
-        model: from `empty_model`, before parts of it are given to other ranks.
+        folder: the folder of `empty_model`, readable by every rank.
+        model: from `empty_model`, before it is sharded.
 
     Raises:
-        ModelError: a file is damaged, weights do not fit the config or are stored in a form that cannot be
-            read in parts.
+        ModelError: a file is damaged, weights do not match the config, or their format does not allow partial
+            reads.
     """
     with ExitStack() as stack:
         stored = Stored(Path(folder), model, stack)
@@ -93,17 +93,17 @@ def stored_weights(folder: str | Path, model: Model) -> Iterator[Stored]:
 def read_weights(
     roots: Sequence[Root], model: Model, stored: Stored, *, device: torch.device, offload: bool = False
 ) -> None:
-    """Give a model memory for what this rank keeps of it, and read that.
+    """Allocate this rank's shards of a model, and read them.
 
-    What has memory before (an adapter's pairs) keeps its numbers.
+    Parameters that are allocated already (LoRA weights) keep their values.
 
     Args:
-        roots: around the model or its stages, shared out by `models.fsdp.shard`, and by `models.tensor` and
-            `models.expert` before.
-        model: what this rank has of it.
+        roots: wrappers of the model or its stages, sharded by `fsdp.shard`, and before that by `tensor` and
+            `expert`.
+        model: this rank's part of the model.
         stored: from `stored_weights`.
-        device: that computes.
-        offload: whether weights live in the host's memory.
+        device: compute device.
+        offload: whether weights are in host memory.
 
     Raises:
         ModelError: a file is damaged.
@@ -118,7 +118,11 @@ def read_weights(
 
 @torch.no_grad()
 def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
-    """Try a model as an ordinary load does; all ranks call it in step.
+    """Run the self-check of an ordinary load; all ranks call it in step.
+
+    Args:
+        root: wrapper of the sharded model.
+        kind: model class that it was loaded as.
 
     Raises:
         ModelError: the architecture cannot run packed.
@@ -133,10 +137,10 @@ def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
 
 @torch.no_grad()
 def record_model(root: Root) -> None:
-    """Record a model's facts; all ranks call it in step.
+    """Run `record_facts` on a sharded model; all ranks call it in step.
 
     Raises:
-        ValueError: as `record_facts`.
+        ValueError: see `record_facts`.
     """
 
     def record(model: Model) -> tuple[Tensor, ...]:
@@ -156,18 +160,18 @@ def take_weights(
     device: torch.device,
     offload: bool = False,
 ) -> None:
-    """As `read_weights`, from whole weights that pass by one at a time; all ranks go through them in step.
+    """Like `read_weights`, from a stream of complete weights, which all ranks iterate in step.
 
     Args:
-        roots: as there.
-        model: as there; none of its weights has a second name on another rank.
-        named: every weight of the whole model once, in any order.
-        wanted: the names of all these.
-        device: that computes.
-        offload: whether weights live in the host's memory.
+        roots: see `read_weights`.
+        model: see `read_weights`; no weight may be tied to one on another rank.
+        named: every weight of the complete model once, in any order.
+        wanted: the names of all these weights.
+        device: compute device.
+        offload: whether weights are in host memory.
 
     Raises:
-        ValueError: a weight is unknown, or missing in the end.
+        ValueError: a weight is unknown, repeated or missing.
     """
     for root in roots:
         _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
@@ -183,13 +187,13 @@ def take_weights(
 
 
 def _without_numbers(model: Model) -> set[str]:
-    """The weights that are to be read: those without memory, and buffers, which hold what a fresh one has."""
+    """Return the names of the weights to read: parameters on the meta device, and all buffers."""
     given = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     return {name for name, _ in named_weights(model)} - given
 
 
 def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) -> None:
-    """Memory for the parameters that this rank keeps, not yet written; what had some keeps its numbers."""
+    """Allocate this rank's parameters, uninitialized; those that are allocated already keep their values."""
     buffers = [
         (module, name, buffer)
         for module in root.modules()
@@ -204,7 +208,7 @@ def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) 
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(others)
     if not isinstance(root, FSDPModule):
-        # Parameters were made anew then, each module its own.
+        # `to_empty` made a new parameter for each module, so weights must be tied again.
         for (first, first_name), *others_of_it in tied.values():
             for module, name in others_of_it:
                 module._parameters[name] = first._parameters[first_name]
@@ -214,7 +218,7 @@ def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) 
 
 
 def _place(tensor: Tensor) -> Part:
-    """What this rank keeps of a tensor, a DTensor or plain, as a part of the whole."""
+    """Return the index range of this rank's shard of a tensor, a DTensor or plain."""
     begins = (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -224,11 +228,12 @@ def _place(tensor: Tensor) -> Part:
 
 
 class Stored:
-    """The tensors of a folder under the names of a model's weights; made by `stored_weights`."""
+    """The stored tensors of a folder by a model's weight names; made by `stored_weights`."""
 
     def __init__(self, path: Path, model: Model, stack: ExitStack) -> None:
         self._path = path
-        # What each parameter is made of: of itself, or by a converter of transformers of many tensors.
+        # Stored tensors of each parameter, by source pattern: one, or several for a converter of
+        # transformers.
         self._sources: dict[str, dict[str, list[tuple[Any, str]]]] = {}
         self._converters: dict[str, WeightConverter] = {}
         transforms = get_model_conversion_mapping(model)
@@ -249,14 +254,14 @@ class Stored:
             self._sources.setdefault(name, {}).setdefault(pattern or "", []).append((stored[key], key))
             if pattern is not None:
                 self._converters[name] = by_pattern[pattern]
-        # Of tied weights a file may hold either.
+        # A file may hold any of several tied weights.
         same = {id(tensor): name for name, tensor in known.items() if name in self._sources}
         for name, tensor in known.items():
             if name not in self._sources and id(tensor) in same:
                 self._sources[name] = self._sources[same[id(tensor)]]
 
     def check(self, model: Model) -> None:
-        """Refuse a folder that lacks one of the model's weights, or holds one that does not fit."""
+        """Refuse a folder in which one of the model's weights is missing or has the wrong shape."""
         wanted = _without_numbers(model)
         missing = sorted(wanted - self._sources.keys())
         if missing:
@@ -275,14 +280,14 @@ class Stored:
 
     @torch.no_grad()
     def read(self, name: str, tensor: Tensor) -> None:
-        """Write into a parameter or buffer, a DTensor or plain, what this rank keeps of it."""
+        """Read this rank's shard of a parameter or buffer, a DTensor or plain, in place."""
         near = local(tensor)
         if near.numel():
             with sentences(self._path):
                 near.copy_(self._slice(name, _place(tensor)))
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a whole stored weight."""
+        """Return the complete shape of a stored weight."""
         sources = self._sources[name]
         shapes = [tuple(file.get_slice(key).get_shape()) for file, key in _firsts(sources)]
         if name not in self._converters:
@@ -292,7 +297,7 @@ class Stored:
         return len(next(iter(sources.values()))), sum(shape[0] for shape in shapes), *rest
 
     def _check_converter(self, name: str) -> None:
-        """Only experts stored one by one can be read in parts: stacked, gate and up end to end."""
+        """Refuse converters other than that of per-expert tensors: stack experts, concatenate gate and up."""
         kinds = [type(step) for step in self._converters[name].operations]
         dims = [getattr(step, "dim", None) for step in self._converters[name].operations]
         if kinds != [MergeModulelist, Concatenate][: len(kinds)] or dims != [0, 1][: len(dims)]:
@@ -302,7 +307,7 @@ class Stored:
             )
 
     def _slice(self, name: str, place: Part) -> Tensor:
-        """One part of a stored weight; of experts stored one by one, those it holds are read."""
+        """Read a slice of a stored weight; of per-expert tensors, only the experts in the slice."""
         sources = self._sources[name]
         if name not in self._converters:
             ((file, key),) = sources[""]
@@ -321,5 +326,5 @@ def _firsts(sources: dict[str, list[tuple[Any, str]]]) -> Iterator[tuple[Any, st
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Orders names by the numbers in them, so that expert 10 comes after expert 9."""
+    """Return a natural sort key, so that expert 10 comes after expert 9."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in key.split(".")]

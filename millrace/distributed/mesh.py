@@ -1,4 +1,4 @@
-"""The process groups that a layout's ranks form; the dimensions are those of `planner.layout`."""
+"""Process groups of a layout; its dimensions are those of `planner.layout`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from transformers import PretrainedConfig
 from millrace.planner.layout import DIMENSIONS, Layout, Sizes
 
 _EXPERT_DIMENSIONS = ("pp", "dp_replicate", "ep_replicate", "ep", "cp", "tp")
-# What architectures call the number of their experts.
+# Config attributes for the number of experts, by architecture.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class Mesh:
-    """The groups of this rank.
+    """The process groups of this rank.
 
     Attributes:
-        layout: what it was made of.
-        device_type: of the tensors that its groups exchange, such as "cuda".
-        device_mesh: torch's mesh with the dimensions `DIMENSIONS`; None for one process without a group.
+        layout: sizes of the dimensions.
+        device_type: device type of communicated tensors, such as "cuda".
+        device_mesh: torch's mesh with the dimensions `DIMENSIONS`; None for one process without a process
+            group.
     """
 
     def __init__(self, layout: Layout, device_type: str, device_mesh: DeviceMesh | None) -> None:
-        """Made by `make_mesh`."""
+        """Build the groups; `make_mesh` calls this."""
         self.layout = layout
         self.device_type = device_type
         self.device_mesh = device_mesh
@@ -45,28 +46,28 @@ class Mesh:
         self._weights = self._data_mesh(device_mesh)
 
     def size(self, name: str) -> int:
-        """Ranks along a dimension, `ep` among them.
+        """Return the number of ranks along a dimension, including `ep`.
 
         Raises:
-            ValueError: there is no such dimension.
+            ValueError: the dimension is unknown.
         """
         self._check_name(name)
         return int(getattr(self.layout, name))
 
     def rank(self, name: str) -> int:
-        """This rank's place along a dimension.
+        """Return this rank's coordinate along a dimension.
 
         Raises:
-            ValueError: there is no such dimension.
+            ValueError: the dimension is unknown.
         """
         self._check_name(name)
         return self._place[name]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The ranks along a dimension, this one among them; None where it is alone.
+        """Return this rank's process group along a dimension; None if its size is 1.
 
         Raises:
-            ValueError: there is no such dimension.
+            ValueError: the dimension is unknown.
         """
         if self.size(name) == 1:
             return None
@@ -76,17 +77,17 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the segments is this rank's."""
+        """Index of this rank's data shard."""
         return self._place["dp_replicate"] * self.layout.dp_shard + self._place["dp_shard"]
 
     @property
     def num_data_ranks(self) -> int:
-        """Into how many shares the segments are dealt."""
+        """Number of data shards."""
         return self.layout.num_data_ranks
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors that this rank exchanges live."""
+        """Device of communicated tensors."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         index: Any = torch.get_device_module(self.device_type).current_device()
@@ -94,30 +95,30 @@ class Mesh:
 
     @property
     def weights(self) -> DeviceMesh | None:
-        """Over whom weights are sharded, and in a first dimension replicated where dp_replicate is above 1.
+        """Mesh over which weights are sharded, and with dp_replicate above 1 replicated in dimension 0.
 
-        Gradients are summed over the same ranks. None for one process without a group.
+        Gradients are summed over the same ranks. None for one process without a process group.
         """
         return self._weights
 
     @property
     def experts(self) -> DeviceMesh | None:
-        """The ranks that share out the experts, a mesh of one dimension `ep`; None where they do not."""
+        """Mesh with the one dimension `ep`, over which experts are sharded; None if ep is 1."""
         return None if self._experts is None else self._experts["ep"]
 
     @property
     def expert_weights(self) -> DeviceMesh | None:
-        """As `weights`, for experts that are shared out over `ep`: among the ranks with the same experts."""
+        """Like `weights`, for experts that are sharded over `ep`: the ranks with the same experts."""
         if self._experts is None:
             return self._weights
         names = ("dp_replicate", "ep_replicate") if self.layout.dp_replicate > 1 else ("ep_replicate",)
         return self._experts[names]
 
     def check(self, config: PretrainedConfig) -> None:
-        """Refuse a model that the layout does not divide.
+        """Refuse a model with sizes that the layout does not divide.
 
         Raises:
-            PlanError: with the two numbers that do not fit.
+            PlanError: names the two numbers.
         """
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -133,10 +134,10 @@ class Mesh:
         )
 
     def sum_over(self, tensor_N: torch.Tensor, *names: str) -> torch.Tensor:
-        """The sum over the ranks along the dimensions named, on `device`, without gradient.
+        """All-reduce (sum) along the named dimensions, on `device`, without gradient.
 
         Raises:
-            ValueError: there is no such dimension.
+            ValueError: a dimension is unknown.
         """
         total_N = tensor_N.detach().to(self.device, copy=True)
         for name in names:
@@ -146,10 +147,10 @@ class Mesh:
         return total_N
 
     def _data_mesh(self, device_mesh: DeviceMesh) -> DeviceMesh:
-        """Over whom weights are sharded, and before that replicated if they are."""
+        """Build the mesh of `weights`."""
         over = device_mesh["dp_shard"]
         if self.layout.cp > 1:
-            # Ranks along cp hold other tokens, so to the weights they are like those along dp_shard.
+            # Ranks along cp hold different tokens, so weights are sharded over them as over dp_shard.
             over = device_mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
         if self.layout.dp_replicate == 1:
             return over
@@ -161,16 +162,16 @@ class Mesh:
 
 
 def make_mesh(layout: Layout, device_type: str) -> Mesh:
-    """The groups of this rank; all ranks call it in step.
+    """Build the process groups of a layout; all ranks call it in step.
 
-    A layout of one rank needs no process group, and has none of torch's machinery then.
+    A layout of one rank works without a process group.
 
     Args:
-        layout: how the ranks are laid out.
-        device_type: "cpu" or "cuda"; the process group must be able to exchange its tensors.
+        layout: sizes of the dimensions.
+        device_type: "cpu" or "cuda"; the process group must support its tensors.
 
     Raises:
-        PlanError: there are not as many ranks as the layout needs.
+        PlanError: the world size differs from the layout's number of ranks.
     """
     if not dist.is_initialized():
         layout.check_ranks(1)

@@ -1,8 +1,8 @@
-"""Pipeline parallel: a transformers decoder cut into stages by layers, one or more on each rank.
+"""Pipeline parallelism: a transformers decoder cut into stages of layers, one or more on each rank.
 
-Stage 0 has the embedding, the last one the final norm and the head. Micro-batches differ in length, and
-torch's `PipelineStage` fixes shapes at the first, so it would need padding. Every rank holds the whole batch
-and knows all shapes: plain sends and receives in the order of `pipeline_stages.schedule` are simpler.
+Stage 0 has the embedding, the last stage the final norm and the head. Micro-batches differ in length. torch's
+`PipelineStage` fixes shapes at the first one and would need padding. Here every rank holds the whole batch
+and knows all shapes, so point-to-point sends and receives in the order of `pipeline_stages.schedule` suffice.
 
 T = packed tokens of a micro-batch, D = model width.
 """
@@ -36,21 +36,20 @@ from millrace.distributed.pipeline_trial import Runner, check_stages
 from millrace.models.load import ModelKind, named_weights
 
 R = TypeVar("R")
-# Sends under way at a time; older ones are waited for, so that their memory can go.
+# Maximum number of in-flight sends; older ones are waited for, to free their memory.
 SENDS = 2
 
 
 class Pipeline:
-    """This rank's stages of a model, and the passes of micro-batches through all stages.
+    """This rank's stages of a model, and forward and backward of micro-batches through all stages.
 
     Attributes:
-        model: the model given, with what lives on other ranks taken out: the home of this rank's weights
-            under their Hugging Face names. It cannot be called.
-        holders: the rank of the pipeline that holds each weight of the whole model, in the model's order,
-            tied weights once.
-        tied: second names of tied weights, by which the last rank holds a copy of a weight of the first, and
-            the names in `holders`. Both copies get the same gradient, so both stay equal; a norm or a
-            checkpoint must count one of them.
+        model: the given model without the modules of other ranks. It owns this rank's weights under their
+            Hugging Face names and cannot be called.
+        holders: pipeline rank of each weight of the complete model, in the model's order, tied weights once.
+        tied: names of tied copies on the last rank, mapped to the names in `holders` of the originals on rank
+            0. Both copies get the same gradient, so they stay equal. A norm or a checkpoint must count one of
+            them.
     """
 
     model: PreTrainedModel
@@ -66,28 +65,28 @@ class Pipeline:
         dtype: torch.dtype | None = None,
         wrap: Callable[[PreTrainedModel], Runner] | None = None,
     ) -> None:
-        """Cut a model; all ranks of the pipeline call it with the same whole model.
+        """Cut a model into stages; all ranks of the pipeline call it with the same complete model.
 
-        The stages are compared with the whole model at once, unless its weights are on the meta device: then
-        the caller does it (`check`) when this rank's stages have theirs.
+        It then calls `check`, except on the meta device: there, call it after the weights are loaded.
 
         Args:
-            model: from `models.load`; what belongs to other ranks is taken out of it.
-            mesh: its dimension "pp".
-            num_chunks: stages of each rank. With 1 the schedule is 1F1B, with more it is interleaved: less
-                idle time, more exchange.
-            dtype: of the hidden states; that of the weights if None.
-            wrap: what to put around the model of each stage (FSDP); its result calls a function of the model.
+            model: from `models.load`; the modules of other ranks are removed from it.
+            mesh: its dimension "pp" has the ranks.
+            num_chunks: stages per rank. The schedule is 1F1B with 1, and interleaved with more: less idle
+                time, more communication.
+            dtype: dtype of the hidden states; that of the weights if None.
+            wrap: wraps the model of each stage (FSDP); its result calls a function of the model.
 
         Raises:
-            ValueError: pp is 1, cp is not, num_chunks is below 1, there are more stages than layers, or the
-                architecture cannot be cut; then also as `check`.
+            ValueError: pp is 1, cp is above 1, num_chunks is below 1, there are more stages than layers, or
+                the architecture cannot be cut.
+            ModelError: see `check`.
         """
         group = mesh.group("pp")
         if group is None:
             raise ValueError("mesh.pp is 1; a pipeline needs at least 2 ranks, and one rank needs none")
         if mesh.size("cp") > 1:
-            # Each rank along cp would compute all tokens, and what it learned from them would count cp times.
+            # Each rank along cp would compute all tokens, so gradients would count cp times.
             raise ValueError(
                 f"mesh.pp is {mesh.size('pp')} and mesh.cp is {mesh.size('cp')}; the stages of a pipeline "
                 "compute whole rows, so set one of them to 1"
@@ -119,37 +118,38 @@ class Pipeline:
             self.check()
 
     def check(self, kind: ModelKind | None = None) -> None:
-        """Refuse an architecture whose stages, one after the other, are not the whole model.
+        """Refuse an architecture if its stages in sequence do not compute the complete model.
 
         All ranks of the pipeline call it in step.
 
         Args:
-            kind: as what the model was loaded, if it is to be tried as an ordinary load tries it too.
+            kind: model class that it was loaded as, to run the self-check of an ordinary load too; None to
+                skip that.
 
         Raises:
-            ModelError: on a short row the two differ, or the other trial fails; the same on every rank.
+            ModelError: the outputs differ on a short row, or the self-check fails; the same on every rank.
         """
         check_stages(self.model, self._stage_of, self.runners, self.group, self.device, kind=kind)
 
     def forward_backward(
         self, micros: Sequence[Batch], loss_of: Callable[[Batch, Tensor], tuple[Tensor, R]]
     ) -> list[R]:
-        """Add the gradient of the losses of all micro-batches; all ranks of the pipeline call it together.
+        """Accumulate the gradients of all micro-batches; all ranks of the pipeline call it in step.
 
-        After an error on one rank the others fail when its process ends, or when the group's timeout is over;
-        they cannot go on together.
+        After an error on one rank, the others fail when its process ends or the group's timeout expires. The
+        pipeline cannot be used afterwards.
 
         Args:
-            micros: at least one, the same on all ranks of the pipeline, on the device that computes.
-            loss_of: called on the last stage with a micro-batch and its final hidden states, [T, D]; gives
-                its part of the loss and anything else.
+            micros: at least one micro-batch on the compute device, the same on all ranks of the pipeline.
+            loss_of: called on the last stage with a micro-batch and its final hidden states, [T, D]; returns
+                its part of the loss and any other result.
 
         Returns:
-            What `loss_of` gave besides, by micro-batch; nothing on other ranks than the last.
+            The other results of `loss_of` by micro-batch; empty except on the last rank.
 
         Raises:
-            ValueError: no micro-batch was given, or hidden states do not have the dtype agreed on.
-            RuntimeError: nothing came from another stage; which, is said.
+            ValueError: there is no micro-batch, or hidden states do not have the expected dtype.
+            RuntimeError: communication with another stage failed; the message names the stage.
         """
         results: list[R] = []
         tied = self._tied_weight()
@@ -169,9 +169,17 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micros: Sequence[Batch], number_of: Callable[[Batch, Tensor], R]) -> list[R]:
-        """What `number_of` makes of each micro-batch and its final hidden states, without gradient.
+        """Compute a result from each micro-batch and its final hidden states, without gradient.
 
-        Otherwise as `forward_backward`.
+        Args:
+            micros: see `forward_backward`.
+            number_of: called on the last stage with a micro-batch and its final hidden states, [T, D].
+
+        Returns:
+            The results of `number_of` by micro-batch; empty except on the last rank.
+
+        Raises:
+            ValueError, RuntimeError: see `forward_backward`.
         """
         results: list[R] = []
 
@@ -183,16 +191,16 @@ class Pipeline:
         return results
 
     def everywhere(self, local: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of the whole model on every rank, one after the other, in the model's order.
+        """Broadcast every weight of the complete model to every rank, one at a time, in the model's order.
 
-        All ranks of the pipeline go through it in step.
+        All ranks of the pipeline iterate in step.
 
         Args:
-            local: this rank's weights, or their gradients, whole and in the order of
-                `load.named_weights(model)`; of the dtype the model was given with.
+            local: this rank's weights, or their gradients, unsharded and in the order of
+                `load.named_weights(model)`, with the dtype of the given model.
 
         Raises:
-            ValueError: a weight is missing, or is not of the shape and dtype the model was given with.
+            ValueError: a weight is missing, or differs from the given model in shape or dtype.
         """
         mine = ((name, tensor) for name, tensor in local if name not in self.tied)
         for name, rank in self.holders.items():
@@ -228,7 +236,7 @@ class Pipeline:
         passage.wait()
 
     def _weights(self, found: list[Piece]) -> tuple[dict[str, int], dict[str, str]]:
-        """The rank of each weight, and the first name of each that has a second on another rank."""
+        """Return `holders` and `tied`."""
         stage_of = {
             f"{piece.name}.{name}": piece.stage
             for piece in found
@@ -244,7 +252,7 @@ class Pipeline:
         return holders, tied
 
     def _tied_weight(self) -> nn.Parameter | None:
-        """The weight that the first and the last rank both hold; None elsewhere, or where it is frozen."""
+        """Return the weight that rank 0 and the last rank share; None on other ranks or if frozen."""
         if self.rank not in (0, self.num_ranks - 1):
             return None
         names = self.tied.values() if self.rank == 0 else self.tied
@@ -252,14 +260,14 @@ class Pipeline:
         return weights[0] if weights and weights[0].requires_grad else None
 
     def _sum_tied(self, weight: nn.Parameter, before: Tensor | None) -> None:
-        """Give both copies of a weight the sum of their gradients, the same bits on both ranks."""
+        """Sum the gradients of both copies of a tied weight, bit for bit equal on both ranks."""
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         ours = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         sent = ours.to(self.device).contiguous()
         theirs = torch.empty(ours.shape, dtype=ours.dtype, device=self.device)
         first = self.rank == 0
         other = self.num_ranks - 1 if first else 0
-        # Both sides name the two transfers in one order.
+        # Both sides start the two transfers in the same order.
         transfers = [
             dist.isend(sent, group=self.group, group_dst=other)
             if sending
@@ -273,7 +281,7 @@ class Pipeline:
 
 
 class _Passage:
-    """One pass of micro-batches through this rank's stages."""
+    """Execution of one schedule on this rank's stages."""
 
     def __init__(
         self, pipeline: Pipeline, micros: Sequence[Batch], end: Callable[[Batch, Tensor], Tensor]
@@ -282,7 +290,8 @@ class _Passage:
         self._micros = micros
         self._rows = [whole_row(pipeline.model, micro) for micro in micros]
         self._end = end
-        # By stage and micro-batch: what came from its neighbours, what it made, and what it has to send.
+        # By stage and micro-batch: tensors in transfer, stage inputs, stage outputs, input gradients;
+        # in-flight sends.
         self._arriving: dict[Step, tuple[dist.Work | None, Tensor]] = {}
         self._begun: dict[tuple[int, int], Tensor] = {}
         self._made: dict[tuple[int, int], Tensor] = {}
@@ -290,7 +299,7 @@ class _Passage:
         self._sends: deque[tuple[dist.Work | None, Tensor, str]] = deque()
 
     def take(self, step: Step) -> None:
-        """Take one step of the schedule."""
+        """Execute one step of the schedule."""
         at = step.stage, step.micro
         if step.act == "forward":
             self._forward(*at)
@@ -305,7 +314,7 @@ class _Passage:
             self._receive(step)
 
     def wait(self, sends: int = 0) -> None:
-        """Until no more than so many sends are under way."""
+        """Wait until at most `sends` sends are in flight."""
         while len(self._sends) > sends:
             work, _, problem = self._sends.popleft()
             _wait(work, problem)
@@ -332,7 +341,7 @@ class _Passage:
             made.backward()
         else:
             gradient_1TD = self._arrived(Step("receive gradient", stage, micro))
-            # A stage whose weights are all frozen has nothing to do.
+            # The output of a stage with only frozen weights may not require a gradient.
             if made.requires_grad:
                 made.backward(gradient_1TD)
         if stage:
@@ -373,12 +382,12 @@ class _Passage:
 
 
 def _wait(work: dist.Work | None, problem: str) -> None:
-    """Until a transfer is done.
+    """Wait for a transfer.
 
     Raises:
-        RuntimeError: the problem, where it is not done within the group's timeout or the other end is gone.
+        RuntimeError: the group's timeout expired or the peer is gone; the message starts with `problem`.
     """
-    assert work is not None  # this rank is one of the group's
+    assert work is not None  # this rank is in the group
     try:
         work.wait()
     except RuntimeError as error:

@@ -1,13 +1,13 @@
-"""The stages of a pipeline: what each holds of a model, what it computes, and who does what when.
+"""Pipeline stages: their modules, their computation and the schedule.
 
-Stage s lives on rank s modulo the number of ranks; where a rank holds several stages, each is a chunk of its
-own. A rank begins with some forwards, goes on with a forward and a backward in turn (1F1B), and ends with
-backwards. Interleaved, as many micro-batches as there are ranks form a round, and pass a chunk before the
-next is begun; the last round may be smaller.
+Stage s is on rank s modulo the number of ranks; each of several stages on a rank is a chunk. A rank starts
+with warmup forwards, alternates forward and backward (1F1B), and ends with backwards. In the interleaved
+schedule, a round has as many micro-batches as there are ranks. All of them pass one chunk before the next
+chunk starts. The last round may be smaller.
 
-Each rank's steps are a part of one serial order of all steps, in which a transfer stands at one place for
-both sides and after all that it needs. So nothing can wait in a circle, even where a device makes all
-transfers one after the other (NCCL).
+Each rank's steps are a subsequence of one serial order of all steps. A transfer has one position in it for
+both sides, after everything that it depends on. So there is no deadlock, even if a device serializes all
+transfers (NCCL).
 
 T = packed tokens, D = model width.
 
@@ -39,12 +39,12 @@ Act = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing a rank does: compute, or exchange hidden states or their gradient with a neighbouring stage.
+    """One step of a rank: compute, or transfer hidden states or a gradient to or from a neighbour stage.
 
     Attributes:
-        act: what is done.
-        stage: the rank's own stage that does it.
-        micro: for which micro-batch, counted from 0.
+        act: kind of step.
+        stage: local stage of the step.
+        micro: index of the micro-batch, from 0.
     """
 
     act: Act
@@ -53,19 +53,20 @@ class Step:
 
     @property
     def other(self) -> int:
-        """The stage that is exchanged with."""
+        """The peer stage of a transfer."""
         return self.stage + (1 if self.act in ("send hidden states", "receive gradient") else -1)
 
 
 def deal_layers(num_layers: int, num_stages: int, *, head_cost: float) -> tuple[range, ...]:
-    """The layers of each stage, neighbours together, so that the longest stage is as short as it can be.
+    """Partition layers into contiguous stages so that the cost of the most expensive stage is minimal.
 
-    Where that leaves a choice, later stages hold more: they keep the activations of fewer micro-batches.
+    Among equal choices, later stages get more layers, because they keep the activations of fewer
+    micro-batches.
 
     Args:
-        num_layers: of equal cost.
+        num_layers: number of layers of equal cost.
         num_stages: at least 2.
-        head_cost: work of the output head, which the last stage has besides, in layers.
+        head_cost: cost of the output head, on the last stage, in layers.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -91,18 +92,17 @@ def deal_layers(num_layers: int, num_stages: int, *, head_cost: float) -> tuple[
 def schedule(
     num_ranks: int, num_chunks: int, num_micros: int, *, backward: bool = True
 ) -> tuple[tuple[Step, ...], ...]:
-    """The steps of each rank, in order.
+    """Compute the schedule: the steps of each rank, in order.
 
-    Were every forward and backward as long as any other, all would be done in the time of
-    2 (micro-batches * chunks + ranks - 1) of them if the last round is whole. Rank r holds the activations of
-    at most ranks - r micro-batches at a time, interleaved of 2 (ranks - r) - 1 + ranks (chunks - 1), each of
-    one stage.
+    If all forwards and backwards take one time unit and the last round is complete, the total time is
+    2 (micro-batches * chunks + ranks - 1) units. Rank r holds the activations of at most ranks - r
+    micro-batches at a time. Interleaved, these are 2 (ranks - r) - 1 + ranks (chunks - 1), each of one stage.
 
     Args:
         num_ranks: at least 2.
-        num_chunks: stages of each rank.
-        num_micros: micro-batches, any number.
-        backward: False for forwards alone.
+        num_chunks: stages per rank.
+        num_micros: number of micro-batches.
+        backward: False for forwards only.
     """
     last = num_ranks * num_chunks - 1
     left = [_computed(rank, num_ranks, num_chunks, num_micros, backward) for rank in range(num_ranks)]
@@ -111,7 +111,7 @@ def schedule(
     tick = 0
     while any(left):
         for rank, queue in enumerate(left):
-            # What another rank ends within a tick can be used from the next one on.
+            # A result of another rank is available from the next tick on.
             if not queue or done.get(_needed(queue[0], last), tick) >= tick:
                 continue
             step = queue.pop(0)
@@ -129,7 +129,7 @@ def schedule(
 
 
 def _needed(step: Step, last: int) -> Step | None:
-    """The step whose result a step begins with."""
+    """Return the step that a step depends on."""
     if step.act == "forward":
         return Step("forward", step.stage - 1, step.micro) if step.stage else None
     if step.stage == last:
@@ -138,9 +138,9 @@ def _needed(step: Step, last: int) -> Step | None:
 
 
 def _computed(rank: int, num_ranks: int, num_chunks: int, num_micros: int, backward: bool) -> list[Step]:
-    """The forwards and backwards of one rank, in order."""
-    # Taken from the order of whole rounds: with fewer forwards in the last one, a rank's turn of forward and
-    # backward could begin with a forward that waits for the backward after it.
+    """Return the forwards and backwards of one rank, in order."""
+    # Filtered from the order of complete rounds: with fewer forwards in the last round, a forward could be
+    # scheduled before a backward that it depends on.
     order = [
         (chunk, micro)
         for first in range(0, num_micros, num_ranks)
@@ -163,12 +163,12 @@ def _computed(rank: int, num_ranks: int, num_chunks: int, num_micros: int, backw
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the stages compute for a micro-batch.
+    """Model inputs of a micro-batch.
 
     Attributes:
-        token_T: its tokens.
-        position_T: their positions.
-        context: what attention needs.
+        token_T: token ids.
+        position_T: positions of the tokens.
+        context: attention context.
     """
 
     token_T: Tensor
@@ -178,12 +178,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a model that is not cut: a layer, the embedding, the final norm, the head.
+    """An indivisible module of a model: a layer, the embedding, the final norm or the head.
 
     Attributes:
-        name: of its module in the whole model.
-        module: the part.
-        stage: which stage computes it.
+        name: module name in the complete model.
+        module: the module.
+        stage: stage that computes it.
     """
 
     name: str
@@ -192,18 +192,22 @@ class Piece:
 
 
 def whole_row(model: PreTrainedModel, micro: Batch) -> Row:
-    """All of a micro-batch, on whose device the stages compute."""
+    """Build the inputs of a micro-batch, on its device."""
     return Row(micro.token_T, micro.position_T, packed_context(model, micro.length_B))
 
 
 def pieces(model: PreTrainedModel, num_stages: int) -> list[Piece]:
-    """Every piece of a model that has weights, with its stage; the rest is on all stages.
+    """Assign the modules with weights to stages; all other modules are on every stage.
 
-    The head counts as many layers as its weights are of those that one token meets in a layer.
+    The cost of the head is its number of weights relative to the active weights of a layer.
+
+    Args:
+        model: the complete model.
+        num_stages: at least 2.
 
     Raises:
-        ValueError: the model has no list of its layers, weights outside of all pieces, weights that stages
-            other than the first and the last share, or more stages than layers.
+        ValueError: the model has no list of layers, weights outside of all modules found, weights that are
+            tied between stages other than the first and the last, or more stages than layers.
     """
     kind = type(model).__name__
     num_layers = model.config.get_text_config().num_hidden_layers
@@ -230,9 +234,14 @@ def pieces(model: PreTrainedModel, num_stages: int) -> list[Piece]:
 
 
 def stage_model(model: PreTrainedModel, found: list[Piece], stage: int) -> PreTrainedModel:
-    """A model that computes one stage; its pieces are those of the model given, not copies.
+    """Build the model of one stage, which shares its modules with the given model.
 
     Call it through `stage_states`.
+
+    Args:
+        model: the complete model.
+        found: from `pieces`.
+        stage: the stage.
     """
     others = {
         piece.module: _Earlier() if piece.stage < stage else _Later()
@@ -244,28 +253,33 @@ def stage_model(model: PreTrainedModel, found: list[Piece], stage: int) -> PreTr
 
 
 def stage_states(model: PreTrainedModel, row: Row, received_1TD: Tensor | None) -> Tensor:
-    """What a stage gives: the hidden states after its layers, [1, T, D]; final ones on the last stage.
+    """Compute the hidden states after a stage's layers, [1, T, D]; the final ones on the last stage.
 
     Args:
         model: from `stage_model`.
-        row: what to compute.
-        received_1TD: what the stage before gave; None on the first.
+        row: model inputs.
+        received_1TD: output of the previous stage; None on the first.
     """
     given: dict[str, Any] = {"input_ids": row.token_T[None]}
     if received_1TD is not None:
-        # What the model does to embeddings before its first layer is done to this input too, and thrown away:
-        # the last layer before the stage gives what was handed over as it is.
+        # The model may transform embeddings before its first layer. That result is discarded: the last
+        # skipped layer before the stage returns the received hidden states unchanged.
         given = {"inputs_embeds": received_1TD, "handed": _Handed(received_1TD)}
     output = backbone(model)(
         **given, position_ids=row.position_T[None], use_cache=False, context=row.context, return_dict=True
     )
-    # Not a view of it, which FSDP warns of where a stage's forward gives one.
+    # Not a view, because FSDP warns of views as outputs of a forward.
     hidden_1TD: Tensor = output.last_hidden_state
     return hidden_1TD
 
 
 def replaced(module: Any, others: Mapping[nn.Module, nn.Module]) -> Any:
-    """The module with others in the place of some of its parts; the same module where none is in it."""
+    """Return a shallow copy of a module with submodules replaced; the module itself if none occurs in it.
+
+    Args:
+        module: the module.
+        others: replacements by submodule.
+    """
     if module in others:
         return others[module]
     if others.keys().isdisjoint(module.modules()):
@@ -277,30 +291,30 @@ def replaced(module: Any, others: Mapping[nn.Module, nn.Module]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """Hidden states of the stage before; no bare tensor, which wrappers of layers would take for an input."""
+    """Hidden states of the previous stage; wrapped, because FSDP would treat a bare tensor as an input."""
 
     hidden_1TD: Tensor
 
 
 class _Earlier(nn.Module):
-    """A layer before the stage gives what the stage was handed; an embedding gives zeros nobody looks at."""
+    """Module of an earlier stage: a layer returns the received hidden states, an embedding unused zeros."""
 
     def forward(self, x: Tensor, *args: Any, handed: _Handed | None = None, **kwargs: Any) -> Tensor:
         return torch.zeros_like(x[..., None]) if handed is None else handed.hidden_1TD
 
 
 class _Later(nn.Module):
-    """A layer or norm after the stage changes nothing."""
+    """Layer or norm of a later stage: the identity."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x
 
 
 class Absent(nn.Module):
-    """Stands where nobody should compute: for a piece of another rank."""
+    """Placeholder for a module of another rank, which must not be called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Refuses.
+        """Raise an error.
 
         Raises:
             RuntimeError: always.
@@ -323,7 +337,7 @@ def _pieces(prefix: str, parent: nn.Module, layers: nn.ModuleList, stage_of: lis
 
 
 def _head_cost(model: PreTrainedModel, layers: nn.ModuleList) -> float:
-    """The head's weights in layers, of whose experts only those count that one token is sent to."""
+    """Return the number of weights of the head relative to the active weights of an average layer."""
     used = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     weights = 0.0
     for parameter in layers.parameters():
@@ -331,5 +345,5 @@ def _head_cost(model: PreTrainedModel, layers: nn.ModuleList) -> float:
         share = min(1.0, used / len(parameter)) if parameter.ndim == 3 else 1.0
         weights += parameter.numel() * share
     head: Any = model.get_output_embeddings()
-    # A critic has none to speak of.
+    # The head of a critic is negligible.
     return 0.0 if head is None else float(head.weight.numel() * len(layers) / weights)

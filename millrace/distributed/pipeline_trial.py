@@ -1,12 +1,11 @@
-"""Whether the stages of a pipeline, one after the other, are the model that they were cut from.
+"""Check that the stages of a pipeline in sequence compute the model that they were cut from.
 
-Nobody holds the whole model to compare them with. So every rank goes through the whole model's own forward,
-and each of its pieces is computed by the rank that has it, which hands the others what it made. Whatever a
-model does besides its pieces (a second use of the embedding, a loop over layers unlike that of others), each
-rank does, and no stage.
+No rank holds the complete model for a comparison. So every rank runs the forward of the complete model, and
+the owner of each module computes it and broadcasts the result. Whatever a model computes outside of these
+modules (a second use of the embedding, an unusual loop over layers) runs on every rank here, but in no stage.
 
-Before a tensor is handed on, the ranks tell each other what they are about to share. So one that fails is
-heard of, and all end with the same sentence.
+Before each broadcast, the ranks all-gather what they are about to send. So a failure on one rank is detected,
+and all ranks raise the same error.
 
 T = tokens of a short row, D = model width.
 """
@@ -30,12 +29,12 @@ from millrace.models.layer_check import compare_layers
 from millrace.models.load import ModelError, ModelKind, states_of
 from millrace.models.logprobs import hidden_states
 
-# Calls a function of one stage's model, with whatever must stand around it.
+# Calls a function of one stage's model within the required context (FSDP).
 Runner = Callable[[Callable[[PreTrainedModel], tuple[Tensor, ...]]], tuple[Tensor, ...]]
-# What a model's forward raises where it does not go with ours.
+# Errors of an unsupported model's forward.
 FAULTS = (ValueError, TypeError, AttributeError, RuntimeError)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# In the place of a piece's number: a rank is through, or has failed.
+# Sent instead of a module number: the rank has finished, or has failed.
 DONE, FAILED = [-1, 0, 0, 0, 0], [-2, 0, 0, 0, 0]
 ELSEWHERE = "another rank of the pipeline failed, or computes other pieces"
 MOST_BYTES = 1000
@@ -51,19 +50,20 @@ def check_stages(
     *,
     kind: ModelKind | None = None,
 ) -> None:
-    """Refuse an architecture whose stages are not the whole model; all ranks of the group call it in step.
+    """Refuse an architecture if its stages do not compute the complete model; all ranks call it in step.
 
     Args:
-        model: what a rank keeps of it; others stand where its other pieces were.
-        stage_of: the stage of each piece, by the piece's name.
-        runners: run the stages of this rank; stage s is on rank s modulo their number.
+        model: this rank's part of the model, with placeholders for modules of other ranks.
+        stage_of: stage of each module, by name.
+        runners: run the stages of this rank; stage s is on rank s modulo the number of ranks.
         group: the ranks of the pipeline.
-        device: that computes.
-        kind: as what the model was loaded, if its packed forward is to be tried against its own plain one.
+        device: compute device.
+        kind: model class that it was loaded as, to compare its packed forward with its plain one too; None to
+            skip that.
 
     Raises:
-        ModelError: on a short row stages and whole differ or cannot be run, or the other trial fails; every
-            rank has the same sentence.
+        ModelError: on a short row, stages and complete model differ or cannot run, or the other comparison
+            fails; the message is the same on every rank.
     """
     together = _Together(group, device)
     whole = _whole_model(model, stage_of, together, device)
@@ -82,12 +82,12 @@ def check_stages(
         except FAULTS as error:
             raise ModelError(f"{problem}: {error}") from error
         if kind is not None:
-            # Before the difference is judged: weights that are not numbers are for this trial to tell of.
+            # Before the comparison, because this check reports non-finite weights.
             _inside(runners.values(), partial(_try_packed, kind, whole, has_head=group.rank() == last))
         if stages_TD.shape != whole_TD.shape:
             raise ModelError(f"{problem}: they give {tuple(stages_TD.shape)}, not {tuple(whole_TD.shape)}")
         difference = float((stages_TD - whole_TD).abs().max() / whole_TD.abs().max())
-        # The same products in the same order: only a device that sums in another order may differ at all.
+        # The same products in the same order: only a device with another order of sums may differ at all.
         if not difference < 0.01:
             raise ModelError(f"{problem}: their result differs by {difference:.2g} from the whole model's")
 
@@ -98,7 +98,7 @@ def check_stages(
 def _whole_model(
     model: PreTrainedModel, stage_of: Mapping[str, int], together: _Together, device: torch.device
 ) -> PreTrainedModel:
-    """The model with all its pieces, here or elsewhere; but for its head, which a rank has or lacks."""
+    """Build the complete model with relays for its modules; the head is present only on its rank."""
     backbone = f"{model.base_model_prefix}."
     held = {name: model.get_submodule(name) for name in stage_of if name.startswith(backbone)}
     relays = {
@@ -106,14 +106,15 @@ def _whole_model(
         for number, (name, piece) in enumerate(held.items())
     }
     made: PreTrainedModel = replaced(model, relays)
-    # Where a model's first weight lies is taken for where it computes, and an offloaded one lies elsewhere.
+    # transformers takes the device of the first weight as compute device, which is wrong for offloaded
+    # weights.
     here = nn.Parameter(torch.empty(0, dtype=model.dtype, device=device), requires_grad=False)
     made._parameters = {"here": here}
     return made
 
 
 def _inside(runners: Iterable[Runner], compute: Callable[[], Any]) -> Any:
-    """What a function gives within the forwards of all stages of this rank, where their weights are whole."""
+    """Call a function within the forwards of all stages of this rank, where their weights are gathered."""
     runner, *others = runners
     results: list[Any] = []
 
@@ -126,7 +127,7 @@ def _inside(runners: Iterable[Runner], compute: Callable[[], Any]) -> Any:
 
 
 def _one_by_one(row: Row, num_stages: int, runners: Mapping[int, Runner], together: _Together) -> Tensor:
-    """What the stages make of a row, each of what the one before made, [T, D]."""
+    """Run the stages in sequence on a row and return the final hidden states, [T, D]."""
     received_1TD: Tensor | None = None
 
     def states(stage: int, received_1TD: Tensor | None) -> Tensor:
@@ -139,18 +140,18 @@ def _one_by_one(row: Row, num_stages: int, runners: Mapping[int, Runner], togeth
 
 
 def _try_packed(kind: ModelKind, whole: PreTrainedModel, *, has_head: bool) -> None:
-    """Try the whole model as an ordinary load does; ranks without the head compare what it would read."""
+    """Run the self-check of an ordinary load; ranks without the head compare its inputs instead."""
     if has_head:
         kind.tried(whole, whole=False)
         return
-    record_facts(whole)  # in step with the other ranks, whose trial does
+    record_facts(whole)  # a collective: the check on the other ranks runs it too
     problem = compare_layers(whole, states_of(kind.auto), whole=False)
     if problem:
         raise ModelError(f"model type {whole.config.model_type} cannot be trained by millrace: {problem}")
 
 
 class _Relay(nn.Module):
-    """A piece that one rank has, for all of them."""
+    """Stand-in for a module of one rank, which broadcasts the result."""
 
     def __init__(self, together: _Together, number: int, stage: int, piece: nn.Module) -> None:
         super().__init__()
@@ -161,22 +162,22 @@ class _Relay(nn.Module):
 
 
 class _Together:
-    """What the ranks of a pipeline share in a trial."""
+    """Communication of the pipeline's ranks during the check."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._apart = False
 
     def computed(self, number: int, stage: int, compute: Callable[[], Tensor]) -> Tensor:
-        """A tensor of three dimensions that the rank of a stage computes, on all ranks.
+        """Compute a 3-dimensional tensor on the rank of a stage, and broadcast it.
 
         Args:
-            number: by which ranks see that they mean the same one.
-            stage: whose it is.
-            compute: called on that rank alone.
+            number: identifies the tensor, to check that all ranks agree.
+            stage: stage that computes it.
+            compute: called on that rank only.
 
         Raises:
-            RuntimeError: another rank means another one, or has failed.
+            RuntimeError: another rank computes another tensor, or has failed.
         """
         holder, made, told = stage % self._group.size(), None, [number, 0, 0, 0, 0]
         if self._group.rank() == holder:
@@ -194,10 +195,10 @@ class _Together:
         return made
 
     def do(self, work: Callable[[], None]) -> None:
-        """Work that all ranks do in step.
+        """Run a function on all ranks in step.
 
         Raises:
-            ModelError: it failed on one of them; the sentence is that of the last of these.
+            ModelError: it failed on a rank; the message is that of the last failed rank.
         """
         problem, cause = "", None
         try:
@@ -213,14 +214,14 @@ class _Together:
             raise ModelError(next((each for each in told if each != ELSEWHERE), ELSEWHERE)) from cause
 
     def _tell(self, row: Sequence[int]) -> list[list[int]]:
-        """What each rank says in five numbers."""
+        """All-gather a row of integers."""
         mine = torch.tensor(row, device=self._device)
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(rows, mine, group=self._group)
         return [each.tolist() for each in rows]
 
     def _sentences(self, sentence: str) -> list[str]:
-        """What each rank says, the last one first."""
+        """All-gather a message; return those of all ranks, the last rank first."""
         data = sentence.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0")
         rows = [bytes(row) for row in self._tell(list(data))]
         return [row.rstrip(b"\0").decode(errors="ignore") for row in reversed(rows)]

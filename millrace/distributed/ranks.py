@@ -1,8 +1,8 @@
-"""The ranks of a run, and the little they tell each other besides gradients.
+"""The ranks of a run, and their communication besides gradients.
 
-Every rank runs the same program on the same numbers, so that each decision is the same on all of them. What
-only one may do (console, files), the first rank does. What must be the same and is not computed by all
-(completions, rewards, the user's wish to leave) is handed around here, as bytes that hold no code.
+Every rank runs the same program on the same data, so each decision is the same on all ranks. Rank 0 alone
+writes to console and files. Values that must be equal but are not computed by all ranks (completions,
+rewards, a stop request) are exchanged here as bytes, never as pickles.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# What a rank may wait for another: it may be sampling, scoring or saving meanwhile.
+# Timeout of collectives: another rank may be sampling, scoring or saving meanwhile.
 PATIENCE = timedelta(hours=1)
 
 
 class RanksError(ValueError):
-    """Ranks that do not fit the recipe; the message says what to change."""
+    """The ranks do not match the recipe; the message names the remedy."""
 
 
 class Ranks:
-    """All ranks of a run; a run of one process has one, which waits for nobody.
+    """All ranks of a run; with a single rank nothing is communicated.
 
     Attributes:
-        waiting: entered while others are waited for.
+        waiting: returns a context that is entered while this rank waits for others.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        """The ranks as one of them sees them; with more than one the process group exists.
+        """Describe the ranks; with more than one, the default process group must exist.
 
         Args:
-            rank: which one this is.
-            size: how many there are.
+            rank: this rank.
+            size: world size.
         """
         self.rank, self.size = rank, size
-        # Of its own: what is told here lies in host memory, whatever gradients travel by.
+        # A separate gloo group, because the data is in host memory, whatever the backend for gradients.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if size > 1 else None
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes and speaks for all."""
+        """Whether this is rank 0, which writes console and files."""
         return self.rank == 0
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, by rank, on every rank."""
+        """All-gather bytes, by rank."""
         if self._group is None:
             return [mine]
         length_R = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -65,7 +65,7 @@ class Ranks:
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, length_R, strict=True)]
 
     def hand_out(self, data: bytes = b"") -> bytes:
-        """What the first rank gives, on every rank; the others give nothing."""
+        """Broadcast bytes from rank 0; the argument of other ranks is ignored."""
         if self._group is None:
             return data
         length = torch.tensor([len(data)])
@@ -76,37 +76,37 @@ class Ranks:
         return data if self.first else told.numpy().tobytes()
 
     def share(self, text: str) -> str:
-        """What the first rank says; the others' words are dropped."""
+        """Broadcast a string from rank 0; the argument of other ranks is ignored."""
         return self.hand_out(text.encode() if self.first else b"").decode()
 
     def agree(self, wish: bool) -> bool:
-        """Whether any rank wishes it."""
+        """Return the logical or over all ranks."""
         return b"1" in self.gather(b"1" if wish else b"0")
 
     def threads(self) -> list[int]:
-        """Threads that torch computes with, by rank, on every rank."""
+        """Return the number of torch threads of each rank, on every rank."""
         return [int(told) for told in self.gather(str(torch.get_num_threads()).encode())]
 
     def since(self, started_s: float) -> float:
-        """When the first rank started, by this rank's `time.monotonic()`, but for the time of a message.
+        """Return the start time of rank 0 on this rank's `time.monotonic()`, up to a message's latency.
 
         Args:
-            started_s: when this one did.
+            started_s: start time of this rank.
         """
-        # Whoever came late would count the time since then twice.
+        # Without this barrier a late rank would count its delay twice.
         self.wait()
         return time.monotonic() - float(self.share(str(time.monotonic() - started_s)))
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait for all ranks (barrier)."""
         self.gather(b"")
 
 
 def given_ranks() -> tuple[int, int] | None:
-    """Rank and number of ranks, as torchrun and our own launcher give them; None outside of both.
+    """Read rank and world size from the environment of torchrun or our launcher; None if neither is set.
 
     Raises:
-        RanksError: the environment names one and not the other, or no number.
+        RanksError: only one of the two is set, or one is no number.
     """
     names = ("RANK", "WORLD_SIZE")
     given = [os.environ.get(name) for name in names]
@@ -121,13 +121,18 @@ def given_ranks() -> tuple[int, int] | None:
 
 
 def device_of(rank: int, num_devices: int) -> int:
-    """Which of the devices that a rank sees is its own: one each; device 0 where it sees no other."""
+    """Return the index of a rank's own device among its visible devices; 0 if it has only one.
+
+    Args:
+        rank: used if LOCAL_RANK is not set.
+        num_devices: number of visible devices.
+    """
     return int(os.environ.get("LOCAL_RANK", rank)) % num_devices
 
 
 def open_store(host: str) -> TCPStore:
-    """The store by which ranks find each other, on a free port of one address alone."""
-    # Left to itself, it listens on every address of the machine.
+    """Open the rendezvous store on a free port of one address."""
+    # By default it would listen on every address of the machine.
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -135,14 +140,14 @@ def open_store(host: str) -> TCPStore:
 
 @contextmanager
 def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
-    """The ranks of this run, as the environment names them, until the end of the block.
+    """Join the process group that the environment describes, for the duration of the block.
 
     Args:
-        num_ranks: ranks that the recipe asks for.
-        device: where the weights are.
+        num_ranks: world size of the recipe.
+        device: device of the weights.
 
     Raises:
-        RanksError: the environment and the recipe do not agree.
+        RanksError: the environment and the recipe disagree.
     """
     given = given_ranks()
     rank, size = given if given is not None else (0, 1)
@@ -160,7 +165,7 @@ def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
     dist.init_process_group(backend, timeout=PATIENCE)
     ranks = Ranks(rank, size)
     yield ranks
-    # Nobody leaves while another still talks to it. After an error nobody waits.
+    # No rank leaves while others still communicate with it. After an error there is no barrier.
     ranks.wait()
     dist.destroy_process_group()
 
@@ -170,5 +175,5 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def lost_others(error: BaseException) -> bool:
-    """Whether an error says that another rank has gone, rather than that something is wrong here."""
+    """Whether an error means the loss of another rank rather than a local failure."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

@@ -1,6 +1,6 @@
-"""Context parallelism in a ring: keys and values travel from rank to rank, and meet each rank's queries.
+"""Context parallelism with ring attention: keys and values circulate over the ranks.
 
-T = tokens of this rank, U = tokens of the rank whose keys are here, W = tokens of the whole row,
+T = tokens of this rank, U = tokens of the current source rank, W = tokens of the whole row,
 B = segments, P = ranks, H = query heads, J = key heads, K = width of queries and keys, V = width of values,
 X = K + V.
 """
@@ -22,11 +22,11 @@ from millrace.models.attention import Dealt
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Who meets whom under one window and chunk.
+    """Communication plan for one window and chunk.
 
     Attributes:
-        tiles_P: what this rank's queries see at each step: at step j of the keys of the j-th rank before it.
-        hops_P: how far the keys of each rank must travel.
+        tiles_P: at step j, the visible tiles of this rank's queries and the keys of the j-th rank before it.
+        hops_P: number of hops that the keys of each rank must travel.
     """
 
     tiles_P: list[Tiles]
@@ -34,18 +34,18 @@ class _Plan:
 
 
 class Ring(Dealt):
-    """Keys and values of each rank travel to the ranks after it, as far as a query there sees one of them.
+    """Ring attention; keys and values travel only as far as a query attends to one of them.
 
     Source: Liu, Zaharia and Abbeel 2023, "Ring attention with blockwise transformers"; Brandon et al. 2023,
-    "Striped attention", for the balance of causal work.
+    "Striped attention", for load balance under a causal mask.
     """
 
     def __init__(self, length_B: Tensor, dealt: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """A forward of one row.
+        """Prepare the forward of one row.
 
         Args:
             length_B: tokens of each segment, on the CPU.
-            dealt: places of each rank's tokens.
+            dealt: indices of each rank's tokens in the row.
             group: the ranks.
         """
         first_W = (length_B.cumsum(0) - length_B).repeat_interleave(length_B)
@@ -56,12 +56,19 @@ class Ring(Dealt):
     def attend(
         self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """What this rank's tokens attend to, [T, H, V]."""
+        """Compute the attention output of this rank's tokens, [T, H, V].
+
+        Args:
+            query_THK: queries of this rank's tokens.
+            key_TJK: their keys.
+            value_TJK: their values.
+            options: window, chunk and options of the kernel.
+        """
         out_THV: Tensor = _Ringed.apply(query_THK, key_TJK, value_TJK, self, tuple(options.items()))
         return out_THV
 
     def plan(self, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
-        """Made once for all layers of one window and chunk."""
+        """Return the cached plan for all layers with this window and chunk."""
         limits = window, chunk
         if limits not in self._plans:
             ranks, mine = range(self._num_ranks), (self._place_P[self.rank], self._first_P[self.rank])
@@ -83,9 +90,9 @@ class Ring(Dealt):
         return bool(num_T.any())
 
     def travel(self, own_TJX: Tensor, plan: _Plan) -> Iterator[Tensor | None]:
-        """At step j the keys and values of the j-th rank before this one; None if they do not come so far.
+        """Yield at step j the keys and values of the j-th rank before this one, None if they stop earlier.
 
-        The next are on their way while those given are worked on.
+        The next transfer overlaps with the computation on the yielded tensor.
         """
         held: Tensor | None = own_TJX
         for step in range(self._num_ranks):
@@ -99,20 +106,20 @@ class Ring(Dealt):
             held = coming
 
     def coming(self, step: int, plan: _Plan, like_TJX: Tensor) -> Tensor | None:
-        """Room for what comes in at step j, to be met at the next; None where nothing does."""
+        """Allocate the receive buffer of step j, used at step j + 1; None if nothing is received."""
         source = self.before(step + 1)
         if step >= plan.hops_P[source]:
             return None
         return like_TJX.new_empty(len(self._place_P[source]), *like_TJX.shape[1:])
 
     def before(self, step: int) -> int:
-        """The rank so many places before this one."""
+        """Return the rank `step` places before this one."""
         return (self.rank - step) % self._num_ranks
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> list[dist.Work]:
-        """Begin to send and receive tensors, each to or from a rank of the group."""
+        """Start asynchronous sends and receives of (tensor, peer rank of the group)."""
         ways = [(dist.isend, sends), (dist.irecv, receives)]
         operations = [
             dist.P2POp(way, tensor, group=self._group, group_peer=peer)
@@ -123,7 +130,7 @@ class Ring(Dealt):
 
 
 class _Owed:
-    """Gradients of keys and values: they follow the keys, and go home from the last rank those reach."""
+    """Gradients of keys and values: they follow the keys, then return from the last rank to the owner."""
 
     def __init__(self, ring: Ring, plan: _Plan) -> None:
         self._ring, self._plan = ring, plan
@@ -132,7 +139,7 @@ class _Owed:
         self._exchange: list[dist.Work] = []
 
     def add(self, step: int, part_TJX: Tensor | None, like_TJX: Tensor) -> None:
-        """Add this rank's part of step j, None where the keys did not come, and send the sum on."""
+        """Add this rank's gradient of step j (None without keys) and send the sum to the next rank."""
         ring, hops_P = self._ring, self._plan.hops_P
         self._wait()
         sends, receives = [], []
@@ -140,7 +147,7 @@ class _Owed:
             owed_TJX = part_TJX if self._coming is None else part_TJX.add_(self._coming)
             source = ring.before(step)
             if source == ring.rank:
-                # Replaced by what comes home, unless no other rank saw these keys.
+                # Replaced by the returning sum, unless the keys stay on this rank.
                 self._home = owed_TJX
             if hops_P[source]:
                 sends.append((owed_TJX, ring.before(-1) if step < hops_P[source] else source))
@@ -153,7 +160,7 @@ class _Owed:
         self._exchange = ring.exchange(sends, receives)
 
     def settled(self) -> Tensor:
-        """All that is owed to the keys of this rank."""
+        """Return the complete gradient of this rank's keys and values."""
         self._wait()
         assert self._home is not None
         return self._home

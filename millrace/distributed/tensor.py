@@ -2,15 +2,14 @@
 
 T = packed tokens, D = model width.
 
-In each layer, attention and feed-forward are regions. What enters a region is the same on all ranks; inside,
-each rank computes its own heads or columns; what leaves is the sum over the ranks. With `sequence`, each rank
-carries its own share of the tokens from region to region (residual stream and norms): they are gathered on
-entering and dealt out again on leaving.
+In each layer, attention and feed-forward are regions. The input of a region is replicated. Inside, each rank
+computes its own heads or columns. The output is all-reduced. With `sequence` (sequence parallelism), residual
+stream and norms are sharded by tokens: an all-gather at the entry of a region, a reduce-scatter at its exit.
 
 Every parameter becomes a DTensor over `tp`, so that `fully_shard`, `full_tensor`, optimizers and checkpoints
-know what each rank holds. A module reads its own as this rank's plain local tensors, so that every kernel
-works as in one process. A gradient is summed over the ranks where each has only its part of it: that of a
-whole parameter inside a region (norms of the heads), and with `sequence` of every other one in a layer.
+know each rank's shards. A module reads its parameters as plain local tensors, so every kernel works as in one
+process. A gradient is summed over the ranks if each rank has only a part of it. This holds for a replicated
+parameter inside a region (norms of the heads), and with `sequence` for every other one in a layer.
 
 Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing activation recomputation in
 large transformer models" (sequence parallel).
@@ -35,12 +34,11 @@ from millrace.models import fused
 from millrace.models.facts import experts_of
 from millrace.models.logprobs import deterministic
 
-# The dimension of a linear weight that is sliced: its rows make columns of the output.
+# The sliced dimension of a linear weight; its rows are columns of the output.
 SLICED = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
-# What the layers of one region may be.
+# Valid combinations of styles in one region.
 WAYS = ({"colwise", "rowwise"}, {"colwise_gather_output", "rowwise_split_input"})
-# Left alone: experts stay whole (`models.expert` deals them out), and which gradients are summed follows from
-# the regions.
+# Ignored styles: `expert` shards the experts, and the regions determine which gradients are summed.
 WHOLE = {"packed_colwise", "packed_rowwise", "moe_tp_experts", "replicated_with_grad_allreduce", "replicate"}
 LLAMA = {
     **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -49,28 +47,28 @@ LLAMA = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-# Where transformers has no plan.
+# Plans that transformers lacks.
 PLANS = {"hunyuan_v1_dense": LLAMA}
 
 
 def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
-    """Slice a decoder over the mesh dimension `tp`, in place; nothing happens where that is 1.
+    """Slice a decoder over the mesh dimension `tp` in place; do nothing if its size is 1.
 
-    Linear layers are sliced as transformers' own plan says, embedding and head by rows of the vocabulary. The
-    embedding gives whole hidden states, and so does the last layer, whatever `sequence` is: only
-    `logprobs.output_head(model)` is a slice, and says of what. Gradients arrive complete on every rank, for
-    the same loss on all ranks of `tp`. Call it on a model that `load` gave, after experts were dealt over
+    Linear layers are sliced by transformers' own plan, embedding and head by rows of the vocabulary.
+    Embedding and last layer return complete hidden states with and without `sequence`. Only
+    `logprobs.output_head(model)` is a slice, with its vocabulary range. Gradients are complete on every rank
+    if all ranks of `tp` compute the same loss. Call it on a model from `load`, after experts are sharded over
     `ep` and before `fully_shard`.
 
     Args:
-        model: every rank has the same one (or one on the meta device), or the same stage of one; its layout
-            has been checked.
-        mesh: of the run.
-        sequence: slice the tokens between regions too; the length of a row need not be a multiple of `tp`.
+        model: the same on every rank, possibly on the meta device, or the same pipeline stage; its layout has
+            been checked.
+        mesh: process groups of the run.
+        sequence: shard the tokens between regions too; a row's length need not be a multiple of `tp`.
 
     Raises:
-        ValueError: the architecture cannot be sliced, a width does not divide, or the model is deterministic;
-            nothing is changed then.
+        ValueError: the architecture cannot be sliced, a width is not divisible, or the model is
+            deterministic; the model is unchanged then.
     """
     group = mesh.group("tp")
     if group is None or mesh.device_mesh is None:
@@ -106,19 +104,19 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A module in which each rank computes a part, and how its linear layers are sliced."""
+    """A tensor-parallel module, and the styles of its linear layers."""
 
     module: nn.Module
     styles: dict[nn.Linear, str]
 
     @property
     def joins(self) -> bool:
-        """Whether columns are put together again at once, so that what follows is the same on all ranks."""
+        """Whether columns are all-gathered at once, so that later computation is replicated."""
         return "colwise_gather_output" in self.styles.values()
 
     @property
     def inside(self) -> set[nn.Module]:
-        """All its modules but those at the exit, whose bias is added to the sum."""
+        """All modules except row-sliced ones at the exit; their bias is added after the all-reduce."""
         rows = {linear for linear, style in self.styles.items() if SLICED[style] == 1}
         return set(self.module.modules()) - rows
 
@@ -163,7 +161,8 @@ def _check_divides(num_ranks: int, name: str, size: int) -> None:
 
 def _check_sequence(model: PreTrainedModel, layers: list[nn.Module], regions: list[_Region]) -> None:
     if experts_of(model) and getattr(model.config, "_experts_implementation", None) == "eager":
-        # Each read of a weight is a sum over the ranks in the backward; the loop reads what its tokens chose.
+        # Each read of a weight is an all-reduce in the backward; the loop reads only experts that tokens
+        # chose.
         raise ValueError(
             f"the experts of this {model.config.model_type} are computed by transformers' eager loop, which "
             "differs from rank to rank; turn sequence parallelism off, or choose other experts than eager"
@@ -171,7 +170,7 @@ def _check_sequence(model: PreTrainedModel, layers: list[nn.Module], regions: li
     known = {region.module for region in regions}
     for layer in layers:
         for name, module in layer.named_modules():
-            # What attends has the number of its layer.
+            # Attention modules have a `layer_idx`.
             if name and hasattr(module, "layer_idx") and module not in known:
                 raise ValueError(
                     f"{name}, a {type(module).__name__}, is not sliced by tensor parallelism, so it needs "
@@ -180,7 +179,7 @@ def _check_sequence(model: PreTrainedModel, layers: list[nn.Module], regions: li
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of this model, or of this stage of one."""
+    """Return the layers of a model or of a pipeline stage."""
     lists = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
     if len(lists) != 1:
         raise ValueError(
@@ -191,7 +190,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear | None]:
-    """The embedding and the output head, where this model (or stage of one) has them."""
+    """Return embedding and output head, None if the model or pipeline stage lacks it."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     return (
         embedding if isinstance(embedding, nn.Embedding) else None,
@@ -209,11 +208,11 @@ def _entering(peers: Peers, sequence: bool) -> Callable[..., Any]:
 
 
 def _hook(linear: nn.Linear, style: str, peers: Peers, sequence: bool) -> None:
-    """What a linear layer's slice asks for before and after its product."""
+    """Register the communication before and after a sliced linear layer."""
 
     def leaving(linear: Any, args: tuple[Tensor, ...], y_TD: Tensor) -> Tensor:
         total_TD = peers.scatter(y_TD) if sequence else peers.leave(y_TD)
-        # Once, and not on every rank before the sum.
+        # Once after the sum, not on every rank before it.
         return total_TD if linear.bias_of_sum is None else total_TD + linear.bias_of_sum
 
     if style == "colwise_gather_output":
@@ -233,20 +232,20 @@ def _own_tokens(peers: Peers) -> Callable[..., Any]:
 
 def _all_tokens(peers: Peers) -> Callable[..., Any]:
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y_TD: Tensor) -> Tensor:
-        # Not a view, which FSDP warns of where a layer's forward gives one.
+        # Not a view, because FSDP warns of views as outputs of a forward.
         return peers.whole(y_TD, TOKENS)[..., : _num_tokens(kwargs), :].clone()
 
     return hook
 
 
 def _num_tokens(kwargs: dict[str, Any]) -> int | None:
-    """T of a call with rotary positions; None for one without, which may keep the rows it was filled with."""
+    """Return T of a call with rotary positions; None without them, where the padding may stay."""
     angles = kwargs.get("position_embeddings")
     return None if angles is None else angles[0].shape[TOKENS]
 
 
 def _summed(layers: list[nn.Module], regions: list[_Region], sequence: bool) -> set[nn.Module]:
-    """The modules of whose whole parameters each rank's gradient is only a part."""
+    """Return the modules with partial gradients of replicated parameters on each rank."""
     inside = {module for region in regions if not region.joins for module in region.inside}
     if not sequence:
         return inside
@@ -261,8 +260,8 @@ def _localise(
     summed: set[nn.Module],
     peers: Peers,
 ) -> None:
-    """Every parameter a DTensor, and every module one that reads the local part of its own."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+    """Convert every parameter to a DTensor, and make every module read its local tensors."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # keeps tied parameters tied
     for module in model.modules():
         read: dict[str, Any] = {}
         for name, parameter in module._parameters.items():
@@ -286,7 +285,7 @@ def _localise(
 def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     local = parameter.detach()
     if isinstance(placement, Shard):
-        # Cloned, or the whole weight would stay in memory.
+        # Cloned to free the complete weight.
         local = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].clone(
             memory_format=torch.contiguous_format
         )
@@ -300,21 +299,22 @@ def _local(change: Change, parameter: DTensor) -> Tensor:
 
 
 def _of_local(change: Change, dealt: DTensor) -> DTensor:
-    """A DTensor over other ranks (an expert's weight over `ep`), its local part changed."""
+    """Apply a function to the local shard of a DTensor over other ranks (experts over `ep`)."""
     return DTensor.from_local(change(dealt.to_local()), dealt.device_mesh, dealt.placements, run_check=False)
 
 
 def _reader(name: str, local: Callable[[DTensor], Tensor]) -> Callable[[nn.Module], Tensor]:
     def read(module: nn.Module) -> Tensor:
         parameter: Any = module._parameters[name]
-        # While it is sharded over data ranks too, there is nothing local to compute with; only FSDP looks.
+        # While it is also sharded over data ranks, only FSDP reads it, and there is no local tensor to
+        # compute with.
         return local(parameter) if parameter.device_mesh.ndim == 1 else parameter
 
     return read
 
 
 def _by_rows(embedding: nn.Embedding, peers: Peers) -> None:
-    """An embedding that looks its own rows up and takes the others' from the sum."""
+    """Make an embedding look up its own rows and all-reduce the results."""
     num_rows = len(embedding.weight)
     first_row = peers.group.rank() * num_rows
     if embedding.padding_idx is not None:

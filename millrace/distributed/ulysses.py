@@ -1,9 +1,10 @@
-"""Context parallelism over heads: an all-to-all gives each rank all tokens for its share of the heads.
+"""Context parallelism over heads: an all-to-all gives each rank all tokens for its slice of the heads.
 
-It attends as one process would, and a second all-to-all brings what each rank's tokens attended to back.
+Each rank computes attention as a single process would. A second all-to-all returns the outputs to the ranks
+of their tokens.
 
 T = tokens of this rank, W = tokens of the whole row, P = ranks, H = query heads, J = key heads, K = head
-width, X = numbers that one rank receives of a token, S = T P rows.
+width, X = numbers per token that one rank receives, S = T P rows.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from millrace.models.attention import Dealt, Packed, attend_packed
 
 
 class Ulysses(Dealt):
-    """Each rank attends with its share of the heads, over the whole row.
+    """Attention with a slice of the heads per rank, over the whole row.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
 
     def __init__(self, packed: Packed, dealt: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """A forward of one row.
+        """Prepare the forward of one row.
 
         Args:
-            packed: the whole row.
-            dealt: places of each rank's tokens.
+            packed: attention context of the whole row.
+            dealt: indices of each rank's tokens in the row.
             group: the ranks.
         """
         self._packed = packed
@@ -44,10 +45,16 @@ class Ulysses(Dealt):
     def attend(
         self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """What this rank's tokens attend to, [T, H, K].
+        """Compute the attention output of this rank's tokens, [T, H, K].
+
+        Args:
+            query_THK: queries of this rank's tokens.
+            key_TJK: their keys.
+            value_TJK: their values.
+            options: see `attend_packed`.
 
         Raises:
-            ValueError: the ranks do not divide the query heads.
+            ValueError: the number of query heads is not divisible by the ranks.
         """
         num_ranks, (num_tokens, num_heads, _) = len(self._counts), query_THK.shape
         if num_heads % num_ranks:
@@ -55,7 +62,7 @@ class Ulysses(Dealt):
                 f"mesh.cp is {num_ranks}, which does not divide the {num_heads} query heads that ulysses "
                 "deals out; choose a cp that does, or the kind ring"
             )
-        # With fewer key heads than ranks several ranks have the same one.
+        # With fewer key heads than ranks, several ranks get a copy of the same head.
         copies = num_ranks // math.gcd(key_TJK.shape[1], num_ranks)
         key_TJK, value_TJK = (x.repeat_interleave(copies, 1) for x in (key_TJK, value_TJK))
         parts = [x.reshape(num_tokens, num_ranks, -1) for x in (query_THK, key_TJK, value_TJK)]
@@ -68,7 +75,7 @@ class Ulysses(Dealt):
         return self._to_tokens(out.flatten(1)).reshape(num_tokens, num_heads, -1)
 
     def _to_heads(self, x_TPX: Tensor) -> Tensor:
-        """From what this rank's tokens have for each rank to what all tokens have for this one, [W, X]."""
+        """All-to-all from token shards to head slices: return this rank's slice for all tokens, [W, X]."""
         num_tokens, num_ranks, _ = x_TPX.shape
         x_WX = self._peers.exchange(
             x_TPX.transpose(0, 1).flatten(0, 1), [num_tokens] * num_ranks, self._counts
@@ -76,7 +83,7 @@ class Ulysses(Dealt):
         return x_WX.index_select(0, self._arrival_W)
 
     def _to_tokens(self, x_WX: Tensor) -> Tensor:
-        """The way back, [T, P, X]."""
+        """All-to-all from head slices back to token shards, [T, P, X]."""
         num_ranks, num_tokens = len(self._counts), self._counts[self._peers.group.rank()]
         x_WX = x_WX.index_select(0, self._place_W)
         x_SX = self._peers.exchange(x_WX, self._counts, [num_tokens] * num_ranks)

@@ -1,1 +1,1 @@
-"""Where engines run: in this process, in processes of their own, on Ray."""
+"""Engine backends: in this process, in subprocesses, on Ray."""

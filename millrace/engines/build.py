@@ -1,6 +1,8 @@
-"""An engine over a model: in this process, or in another one that is given a folder and, later, weights.
+"""Build an engine over a model, in this process or in a worker process.
 
-Beside `build`, the only file that names classes of engines.
+A worker process loads a folder that `save_engine` wrote and receives its weights later.
+
+Apart from `build`, only this file names engine classes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
 SETTINGS = "engine.json"
-# Of the memory that is free when the engine is built; the trainer's gradients and activations need the rest.
+# Fraction of the free memory at build time; the trainer's gradients and activations need the rest.
 SHARE = 0.25
 
 
@@ -40,18 +42,18 @@ def engine_over(
     longest: int,
     record_experts: bool = False,
 ) -> PagedEngine:
-    """A sampler over a model from `models.load`, which it owns from now on.
+    """Build an engine over a model from `models.load`; the engine owns the model from then on.
 
     Args:
-        options: of the recipe.
-        model: holds the weights that draw.
-        tokenizer: turns tokens into text.
-        longest: tokens of the longest sequence.
-        record_experts: whether completions tell which experts their tokens went to.
+        options: the recipe's engine settings.
+        model: the policy that generates.
+        tokenizer: decodes completions to text.
+        longest: length of the longest sequence (prompt and completion), in tokens.
+        record_experts: whether completions record which experts their tokens were routed to.
 
     Raises:
-        SetupError: an option does not go with the model's device.
-        ModelError: the paged engine does not compute what transformers does with such a model.
+        SetupError: an option is not supported on the model's device.
+        ModelError: for this architecture, the paged engine's outputs differ from those of transformers.
     """
     model.requires_grad_(False)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -84,16 +86,16 @@ def save_engine(
     deterministic: bool = False,
     record_experts: bool = False,
 ) -> None:
-    """Write what another process needs to make the engine of a policy, all but weights.
+    """Save everything except the weights that another process needs to build the engine of a policy.
 
     Args:
-        options: of the recipe.
-        model: the policy, whole on this rank; the engine gets its dtype and device.
-        tokenizer: of its tokens.
-        folder: there already.
-        longest: tokens of the longest sequence.
-        deterministic: whether a row's bits must not depend on its batch.
-        record_experts: as `engine_over` takes it.
+        options: the recipe's engine settings.
+        model: the policy, unsharded on this rank; the engine uses its dtype and device.
+        tokenizer: the policy's tokenizer.
+        folder: an existing folder.
+        longest: length of the longest sequence (prompt and completion), in tokens.
+        deterministic: whether results must be batch invariant, bit for bit.
+        record_experts: see `engine_over`.
     """
     settings = {
         "options": options.model_dump(),
@@ -109,10 +111,10 @@ def save_engine(
 
 
 def open_engine(folder: Path) -> PagedEngine:
-    """The engine of a folder that `save_engine` wrote; its weights are random until it loads some.
+    """Build the engine from a folder that `save_engine` wrote; its weights are random until the first load.
 
     Raises:
-        ModelError, DataError, SetupError: what was saved makes no engine on this machine.
+        ModelError, DataError, SetupError: the saved settings build no engine on this machine.
     """
     settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     model = load_shell(folder, dtype=getattr(torch, settings["dtype"])).to(settings["device"])
@@ -129,26 +131,26 @@ def open_engine(folder: Path) -> PagedEngine:
 
 
 def cache_tokens(config: EngineConfig, model: Model, longest: int) -> int:
-    """Tokens whose keys and values are kept.
+    """Compute the capacity of the KV cache in tokens.
 
     Args:
-        config: the recipe's engine; its `cache_tokens` is taken as it is.
-        model: whose keys and values they are.
-        longest: tokens of the longest sequence.
+        config: the recipe's engine settings; a `cache_tokens` that is set there is returned unchanged.
+        model: gives the bytes of keys and values per token.
+        longest: length of the longest sequence (prompt and completion), in tokens.
     """
     if config.cache_tokens is not None:
         return config.cache_tokens
     token_bytes = facts_of(model).token_numbers * model.dtype.itemsize
-    # A sequence's last block may be almost empty.
+    # The last block of a sequence may be almost empty.
     wanted = config.max_requests * (longest + config.block_size)
     return max(longest + config.block_size, min(wanted, int(SHARE * free_bytes(model.device)) // token_bytes))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device now."""
+    """Return the free memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    # Not every system says what is free; a quarter of what there is, is a careful guess.
+    # Not every system reports free memory. A quarter of the total is a conservative estimate.
     names = os.sysconf_names
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
     share = 1.0 if pages == "SC_AVPHYS_PAGES" else 0.25

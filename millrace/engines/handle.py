@@ -1,4 +1,4 @@
-"""An engine's process as the trainer holds it: started, judged by what it says, and ended without a trace.
+"""The trainer's handle of an engine process: start it, monitor its messages, end it and clean up.
 
 No torch.
 """
@@ -28,25 +28,25 @@ from millrace.engines.wire import REPORTS, Line
 from millrace.keeper import keeper_command
 
 MODULE = "millrace.engines.worker"
-# How long a process may take to be there: to import torch, to make the model, to load compiled kernels.
+# Startup timeout: import torch, build the model, load compiled kernels.
 START_S = 300.0
-# How long one whose line is closed may take to end by itself, and a killed one to be gone.
+# Exit timeout after the connection has closed or the process was killed.
 END_S = 10.0
 TAIL_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the engines of a run have in common.
+    """Settings shared by all engines of a run.
 
     Attributes:
-        files: what `build.save_engine` wrote, by name.
-        threads: of each process; those of torch spin while they wait for one another, so processes that
-            compute at the same time and share a core hold each other up.
+        files: contents of the files that `build.save_engine` wrote, by relative path.
+        threads: CPU threads per process. The threads of torch spin while they wait for each other, so
+            processes that compute concurrently and share a core slow each other down.
         kv: see `PagedEngine.load_weights`.
-        interrupt: whether new weights come between two tokens, or once all has been drawn that was submitted
-            before they were; what is submitted after that waits for them.
-        delta: whether those that do not see the shared memory are sent only what changed in it.
+        interrupt: whether a weight update is applied between two tokens. If not, it is applied after all
+            requests that were submitted before it have finished; later requests wait for it.
+        delta: whether engines without access to the shared memory receive only the changed bytes.
     """
 
     files: Mapping[str, bytes]
@@ -58,15 +58,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one process is started with: settings, and descriptors that it inherits.
+    """Startup arguments of one worker process: settings and inherited file descriptors.
 
     Attributes:
-        folder: what `build.save_engine` wrote; the process removes it.
+        folder: holds the files of `Settings`; the process removes it.
         threads: see `Settings`.
         kv: likewise.
         interrupt: likewise.
-        line: its end of a socket pair.
-        weights: the memory through which they come.
+        line: descriptor of its end of the socket pair.
+        weights: descriptor of the shared memory for weight updates.
     """
 
     folder: str
@@ -79,29 +79,30 @@ class Start:
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One engine.
+    """Handle of one engine process.
 
     Attributes:
-        name: of the engine.
-        process: its process, or the keeper of that, which ends as it does.
-        line: to it.
-        lifeline: while this descriptor is open, the process may live; see `millrace.keeper`.
-        log: what it printed; the file has no name.
-        num_barren: how many before it, one after the other, drew nothing and were lost.
-        ready: it has started.
-        drawing: what it was asked to draw and has not drawn.
-        num_drawn: what it has.
-        held: the weights that it proved last.
-        order: those that it is to load now.
-        failed_once: whether it has tried that in vain.
-        announce: whether anybody waits to hear that it has loaded them.
-        clock: seconds, never going back.
-        heard_s: when it last said something, or was given something to do.
-        given: letters of the orders that it has not said it took up.
-        gate: in a replay, what orders pass through.
-        folder: from which it starts; there until it has read it, or is ended.
-        added: it was asked for on the way, and nobody in its place has drawn; a run can go on without it.
-        leaves: it is to end once it has drawn what it was asked for.
+        name: engine name.
+        process: the engine process, or its keeper, which exits with the same code.
+        line: connection to the engine.
+        lifeline: descriptor; closing it kills the process. See `millrace.keeper`.
+        log: unnamed file with stdout and stderr of the process.
+        num_barren: consecutive predecessors that were lost before they generated a completion.
+        ready: whether startup has finished.
+        drawing: ids of the in-flight requests.
+        num_drawn: number of finished requests.
+        held: the weight update that it verified last.
+        order: the weight update that it is loading.
+        failed_once: whether loading `order` has failed once.
+        announce: whether to emit `Loaded` when `order` is loaded.
+        clock: monotonic time in seconds.
+        heard_s: time of its last message, or of the command that ended its idle time.
+        given: codes of the commands that were sent and not yet acknowledged.
+        gate: in a replay, restores the recorded order of commands.
+        folder: startup files; the process removes them once it has read them, `kill` at the latest.
+        added: whether it was added at run time and neither it nor a predecessor has generated; the run can
+            go on without it.
+        leaves: whether it is being drained: it ends after its in-flight requests.
     """
 
     name: str
@@ -130,16 +131,17 @@ class Child:
 
     @property
     def works(self) -> bool:
-        """Whether something should be heard of it."""
+        """Whether a message from it is expected."""
         draws = bool(self.drawing) and self.held is not None
         return not self.ready or self.order is not None or draws
 
     def overdue(self, silence_s: float) -> str:
-        """Why it must be given up, if it was silent for too long; otherwise nothing.
+        """Return the reason if its heartbeat has timed out, otherwise an empty string.
+
+        Received messages must be processed before this call.
 
         Args:
-            silence_s: how long one that has started may be silent while it works; everything that it said
-                has been heard.
+            silence_s: heartbeat timeout of a started engine with work to do; `START_S` applies before that.
         """
         if not self.works:
             return ""
@@ -152,7 +154,7 @@ class Child:
         return f"it had {doing} and was not heard of for {most_s:g} s"
 
     def begin(self, script: Script | None) -> None:
-        """Have it count turns from here, nothing being under way; in a replay, by a script."""
+        """Restart its turn counter; nothing may be in flight. In a replay, send the recorded schedule."""
         self.given.clear()
         self.gate = None if script is None else script.gate(self.name)
         self.line.put("begin", {"script": [] if script is None else script.turns(self.name)})
@@ -165,7 +167,14 @@ class Child:
         *,
         direct: bool = False,
     ) -> None:
-        """Send an order, of draws whose caller waits or not; silence is counted from now on."""
+        """Send a command; if the engine was idle, or is to load weights, the heartbeat timeout starts now.
+
+        Args:
+            kind: kind of the frame.
+            note: its JSON part.
+            arrays: its arrays by name.
+            direct: whether it submits blocking requests.
+        """
         if not self.works or kind == "load":
             self.heard_s = self.clock()
         letter = DIRECT if direct else LETTERS[kind]
@@ -175,15 +184,18 @@ class Child:
             self._put(*frame)
 
     def _put(self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
-        """Send a frame."""
         self.line.put(kind, note, arrays)
 
     def took(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, str]]:
-        """The letters of the orders that it says it took up, by the turn before which it did."""
+        """Return the codes of the commands that it acknowledged, by the turn before which it started them.
+
+        Args:
+            counts: number of commands by turn, as the engine reports them.
+        """
         return [(turn, "".join(self.given.popleft() for _ in range(count))) for turn, count in counts]
 
     def obituary(self) -> str:
-        """How a process whose line is closed has ended."""
+        """Return the exit reason of a process whose connection has closed."""
         try:
             code = self.process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -193,18 +205,18 @@ class Child:
         return f"its process ended with exit code {code}"
 
     def last_words(self) -> str:
-        """The end of what it printed, after a colon; nothing if it printed nothing."""
+        """Return the tail of its log as a clause for an error message; empty if it printed nothing."""
         end = self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, end - TAIL_BYTES))
         said = self.log.read().decode("utf-8", "replace").strip()
         return f"; the last it printed: {said}" if said else ""
 
     def kill(self) -> None:
-        """End the process and every one it started, and give back what was held for it."""
+        """Kill the process and its children, and release its resources."""
         os.close(self.lifeline)
         try:
             self.process.wait(END_S)
-        except subprocess.TimeoutExpired:  # something stopped the keeper
+        except subprocess.TimeoutExpired:  # the keeper hangs
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(END_S)
@@ -214,25 +226,25 @@ class Child:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder by its name in it."""
+    """Read every file of a folder, by relative path."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """What `read_files` read, into a folder that is there."""
+    """Write the result of `read_files` to an existing folder."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
 
 
 class StartChild(Protocol):
-    """Starts an engine, as `start` does."""
+    """Callback with the signature of `start`."""
 
     def __call__(
         self, name: str, settings: Settings, weights: int, *, num_barren: int, clock: Callable[[], float]
     ) -> Child:
-        """Start an engine; it says `ready` when it is."""
+        """Start an engine; it reports `ready` once it is up."""
         ...
 
 
@@ -244,14 +256,14 @@ def start(
     num_barren: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Child:
-    """Start an engine; it says `ready` when it is.
+    """Start an engine process; it reports `ready` once it is up.
 
     Args:
-        name: of the engine.
-        settings: of every engine of a run.
-        weights: descriptor of the memory through which weights come.
+        name: engine name.
+        settings: settings shared by all engines of the run.
+        weights: descriptor of the shared memory for weight updates.
         num_barren: see `Child`.
-        clock: likewise.
+        clock: see `Child`.
     """
     ours, theirs = socket.socketpair()
     read_end, lifeline = os.pipe()
@@ -269,7 +281,7 @@ def start(
             stdout=log,
             stderr=log,
             pass_fds=(given.line, read_end, given.weights),
-            # Read when torch is imported.
+            # torch reads it at import.
             env={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
             start_new_session=True,
         )

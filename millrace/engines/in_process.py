@@ -1,4 +1,4 @@
-"""The engine and the rewards in the thread that waits: nothing happens beside anything else."""
+"""Synchronous engine backend: generation and scoring run in the calling thread, without concurrency."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort"
 
 
 class InlineRuntime(Unrecorded):
-    """A `backend.Runtime` over one engine, any `protocols.Engine`, also one that all ranks of a run share.
+    """A `backend.Runtime` over one `protocols.Engine`, which may be data-parallel over all ranks of a run.
 
-    What was submitted is drawn in `wait`, in one `generate` call and in the order of submission; what was to
-    be judged, in one `score` call. An engine step is a `generate` call here.
+    `wait` generates all submitted requests in one `generate` call, in the order of submission, and scores all
+    pending texts in one `score` call. An engine step is a `generate` call here.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class InlineRuntime(Unrecorded):
         send: Callable[[int], None],
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Nothing is asked for yet.
+        """Take the engine and the reward.
 
         Args:
-            engine: draws.
-            reward: judges.
-            send: hands the trainer's weights to the engine as a version, and proves them.
-            span: around drawing (`sample`) and judging (`score`).
+            engine: generates completions.
+            reward: scores them; closed with this runtime.
+            send: updates the engine to the trainer's weights under a policy version, and verifies them.
+            span: profiling span around generation (`sample`) and scoring (`score`).
         """
         self._engine, self._reward, self._send, self._span = engine, reward, send, span
         self._num_steps = 0
@@ -46,19 +46,19 @@ class InlineRuntime(Unrecorded):
         self._events: list[Event] = []
 
     def now(self) -> float:
-        """Seconds of this machine's monotonic clock."""
+        """Return this machine's monotonic time in seconds."""
         return time.monotonic()
 
     def engines(self) -> list[str]:
-        """The one."""
+        """Return the name of the only engine."""
         return [NAME]
 
     def submit(self, engine: str, draws: Sequence[Draw]) -> None:
-        """Have the next `wait` draw these too."""
+        """Queue requests for the next `wait`."""
         self._draws += draws
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """End draws that were submitted and not yet drawn."""
+        """Drop queued requests; each ends with an empty completion."""
         ended = set(ids)
         for draw in self._draws:
             if draw.id in ended:
@@ -66,19 +66,19 @@ class InlineRuntime(Unrecorded):
         self._draws = [draw for draw in self._draws if draw.id not in ended]
 
     def offer(self, version: int) -> None:
-        """Hand the weights over now.
+        """Update the engine's weights now.
 
         Raises:
-            WeightSyncError: the engine could not prove that it holds them.
+            WeightSyncError: the engine could not verify the new weights.
         """
         self._send(version)
 
     def load(self, engine: str, version: int) -> None:
-        """Say that it holds them."""
+        """Emit `Loaded`; `offer` has loaded the weights already."""
         self._events.append(Loaded(engine, version, self._num_steps))
 
     def lose(self, engine: str, reason: str) -> None:
-        """Not to be done without the only engine.
+        """Fail: there is no replacement for the only engine.
 
         Raises:
             RuntimeError: always.
@@ -86,7 +86,7 @@ class InlineRuntime(Unrecorded):
         raise RuntimeError(f"{engine} is lost, and no other engine can be had in this thread: {reason}")
 
     def want(self, number: int) -> None:
-        """There is one engine, and nobody can ask for others.
+        """Fail: this backend cannot scale beyond its one engine.
 
         Raises:
             RuntimeError: always.
@@ -94,7 +94,7 @@ class InlineRuntime(Unrecorded):
         raise RuntimeError(f"{number} engines are wanted, and there is one in this thread")
 
     def retire(self, engine: str) -> None:
-        """As `lose`.
+        """Fail, as `lose` does.
 
         Raises:
             RuntimeError: always.
@@ -102,15 +102,15 @@ class InlineRuntime(Unrecorded):
         self.lose(engine, "it was retired")
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Have the next `wait` judge these too."""
+        """Queue texts for scoring in the next `wait`."""
         self._calls.append((id, prompts, texts))
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Draw and judge what was asked for, however long that takes.
+        """Generate and score everything that is queued; the timeout does not apply.
 
         Raises:
-            RuntimeError: nothing was asked for, so waiting would have no end.
-            Exception: whatever the engine or the reward raised.
+            RuntimeError: nothing is queued, so the wait would never end.
+            Exception: any error of the engine or the reward.
         """
         if self._draws:
             draws, self._draws = self._draws, []
@@ -138,5 +138,5 @@ class InlineRuntime(Unrecorded):
         return events
 
     def close(self) -> None:
-        """End the rewards."""
+        """Close the reward."""
         self._reward.close()

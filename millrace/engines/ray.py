@@ -1,8 +1,8 @@
-"""Engines as Ray actors beside the ranks, in a placement group of their own, on any machine of the cluster.
+"""Engines as Ray actors in a placement group of their own, on any machine of the cluster.
 
-Ray finds room, starts the process and tells when it has gone. Everything else goes over a TCP connection
-that the engine opens to the first rank, in the frames of `frames`: it says a token that was made for it and
-came by Ray, and gets orders, and weights as bytes. What arrives is neither unpickled nor run.
+Ray schedules the actor, starts its process and reports its exit. Everything else goes over a TCP connection
+that the engine opens to rank 0, in the frames of `wire`. The engine authenticates with a token that it got
+through Ray, then receives commands, and weights as bytes. Received data is neither unpickled nor executed.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from millrace.inference.engine import PagedEngine
 from millrace.transport.memory import pieces
 
 TOKEN_BYTES = 32
-# Of the weights, so much at once.
+# Chunk size of a weight transfer.
 PIECE_BYTES = 1 << 24
-# How long who calls may take to say the token, and an engine to reach the first rank.
+# Timeouts: for the token of an accepted connection, and for an engine to connect to rank 0.
 TOKEN_S = 1.0
 CALL_S = 60.0
 
 
 def inside() -> bool:
-    """Whether this process is one that Ray has started."""
+    """Whether this process is a Ray worker."""
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 class Engine:
-    """One engine, in a process that Ray started for it."""
+    """Ray actor that runs one engine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __repr__(self) -> str:
-        """What Ray writes before each line that it prints for this engine."""
+        """Return the prefix that Ray prints before each log line of this actor."""
         return self._name
 
     def serve(self, host: str, port: int, token: str, settings: dict[str, Any]) -> None:
-        """Draw until the first rank closes the connection.
+        """Generate until rank 0 closes the connection.
 
         Args:
-            host: of the first rank.
-            port: where it waits for this engine.
-            token: to be said there.
+            host: address of rank 0.
+            port: port on which rank 0 listens for this engine.
+            token: authenticates this engine.
             settings: the fields of `Settings`.
         """
         given = Settings(**settings)
@@ -81,32 +81,32 @@ class Engine:
 
 
 class Remote(Mailbox):
-    """A mailbox to which weights come in pieces, before the order to load them."""
+    """Engine worker that receives weights in chunks over its connection, before the load command."""
 
     def __init__(self, engine: PagedEngine, line: Line, settings: Settings) -> None:
-        """See `Mailbox`."""
+        """Receive weights into local memory; the rest is as in `Mailbox`."""
         self._memory = os.memfd_create("millrace-weights")
         super().__init__(engine, line, self._memory, kv=settings.kv, interrupt=settings.interrupt)
         self._orders["weights"] = self._take
 
     def _take(self, frame: Frame) -> None:
-        # Nothing is read there meanwhile: a version is sent once the one before has been answered.
+        # No reader to race with: an update is sent only after the previous one was acknowledged.
         piece, at = frame.arrays["piece"].data, frame.note["begin"]
         while piece:
             num_written = os.pwrite(self._memory, piece, at)
             piece, at = piece[num_written:], at + num_written
-        # Somebody may be counting how long it is silent.
+        # A long transfer must not exceed the heartbeat timeout.
         self._say("beat")
 
 
 class Called(Line):
-    """A line to an engine that will call; who does not say its token is hung up on."""
+    """Connection to an engine that has yet to connect; a peer without its token is disconnected."""
 
     def __init__(self, host: str) -> None:
         """Listen on a free port.
 
         Args:
-            host: address of this machine that the engine can reach.
+            host: address of this machine that is reachable from the engine.
         """
         listener = socket.create_server((host, 0))
         super().__init__(listener, REPORTS)
@@ -115,14 +115,14 @@ class Called(Line):
         self._later: deque[tuple[str, Mapping[str, Any] | None, Mapping[str, np.ndarray] | None]] = deque()
 
     def take(self) -> list[Frame]:
-        """The frames that have arrived whole, once the engine has called."""
+        """Return the complete frames received so far; none before the engine has connected."""
         if not self._open:
             self._answer()
         return super().take() if self._open else []
 
     @property
     def unsent(self) -> bool:
-        """Whether the socket has not taken everything yet."""
+        """Whether unsent data is left."""
         return bool(self._later) or super().unsent
 
     def put(
@@ -131,12 +131,18 @@ class Called(Line):
         note: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Send a frame after all before it; its arrays must not change until the other end has answered."""
+        """Queue a frame and send what fits; its arrays must stay unchanged until the peer has replied.
+
+        Args:
+            kind: kind of the frame.
+            note: its JSON part.
+            arrays: its arrays by name.
+        """
         self._later.append((kind, note, arrays))
         self.flush()
 
     def flush(self) -> None:
-        """Send what the connection takes now; what does not fit is copied when its turn comes."""
+        """Send what the socket accepts now; a frame is serialized only when it is next to be sent."""
         if not self._open:
             return
         super().flush()
@@ -151,7 +157,7 @@ class Called(Line):
             return
         end.settimeout(TOKEN_S)
         said = b""
-        with suppress(OSError):  # whoever is silent or gone did not say it
+        with suppress(OSError):  # a silent or closed peer has sent no token
             while len(said) < len(self.token) and (data := end.recv(len(self.token) - len(said))):
                 said += data
         if not hmac.compare_digest(said, self.token.encode()):
@@ -165,7 +171,7 @@ class Called(Line):
 
 @dataclass(slots=True)
 class _Work:
-    """What an actor does, in the place of a process."""
+    """An actor's `serve` call with the interface of `subprocess.Popen`."""
 
     ray: Any
     actor: Any
@@ -182,21 +188,21 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class RemoteChild(Child):
-    """One engine in an actor.
+    """Handle of an engine in a Ray actor.
 
     Attributes:
-        weights: descriptor of the memory in which they lie here.
-        leave: gives back the room that it had.
+        weights: descriptor of the trainer's shared memory that holds the weights.
+        leave: callback that releases its resources in the cluster.
     """
 
     weights: int = -1
     leave: Callable[[], None] = field(default=lambda: None)
 
     def _put(self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
-        """Send a frame; before one to load, the weights, or of them what changed."""
+        """Send a frame; before a load command, send the weights or their changed bytes."""
         if kind == "load":
             changed, base = note["changes"], self.held and self.held["version"]
-            # What was patched and refused travels whole.
+            # After a failed patch, send the complete weights.
             patches = changed and changed["base"] == base and not self.failed_once
             note = {**note, "patch": changed["packed"] if patches else {}, "changes": None}
             held = np.frombuffer(mmap.mmap(self.weights, 0, prot=mmap.PROT_READ), np.uint8)
@@ -205,7 +211,7 @@ class RemoteChild(Child):
         self.line.put(kind, note, arrays)
 
     def obituary(self) -> str:
-        """How it has ended."""
+        """Return the exit reason of the actor."""
         try:
             self.process.wait(10.0)
         except subprocess.TimeoutExpired:
@@ -213,7 +219,7 @@ class RemoteChild(Child):
         return "its actor ended"
 
     def last_words(self) -> str:
-        """What Ray says of its end, after a colon; nothing while it lives."""
+        """Return Ray's error for the actor's exit as a clause for a message; empty while it is alive."""
         work = cast(_Work, self.process)
         if work.poll() is None:
             return ""
@@ -224,7 +230,7 @@ class RemoteChild(Child):
         return ""
 
     def kill(self) -> None:
-        """End the actor, and give back what was held for it."""
+        """Kill the actor and release its resources."""
         work = cast(_Work, self.process)
         work.ray.kill(work.actor)
         self.line.close()
@@ -232,17 +238,17 @@ class RemoteChild(Child):
 
 
 class Actors:
-    """Room for the engines of a run; use it as a context manager. Its `start` is `handle.start` on Ray."""
+    """Cluster resources for the engines of a run, as a context manager; `start` is `handle.start` on Ray."""
 
     def __init__(self, num_engines: int, *, on_gpu: bool) -> None:
-        """Reserve room.
+        """Reserve resources.
 
         Args:
-            num_engines: for which room is kept as long as the run goes on; others may come and go.
-            on_gpu: whether each needs a GPU.
+            num_engines: engines with a reservation for the whole run; further ones are placed on demand.
+            on_gpu: whether each engine needs a GPU.
 
         Raises:
-            RayTrainerError: the cluster has no room for all of them.
+            RayTrainerError: the cluster has too few resources for all of them.
         """
         import ray
 
@@ -252,25 +258,32 @@ class Actors:
         self._num_free = num_engines
 
     def __enter__(self) -> Actors:
-        """There is room."""
+        """Return this; the constructor has reserved."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Give the room back; what is in it ends."""
+        """Remove the placement group, which ends the actors in it."""
         self._ray.util.remove_placement_group(self._group)
 
     def start(
         self, name: str, settings: Settings, weights: int, *, num_barren: int, clock: Callable[[], float]
     ) -> Child:
-        """Start an engine; it says `ready` when it is.
+        """Start an engine; it reports `ready` once it is up.
+
+        Args:
+            name: engine name.
+            settings: settings shared by all engines of the run.
+            weights: descriptor of the shared memory for weight updates.
+            num_barren: see `Child`.
+            clock: see `Child`.
 
         Raises:
-            RayTrainerError: it is one more than there is room for.
+            RayTrainerError: the cluster has no resources for one more engine.
         """
         ray, (group, leave) = self._ray, self._room()
-        # This is the first rank, whom the other ranks find there too.
+        # Rank 0 runs here, and this is its address for the other ranks.
         host = os.environ["MASTER_ADDR"]
         line = Called(host)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
@@ -294,7 +307,7 @@ class Actors:
         )
 
     def _room(self) -> tuple[Any, Callable[[], None]]:
-        """The placement group of one engine, and what gives its room back."""
+        """Return a placement group for one engine and the callback that releases it."""
         if not self._num_free:
             own = one_more(self._ray, self._share)
             return own, partial(self._ray.util.remove_placement_group, own)

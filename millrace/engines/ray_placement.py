@@ -1,4 +1,4 @@
-"""Room in a Ray cluster for ranks and for engines, and what Ray says of an error. Ray itself is handed in."""
+"""Ray placement groups for ranks and engines, and plain Ray error messages; `ray` is an argument."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# How long Ray may take to find room.
+# Timeouts for a placement group.
 PLACING_S = 60.0
 ONE_MORE_S = 2.0
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayTrainerError(ValueError):
-    """Ray is not there, or has no room for ranks or engines; the message says what to change."""
+    """Ray is unavailable or has too few resources; the message names the remedy."""
 
 
 def reserved(ray: Any, count: int, share: Mapping[str, int], *, what: str = "ranks") -> Any:
-    """Room for all ranks or engines at once, `share` for each, on as few machines as have it.
+    """Reserve a placement group for all ranks or engines at once, packed onto few machines.
+
+    Args:
+        ray: the module.
+        count: number of bundles.
+        share: resources per bundle.
+        what: kind of process, for the error message.
 
     Raises:
-        RayTrainerError: the cluster has none.
+        RayTrainerError: the cluster has too few resources.
     """
     have = ray.cluster_resources()
     lower = "engine.processes" if what == "engines" else "the settings of mesh"
@@ -42,10 +48,14 @@ def reserved(ray: Any, count: int, share: Mapping[str, int], *, what: str = "ran
 
 
 def one_more(ray: Any, share: Mapping[str, int]) -> Any:
-    """Room for one engine more, while others draw and must not wait long.
+    """Reserve a placement group for one more engine, with a short timeout because the run is going on.
+
+    Args:
+        ray: the module.
+        share: resources of the engine.
 
     Raises:
-        RayTrainerError: the cluster has none free.
+        RayTrainerError: the cluster has too few free resources.
     """
     group = ray.util.placement_group([dict(share)])
     if not group.wait(ONE_MORE_S):
@@ -60,6 +70,6 @@ def one_more(ray: Any, share: Mapping[str, int]) -> Any:
 
 
 def plain(error: Exception) -> str:
-    """What Ray says of an error without its colours, and without carets, which it leaves under no line."""
+    """Return a Ray error message without ANSI colours and without lines of carets only."""
     lines = COLOUR.sub("", str(error)).splitlines()
     return "\n".join(line for line in lines if line.strip(" ^"))

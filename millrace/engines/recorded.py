@@ -1,8 +1,8 @@
-"""What engines were given in a run, so that another run gives them the same at the same points. No torch.
+"""Recorded engine commands, so that a replay sends the same commands at the same turns. No torch.
 
-An engine does what follows from its weights and from the turns before which it took up which orders (see
-`worker.Mailbox`). Orders have letters: `s` submit, `a` abort, `l` load, and `d` for a submit of
-draws whose caller waits (`subprocesses.Direct`), which come from another thread than the rest.
+An engine is a deterministic function of its weights, its commands and the turns before which it starts them
+(see `worker.Mailbox`). Each command has a one-letter code: `s` submit, `a` abort, `l` load, and `d` for the
+submit of blocking requests (`subprocesses.Direct`), which come from another thread than the rest.
 """
 
 from __future__ import annotations
@@ -11,46 +11,50 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# Of the ids of draws whose caller waits; a number follows.
+# Prefix of the ids of blocking requests; a number follows.
 PREFIX = "direct-"
 LETTERS = {"submit": "s", "abort": "a", "load": "l"}
 DIRECT = "d"
 
 
 class ReplayError(RuntimeError):
-    """A replay that is not its run, or a run that cannot be replayed; the message says where."""
+    """A replay diverged from its run, or a run cannot be replayed; the message names the place."""
 
 
 def number_of(id: str) -> int:
-    """Of a draw whose caller waits, counted from 0; ValueError for any other."""
+    """Return the number in the id of a blocking request, from 0; ValueError for any other id."""
     return int(id.removeprefix(PREFIX))
 
 
 class Gate:
-    """Lets the orders of one engine through in the order of the run, whichever thread is earlier here."""
+    """Reorders the commands of one engine into the recorded order, whichever thread comes first here."""
 
     def __init__(self, engine: str, letters: str) -> None:
-        """Nothing has come.
+        """Take the recorded order.
 
         Args:
-            engine: its name.
-            letters: of the orders that it took up in the run, as far as it is known. Of what comes after them
-                only draws pass whose caller waits.
+            engine: engine name.
+            letters: codes of the commands that the engine started in the run, as far as recorded. After them
+                only blocking requests pass.
         """
         self._engine, self._letters = engine, deque(letters)
         self._expected = deque(letter for letter in letters if letter != DIRECT)
         self._early: dict[bool, deque[Any]] = {True: deque(), False: deque()}
 
     def due(self, letter: str, order: Any) -> list[Any]:
-        """The orders that may be given once this one has come.
+        """Add a command and return all commands that may be sent now.
+
+        Args:
+            letter: code of the command.
+            order: the command.
 
         Raises:
-            ReplayError: the run gave another one.
+            ReplayError: the run sent another command here.
         """
         if letter != DIRECT:
             if not self._expected:
-                # An engine tells with each message what it took up before, so all that the run heard of it
-                # came before it took this up. Here it might take it up sooner.
+                # Each message of an engine lists the commands started before it. The run recorded no start of
+                # this command, so no recorded message depends on it. Here it might start too early.
                 return []
             if (wanted := self._expected.popleft()) != letter:
                 raise ReplayError(
@@ -68,13 +72,13 @@ class Gate:
 
 
 class Script:
-    """What the engines of a run took up, and whom draws were asked of whose caller waits."""
+    """Recorded command order per engine, and which engine served each blocking request."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Read from a part of an event log in which no engine begins anew."""
+        """Read a segment of an event log in which no engine restarts its turn counter."""
         self._took: dict[str, list[tuple[int, str]]] = {}
         self._asked: deque[tuple[str, list[int]]] = deque()
-        # Of each such draw the engine whose answer was heard: the last one that was asked.
+        # The engine whose response was received for each blocking request: the last one in the log.
         self._answers: dict[int, str] = {}
         for event in events:
             if event["kind"] == "took":
@@ -84,18 +88,21 @@ class Script:
                 self._answers.update(dict.fromkeys(event["draws"], event["engine"]))
 
     def turns(self, engine: str) -> list[tuple[int, int]]:
-        """Before which turns it took up how many orders."""
+        """Return pairs (turn, number of commands that the engine started before it)."""
         return [(turn, len(letters)) for turn, letters in self._took.get(engine, ())]
 
     def gate(self, engine: str) -> Gate:
-        """Of its orders."""
+        """Return a `Gate` with the recorded order of an engine."""
         return Gate(engine, "".join(letters for _, letters in self._took.get(engine, ())))
 
     def ask(self, missing: Sequence[str]) -> tuple[str, list[str]]:
-        """Whom the run asked next, and for which of these draws.
+        """Return the engine of the next recorded blocking request, and the ids that it was asked for.
+
+        Args:
+            missing: ids of the unfinished blocking requests.
 
         Raises:
-            ReplayError: it asked for others.
+            ReplayError: the run asked for other ids.
         """
         engine, numbers = self._asked.popleft() if self._asked else ("", [])
         wanted = set(numbers)
@@ -108,11 +115,11 @@ class Script:
         return engine, chosen
 
     def heard(self, engine: str, id: str) -> bool:
-        """Whether the run heard what this engine says of such a draw; it may have been lost before."""
+        """Whether the run received this engine's response to a blocking request, before any loss."""
         return self._answers.get(number_of(id), engine) == engine
 
     def open(self, engine: str, missing: Iterable[str]) -> bool:
-        """Whether an engine has yet to be asked for such draws, or to answer some of these."""
+        """Whether an engine has blocking requests ahead of it, or has yet to respond to some of these."""
         return any(asked == engine for asked, _ in self._asked) or any(
             self._answers.get(number_of(id)) == engine for id in missing
         )

@@ -1,7 +1,7 @@
-"""Engines in processes of their own, which sample while the trainer trains; rewards in a thread of this one.
+"""Engines in subprocesses, which generate while the trainer trains; scoring runs in a thread of this process.
 
-`Children` starts and replaces the processes, `Direct` holds requests whose caller blocks. One thread listens
-to all engines, and every wait is for what it has received.
+`Children` starts and replaces the processes, `Direct` keeps the blocking requests. One thread receives the
+messages of all engines, and every wait is for something that this thread has processed.
 """
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ from millrace.types import Completion, Prompt, SamplingParams
 
 
 class Direct:
-    """What was asked for, by id, and what came of it."""
+    """Blocking requests and their results, by id."""
 
     def __init__(self) -> None:
-        """Nothing is asked for."""
+        """Start without requests."""
         self._found: dict[str, Completion | ValueError | None] = {}
         self._num_asked = 0
 
     def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Draw]:
-        """Draws for these prompts, to be submitted and in the end collected."""
+        """Register one request per prompt; the caller submits them and ends with `forget`.
+
+        Args:
+            prompts: token ids of each prompt.
+            params: sampling parameters of each prompt.
+        """
         if len(prompts) != len(params):
             raise ValueError(f"{len(prompts)} prompts were given with {len(params)} sampling parameters")
         first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
@@ -61,7 +66,12 @@ class Direct:
         return draws
 
     def answer(self, id: str, found: Completion | ValueError) -> bool:
-        """Take in what came of a draw; False if it was not asked for here."""
+        """Store the result of a request; return False if the id is unknown here.
+
+        Args:
+            id: of the request.
+            found: its completion, or why it was refused.
+        """
         asked = id in self._found
         if asked:
             self._found[id] = found
@@ -69,24 +79,24 @@ class Direct:
 
     @property
     def open(self) -> list[str]:
-        """Ids of all that is asked for and not there."""
+        """Ids of the unfinished requests."""
         return [id for id, found in self._found.items() if found is None]
 
     def missing(self, draws: Sequence[Draw]) -> list[Draw]:
-        """Those of which nothing came yet."""
+        """Return those requests that have no result yet."""
         return [draw for draw in draws if self._found[draw.id] is None]
 
     def forget(self, draws: Sequence[Draw]) -> list[Completion | ValueError | None]:
-        """What came of draws, which nobody waits for any more."""
+        """Remove requests and return their results, None where there is none."""
         return [self._found.pop(draw.id) for draw in draws]
 
 
 def completions(found: Sequence[Completion | ValueError | None]) -> list[Completion]:
-    """What was drawn, as `Engine.generate` gives it.
+    """Convert results to the return value of `Engine.generate`.
 
     Raises:
-        ValueError: a draw could not be served.
-        RequestFailed: the model gave logits that are not finite.
+        ValueError: a request was refused.
+        RequestFailed: the model produced non-finite logits.
     """
     drawn = []
     for place, one in enumerate(found):
@@ -100,19 +110,19 @@ def completions(found: Sequence[Completion | ValueError | None]) -> list[Complet
 
 
 class EngineFailed(RuntimeError):
-    """No engine can be had any more, or none was ready in time; the message says why."""
+    """No engine can be started any more, or none was ready in time; the message gives the reason."""
 
 
 class Children:
-    """Engines of one runtime. Whoever calls holds the lock of a `ProcessRuntime`.
+    """Supervisor of the engine processes of one runtime. Callers hold the lock of the `ProcessRuntime`.
 
     Attributes:
-        living: those that are not lost by name, in the order in which they were started.
-        wanted: so many, those included that are being started and not those that leave.
-        opened: every first engine has started; until then, one that is lost is not replaced.
-        direct: draws whose caller waits.
-        records: of what engines were asked for such callers, and took up; None before `begin`.
-        script: what engines do in a replay, where none may be lost and others are started by name.
+        living: handles of the engines that are alive, by name, in the order of their start.
+        wanted: target number of engines; starting ones count, draining ones do not.
+        opened: whether all initial engines have started. Before that, a lost engine is not replaced.
+        direct: blocking requests.
+        records: log of blocking requests and started commands; None before `begin`.
+        script: recorded commands in a replay, where no engine may be lost and engines are started by name.
     """
 
     def __init__(
@@ -126,16 +136,16 @@ class Children:
         start: StartChild = start,
         clock: Callable[[], float],
     ) -> None:
-        """No engine yet.
+        """Start without engines.
 
         Args:
-            settings: of each engine.
-            weights: descriptor of the memory through which weights come.
-            tell: is told what happens.
-            silence_s: an engine that works and is not heard of for so long is lost.
-            max_barren: so many engines may be lost one after the other in one place without having drawn.
-            start: makes them.
-            clock: seconds, never going back.
+            settings: settings shared by all engines.
+            weights: descriptor of the shared memory for weight updates.
+            tell: callback for events.
+            silence_s: heartbeat timeout of a busy engine; after it, the engine counts as lost.
+            max_barren: maximum number of consecutive restarts of an engine without a completion.
+            start: starts an engine process.
+            clock: monotonic time in seconds.
         """
         self._start, self._clock = start, clock
         self.living: dict[str, Child] = {}
@@ -148,15 +158,15 @@ class Children:
         self._num_started = 0
 
     def start(self, num_barren: int = 0, *, added: bool = False, name: str = "") -> None:
-        """Start one engine more, after so many that were lost without having drawn anything.
+        """Start one more engine.
 
         Args:
-            num_barren: so many.
+            num_barren: see `Child`.
             added: see `Child`.
-            name: in a replay, what it is called.
+            name: recorded name in a replay; otherwise the next free one is taken.
 
         Raises:
-            OSError, RayTrainerError: there is no room for it.
+            OSError, RayTrainerError: there are too few resources for it.
         """
         name = name or f"engine-{self._num_started}"
         self._num_started += 1
@@ -168,10 +178,10 @@ class Children:
             child.begin(self.script)
 
     def want(self, number: int) -> None:
-        """Have so many engines from now on; those that are too many and have started are for `retire`.
+        """Scale to a number of engines; surplus engines that have started are left to `retire`.
 
         Raises:
-            OSError, RayTrainerError: there is no room for the first ones.
+            OSError, RayTrainerError: there are too few resources for the initial engines.
         """
         self.wanted = number
         for child in reversed(self._staying):
@@ -180,27 +190,33 @@ class Children:
         self._fill(added=self.opened)
 
     def retire(self, engine: str) -> None:
-        """End an engine, unless it is lost, once it has drawn what somebody waits for."""
+        """Drain an engine: end it after its in-flight requests. Ignore a lost one."""
         if (child := self.living.get(engine)) is None:
             return
         child.leaves = True
         self._let_go(child)
-        # Another one may have been lost meanwhile.
+        # Another engine may have been lost meanwhile.
         self._fill()
 
     def watch(self, poll: select.poll) -> None:
-        """Have `poll` end when an engine says something, or its line takes what waits in it."""
+        """Register the engines' connections: readable always, writable where data is unsent."""
         for child in self.living.values():
             poll.register(child.line, select.POLLIN | (select.POLLOUT if child.line.unsent else 0))
 
     def begin(self, script: Script | None) -> None:
-        """Keep records from here on, nothing being under way; in a replay, have engines follow a script."""
+        """Start recording; nothing may be in flight. In a replay, send engines their recorded schedule."""
         self.records, self.direct, self.script = [], Direct(), script
         for child in self.living.values():
             child.begin(script)
 
     def ask(self, engine: str, draws: Sequence[Draw], *, direct: bool) -> None:
-        """Have an engine draw, unless it is lost; keep a record of draws whose caller waits."""
+        """Submit requests to an engine, unless it is lost, and record blocking ones.
+
+        Args:
+            engine: its name.
+            draws: the requests.
+            direct: whether they are blocking requests.
+        """
         if direct and self.records is not None:
             numbers = [number_of(draw.id) for draw in draws]
             self.records.append(("asked", {"engine": engine, "draws": numbers}))
@@ -210,11 +226,11 @@ class Children:
             child.drawing.update(draw.id for draw in draws)
 
     def hear(self) -> None:
-        """Take in what engines have said; those that are dead, late or not understood are lost.
+        """Process received messages; an engine that is dead, overdue or sends invalid frames is lost.
 
         Raises:
-            EngineFailed, ReplayError: as `lose`.
-            ValueError: a draw for which nobody waits cannot be served.
+            EngineFailed, ReplayError: see `lose`.
+            ValueError: an engine refused a request that is not a blocking one.
         """
         for child in list(self.living.values()):
             reason = ""
@@ -277,11 +293,15 @@ class Children:
             child.give("load", order)
 
     def lose(self, child: Child, reason: str) -> None:
-        """End an engine, and start another one in its place, if one is missing then.
+        """Kill an engine, and start a replacement if the number of engines falls below the target.
+
+        Args:
+            child: its handle.
+            reason: for the event and the error message.
 
         Raises:
-            EngineFailed: one of the first has not started, or too many in this place came to nothing.
-            ReplayError: there is a script.
+            EngineFailed: an initial engine has not started, or too many consecutive restarts failed.
+            ReplayError: this is a replay.
         """
         reason += child.last_words()
         self.end(child)
@@ -308,7 +328,7 @@ class Children:
         self._fill(num_barren, added=added)
 
     def end(self, child: Child) -> None:
-        """End an engine, without a word."""
+        """Kill an engine without an event."""
         del self.living[child.name]
         child.kill()
 
@@ -317,7 +337,7 @@ class Children:
         return [child for child in self.living.values() if not child.leaves]
 
     def _fill(self, num_barren: int = 0, *, added: bool = False) -> None:
-        """Start what is missing; where others go on, what there is no room for is done without."""
+        """Start missing engines; without resources for one, lower the target if other engines remain."""
         while len(self._staying) < self.wanted:
             try:
                 self.start(num_barren, added=added)
@@ -336,24 +356,24 @@ class Children:
             self._tell(Lost(child.name, RETIRED))
 
     def owes(self, engine: str) -> bool:
-        """Whether somebody waits for draws that this engine made in the run, or will ask for such."""
+        """Whether this engine has blocking requests of the recorded run left to serve."""
         return self.script is not None and self.script.open(engine, self.direct.open)
 
     def close(self) -> None:
-        """End every engine."""
+        """Kill every engine."""
         while self.living:
             self.living.popitem()[1].kill()
 
 
-# How often engines are looked at that say nothing.
+# Polling interval for dead and overdue engines.
 LOOK_S = 1.0
 
 
 class ProcessRuntime:
-    """A `backend.Runtime` of processes on this machine, to be closed or used as a context manager.
+    """A `backend.Runtime` over subprocesses, to be closed or used as a context manager.
 
-    It is a `protocols.Engine` and its `WeightTransport` too: what its `generate` asks for is drawn beside
-    everything else, by an engine that holds the newest weights, and is no event. Several threads may call it.
+    It is also a `protocols.Engine` and its `WeightTransport`. Its `generate` runs concurrently with the other
+    requests on an engine with the newest weights, and emits no events. It is thread-safe.
     """
 
     def __init__(
@@ -370,19 +390,19 @@ class ProcessRuntime:
         start: StartChild = start,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start engines, and wait until all of them are there.
+        """Start engines, and wait until all of them are ready.
 
         Args:
-            settings: of each engine.
-            reward: judges, in a thread of its own; it is closed with this.
-            named_tensors: the trainer's weights as they are when it is called.
-            canary: what it says of a few tokens then; None for none.
-            num_engines: at first.
-            silence_s: an engine that works and is not heard of for so long is lost.
-            load_s: one that still loads a version so long after the next one is there is lost.
-            max_barren: so many engines may be lost one after the other in one place without having drawn.
-            start: makes their processes.
-            clock: seconds, never going back.
+            settings: settings shared by all engines.
+            reward: scores in a thread of its own; closed with this runtime.
+            named_tensors: returns the trainer's current weights.
+            canary: returns the trainer's canary under these weights; None for no check.
+            num_engines: initial number of engines.
+            silence_s: heartbeat timeout of a busy engine; after it, the engine counts as lost.
+            load_s: timeout for loading weights; an engine that still loads the previous ones then is lost.
+            max_barren: maximum number of consecutive restarts of an engine without a completion.
+            start: starts an engine process.
+            clock: monotonic time in seconds.
 
         Raises:
             EngineFailed: one of them cannot be started.
@@ -390,7 +410,7 @@ class ProcessRuntime:
         self._reward, self._load_s, self._clock = reward, load_s, clock
         self._named_tensors, self._canary = named_tensors, canary
         self._weights = SharedWeights(delta=settings.delta)
-        # Of the version in the shared memory; None while nothing whole is there.
+        # Manifest of the weights in the shared memory; None while they are incomplete.
         self._note: Note | None = None
         self._events: list[Event] = []
         self._failure: BaseException | None = None
@@ -404,9 +424,9 @@ class ProcessRuntime:
             start=start,
             clock=clock,
         )
-        # Held for everything above; notified when any of it has changed.
+        # Lock for everything above; notified of every change.
         self._news = threading.Condition()
-        # Held by who writes weights.
+        # Lock for writing weights.
         self._writing = threading.Lock()
         self._judges = ThreadPoolExecutor(1, "millrace-reward")
         self._unscored: list[tuple[str, Sequence[Prompt], Sequence[str]]] = []
@@ -424,45 +444,45 @@ class ProcessRuntime:
         self.close()
 
     def close(self) -> None:
-        """End every engine and reward, and give the shared memory back."""
+        """Kill all engines, close the reward and release the shared memory."""
         with self._news:
             if self._closing:
                 return
             self._closing = True
-            # Whoever still waits in another thread must not wait for ever.
+            # Waits in other threads must end.
             self._fail(RuntimeError("the engines were ended while somebody waited for them"))
         self._wake()
         self._thread.join()
         self._engines.close()
-        self._judges.shutdown(wait=False, cancel_futures=True)  # who judges now may hang until it is closed
+        self._judges.shutdown(wait=False, cancel_futures=True)  # a running call may hang until `close`
         self._reward.close()
         self._judges.shutdown()
         self._weights.close()
         self._bell.close()
         self._ring.close()
 
-    # ---- what a Runtime does
+    # ---- Runtime
 
     def now(self) -> float:
-        """Seconds of the clock that it was given."""
+        """Return the time of `clock` in seconds."""
         return self._clock()
 
     def engines(self) -> list[str]:
-        """Those that have started and are not lost."""
+        """Return the names of the engines that are alive and ready."""
         with self._news:
             return [name for name, child in self._engines.living.items() if child.ready]
 
     def begin(self, script: Script | None = None) -> None:
-        """Keep `records` from here on, where nothing is under way.
+        """Start recording for `records`; nothing may be in flight.
 
         Args:
-            script: in a replay, what engines do: they are lost and started as `end` and `start` say.
+            script: recorded commands in a replay; there, only `end` and `start` end and start engines.
         """
         with self._changing():
             self._engines.begin(script)
 
     def records(self) -> list[Record]:
-        """What a replay has to know beside events; see `backend.Runtime`."""
+        """Return new records, which a replay needs besides the events; see `backend.Runtime`."""
         with self._news:
             found = self._engines.records or []
             if found:
@@ -470,7 +490,7 @@ class ProcessRuntime:
         return found
 
     def end(self, engine: str) -> None:
-        """In a replay, end an engine once those have heard of it who wait for what it draws."""
+        """Replay only: kill an engine after its pending results were delivered."""
         engines = self._engines
         what = f"{engine} to draw what the run heard of it"
         self._await(what, lambda: not engines.owes(engine), self._load_s)
@@ -478,32 +498,38 @@ class ProcessRuntime:
             engines.end(engines.living[engine])
 
     def start(self, engine: str) -> None:
-        """In a replay, start an engine of this name; ends in `Joined`."""
+        """Replay only: start an engine of this name; `Joined` follows."""
         with self._changing():
             self._engines.start(name=engine)
 
     def submit(self, engine: str, draws: Sequence[Draw], *, direct: bool = False) -> None:
-        """Begin to draw; see `backend.Runtime`. Of what cannot be served `wait` raises ValueError."""
+        """Submit requests; see `backend.Runtime`. If an engine refuses one, `wait` raises ValueError.
+
+        Args:
+            engine: its name.
+            draws: the requests.
+            direct: whether they are blocking requests of `generate`.
+        """
         with self._changing():
             self._engines.ask(engine, draws, direct=direct)
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """End draws now, with what they have."""
+        """Abort requests; they end with the tokens generated so far."""
         with self._changing():
             if (child := self._engines.living.get(engine)) is not None:
                 child.give("abort", {"ids": list(ids)})
 
     def offer(self, version: int) -> None:
-        """Copy the trainer's weights, once no engine loads the last ones any more; see `backend.Runtime`.
+        """Copy the trainer's weights to the shared memory, after all engines have loaded the previous ones.
 
-        Where `send` has brought this version already, they lie there.
+        See `backend.Runtime`. If `send` has written this version already, nothing is copied.
         """
         with self._writing:
             if self._note is None or self._note["version"] != version:
                 self._write(self._named_tensors(), version)
 
     def load(self, engine: str, version: int) -> None:
-        """Have an engine load what was offered last; see `backend.Runtime`."""
+        """Command an engine to load the weights of the last `offer`; see `backend.Runtime`."""
         with self._writing, self._changing():
             assert self._note is not None and self._note["version"] == version, "it was not offered last"
             if (child := self._engines.living.get(engine)) is not None:
@@ -511,34 +537,34 @@ class ProcessRuntime:
                 self._order_load(child)
 
     def lose(self, engine: str, reason: str) -> None:
-        """Give an engine up; see `backend.Runtime`."""
+        """Kill an engine and replace it; see `backend.Runtime`."""
         with self._changing():
             if (child := self._engines.living.get(engine)) is not None:
                 self._engines.lose(child, reason)
 
     def want(self, number: int) -> None:
-        """Have so many engines; see `backend.Runtime`."""
+        """Scale to a number of engines; see `backend.Runtime`."""
         with self._changing():
             self._engines.want(number)
 
     def retire(self, engine: str) -> None:
-        """End an engine once it has drawn what the callers of `generate` wait for; see `backend.Runtime`."""
+        """Drain an engine: end it after its in-flight requests; see `backend.Runtime`."""
         with self._changing():
             self._engines.retire(engine)
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Score texts in the rewards' thread, together with others that wait by then."""
+        """Score texts in the reward thread, in one batch with others that are queued by then."""
         with self._news:
             self._unscored.append((id, prompts, texts))
         self._judges.submit(self._score)
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """What happened since the last call.
+        """Wait for events, and return those since the last call.
 
         Raises:
-            EngineFailed: engines are lost as fast as they are started.
-            ValueError: a draw cannot be served.
-            Exception: whatever the reward raised.
+            EngineFailed: too many consecutive restarts of an engine failed.
+            ValueError: an engine refused a request.
+            Exception: any error of the reward.
         """
         with self._news:
             self._news.wait_for(lambda: self._events or self._failure, timeout_s)
@@ -547,7 +573,7 @@ class ProcessRuntime:
             self._events.clear()
         return events
 
-    # ---- what an Engine and a WeightTransport do
+    # ---- Engine and WeightTransport
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -556,7 +582,7 @@ class ProcessRuntime:
 
     @property
     def version(self) -> int:
-        """Of the weights that `generate` draws with."""
+        """Policy version that `generate` samples from."""
         note = self._note
         if note is None:
             raise RuntimeError("no engine was given weights yet; call send() first")
@@ -565,12 +591,16 @@ class ProcessRuntime:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Draw one completion for each prompt, in order; see `protocols.Engine`.
+        """Generate one completion for each prompt, in order; see `protocols.Engine`.
 
-        What an engine has not drawn when it is lost is drawn by another one.
+        If an engine is lost, another one generates the unfinished completions.
+
+        Args:
+            prompts: token ids of each prompt.
+            params: sampling parameters of each prompt.
 
         Raises:
-            RequestFailed: the model gave logits that are not finite.
+            RequestFailed: the model produced non-finite logits.
             EngineFailed: no engine had the newest weights in time.
         """
         with self._news:
@@ -586,10 +616,14 @@ class ProcessRuntime:
         return completions(found)
 
     def send(self, named_tensors: NamedTensors, version: int) -> None:
-        """Give weights to an engine that `generate` may ask, which proves them; the others load when told to.
+        """Update one engine for `generate`, which verifies the weights; the others load them on `load`.
+
+        Args:
+            named_tensors: the new weights.
+            version: their policy version.
 
         Raises:
-            EngineFailed: no engine has proved them in time.
+            EngineFailed: no engine has verified them in time.
         """
         with self._writing:
             self._write(named_tensors, version)
@@ -597,7 +631,7 @@ class ProcessRuntime:
             self._holder()
 
     def _start(self, num_engines: int) -> None:
-        """Start the first engines, and wait until all of them are there."""
+        """Start the initial engines, and wait until all of them are ready."""
         try:
             with self._changing():
                 self._engines.want(num_engines)
@@ -610,12 +644,12 @@ class ProcessRuntime:
         self._engines.opened = True
 
     def _await_answer(self, engine: str, there: Callable[[], object]) -> None:
-        """Wait until something is there or the engine is lost, as it is when it is silent for too long."""
+        """Wait for a result, or until the engine is lost; its heartbeat timeout bounds the wait."""
         self._news.wait_for(lambda: self._failure or there() or engine not in self._engines.living)
         self._require_whole()
 
     def _whom(self, missing: list[Draw]) -> tuple[str, list[Draw]]:
-        """Who is to draw for a caller who waits, and what of it."""
+        """Choose an engine for blocking requests, and those of them that it serves."""
         if self._engines.script is None:
             engine = self._holder()
         else:
@@ -625,7 +659,7 @@ class ProcessRuntime:
         return engine, missing
 
     def _holder(self) -> str:
-        """Wait for an engine that holds the newest weights, and have one load them if need be."""
+        """Wait for an engine with the newest weights; command one to load them if necessary."""
 
         def found() -> Child | None:
             if self._note is None:
@@ -646,7 +680,7 @@ class ProcessRuntime:
     # ---- weights
 
     def _write(self, named_tensors: NamedTensors, version: int) -> None:
-        """Put weights where every engine can read them, once nobody reads there any more."""
+        """Write weights to the shared memory, after all loads of the previous ones have ended."""
         with self._news:
             self._note = None
             self._news.wait_for(lambda: self._failure or not self._readers(), self._load_s)
@@ -668,7 +702,7 @@ class ProcessRuntime:
             child.order, child.failed_once = self._note, False
             child.give("load", self._note)
 
-    # ---- the thread that listens
+    # ---- receiver thread
 
     def _listen(self) -> None:
         try:
@@ -683,11 +717,11 @@ class ProcessRuntime:
                         self._bell.recv(1 << 16)
                     self._engines.hear()
                     self._news.notify_all()
-        except Exception as error:  # whoever waits must hear of it
+        except Exception as error:  # re-raised in the waiting threads
             self._fail(error)
 
     def _score(self) -> None:
-        """One call for all that waits, so that few answers at a time do not leave reward workers idle."""
+        """Score all queued texts in one batch, so that small requests do not leave reward workers idle."""
         with self._news:
             calls, self._unscored = self._unscored, []
         if not calls:
@@ -695,7 +729,7 @@ class ProcessRuntime:
         try:
             prompts = [prompt for _, given, _ in calls for prompt in given]
             outcomes = iter(self._reward.score(prompts, [text for *_, texts in calls for text in texts]))
-        except Exception as error:  # whoever waits must hear of it
+        except Exception as error:  # re-raised in the waiting threads
             self._fail(error)
             return
         with self._news:
@@ -719,13 +753,13 @@ class ProcessRuntime:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Within the block engines change, or what they are to do; who waits looks again after it."""
+        """Hold the lock for a change of engines or their commands; wake all waiting threads afterwards."""
         with self._news:
             yield
             self._news.notify_all()
         self._wake()
 
     def _wake(self) -> None:
-        """Have the listening thread look again; a pipe that is full wakes it as well."""
+        """Wake the receiver thread; a full pipe wakes it as well."""
         with suppress(BlockingIOError):
             self._ring.send(b".")

@@ -1,12 +1,12 @@
-"""Frames over a socket between a runtime and an engine's process: words as JSON, numbers as raw arrays.
+"""Frames over a socket between a runtime and an engine process: metadata as JSON, numbers as raw arrays.
 
     4 bytes   length of the header, little-endian
     8 bytes   length of the body
     header    JSON: {"kind": ..., "note": {...}, "arrays": [[name, dtype, shape], ...]}
-    body      the arrays one after the other, row-major
+    body      the concatenated arrays, row-major
 
-Nothing that arrives is unpickled or run, and what does not fit is refused by name. Neither end ever waits for
-the other here: what the socket does not take yet stays in the line. No torch.
+Received data is neither unpickled nor executed, and an invalid frame raises an error that names the fault.
+Neither end blocks here: a send buffer keeps what the socket does not accept yet. No torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from millrace.rollout.backend import Draw
 from millrace.rollout.serialization import from_columns, to_columns
 from millrace.types import Completion, SamplingParams
 
-# What a runtime sends, and what it hears.
+# Frame kinds that a runtime sends, and those that it receives.
 ORDERS = ("begin", "submit", "abort", "load")
 REPORTS = ("ready", "drawn", "loaded", "refused", "beat")
 LENGTHS = struct.Struct("<IQ")
-# More than any frame holds; a length above it is no length.
+# Upper bounds; a larger length means a corrupt header.
 MAX_HEADER_BYTES = 1 << 28
 MAX_BODY_BYTES = 1 << 34
 DTYPES = ("uint8", "int16", "int32", "int64", "float32")
@@ -39,7 +39,7 @@ DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 class FrameError(RuntimeError):
-    """Bytes that are no frame, or not one that this end takes."""
+    """Received bytes are no valid frame, or the frame's kind is not accepted at this end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +47,9 @@ class Frame:
     """One message.
 
     Attributes:
-        kind: what it is about.
-        note: what JSON can carry.
-        arrays: numbers, by name.
+        kind: message type.
+        note: JSON-compatible metadata.
+        arrays: numeric data by name.
     """
 
     kind: str
@@ -58,18 +58,18 @@ class Frame:
 
 
 class Line:
-    """One end of a connection.
+    """One end of a non-blocking connection.
 
     Attributes:
-        ended: the other end is closed; what it said before has been taken.
+        ended: whether the peer has closed; all data before that has been received.
     """
 
     def __init__(self, end: socket.socket, kinds: Collection[str]) -> None:
-        """A line over a connected stream socket, which it owns from now on.
+        """Wrap a stream socket, which this owns from now on.
 
         Args:
-            end: this end.
-            kinds: of the frames that may arrive here.
+            end: the socket.
+            kinds: frame kinds that this end accepts.
         """
         end.setblocking(False)
         self.ended = False
@@ -78,11 +78,11 @@ class Line:
 
     @property
     def unsent(self) -> bool:
-        """Whether the socket has not taken everything yet; call `flush` when it can be written to."""
+        """Whether unsent data is left; if so, call `flush` when the socket is writable."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:
-        """The socket's, to be waited for."""
+        """Return the socket's descriptor, for `select` and `poll`."""
         return self._end.fileno()
 
     def put(
@@ -91,7 +91,13 @@ class Line:
         note: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Send a frame, as much of it as the socket takes now."""
+        """Queue a frame, and send as much as the socket accepts now.
+
+        Args:
+            kind: message type.
+            note: JSON-compatible metadata.
+            arrays: numeric data by name.
+        """
         self._add(kind, note, arrays)
         self.flush()
 
@@ -107,20 +113,20 @@ class Line:
             self._outgoing += array.tobytes()
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
+        """Send as much as the socket accepts now."""
         while self._outgoing:
             try:
                 del self._outgoing[: self._end.send(self._outgoing)]
             except BlockingIOError:
                 return
-            except (BrokenPipeError, ConnectionResetError):  # reading says that the other end has gone
+            except (BrokenPipeError, ConnectionResetError):  # `take` detects the closed peer
                 self._outgoing.clear()
 
     def take(self) -> list[Frame]:
-        """The frames that have arrived whole.
+        """Return the complete frames received so far.
 
         Raises:
-            FrameError: what arrived is none, or none that is taken here.
+            FrameError: the data is no valid frame, or its kind is not accepted here.
         """
         while not self.ended:
             try:
@@ -137,7 +143,7 @@ class Line:
         return frames
 
     def close(self) -> None:
-        """Close this end."""
+        """Close the socket."""
         self._end.close()
 
     def _next(self) -> Frame | None:
@@ -186,7 +192,7 @@ class Line:
 
 
 def draws_as_frame(draws: Sequence[Draw]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Note and arrays of draws; neighbours with one prompt carry it once."""
+    """Encode requests as a frame's note and arrays; consecutive requests with one prompt share its tokens."""
     groups = [(prompt, list(siblings)) for prompt, siblings in groupby(draws, lambda draw: draw.prompt)]
     told = [
         {
@@ -202,7 +208,7 @@ def draws_as_frame(draws: Sequence[Draw]) -> tuple[dict[str, Any], dict[str, np.
 
 
 def draws_of(frame: Frame) -> list[list[Draw]]:
-    """What `draws_as_frame` was given, the draws of each prompt together."""
+    """Decode the requests of `draws_as_frame`, grouped by prompt."""
     groups = []
     begin = 0
     columns = {name: array for name, array in frame.arrays.items() if name != "tokens"}
@@ -223,16 +229,20 @@ def draws_of(frame: Frame) -> list[list[Draw]]:
 def drawn_as_frame(
     drawn: Sequence[tuple[str, int, int, Completion]],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Note and arrays of draws that ended, each with the steps at which it began and ended."""
+    """Encode finished requests as a frame's note and arrays.
+
+    Args:
+        drawn: (id, engine step of the start, engine step of the end, completion) of each request.
+    """
     words, columns = to_columns([completion for *_, completion in drawn])
     return {"draws": [(id, began, ended) for id, began, ended, _ in drawn], "words": words}, columns
 
 
 def drawn_of(frame: Frame) -> list[tuple[str, int, int, Completion]]:
-    """What `drawn_as_frame` was given.
+    """Decode the finished requests of `drawn_as_frame`.
 
     Raises:
-        FrameError: words and arrays do not fit each other.
+        FrameError: note and arrays are inconsistent.
     """
     try:
         completions = from_columns(frame.note["words"], frame.arrays)
@@ -242,12 +252,12 @@ def drawn_of(frame: Frame) -> list[tuple[str, int, int, Completion]]:
 
 
 def _given(params: SamplingParams) -> dict[str, Any]:
-    """Those fields that are not at their default."""
+    """Return the fields that differ from their defaults."""
     return {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
 
 
 def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
+    """Convert lists from JSON back to tuples."""
     if isinstance(value, dict):
         return {name: _tuples(item) for name, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

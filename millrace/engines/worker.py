@@ -1,7 +1,7 @@
-"""The process of one engine: it steps without a pause, and reads its mailbox between two steps.
+"""Worker process of one engine: it runs engine steps, and receives commands between two steps.
 
-Started by `handle.start`, with one argument in JSON. It ends when the trainer's end of its line is closed,
-and its keeper kills it when the trainer is gone.
+`handle.start` starts it with one argument in JSON. It ends when the trainer closes the connection, and its
+keeper kills it when the trainer process dies.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ from millrace.transport.memory import MappedWeights
 from millrace.transport.sync import Note, WeightReceiver
 from millrace.types import Completion
 
-# While an engine works it is heard of at least so often, unless one step takes longer.
+# Heartbeat interval of a busy engine; a longer step delays the heartbeat.
 BEAT_S = 1.0
 
 
 def main(text: str) -> None:
-    """Serve until the trainer has gone."""
+    """Run an engine until the trainer closes the connection.
+
+    Args:
+        text: the fields of `Start` as JSON.
+    """
     start = Start(**json.loads(text))
     torch.set_num_threads(start.threads)
     try:
@@ -49,7 +53,7 @@ def main(text: str) -> None:
 
 
 class Mailbox:
-    """An engine at one end of a line."""
+    """An engine that executes the commands of its connection."""
 
     def __init__(
         self,
@@ -61,15 +65,15 @@ class Mailbox:
         interrupt: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is drawn before the first weights are proved.
+        """Prepare to serve; generation starts after the first weights are loaded and verified.
 
         Args:
             engine: owned from now on.
-            line: to the trainer.
-            weights: descriptor of the memory through which they come.
+            line: connection to the trainer.
+            weights: descriptor of the shared memory for weight updates.
             kv: see `PagedEngine.load_weights`.
             interrupt: see `Settings`.
-            clock: seconds, never going back.
+            clock: monotonic time in seconds.
         """
         self._clock = clock
         self._engine, self._line, self._interrupt = engine, line, interrupt
@@ -79,14 +83,14 @@ class Mailbox:
         )
         self._proved, self._load_waits = False, False
         self._num_steps, self._num_turns, self._last_word_s = 0, 0, 0.0
-        # What has arrived and is not taken up; what was taken up, before which turn, and is not yet told.
+        # Frames that were received and not yet executed; (turn, number of commands) that is not yet reported.
         self._inbox: list[Frame] = []
         self._took: list[tuple[int, int]] = []
-        # In a replay: before which turns how many orders are to be taken up.
+        # Replay only: (turn, number of commands to start before it).
         self._script: deque[tuple[int, int]] = deque()
-        # The step before which each unfinished request was taken up.
+        # Engine step at the start of each unfinished request, by id.
         self._began: dict[str, int] = {}
-        # Submits, and aborts behind them, that wait for new weights to be loaded.
+        # Submits, and aborts after them, that are deferred until the weight update.
         self._held_back: list[Frame] = []
         self._orders: dict[str, Callable[[Frame], None]] = {
             "submit": self._submit,
@@ -95,7 +99,7 @@ class Mailbox:
         }
 
     def serve(self) -> None:
-        """Step and answer until the trainer closes its end."""
+        """Execute commands and engine steps until the trainer closes the connection."""
         self._say("ready")
         while not self._line.ended:
             frames = self._mail()
@@ -103,14 +107,14 @@ class Mailbox:
                 self._took.append((self._num_turns, count))
             for frame in frames:
                 self._orders[frame.kind](frame)
-            # Without weights nothing that was taken up will ever end.
+            # Without verified weights no in-flight request can finish, so loading does not wait for them.
             loads = self._load_waits and (self._interrupt or not self._began or not self._proved)
             if loads:
                 self._load()
             steps = self._works
             if steps:
                 self._step()
-            # What an engine does next is a function of its turns, and of what it takes up before which one.
+            # An engine is a deterministic function of its turns and of the commands started before each turn.
             self._num_turns += loads or steps
 
     @property
@@ -118,7 +122,7 @@ class Mailbox:
         return self._proved and self._engine.has_work
 
     def _mail(self) -> list[Frame]:
-        """What has arrived, or of it what the script says; waits for it if there is nothing to compute."""
+        """Return the received frames, in a replay those that are scheduled for this turn; block if idle."""
         busy = self._works or self._load_waits
         self._read(0 if busy or self._script else None)
         if self._inbox and self._inbox[0].kind == "begin":
@@ -147,7 +151,7 @@ class Mailbox:
         self._inbox += self._line.take()
 
     def _begin(self, frame: Frame) -> None:
-        """Count from here; nothing is under way. In a replay, take orders up when the run did."""
+        """Reset the counters; nothing may be in flight. In a replay, set the recorded schedule."""
         self._num_steps, self._num_turns, self._took = 0, 0, []
         self._script = deque((turn, count) for turn, count in frame.note["script"])
 
@@ -160,7 +164,7 @@ class Mailbox:
             try:
                 params, drawn = [draw.params for draw in draws], [draw.drawn for draw in draws]
                 self._engine.add(draws[0].prompt, params, ids=ids, drawn=drawn)
-            except ValueError as error:  # the caller's mistake, who must hear of it
+            except ValueError as error:  # an invalid request is the caller's error
                 self._say("refused", {"ids": ids, "reason": str(error)})
             else:
                 self._began.update(dict.fromkeys(ids, self._num_steps))
@@ -177,7 +181,7 @@ class Mailbox:
 
     def _load(self) -> None:
         self._load_waits, self._proved = False, False
-        # The answer says what was wrong. Until other weights are proved, nothing is drawn.
+        # The reply holds the error. Generation pauses until a weight update is verified.
         with suppress(WeightSyncError):
             self._receiver.receive()
             self._proved = True
@@ -213,7 +217,7 @@ class Mailbox:
     def _say(
         self, kind: str, note: Note | None = None, arrays: Mapping[str, np.ndarray] | None = None
     ) -> None:
-        """Report something, and what was taken up since the last report."""
+        """Send a report with the commands that were started since the last report."""
         self._last_word_s = self._clock()
         took, self._took = self._took, []
         self._line.put(kind, {**(note or {}), "took": took}, arrays)

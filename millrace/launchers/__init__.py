@@ -1,1 +1,1 @@
-"""The same run on many ranks."""
+"""Launch the ranks of a distributed run."""

@@ -1,4 +1,4 @@
-"""The ranks of a run as processes of this machine: started, watched, and ended together."""
+"""Start, monitor and end the ranks of a run as local processes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ LOOPBACK = "127.0.0.1"
 
 
 def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[str, str] | None = None) -> int:
-    """Run the same command as every rank of one run, and wait for all of them.
+    """Run a command as every rank of one run, and wait for all of them.
 
-    The first rank has the terminal; what the others say is shown only if they fail. When one ends with an
-    error, the others are ended too.
+    Rank 0 writes to the terminal; the output of another rank is shown only if it fails. When one rank fails,
+    the others are ended.
 
     Args:
-        command: of one rank.
-        num_ranks: how many there are.
-        environment: variables besides those of this process.
+        command: command line of each rank.
+        num_ranks: world size.
+        environment: variables added to those of this process.
 
     Returns:
-        the first rank's exit code, or that of those that left because they were told to; where the first
-        failed, it said why.
+        rank 0's exit code, or `INTERRUPTED` if a rank left on request. If rank 0 failed, it has printed the
+        error.
 
     Raises:
-        RankFailed: another rank failed first, or one was killed.
+        RankFailed: another rank failed first, or a rank was killed.
     """
-    # The store is this process's, as it is torchrun's agent's.
+    # This process hosts the store, as torchrun's agent does.
     store = open_store(LOOPBACK)
     shared = {
         **os.environ,
@@ -73,7 +73,7 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[st
 
 
 def _start(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    # Whatever else a rank says must not stand between the lines of the first.
+    # Output of other ranks must not interleave with that of rank 0.
     return subprocess.Popen(command, env=own, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
@@ -83,7 +83,7 @@ def _codes(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
 
 @contextmanager
 def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Meanwhile a request to end goes to every rank; Ctrl-C in a terminal reaches them without us."""
+    """Forward SIGTERM to every rank; a terminal sends Ctrl-C to them itself."""
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, frame: _tell(ranks, number))
     try:
@@ -100,7 +100,7 @@ def _tell(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End those that still run: time to see that the others have gone, then killed."""
+    """Wait for running ranks to notice that the others are gone, then kill them."""
     deadline_s = time.monotonic() + GRACE_S
     for rank in ranks:
         try:
@@ -111,5 +111,5 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def this_command() -> list[str]:
-    """The command line of this process, to be run again as a rank."""
+    """Return the command line of this process, to rerun it as a rank."""
     return [sys.executable, "-m", "millrace.cli.main", *sys.argv[1:]]

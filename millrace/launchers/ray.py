@@ -1,8 +1,8 @@
-"""The ranks of a run as Ray actors: placed, watched, and ended together.
+"""Place, monitor and end the ranks of a run as Ray actors.
 
-Each actor is one rank: it runs the whole of `launch.train` in its own process. What we hand to it is the
-recipe as YAML, names and numbers. Ray itself sends pickles between its processes, so whoever reaches one of
-its ports can run code: a Ray that is started here listens on loopback alone, and asks for a token.
+Each actor is one rank and runs `launch.train` in its own process. Its arguments are the recipe as YAML, names
+and numbers. Ray itself exchanges pickles between its processes, so access to one of its ports means code
+execution. A Ray that is started here therefore listens on loopback only and demands a token.
 """
 
 from __future__ import annotations
@@ -27,23 +27,28 @@ from millrace.launchers.supervise import GRACE_S, INTERRUPTED, LOST, failure, wa
 from millrace.run.progress import RunReport
 
 LOOPBACK = "127.0.0.1"
-# How long Ray may take to start the processes of all ranks.
+# Timeout for the start of all rank processes.
 STARTING_S = 120.0
-# Nothing large goes through Ray's own store; it takes no less.
+# Ray's minimum: nothing large goes through its object store.
 STORE_BYTES = 100_000_000
 
 
 class LeftAtOnce(Exception):
-    """A rank was told twice to leave; the message says how to go on."""
+    """A rank was interrupted twice; the message explains how to resume."""
 
 
 def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> RunReport:
-    """What `launch.train` does, on ranks that Ray places.
+    """Run `launch.train` on ranks that Ray places.
+
+    Args:
+        config: settings of the run.
+        recipe: name of the recipe.
+        quiet: see `launch.train`.
 
     Raises:
-        RayTrainerError: Ray is not installed, or there is no room.
-        RankFailed: a rank failed; the message holds its traceback. What has an error of its own in millrace,
-            such as a mistake in the recipe, is raised as that.
+        RayTrainerError: Ray is not installed, or the cluster has too few resources.
+        RankFailed: a rank failed; the message holds its traceback. An error with a class of its own in
+            millrace, such as a mistake in the recipe, is raised as that class.
         KeyboardInterrupt: the user pressed Ctrl-C twice.
     """
     text = to_yaml(config)
@@ -51,11 +56,15 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
 
 
 def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
-    """What `launch.resume` does, on ranks that Ray places.
+    """Run `launch.resume` on ranks that Ray places.
+
+    Args:
+        path: run folder.
+        quiet: see `launch.resume`.
 
     Raises:
         RunFolderError: it is not a run folder.
-        RayTrainerError, RankFailed, KeyboardInterrupt: as `train`.
+        RayTrainerError, RankFailed, KeyboardInterrupt: see `train`.
     """
     from millrace.run.launch import run_config
 
@@ -63,25 +72,29 @@ def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
 
 
 class Rank:
-    """One rank of a run, in a process that Ray started for it."""
+    """Ray actor that runs one rank."""
 
     def __init__(self, rank: int) -> None:
-        # All of them wait for torch here, at the same time.
+        # All ranks import torch here, concurrently.
         from millrace.distributed import ranks
 
         self._rank, self._ranks = rank, ranks
 
     def __repr__(self) -> str:
-        """What Ray writes before each line that it prints for this rank."""
+        """Return the prefix that Ray prints before each log line of this actor."""
         return f"rank {self._rank}"
 
     def open_store(self, host: str) -> int:
-        """Open the store by which the ranks find each other, at this machine's address: its port."""
+        """Open the rendezvous store at this machine's address and return its port."""
         self._store = self._ranks.open_store(host)
         return self._store.port
 
     def settle(self, folder: str, environment: dict[str, str]) -> int:
-        """Go where the command was given, and learn who the others are; gives this process's number.
+        """Set the working directory and the rank's environment, and return the process id.
+
+        Args:
+            folder: working directory of the launching command.
+            environment: rendezvous variables, as torchrun sets them.
 
         Raises:
             RanksError: this machine does not have the folder.
@@ -96,7 +109,7 @@ class Rank:
         return os.getpid()
 
     def train(self, text: str, recipe: str, quiet: bool) -> str:
-        """Run `launch.train` of a recipe given as YAML: the report, as JSON."""
+        """Run `launch.train` of a recipe given as YAML, and return the report as JSON."""
 
         def work() -> RunReport:
             from millrace.run.launch import train
@@ -106,7 +119,7 @@ class Rank:
         return _told(work)
 
     def resume(self, path: str, quiet: bool) -> str:
-        """Run `launch.resume` of a run folder: the report, as JSON."""
+        """Run `launch.resume` of a run folder, and return the report as JSON."""
 
         def work() -> RunReport:
             from millrace.run.launch import resume
@@ -117,28 +130,28 @@ class Rank:
 
 
 def _told(work: Callable[[], RunReport]) -> str:
-    # Ray's own handler would end the process. It has blocked Ctrl-C, which is passed on as this signal.
+    # Replace Ray's handler, which would exit. Ray blocks SIGINT, so Ctrl-C is forwarded as SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return json.dumps(asdict(work()))
     except KeyboardInterrupt as error:
-        # By itself it would be taken for a cancelled task.
+        # Ray would treat a bare KeyboardInterrupt as a cancelled task.
         raise LeftAtOnce(str(error)) from None
 
 
 def _run(config: RunConfig, begin: Callable[[Any], Any]) -> RunReport:
-    """Place the ranks of a run, begin its work on each, and wait for all of them."""
+    """Place the ranks of a run, start the work on each, and wait for all of them."""
     num_ranks = config.mesh.num_ranks
     room = num_ranks + num_processes(config)
     with _cluster(room) as ray, _placed(ray, num_ranks, config.device) as (ranks, processes):
         work = [begin(rank) for rank in ranks]
-        # The report of each rank, or its error.
+        # Report or error of each finished rank.
         outcomes: dict[int, Any] = {}
         with _passed_on(ray, processes):
             failed = watch(lambda: _codes(ray, ranks, work, outcomes), num_ranks)
         if failed is None:
             return _result(outcomes)
-        # The others find that it has gone, and the first of them writes so into the run's folder.
+        # The other ranks detect the loss, and the first of them logs it in the run folder.
         ray.wait(work, num_returns=num_ranks, timeout=GRACE_S)
         error = outcomes[failed]
         cause = getattr(error, "cause", error)
@@ -147,14 +160,14 @@ def _run(config: RunConfig, begin: Callable[[Any], Any]) -> RunReport:
         what = f"rank {failed} of {num_ranks}"
         if isinstance(error, ray.exceptions.RayTaskError):
             raise failure(f"{what} failed", plain(error)) from None
-        # The last line of many says how.
+        # The last line of the message gives the cause.
         raise failure(
             f"{what} has died (process {processes[failed][1]})", str(error).splitlines()[-1]
         ) from None
 
 
 def _result(outcomes: Mapping[int, Any]) -> RunReport:
-    """The first rank's report, unless one left at once."""
+    """Return rank 0's report; raise KeyboardInterrupt if a rank was interrupted twice."""
     for outcome in outcomes.values():
         if _code(outcome) == INTERRUPTED:
             raise KeyboardInterrupt(str(outcome.cause))
@@ -162,14 +175,14 @@ def _result(outcomes: Mapping[int, Any]) -> RunReport:
 
 
 def _codes(ray: Any, ranks: Sequence[Any], work: Sequence[Any], outcomes: dict[int, Any]) -> dict[int, int]:
-    """Take in what has ended since: the report of each rank or its error. The exit codes of all so far."""
+    """Collect the report or error of each newly finished rank, and return all exit codes so far."""
     ended, _ = ray.wait(work, num_returns=len(work), timeout=0)
     for rank in {work.index(one) for one in ended} - outcomes.keys():
         try:
             outcomes[rank] = ray.get(work[rank])
         except ray.exceptions.RayError as error:
             outcomes[rank] = error
-            # Its process is idle and still there; without it, the others see at once that it has left.
+            # Its process is idle but alive; killing it lets the other ranks detect the loss at once.
             ray.kill(ranks[rank])
     return {rank: _code(outcome) for rank, outcome in outcomes.items()}
 
@@ -187,9 +200,9 @@ def _code(outcome: Any) -> int:
 
 @contextmanager
 def _passed_on(ray: Any, processes: Sequence[tuple[str, int]]) -> Iterator[None]:
-    """Meanwhile Ctrl-C, and a request to end, go to every rank, each given by its node and process.
+    """Forward Ctrl-C and SIGTERM to every rank, given by its node and process id.
 
-    The actors are busy with the run, and deaf to calls: a task beside each sends it a signal.
+    A busy actor accepts no calls, so a task on the same node sends the signal.
     """
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
 
@@ -212,14 +225,14 @@ def _ask_to_end(process: int) -> None:
 
 @contextmanager
 def _cluster(num_actors: int) -> Iterator[Any]:
-    """Ray, connected to the cluster that RAY_ADDRESS names, or to one of this machine for this run alone.
+    """Connect Ray to the cluster of RAY_ADDRESS, or start a local one for this run.
 
     Raises:
-        RayTrainerError: Ray is not installed, or cannot be kept to this machine.
+        RayTrainerError: Ray is not installed, or cannot be restricted to this machine.
     """
     here = "RAY_ADDRESS" not in os.environ
-    # Ray's sockets lie in the folder: their paths must be short, and nobody else may open them. Its processes
-    # may write there until they are gone.
+    # The folder holds Ray's sockets, so its path must be short and its access restricted to this user. Ray's
+    # processes may write there until they exit.
     place = tempfile.TemporaryDirectory(prefix="millrace-", dir="/tmp", ignore_cleanup_errors=True)
     with place as folder, _environment(here):
         ray = _imported()
@@ -238,7 +251,7 @@ def _cluster(num_actors: int) -> Iterator[Any]:
 def _of_this_machine(num_actors: int, folder: str) -> dict[str, Any]:
     return {
         "address": "local",
-        # Ranks and engines may be more than cores, as with processes.
+        # Ranks and engines may outnumber the cores, as with local processes.
         "num_cpus": max(num_actors, os.cpu_count() or 1),
         "include_dashboard": False,
         "object_store_memory": STORE_BYTES,
@@ -248,12 +261,12 @@ def _of_this_machine(num_actors: int, folder: str) -> dict[str, Any]:
 
 @contextmanager
 def _environment(here: bool) -> Iterator[None]:
-    """Meanwhile what Ray reads when it is imported and started; `here`: on this machine alone."""
+    """Set the variables that Ray reads at import and start; `here` restricts it to this machine."""
     before = dict(os.environ)
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_COLOR_PREFIX", "1" if sys.stdout.isatty() else "0")
     if here:
-        # A token for this run alone; and loopback for an address, as where Ray does not do clusters.
+        # A token for this run only; the last variable makes Ray use the loopback address.
         os.environ.update(
             RAY_AUTH_MODE="token",
             RAY_AUTH_TOKEN=secrets.token_hex(32),
@@ -279,18 +292,18 @@ def _imported() -> Any:
 
 @contextmanager
 def _placed(ray: Any, num_ranks: int, device: str) -> Iterator[tuple[list[Any], list[tuple[str, int]]]]:
-    """An actor for each rank, neighbours on one machine where there is room; the node and process of each.
+    """Place one actor per rank, neighbours on one machine if possible; yield actors and (node, process id)s.
 
     Raises:
-        RayTrainerError: the cluster has no room for all of them.
-        RankFailed: one could not be started.
+        RayTrainerError: the cluster has too few resources.
+        RankFailed: a rank could not be started.
     """
     gpus = _gpus_of_each(ray, num_ranks, device)
     group = reserved(ray, num_ranks, {"CPU": 1, **({"GPU": 1} if gpus else {})})
     try:
         address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         node_of = ray.util.placement_group_table(group)["bundles_to_node_id"]
-        # By address, so that a rank is on the same machine when the run is taken up again.
+        # Sorted by address, so that a resumed run places each rank on the same machine.
         bundles = sorted(node_of, key=lambda bundle: (address[node_of[bundle]], node_of[bundle], bundle))
         homes = [node_of[bundle] for bundle in bundles]
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
@@ -308,17 +321,17 @@ def _placed(ray: Any, num_ranks: int, device: str) -> Iterator[tuple[list[Any], 
             raise RayTrainerError(f"Ray did not start {num_ranks} ranks within {STARTING_S:.0f} s") from None
         yield ranks, list(zip(homes, numbers, strict=True))
     finally:
-        # It ends the actors too.
+        # This ends the actors too.
         ray.util.remove_placement_group(group)
 
 
 def _gpus_of_each(ray: Any, num_ranks: int, device: str) -> int:
-    """Whether each rank is to have a GPU: where the recipe says so, or says nothing and there are enough."""
+    """Return 1 if each rank gets a GPU: the device is `cuda`, or `auto` with enough GPUs; otherwise 0."""
     return int(device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks))
 
 
 def _introduce(ray: Any, ranks: Sequence[Any], homes: Sequence[str], host: str) -> list[int]:
-    """Tell each rank its number, that on its machine, and that they meet at `host`; gives their processes."""
+    """Set up the environment of all ranks for a rendezvous at `host`, and return their process ids."""
     port = ray.get(ranks[0].open_store.remote(host), timeout=STARTING_S)
     shared = {
         "WORLD_SIZE": str(len(ranks)),

@@ -1,24 +1,25 @@
-"""Watching the ranks of a run: when it is over, and which rank failed first."""
+"""Monitor the ranks of a run: wait for its end, and find the rank that failed first."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 
-# How often the ranks are looked at.
+# Polling interval.
 WATCH_S = 0.1
-# How long the others may take to end once one has failed, and how long the first has to say why itself.
+# After a failure: how long other ranks may take to end, and how long to wait for an error of rank 0, which
+# prints its own.
 GRACE_S = 5.0
 TELLING_S = 1.0
-# How ranks end that were asked to leave, and those that lost the others.
+# Exit codes of ranks that left on request, and of ranks that lost the connection to others.
 INTERRUPTED = 130
 LOST = 75
-# Lines that are shown of what a failed rank said.
+# Length of the log tail of a failed rank.
 SHOWN_LINES = 60
 
 
 class RankFailed(RuntimeError):
-    """A rank ended before its run did; the message holds the last of what it said."""
+    """A rank failed; the message holds the tail of its output."""
 
 
 def watch(
@@ -28,13 +29,13 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int | None:
-    """Wait until all ranks have ended as they should, or one has failed.
+    """Wait until all ranks have ended without error, or one has failed.
 
     Args:
-        look: the exit codes of those that have ended, by rank, in the order in which they were seen to.
-        num_ranks: how many there are.
-        clock: seconds, never going back.
-        sleep: lets so many of them pass.
+        look: returns the exit codes of the ranks that have ended, by rank, in the order of detection.
+        num_ranks: world size.
+        clock: monotonic time in seconds.
+        sleep: blocks for a number of seconds.
 
     Returns:
         the rank that failed first; None if none did.
@@ -42,7 +43,7 @@ def watch(
     first_s: float | None = None
     while True:
         ended = look()
-        # Where one left at once because the user said so twice, the others could but lose it.
+        # When the user interrupts a rank twice, the others inevitably lose it.
         right = (0, INTERRUPTED, LOST) if INTERRUPTED in ended.values() else (0,)
         wrong = [rank for rank, code in ended.items() if code not in right]
         if not wrong and len(ended) == num_ranks:
@@ -50,7 +51,7 @@ def watch(
         first_s = clock() if wrong and first_s is None else first_s
         if first_s is not None:
             waited_s = clock() - first_s
-            # Who lost the others is not to blame, and the first rank says itself what went wrong.
+            # A lost connection is only a consequence, and rank 0 prints its own error.
             blamed = [rank for rank in wrong if ended[rank] != LOST]
             if 0 in blamed:
                 return 0
@@ -62,5 +63,10 @@ def watch(
 
 
 def failure(what: str, said: str) -> RankFailed:
-    """The error of a rank that failed: what happened to it, and the end of what it said."""
+    """Return the error for a failed rank.
+
+    Args:
+        what: description of the failure.
+        said: the rank's output, of which the tail is kept.
+    """
     return RankFailed("\n".join([what, *said.splitlines()[-SHOWN_LINES:]]))

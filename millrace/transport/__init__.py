@@ -1,1 +1,1 @@
-"""How named tensors move between roles."""
+"""Weight updates from the trainer to samplers."""

@@ -1,7 +1,7 @@
-"""A few tokens that trainer and sampler both judge after each hand-over.
+"""A few tokens whose log-probabilities trainer and sampler compare after each weight update.
 
-Fingerprints prove which weights a sampler holds, and not that it computes with them: it may hold a copy of
-them in another layout, or a graph that was recorded with others.
+Fingerprints verify which weights a sampler holds, but not that it computes with them: it may use a stale copy
+in another layout, or a CUDA graph that was captured with other weights.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Tokens, and what the trainer says of them.
+    """Tokens and the trainer's log-probabilities of them.
 
     Attributes:
-        token_ids: at least two.
-        logprobs: of each but the first, untempered.
-        most: how far a sampler may be from them by rounding alone, in the mean.
+        token_ids: at least two tokens.
+        logprobs: log-probability of each token but the first, at temperature 1.
+        most: largest mean absolute difference of a sampler that rounding can explain.
     """
 
     token_ids: tuple[int, ...]
@@ -26,14 +26,14 @@ class Canary:
     most: float
 
     def note(self) -> dict[str, Any]:
-        """What can be written as JSON."""
+        """Convert to a JSON-compatible dictionary."""
         return asdict(self)
 
     @classmethod
     def of(cls, note: dict[str, Any]) -> Canary:
-        """What `note` wrote."""
+        """Convert back from the result of `note`."""
         return cls(tuple(note["token_ids"]), tuple(note["logprobs"]), note["most"])
 
     def distance(self, found: Sequence[float]) -> float:
-        """Of a sampler's log-probabilities from these, in the mean."""
+        """Return the mean absolute difference from a sampler's log-probabilities."""
         return sum(abs(a - b) for a, b in zip(found, self.logprobs, strict=True)) / len(self.logprobs)

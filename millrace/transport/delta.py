@@ -1,10 +1,10 @@
-"""Only the elements that changed, without loss: bits are compared and bits are sent.
+"""Lossless delta encoding of weight updates: only elements with changed bits are sent.
 
-Both sides hold the last version. Of a weight with E elements of `s` bytes, N of which
-have other bits than there, travel: how many changed in each block of 65536 (4 bytes a block), their new
-bits (s N bytes) and their places within the block (2 N bytes). Where that is not less than the whole
-weight, the whole one travels. In float32 every step moves nearly every element; what gains is bfloat16,
-where a small step moves few.
+Both sides hold the previous version. Let a weight have E elements of `s` bytes, N of them with changed bits.
+The delta holds the number of changes per block of 65536 elements (4 bytes per block), the new bits (s N
+bytes) and the indices within the block (2 N bytes). If that is not smaller than the weight, the complete
+weight is sent. In float32 every step changes nearly every element. The gain is in bfloat16, where a small
+step changes few.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changes(old: Tensor, new: Tensor) -> Tensor | None:
-    """What leads from one tensor to another of the same shape and dtype, uint8 [num_bytes].
+    """Encode the changes between two tensors of the same shape and dtype.
+
+    Args:
+        old: the previous tensor, on the CPU.
+        new: the new tensor, on the CPU.
 
     Returns:
-        counts of each block (int32), new bits, places within the block (uint16), one after the other; None
-        where that is not less than the whole tensor.
+        uint8 [num_bytes]: counts per block (int32), new bits and indices within the block (uint16),
+        concatenated. None if that is not smaller than the tensor.
     """
     word = WORDS[old.element_size()]
     old_E, new_E = raw_bytes(old).view(word), raw_bytes(new).view(word)
@@ -33,7 +37,7 @@ def changes(old: Tensor, new: Tensor) -> Tensor | None:
     num_changed, num_blocks = int(changed_E.count_nonzero()), -(-old_E.numel() // BLOCK)
     if 4 * num_blocks + (2 + old.element_size()) * num_changed >= old.nbytes:
         return None
-    # Of numpy, which takes a third of torch's time where few are set.
+    # numpy takes a third of torch's time for few set elements.
     place_N = torch.from_numpy(np.flatnonzero(changed_E.numpy()))
     count_B = torch.bincount(place_N // BLOCK, minlength=num_blocks).int()
     within_N = (place_N % BLOCK).to(torch.uint16)
@@ -41,17 +45,22 @@ def changes(old: Tensor, new: Tensor) -> Tensor | None:
 
 
 def apply_changes(held: Tensor, packed: Tensor, name: str) -> None:
-    """Write into a contiguous tensor, in place, what `changes` found.
+    """Apply the result of `changes` to a contiguous tensor in place.
+
+    Args:
+        held: the previous tensor.
+        packed: the encoded changes, uint8 [num_bytes].
+        name: of the weight, for the error message.
 
     Raises:
-        WeightSyncError: the changes are not of a tensor of this size.
+        WeightSyncError: the changes do not fit a tensor of this size.
     """
     size, num_blocks = held.element_size(), -(-held.numel() // BLOCK)
     word_E = raw_bytes(held).view(WORDS[size])
     misfit = WeightSyncError(f"the changes of weight {name} do not fit {held.numel()} elements")
     if len(packed) < 4 * num_blocks:
         raise misfit
-    # Cloned, since a view of wider words must begin at a multiple of their size.
+    # Cloned, because a view with a wider dtype needs an aligned start.
     count_B = packed[: 4 * num_blocks].clone().view(torch.int32).long()
     num_changed = int(count_B.sum())
     if bool((count_B < 0).any()) or len(packed) != 4 * num_blocks + (2 + size) * num_changed:

@@ -1,4 +1,4 @@
-"""Weights within one process: the sampler copies them in place, and the copy is proved."""
+"""Weight updates within one process: the sampler copies the weights in place and verifies the copy."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from torch import Tensor
 from millrace.transport.canary import Canary
 from millrace.transport.fingerprint import fingerprint
 
-# The log-probability of each of these tokens but the first, as a sampler computes it.
+# A sampler's log-probability of each of these tokens but the first.
 LogprobsOf = Callable[[Sequence[int]], Sequence[float]]
 
 
 class WeightSyncError(RuntimeError):
-    """The sampler does not hold the weights that were sent."""
+    """The sampler does not hold, or does not compute with, the weights that were sent."""
 
 
 def prove(sent: Mapping[str, str], held: Mapping[str, str], version: int) -> None:
-    """Compare the fingerprints of both sides: count, names, dtypes, shapes and bits of all weights.
+    """Compare the fingerprints of trainer and sampler: names, dtypes, shapes and bits of all weights.
+
+    Args:
+        sent: the trainer's fingerprint.
+        held: the sampler's fingerprint.
+        version: policy version, for the error message.
 
     Raises:
-        WeightSyncError: they differ, with the first name that does.
+        WeightSyncError: they differ; the message names the first weight.
     """
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
@@ -33,17 +38,23 @@ def prove(sent: Mapping[str, str], held: Mapping[str, str], version: int) -> Non
 
 
 def ask(canary: Canary, logprobs_of: LogprobsOf, version: int) -> None:
-    """Compare what a sampler says of the canary with what the trainer does.
+    """Compare the log-probabilities of trainer and sampler on the canary.
 
-    Where that is no number, the weights have grown without bound; draws then fail with the layer's name.
+    If the trainer's are not finite, the weights have diverged. Then nothing is compared, and generation fails
+    with the layer's name.
+
+    Args:
+        canary: the trainer's.
+        logprobs_of: the sampler's.
+        version: policy version, for the error message.
 
     Raises:
-        WeightSyncError: they are further apart than rounding explains.
+        WeightSyncError: the mean difference exceeds what rounding explains.
     """
     if not all(map(math.isfinite, canary.logprobs)):
         return
     far = canary.distance(logprobs_of(canary.token_ids))
-    # Not a number is too far as well.
+    # Written so that NaN fails too.
     if not far <= canary.most:
         raise WeightSyncError(
             f"the sampler holds version {version} and computes something else: its log-probabilities of "
@@ -53,7 +64,7 @@ def ask(canary: Canary, logprobs_of: LogprobsOf, version: int) -> None:
 
 
 class LocalTransport:
-    """Hands tensors to a sampler in the same process, and compares what both sides hold and compute."""
+    """Updates a sampler in the same process, and verifies its weights and its log-probabilities."""
 
     def __init__(
         self,
@@ -62,13 +73,13 @@ class LocalTransport:
         logprobs_of: LogprobsOf,
         canary: Callable[[], Canary],
     ) -> None:
-        """A transport to one sampler.
+        """Connect to one sampler.
 
         Args:
             load: the sampler's `load_weights`.
             held: the sampler's `fingerprint`.
-            logprobs_of: the sampler's.
-            canary: the trainer's, of the weights that are sent.
+            logprobs_of: the sampler's log-probabilities.
+            canary: returns the trainer's canary under the weights that are sent.
         """
         self._load = load
         self._held = held
@@ -76,8 +87,13 @@ class LocalTransport:
         self.metrics: dict[str, float] = {}
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Deliver every tensor as `version`, twice if need be; see `protocols.WeightTransport`."""
-        # Taken once: where ranks gather them together, the others do not know of a second attempt.
+        """Update the sampler to `version`, with one retry; see `protocols.WeightTransport`.
+
+        Args:
+            named_tensors: all weights.
+            version: their policy version.
+        """
+        # Iterated once: it may all-gather, and other ranks do not take part in a retry.
         sent, canary = list(named_tensors), self._canary()
         try:
             self._hand_over(sent, canary, version)

@@ -1,8 +1,8 @@
-"""Weights through memory that processes of one machine share and that has no name.
+"""Weight updates through anonymous shared memory (memfd) between processes of one machine.
 
-The trainer writes each version over the last one, and every sampler maps the same pages. Nothing of it can be
-left behind: it goes with the last process that holds it, however that one ends. The size of `/dev/shm`, which
-in a container is often 64 MB, does not limit it. Linux only.
+The trainer overwrites the previous version, and every sampler maps the same pages. The kernel frees the
+memory when the last process that maps it ends, however it ends. The size of `/dev/shm`, in a container often
+64 MB, does not limit it. Linux only.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from millrace.transport.fingerprint import digest
 from millrace.transport.local import WeightSyncError
 from millrace.transport.sync import Note, Parcel
 
-# No dtype is wider, and a cache line is as long.
+# Length of a cache line, and a multiple of every element size.
 ALIGNMENT = 64
 
 
 class SharedWeights:
-    """The trainer's end.
+    """The trainer's end of the shared memory.
 
     Attributes:
-        handle: descriptor of the memory, for a sampler's process to inherit.
-        metrics: where changes were written, `sync/payload_bytes` that must travel to a sampler elsewhere that
-            holds the last version, and `sync/payload_share`, of the bytes of all weights.
+        handle: descriptor of the memory, which a sampler process inherits.
+        metrics: empty unless a delta was written. `sync/payload_bytes`: bytes to transfer to a remote sampler
+            that holds the previous version. `sync/payload_share`: its fraction of the bytes of all weights.
     """
 
     def __init__(self, *, delta: bool = False) -> None:
-        """Memory that holds nothing yet.
+        """Create empty shared memory.
 
         Args:
-            delta: whether to write what changed since the last version too, behind the weights.
+            delta: whether to write the changes since the previous version too, behind the weights.
         """
         self.handle = os.memfd_create("millrace-weights")
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._delta = delta
         self.metrics: dict[str, float] = {}
-        # What lies there; None while nothing whole does.
+        # Manifest of the weights in the memory; None while they are incomplete.
         self._last: Note | None = None
 
     def write(
@@ -52,19 +52,20 @@ class SharedWeights:
         version: int,
         canary: Callable[[], Canary] | None = None,
     ) -> Note:
-        """Write a version over the last one, which nobody may be reading.
+        """Overwrite the previous version, which no sampler may be reading.
 
         Args:
-            named_tensors: the weights, each name once; they may change again once this has returned.
-            version: of them.
-            canary: of these weights, asked for when they have been taken; None for none.
+            named_tensors: the weights, each name once; they are copied before this returns.
+            version: their policy version.
+            canary: returns the canary of these weights; called after they are copied. None for no canary.
 
         Returns:
-            where each weight lies, its fingerprint and the canary, for `MappedWeights`; as `changes` the last
-            version (`base`), and of weights of which not all must travel where that lies (`packed`), or None.
+            the manifest for `MappedWeights`: dtype, shape and offset of each weight, its fingerprint, and the
+            canary. `changes` is None, or holds the previous version (`base`) and the byte range of each
+            weight's delta (`packed`); a weight without an entry there is transferred completely.
 
         Raises:
-            WeightSyncError: there is no room, or a name was given twice.
+            WeightSyncError: memory is exhausted, or a name occurs twice.
         """
         places: dict[str, tuple[str, list[int], int]] = {}
         digests: dict[str, str] = {}
@@ -79,7 +80,7 @@ class SharedWeights:
             places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin)
             there = tensor.detach().cpu()
             if changed is not None:
-                # What lies there is the last version still.
+                # The memory still holds the previous version here.
                 packed = changed.find(name, places[name], self._memory[begin:end], there)
                 if packed is not None:
                     self._reserve(changed.end)
@@ -87,7 +88,7 @@ class SharedWeights:
             digests[name] = digest(there, self._memory[begin:end])
         asked = None if canary is None else canary().note()
         told, self.metrics = None, {}
-        # Where other weights came than the last ones, nobody can have held these before.
+        # A delta needs the same names, dtypes, shapes and offsets as the previous version.
         if changed is not None and places == changed.last["tensors"]:
             told = {"base": changed.last["version"], "packed": changed.packed}
             share = changed.num_bytes / max(end, 1)
@@ -97,7 +98,7 @@ class SharedWeights:
         return self._last
 
     def close(self) -> None:
-        """Let go of the memory; a sampler that still reads keeps its pages until it is done."""
+        """Release the memory; the pages stay for a sampler that still maps them."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         os.close(self.handle)
 
@@ -108,24 +109,23 @@ class SharedWeights:
 
 
 class _Changes:
-    """What changed since the version that lies in the memory, weight by weight.
+    """Deltas against the version in the memory, weight by weight.
 
     Attributes:
-        last: the note of that version.
-        packed: where lies what leads to the new weights, for those of which it is less than the whole.
-        num_bytes: that must travel, of weights and changes.
-        end: of all that was written.
+        last: the manifest of that version.
+        packed: byte range of the delta, for each weight whose delta is smaller than the weight.
+        num_bytes: bytes to transfer, of weights and deltas.
+        end: end of the last delta in the memory.
     """
 
     def __init__(self, last: Note) -> None:
-        """Nothing is known yet."""
         self.last = last
         self.packed: dict[str, list[int]] = {}
-        # Behind the weights, for as long as they lie where the last ones do.
+        # Deltas follow the weights; they are valid while all offsets equal those of the previous version.
         self.num_bytes, self.end = 0, int(last["bytes"])
 
     def find(self, name: str, place: tuple[str, list[int], int], held: Tensor, new: Tensor) -> Tensor | None:
-        """What is to be written up to the new `end`, uint8 [num_bytes]; None where a weight travels whole."""
+        """Return the delta to write up to the new `end`, uint8 [num_bytes]; None to send the whole weight."""
         self.num_bytes += len(held)
         if self.last["tensors"].get(name) != place:
             return None
@@ -140,33 +140,33 @@ class _Changes:
 
 
 class MappedWeights:
-    """A sampler's end: the carrier of a `sync.WeightReceiver`.
+    """A sampler's end of the shared memory: the transport of a `sync.WeightReceiver`.
 
     Attributes:
-        note: what `SharedWeights.write` gave of the version to take; set it before each `take`. Where the
-            memory is this side's own and got changes, `patch` in it says of which weights, and where.
+        note: manifest from `SharedWeights.write` of the version to take; set it before each `take`. If the
+            memory is a remote copy that received deltas, its `patch` maps weights to their byte ranges.
     """
 
     def __init__(self, handle: int, answer: Callable[[Note], None]) -> None:
-        """Nothing is mapped yet.
+        """Prepare to map the memory on the first `take`.
 
         Args:
             handle: descriptor of the memory.
-            answer: tells the trainer what became of a version.
+            answer: callback that reports the result of a weight update to the trainer.
         """
         self.note: Note = {}
         self._handle, self._answer = handle, answer
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self) -> Parcel:
-        """What `note` describes; see `sync.Incoming`."""
+        """Return the weight update that `note` describes; see `sync.Incoming`."""
         note = self.note
-        # Whoever ordered this has it taken again, from the same memory.
+        # A retry reads the same memory again.
         proof = {name: note[name] for name in ("fingerprint", "canary")}
         return Parcel(note["version"], self._read(note), proof)
 
     def answer(self, note: Note) -> None:
-        """Tell the trainer; see `sync.Incoming`."""
+        """Report the result to the trainer; see `sync.Incoming`."""
         self._answer(note)
 
     def _read(self, note: Note) -> Iterator[tuple[str, Tensor]]:
@@ -187,14 +187,14 @@ class MappedWeights:
 
 
 def pieces(note: Note, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where lies what must travel to memory elsewhere before `MappedWeights` can take these weights there.
+    """Yield the byte ranges to copy to a remote memory before its `MappedWeights` can take these weights.
 
     Args:
-        note: of `SharedWeights.write`, with `patch` where that memory holds the last version.
-        most_bytes: of one piece.
+        note: manifest from `SharedWeights.write`, with `patch` if the previous version is there.
+        most_bytes: maximum length of one range.
 
     Yields:
-        begin and end, for the same place there.
+        begin and end of a range; the offsets are the same in both memories.
     """
     begins = [begin for _, _, begin in note["tensors"].values()]
     whole = zip(note["tensors"], begins, [*begins[1:], note["bytes"]], strict=True)
@@ -210,10 +210,10 @@ def pieces(note: Note, most_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _give_size(handle: int, num_bytes: int) -> None:
-    """Give memory its size, and take the room: a mapped page for which there is none kills the process.
+    """Resize the memory and allocate its pages now: a later page fault without memory kills the process.
 
     Raises:
-        WeightSyncError: there is no room.
+        WeightSyncError: memory is exhausted.
     """
     os.ftruncate(handle, num_bytes)
     try:

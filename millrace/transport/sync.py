@@ -1,9 +1,8 @@
-"""The receiving half of weights between processes: loaded, proved, and answered for.
+"""The sampler's side of a weight update between processes: load, verify, reply.
 
-A carrier (`memory.MappedWeights`) brings tensors and what the sender says of them. The receiver lets its
-sampler load what comes, compares the fingerprints of what the sampler then holds with the sender's, has it
-judge the canary, and answers. A version is proved once that answer holds no error, and the sampler serves
-nothing before.
+A transport (`memory.MappedWeights`) delivers the tensors and the sender's manifest. The receiver loads the
+tensors into its sampler, compares fingerprints and the log-probabilities of the canary with the sender's, and
+replies. A version is verified if the reply holds no error. The sampler must not serve before that.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torch import Tensor
 from millrace.transport.canary import Canary
 from millrace.transport.local import LogprobsOf, WeightSyncError, ask, prove
 
-# What can be written as JSON.
+# JSON-compatible.
 Note = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What a carrier brings.
+    """One weight update.
 
     Attributes:
-        version: of the weights.
-        named_tensors: they lie in the carrier's memory until the answer: who keeps one copies it.
-        closing: what the sender said of them: `fingerprint` and `canary`.
+        version: policy version of the weights.
+        named_tensors: views of the transport's memory, valid until the reply; copy what is to be kept.
+        closing: the sender's `fingerprint` and `canary`.
     """
 
     version: int
@@ -38,22 +37,22 @@ class Parcel:
 
 
 class Incoming(Protocol):
-    """A receiver's end of a carrier."""
+    """The receiver's end of a transport."""
 
     def take(self) -> Parcel:
-        """The next parcel."""
+        """Return the next weight update."""
         ...
 
     def answer(self, note: Note) -> None:
-        """Answer the parcel that was taken; its tensors may be overwritten from then on."""
+        """Reply to the weight update that was taken; its tensors may be overwritten from then on."""
         ...
 
 
 class WeightReceiver:
-    """A sampler's half.
+    """Loads and verifies weight updates for one sampler.
 
     Attributes:
-        version: the last that was proved; None before the first.
+        version: the last verified policy version; None before the first.
     """
 
     def __init__(
@@ -63,26 +62,26 @@ class WeightReceiver:
         held: Callable[[], dict[str, str]],
         logprobs_of: LogprobsOf | None = None,
     ) -> None:
-        """A receiver for one sampler.
+        """Connect a transport to a sampler.
 
         Args:
-            carrier: brings the tensors.
+            carrier: delivers weight updates.
             load: the sampler's `load_weights`.
             held: the sampler's `fingerprint`.
-            logprobs_of: the sampler's, for a canary; None for one that can judge none.
+            logprobs_of: the sampler's log-probabilities, for the canary; None to skip the canary.
         """
         self._carrier, self._load, self._held, self._logprobs_of = carrier, load, held, logprobs_of
         self.version: int | None = None
 
     def receive(self) -> int:
-        """Load the next version, in place of whatever the sampler held, and answer.
+        """Load and verify the next weight update, and reply.
 
         Returns:
-            The version; it is proved.
+            The verified policy version.
 
         Raises:
-            WeightSyncError: what came is not what was sent; the sampler must not serve until a later call has
-                returned.
+            WeightSyncError: the update was refused or failed verification. The sampler must not serve until a
+                later call returns.
         """
         parcel = self._carrier.take()
         try:
@@ -95,7 +94,7 @@ class WeightReceiver:
         return self.version
 
     def _accept(self, parcel: Parcel) -> float:
-        """Load and prove; the seconds that the proof took."""
+        """Load and verify; return the duration of the verification in seconds."""
         if self.version is not None and parcel.version < self.version:
             raise WeightSyncError(f"version {parcel.version} was sent after version {self.version}")
         self._load(parcel.named_tensors, parcel.version)

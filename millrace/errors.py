@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class SetupError(ValueError):
-    """Settings that fit the schema and not each other or this machine; the message says what to change."""
+    """Settings that are valid alone but not together or on this machine; the message names the fix."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged or cannot be written; the message names it."""
+    """A damaged or unwritable checkpoint; the message names it."""

@@ -1,4 +1,4 @@
-"""The seams: what a sampler, a trainer, a scorer, an environment, a reward and a transport must do. No torch.
+"""Protocols of the components: engine, trainer, scorer, environment, reward, transport. No torch.
 
 Concrete classes are named in one file only, `run/build.py`.
 """
@@ -20,17 +20,17 @@ NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 
 class Engine(Protocol):
-    """The sampler: tokens in, tokens out."""
+    """The sampler: prompt tokens in, completion tokens out."""
 
     @property
     def version(self) -> int:
-        """Of the weights that draw from now on."""
+        """Policy version of the current weights."""
         ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Draw one completion for each prompt, in order.
+        """Sample one completion for each prompt, in order.
 
         Raises:
             ValueError: a prompt is empty or, with its `max_tokens`, longer than the model allows.
@@ -40,13 +40,14 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     Attributes:
-        skipped: the gradient was not finite, so no weight moved and the version did not change.
+        skipped: whether the step was skipped because the gradient was not finite; then no weight changed and
+            the version stayed.
         gradient_norm: before clipping, over all weights.
-        learning_rate: the one used.
-        metrics: the loss, and means over the tokens' shares (entropy, clip_share, ...).
+        learning_rate: of this step.
+        metrics: the loss, and means weighted by the token weights (entropy, clip_share, ...).
     """
 
     skipped: bool
@@ -56,7 +57,7 @@ class StepReport:
 
 
 class Trainer(Protocol):
-    """The policy being trained: accumulate gradients, step, publish."""
+    """The policy being trained: accumulates gradients and updates the weights."""
 
     version: int
 
@@ -64,83 +65,83 @@ class Trainer(Protocol):
         """Add the gradient of `(loss_T * weight_T).sum()` over one packed batch.
 
         Returns:
-            log-probability of each chosen token before the update, in packed order, [N].
+            Log-probability of each chosen token before the update, in packed order, [N].
         """
         ...
 
     def optim_step(self) -> StepReport:
-        """Move the weights by the accumulated gradient and clear it."""
+        """Update the weights with the accumulated gradient and clear it."""
         ...
 
     def named_tensors(self) -> NamedTensors:
-        """Every weight under its Hugging Face name, tied weights once."""
+        """Yield every weight under its Hugging Face name, tied weights once."""
         ...
 
     def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first, untempered."""
+        """Return the log-probability of each token but the first, at temperature 1."""
         ...
 
 
 class Scorer(Protocol):
-    """Frozen weights that judge tokens somebody else drew (a reference policy)."""
+    """Log-probabilities of given tokens under frozen weights (a reference policy)."""
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """Log-probability of each chosen token, [T]; 0 where the action mask is not set."""
+        """Return the log-probability of each chosen token, [T]; 0 where the action mask is not set."""
         ...
 
 
 class Environment(Protocol):
-    """One episode, used once: it speaks first and answers each completion until it is over."""
+    """One episode, used once: gives an observation, then responds to each completion until done."""
 
     def observe(self) -> tuple[int, ...]:
-        """The tokens that open the episode."""
+        """Return the tokens that open the episode."""
         ...
 
     def step(self, completion: Completion) -> tuple[int, ...] | None:
-        """The tokens that follow this completion, or None when the episode is over."""
+        """Return the tokens that follow this completion, or None when the episode is done."""
         ...
 
 
 class Reward(Protocol):
-    """Judges completions. Never raises for what the policy wrote: it returns an invalid or failed outcome."""
+    """Scores completions. Malformed text never raises: the outcome is then invalid or failed."""
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order."""
+        """Return one outcome for each completion, in order."""
         ...
 
     def close(self) -> None:
-        """Give back what the reward holds (worker processes)."""
+        """Release the reward's resources (worker processes)."""
         ...
 
 
 class WeightTransport(Protocol):
-    """Carries named weights from the trainer to the sampler."""
+    """Updates the sampler's weights from named tensors of the trainer."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the last hand-over, for the record of a batch; empty where there is nothing to tell."""
+        """Metrics of the last weight update, for the record of a batch; may be empty."""
         ...
 
     def send(self, named_tensors: NamedTensors, version: int) -> None:
-        """Deliver every tensor as `version`; return once the receiver holds them.
+        """Update the sampler to `version` with every tensor; return once the sampler has them.
 
         Raises:
-            WeightSyncError: the receiver does not hold what was sent.
+            WeightSyncError: the sampler's weights differ from those sent.
         """
         ...
 
 
 class RankGroup(Protocol):
-    """The ranks of a run, as one of them sees them; each method is called by all of them in step."""
+    """The ranks of a run, seen from one of them; methods are collective calls, made by all ranks in step."""
 
     @property
     def rank(self) -> int:
-        """Of this process, counted from 0."""
+        """Index of this process, counted from 0."""
         ...
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         ...
 
     @property
@@ -149,17 +150,17 @@ class RankGroup(Protocol):
         ...
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, by rank, on every rank."""
+        """All-gather bytes: return every rank's `mine`, by rank, on every rank."""
         ...
 
     def hand_out(self, data: bytes = b"") -> bytes:
-        """What rank 0 gives, on every rank; the others give nothing."""
+        """Broadcast bytes from rank 0; the other ranks pass nothing."""
         ...
 
     def share(self, text: str) -> str:
-        """The text of rank 0, on every rank."""
+        """Broadcast the text of rank 0."""
         ...
 
     def threads(self) -> list[int]:
-        """Threads that torch computes with, by rank, on every rank."""
+        """Return the number of torch threads of each rank, by rank, on every rank."""
         ...

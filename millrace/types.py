@@ -1,8 +1,8 @@
-"""Host-side values that travel between the parts of millrace. No torch.
+"""Host-side values that the components of millrace exchange. No torch.
 
-After this file and `protocols.py` you know the system: a `Prompt` is sampled into a `Group` of
-`Trajectory`s, each a list of `Turn`s, each holding the `Completion` that the engine drew; a reward turns
-a completion into an `Outcome`.
+With `protocols.py`, this file outlines the system: a `Prompt` is sampled into a `Group` of `Trajectory`s,
+each a list of `Turn`s. Each turn holds the `Completion` that the engine generated. A reward scores a
+completion as an `Outcome`.
 """
 
 from __future__ import annotations
@@ -14,41 +14,40 @@ from typing import Any, Literal
 
 import numpy as np
 
-# Below it the logits of large models, divided by the temperature, lose the digits they differ in.
+# At lower temperatures, the scaled logits of large models lose the digits in which they differ.
 MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one completion is drawn.
+    """Sampling parameters of one completion.
 
-    The token at position `t` depends on the distribution, `seed` and `t` alone, never on its batch. No token
-    ends a completion unless it stands in `stop_token_ids`.
+    The token at position `t` depends only on the distribution, `seed` and `t`, never on its batch. Only
+    tokens in `stop_token_ids` end a completion.
 
     Attributes:
-        max_tokens: at most so many tokens are drawn.
-        temperature: logits are divided by it; 0 takes the most likely token, whatever top-k, top-p and min-p
-            say.
-        top_k: draw among the k most likely tokens only; 0 is off.
-        top_p: draw among the smallest set of tokens that holds this probability mass; 1 is off.
-        stop_token_ids: drawing one of these ends the completion (the token is kept).
+        max_tokens: largest number of sampled tokens.
+        temperature: divides the logits; 0 takes the most likely token, whatever top-k, top-p and min-p are.
+        top_k: sample from the k most likely tokens only; 0 is off.
+        top_p: sample from the smallest set of tokens with this probability mass; 1 is off.
+        stop_token_ids: each ends the completion when sampled (the token is kept).
         stop: text that ends the completion (its tokens are kept, its text is not).
-        seed: of this one completion; any integer, taken modulo 2^64.
-        min_tokens: before so many tokens are drawn, no stop token is.
-        min_p: draw only tokens with at least this share of the likeliest token's probability; 0 is off.
-        repetition_penalty: for every token of the prompt and the completion so far, a positive logit is
-            divided by it and a negative one multiplied with it; 1 is off.
-        presence_penalty: taken from the logit of every token drawn so far; 0 is off.
-        frequency_penalty: taken from it once for each time the token was drawn; 0 is off.
-        allowed_token_ids: draw among these only; empty is off.
-        forbidden_token_ids: never draw these.
-        logit_bias: pairs of a token and what is added to its logit.
-        logprobs: `processed` log-probabilities are those of the logits divided by the temperature, before
-            everything else named here; `raw` ones are those of the logits as the model gives them.
-        prompt_logprobs: whether the completion carries the log-probabilities of its prompt too.
+        seed: of this completion; any integer, taken modulo 2^64.
+        min_tokens: number of tokens before a stop token may be sampled.
+        min_p: least probability of a token, as a fraction of the most likely token's; 0 is off.
+        repetition_penalty: for every token of the prompt and the completion so far, divides a positive logit
+            and multiplies a negative one; 1 is off.
+        presence_penalty: subtracted from the logit of every token sampled so far; 0 is off.
+        frequency_penalty: subtracted once for each time the token was sampled; 0 is off.
+        allowed_token_ids: sample from these only; empty is off.
+        forbidden_token_ids: never sample these.
+        logit_bias: pairs of a token and a value added to its logit.
+        logprobs: `processed` log-probabilities are those of the logits divided by the temperature, before all
+            other parameters; `raw` ones are those of the model's logits.
+        prompt_logprobs: whether the completion has the log-probabilities of its prompt too.
 
     Raises:
-        ValueError: a value no distribution has, or two that contradict each other.
+        ValueError: a value is out of range, or two values contradict each other.
 
     Source: the penalties are those of vLLM and transformers.
     """
@@ -72,7 +71,7 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no distribution has, and what contradicts itself."""
+        """Refuse values out of range and contradictions."""
         self._check_numbers()
         self._check_tokens()
         if isinstance(self.stop, str):
@@ -138,7 +137,7 @@ class SamplingParams:
             )
 
     def token_ids(self) -> dict[str, tuple[int, ...]]:
-        """Every token named here, by the field that names it."""
+        """Return every token named here, by field."""
         return {
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids,
@@ -149,13 +148,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
-    """The tokens that each token of a completion was drawn among, where sampling was truncated.
+    """The candidate tokens of each sampled token of a completion, where sampling was truncated.
 
     Attributes:
-        token_ids: int32 [sum of counts], ascending within each draw.
-        counts: int32 [tokens of the completion], how many each draw had.
-        logprobs: float32 [tokens of the completion], the drawn token's log-probability among them, divided by
-            the temperature or raw like the completion's own.
+        token_ids: int32 [sum of counts], ascending within each position.
+        counts: int32 [tokens of the completion], number of candidates at each position.
+        logprobs: float32 [tokens of the completion], log-probability of the sampled token among the
+            candidates, scaled by the temperature or raw like the completion's own.
     """
 
     token_ids: np.ndarray
@@ -163,7 +162,7 @@ class Support:
     logprobs: np.ndarray
 
     def __post_init__(self) -> None:
-        """Refuse counts and log-probabilities that do not fit."""
+        """Refuse counts and log-probabilities of the wrong length."""
         if len(self.token_ids) != self.counts.sum():
             raise ValueError(
                 f"support has {len(self.token_ids)} tokens, but its counts add up to {int(self.counts.sum())}"
@@ -176,24 +175,23 @@ class Support:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What the engine drew for one request: tokens, and for each its log-probability and weight version.
+    """The engine's response: tokens, and for each its log-probability and policy version.
 
     Attributes:
-        token_ids: every token drawn, the one that ended it included.
-        logprobs: float32 [len(token_ids)], of the distribution divided by the temperature (before everything
-            else that sampling does), which is what the trainer recomputes; raw ones, if they were asked for.
-        versions: int32 [len(token_ids)], the weight version that drew each token.
-        finish_reason: `stop` (stop token or string), `length`, `abort` (somebody ended it) or `error` (it
-            failed; `reason` says why).
+        token_ids: all sampled tokens, with the stop token.
+        logprobs: float32 [len(token_ids)], of the distribution scaled by the temperature (before all other
+            sampling parameters), which is what the trainer recomputes; raw ones, if requested.
+        versions: int32 [len(token_ids)], the policy version that sampled each token.
+        finish_reason: `stop` (stop token or string), `length`, `abort` (cancelled) or `error` (failed; see
+            `reason`).
         text: the decoded tokens without special tokens, cut at the stop string.
-        support: the tokens that each was drawn among; None unless top-k, top-p, min-p or allowed tokens
-            truncate.
-        prompt_logprobs: float32 [tokens of the prompt - 1], each prompt token's log-probability after those
-            before it (the first has none), in the way of `logprobs`; None unless asked for.
-        experts: int16 [tokens of prompt and completion, layers with a router, experts of a token], where a
-            mixture of experts sent each token; -1 for a token that was not computed, as the last one drawn.
-            None unless the engine records them.
-        reason: why it was aborted or failed.
+        support: the candidates of each token; None unless top-k, top-p, min-p or allowed tokens truncate.
+        prompt_logprobs: float32 [tokens of the prompt - 1], log-probability of each prompt token given those
+            before it (the first has none), processed or raw as `logprobs`; None unless requested.
+        experts: int16 [tokens of prompt and completion, layers with a router, experts of a token], the
+            experts of each token in a mixture of experts; -1 for a token that was not computed, such as the
+            last one sampled. None unless the engine records them.
+        reason: of the abort or the failure.
     """
 
     token_ids: tuple[int, ...]
@@ -207,7 +205,7 @@ class Completion:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a completion whose arrays do not fit its tokens."""
+        """Refuse arrays that do not fit the tokens."""
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"completion has {len(self.token_ids)} tokens, {len(self.logprobs)} log-probabilities and "
@@ -221,14 +219,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One problem: the tokens the policy sees and what a reward needs to judge its answer.
+    """One prompt: its tokens, and what a reward needs to score a completion.
 
     Attributes:
         id: stable within the data set, such as `train:17`.
-        token_ids: the rendered prompt, tokenised once.
+        token_ids: the rendered prompt, tokenized once.
         text: the rendered prompt.
         answer: the reference answer, empty if there is none.
-        row: the source row, for rewards that want more than the answer.
+        row: the source row, for rewards that need more than the answer.
         demonstration: a completion to imitate (supervised training), if the data has one.
     """
 
@@ -242,13 +240,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a reward says of one answer. A failure of the reward is never a score of zero.
+    """The outcome of scoring one completion. A failure of the reward is never a score of zero.
 
     Attributes:
-        kind: `score` (judged), `invalid` (no answer could be read from the completion; `value` is what the
-            recipe gives for that), or `failed` (the reward itself raised, hung or returned no number).
+        kind: `score` (scored), `invalid` (no answer could be parsed from the completion; `value` is what the
+            recipe sets for that), or `failed` (the reward itself raised, hung or returned no number).
         value: the reward; NaN where `kind` is `failed`.
-        reason: why the answer is invalid or the reward failed.
+        reason: of an invalid answer or a failure.
         parts: the value of each named component where several were combined.
     """
 
@@ -259,13 +257,13 @@ class Outcome:
 
     @classmethod
     def failure(cls, reason: str) -> Outcome:
-        """An outcome that says the reward itself failed."""
+        """Return an outcome for a reward that failed."""
         return cls("failed", float("nan"), reason)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """What the environment gave (`observation`, tokens) and what the policy said to it."""
+    """One turn: the environment's tokens (`observation`) and the policy's completion."""
 
     observation: tuple[int, ...]
     completion: Completion
@@ -273,28 +271,28 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One episode: turns in order, and the outcome once it has been scored."""
+    """One episode: turns in order, and the outcome once it is scored."""
 
     turns: tuple[Turn, ...]
     outcome: Outcome | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole episode, observations included."""
+        """Number of tokens in the episode, observations included."""
         return sum(len(turn.observation) + len(turn.completion.token_ids) for turn in self.turns)
 
     @property
     def num_actions(self) -> int:
-        """Tokens the policy chose."""
+        """Number of tokens that the policy sampled."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     @property
     def text(self) -> str:
-        """What the policy said in its last turn."""
+        """Text of the policy's last completion."""
         return self.turns[-1].completion.text
 
     def scored(self, outcome: Outcome) -> Trajectory:
-        """This trajectory with its outcome."""
+        """Return this trajectory with an outcome."""
         return replace(self, outcome=outcome)
 
 

@@ -1,1 +1,1 @@
-"""Who the policy talks to."""
+"""Environments that the policy interacts with."""

@@ -1,4 +1,4 @@
-"""The simplest environment: one prompt, one answer."""
+"""A single-turn environment: one prompt, one completion."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from millrace.types import Completion, Prompt
 
 
 class SingleTurn:
-    """Says the prompt and is over after one completion."""
+    """Gives the prompt and is done after one completion."""
 
     def __init__(self, prompt: Prompt) -> None:
-        """An episode of one prompt."""
+        """Start an episode of one prompt."""
         self._prompt = prompt
 
     def observe(self) -> tuple[int, ...]:
-        """The prompt's tokens."""
+        """Return the prompt's tokens."""
         return self._prompt.token_ids
 
     def step(self, completion: Completion) -> tuple[int, ...] | None:
-        """None: the episode is over."""
+        """Return None: the episode is done."""
         return None

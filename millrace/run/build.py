@@ -1,4 +1,4 @@
-"""The one file that names concrete classes: from a RunConfig to the parts of a run."""
+"""The one file that names concrete classes: it builds the components of a run from a RunConfig."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
 
-# What a token of a batch takes on the host at most: as a completion, and while batches are packed (measured).
+# Host memory of one token of a batch, at most: as a completion, and while batches are packed (measured).
 TOKEN_BYTES = 150
 
 
 class _Sampling(TypedDict):
-    """The fields of `Parts` that have to do with sampling."""
+    """The fields of `Parts` that concern sampling."""
 
     engine: Engine
     sleeper: PagedEngine | None
@@ -83,10 +83,10 @@ class _Sampling(TypedDict):
 
 
 def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> Parts:
-    """Every part of a run as one rank has it, with the weights of `checkpoint` if there is one.
+    """Build every component of a run for one rank, with the weights of `checkpoint` if there is one.
 
     Raises:
-        ValueError: a DataError, ModelError, RewardError or SetupError that says what to change.
+        ValueError: a DataError, ModelError, RewardError or SetupError; its message names the fix.
     """
     device, ranks = choose_device(config.device), ranks or Ranks()
     torch.set_num_threads(num_threads(config))
@@ -140,7 +140,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
 def _sampling(
     config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, device: torch.device
 ) -> _Sampling:
-    """What draws and judges."""
+    """Build what generates and scores."""
     newest = Newest(*canary(config, sampled))
     with ExitStack() as undone:
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
@@ -148,7 +148,7 @@ def _sampling(
         engine: Engine
         transport: WeightTransport
         if num_processes(config):
-            # All of them are the first rank's.
+            # All engines belong to rank 0.
             if ranks.first:
                 reward = OneAtATime(reward)
                 runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
@@ -172,7 +172,7 @@ def _sampling(
 
 
 def _tokenizer(config: RunConfig, saved: Path | None, split: Split) -> Tokenizer:
-    """From a checkpoint, from a folder of the recipe, or trained on the data."""
+    """Load the tokenizer of a checkpoint or of the recipe, or train one on the data."""
     folder = saved or config.tokenizer.path or config.model.path
     if folder is not None:
         return load_tokenizer(folder)
@@ -188,26 +188,27 @@ def _tokenizer(config: RunConfig, saved: Path | None, split: Split) -> Tokenizer
 def _policy(
     config: RunConfig, tokenizer: Tokenizer, saved: Path | None, mesh: Mesh | None, device: torch.device
 ) -> tuple[Spread, Model, str]:
-    """The policy, in which it is settled what learns, as the ranks share it out.
+    """Build the policy, parallel over the mesh, with its trainable weights chosen.
 
-    Besides, a whole model with weights of its own, for the sampler, and a checksum of an adapter's base.
+    Also returned: a whole model with weights of its own for the sampler, and a checksum of an adapter's base.
     """
-    # An adapter goes on beside the model it began with; what a checkpoint calls its model is both, merged.
+    # An adapter resumes on the model it was trained with; the model folder of a checkpoint has it merged in.
     folder = saved if saved is not None and config.model.adapter is None else config.model.path
 
     def settle(model: Model) -> None:
         if config.deterministic:
             set_deterministic(model)
-        # A fresh model is drawn from the seed itself.
+        # The fresh model itself is initialized from the seed.
         choose_weights(config.model, model, saved, seed=config.seed + 1)
 
     if mesh is None or folder is None:
-        # Every rank draws all of a fresh model, so that its weights do not depend on how many there are.
+        # Every rank initializes all of a fresh model, so that its weights do not depend on the number of
+        # ranks.
         model = _whole(config, tokenizer, folder).to(device)
         settle(model)
         sampled, spread = merged(model), spread_over(model, mesh, config.mesh)
     else:
-        # An adapter comes to the sampler when weights are published for the first time.
+        # The adapter reaches the sampler with the first weight update.
         sampled = _whole(config, tokenizer, folder).to(device)
         if config.deterministic:
             set_deterministic(sampled)
@@ -225,7 +226,7 @@ def check_batch(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -
         longest: tokens of the longest sequence, prompt and completion.
 
     Raises:
-        SetupError: with the numbers, and what to change.
+        SetupError: the message has the numbers and the setting to change.
     """
     for kind in [reward.kind for reward in config.rewards if reward.kind in ("exact", "gsm8k", "number")]:
         if not any(prompt.answer for prompt in prompts):
@@ -253,7 +254,7 @@ def check_batch(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -
 
 
 def _whole(config: RunConfig, tokenizer: Tokenizer, folder: str | Path | None) -> Model:
-    """A model of a folder, or a fresh one."""
+    """Load a model from a folder, or initialize a fresh one."""
     dtype = getattr(torch, config.precision)
     if folder is not None:
         return load_model(folder, dtype=dtype)
@@ -272,7 +273,7 @@ def _whole(config: RunConfig, tokenizer: Tokenizer, folder: str | Path | None) -
 
 
 def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> PagedEngine:
-    """A sampler over a model from `models.load`, which it owns from now on."""
+    """Build a sampler over a model from `models.load`, which it owns from now on."""
     return engine_over(
         config.engine,
         model,
@@ -283,7 +284,7 @@ def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> Paged
 
 
 def build_reward(config: RunConfig, device: torch.device) -> Reward:
-    """The weighted sum of the recipe's rewards, each tried before the run begins; models go to `device`.
+    """Build the weighted sum of the recipe's rewards, each tested at once; models go to `device`.
 
     Raises:
         RewardError: a reward cannot start.
@@ -327,10 +328,10 @@ def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) ->
 
 
 def function_permissions(entry: FunctionReward) -> Permissions:
-    """What a reward function may do.
+    """Return the sandbox permissions of a reward function.
 
     Raises:
-        RewardError: a variable is not set, or a folder is not there.
+        RewardError: a variable is not set, or a folder does not exist.
     """
     for name in entry.env_vars:
         if name not in os.environ:
@@ -355,10 +356,10 @@ def function_permissions(entry: FunctionReward) -> Permissions:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device a setting means on this machine.
+    """Return the device that a setting means on this machine.
 
     Raises:
-        SetupError: CUDA was asked for and is not there.
+        SetupError: CUDA was requested and is not available.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise SetupError("device is cuda but torch sees no CUDA device; set device: auto or cpu")
@@ -366,7 +367,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def full_marks(config: RunConfig) -> float:
-    """The reward of a right answer: the sum of the positive weights."""
+    """Return the reward of a right answer: the sum of the positive weights."""
     return sum(max(0.0, reward.weight) for reward in config.rewards)
 
 
@@ -408,7 +409,8 @@ def _imitator(config: RunConfig, spread: Spread, version: int) -> PolicyTrainer:
     rate = partial(
         learning_rate,
         peak=warmup.learning_rate,
-        # Where the warm-up ends at a gate, nobody knows when: its learning rate stays up after the ramp.
+        # A warm-up that ends at a gate has no known length, so its learning rate stays constant after the
+        # ramp.
         shape="constant" if warmup.gate else options.schedule,
         ramp_steps=options.ramp_steps,
         total_steps=warmup.steps,
@@ -439,10 +441,10 @@ def _reinforcer(
 
 
 def _routing(config: RunConfig, trained: Model, sampled: Model) -> Routing | None:
-    """What is done about the experts that tokens are sampled with; None where nothing is asked for.
+    """Expert replay and bias balancing for the policy; None where the recipe uses neither.
 
     Raises:
-        SetupError: the policy is no mixture of experts, or has nothing that could be balanced so.
+        SetupError: the policy is no mixture of experts, or has no router bias to balance.
     """
     policy, name = config.policy, config.policy.needs_experts
     if not name:
@@ -459,7 +461,7 @@ def _routing(config: RunConfig, trained: Model, sampled: Model) -> Routing | Non
 
 
 def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:
-    """The learning rate of reinforcement's n-th optimizer step."""
+    """The learning rate of reinforcement as a function of the optimizer step."""
     options = config.policy.optimizer
     return partial(
         learning_rate,

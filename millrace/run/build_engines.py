@@ -1,4 +1,4 @@
-"""Engines in processes of their own, from a recipe."""
+"""Build engines in their own processes from a recipe."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class OneAtATime:
-    """A reward that several threads may ask: the trainer's, which evaluates, and the one of the samples."""
+    """A thread-safe reward: used by the trainer's evaluations and by rollouts at once."""
 
     def __init__(self, reward: Reward) -> None:
-        """Shares out a reward.
+        """Wrap a reward with a lock.
 
         Args:
-            reward: of one thread.
+            reward: not thread-safe.
         """
         self._reward, self._lock = reward, threading.Lock()
 
@@ -43,16 +43,16 @@ class OneAtATime:
             return self._reward.score(prompts, completions)
 
     def close(self) -> None:
-        """Give back what the reward holds."""
+        """Release the reward's resources."""
         self._reward.close()
 
 
 def num_threads(config: RunConfig) -> int:
-    """Threads of each process of a rank.
+    """Return the number of threads for each process of a rank.
 
-    The recipe's, or the cores that this process may use, shared evenly with the other ranks of this machine
-    and with the engines that draw while they train. Engines that wait for the ranks, as those wait for them,
-    leave them all of it.
+    Without a number in the recipe, the cores of this process are divided evenly among the ranks of this
+    machine and the engines that generate during training. At staleness 0, ranks and engines never compute at
+    once, so engines do not count.
     """
     if config.threads:
         return config.threads
@@ -70,18 +70,18 @@ def start_engines(
     *,
     held: ExitStack,
 ) -> ProcessRuntime:
-    """Start the recipe's engines.
+    """Start the recipe's engines in subprocesses.
 
     Args:
         config: of the run.
-        model: what they sample from; they get its weights by the first publish.
-        tokenizer: of its tokens.
-        reward: judges what they draw, beside everything else.
+        model: of the policy; engines get its weights with the first weight update.
+        tokenizer: of the policy.
+        reward: scores rollouts, concurrently with generation.
         newest: the trainer's weights.
-        held: ends them, and the reward.
+        held: closes the engines and the reward.
 
     Raises:
-        EngineFailed: one cannot be started.
+        EngineFailed: an engine cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
         save_engine(

@@ -1,4 +1,4 @@
-"""What of the policy learns, and the models beside it: a critic, a reference, a teacher."""
+"""Which policy weights are trained, and the models beside it: critic, reference and teacher."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ ADAPTER = "adapter"
 
 
 def choose_weights(config: ModelConfig, model: Model, saved: Path | None, *, seed: int) -> None:
-    """Freeze what is not to learn; where an adapter learns, put it beside the model.
+    """Freeze the weights that are not trained; add the adapter, if the recipe has one.
 
     Args:
-        config: says what learns.
-        model: the policy, whole or without memory; with an adapter, its base.
-        saved: model folder of the checkpoint that is taken up, if any; its adapter goes on.
+        config: names the trainable weights or the adapter.
+        model: the policy, with weights or on the meta device; with an adapter, its base.
+        saved: model folder of the checkpoint to resume, if any; its adapter is loaded.
         seed: of a fresh adapter.
 
     Raises:
@@ -71,17 +71,17 @@ def choose_weights(config: ModelConfig, model: Model, saved: Path | None, *, see
 
 
 def check_base(config: ModelConfig, model: Model, saved: Path | None) -> str:
-    """A checksum of the weights that an adapter stands beside; empty where there is none.
+    """Return a checksum of the base weights of an adapter; empty without an adapter.
 
-    All ranks call it in step, once the model is dealt and has its weights.
+    A collective call: all ranks make it in the same order, once the model is sharded and has its weights.
 
     Args:
         config: where the base is from.
         model: the policy.
-        saved: model folder of the checkpoint that is taken up, if any.
+        saved: model folder of the checkpoint to resume, if any.
 
     Raises:
-        ModelError: the checkpoint's adapter was trained beside another base.
+        ModelError: the checkpoint's adapter was trained on another base.
     """
     if not adapted_layers(model):
         return ""
@@ -97,7 +97,7 @@ def check_base(config: ModelConfig, model: Model, saved: Path | None) -> str:
 
 
 def _check_architecture(config: ModelConfig, model: Model, saved: Path) -> None:
-    """Refuse a checkpoint that a fresh model of this recipe could not have become."""
+    """Refuse a checkpoint whose architecture differs from a fresh model of this recipe."""
     if config.path is not None:
         return
     held = model.config
@@ -119,11 +119,10 @@ def save_policy(model: Model, tokenizer: Tokenizer, base: str, folder: Path, *, 
 
     Args:
         model: the policy.
-        tokenizer: of its tokens.
-        base: what `check_base` gave.
-        folder: it is made.
-        weights: whether the merged model's and the adapter's are written too; they must be whole on this
-            rank.
+        tokenizer: of the policy.
+        base: checksum from `check_base`.
+        folder: to create.
+        weights: whether to write the weights too; they must be whole on this rank.
     """
     adapted = bool(adapted_layers(model))
     if weights:
@@ -148,15 +147,15 @@ def critic(
     device: torch.device,
     rate: Callable[[RunConfig, float], Callable[[int], float]],
 ) -> ValueTrainer:
-    """The critic of a checkpoint, or a fresh one on the policy's present weights.
+    """Load the critic of a checkpoint, or build a fresh one on the policy's current weights.
 
     Args:
         config: of the run.
         spread: the policy.
-        mesh: over which the critic is spread too.
-        checkpoint: that the run goes on from, if any.
+        mesh: of the policy; the critic is sharded over it too.
+        checkpoint: to resume from, if any.
         device: of this rank.
-        rate: makes a learning rate by steps of the recipe and a peak.
+        rate: makes a learning-rate schedule from the recipe and a peak.
     """
     assert config.critic is not None
     saved = None if checkpoint is None else checkpoint / CRITIC
@@ -190,18 +189,18 @@ def critic(
 def reference(
     config: RunConfig, policy: Spread, mesh: Mesh | None, device: torch.device, folder: Path
 ) -> ModelScorer:
-    """What a KL penalty holds the policy to: the weights of a folder, or without a copy of it the base."""
+    """Build the reference policy: a frozen copy from a folder, or the policy with its adapter off."""
     adapter = config.model.adapter
     if adapter is None or adapter.path is not None or config.warmup is not None:
         return _frozen(config, mesh, device, folder)
-    # A fresh adapter adds nothing, so that the policy began as its base.
+    # A fresh adapter is zero, so the initial policy equals its base.
     limit = config.policy.tokens_per_micro_batch
     temperature = config.rollout.temperature
     return BaseScorer(policy.model, temperature=temperature, max_tokens=limit, spread=policy)
 
 
 def _frozen(config: RunConfig, mesh: Mesh | None, device: torch.device, folder: Path) -> ModelScorer:
-    """What the weights of a folder say of tokens; they never change."""
+    """Load a frozen scorer of tokens from a folder."""
     dtype, limit = getattr(torch, config.precision), config.policy.tokens_per_micro_batch
     spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=_still)
     temperature = config.rollout.temperature
@@ -209,17 +208,17 @@ def _frozen(config: RunConfig, mesh: Mesh | None, device: torch.device, folder: 
 
 
 def _still(model: Model) -> Model:
-    """The model, of which nothing learns."""
+    """Freeze all weights of the model."""
     return model.requires_grad_(False)
 
 
 def teacher(
     config: RunConfig, mesh: Mesh | None, device: torch.device, tokenizer: Tokenizer
 ) -> ModelScorer | None:
-    """Whom on-policy distillation follows.
+    """Load the teacher of on-policy distillation.
 
     Raises:
-        SetupError: the teacher is not there, or reads other tokens than the policy.
+        SetupError: the teacher does not exist, or has another vocabulary than the policy.
     """
     if not isinstance(config.advantage, TeacherAdvantage):
         return None

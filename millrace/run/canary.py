@@ -1,4 +1,4 @@
-"""Which tokens trainer and sampler both judge after a hand-over, and how alike they must be everywhere."""
+"""Canary tokens: trainer and sampler compare their log-probabilities after each weight update."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from millrace.models.load import Model
 from millrace.run.components import longest_sequence
 
 NUM_TOKENS = 8
-# Any tokens do; these lie apart in the vocabulary.
+# Any tokens do; these are spread over the vocabulary.
 STRIDE = 7919
-# Times the root of the dtype's last digit, 0.0014 in float32 and 0.35 in bfloat16: half of the digits, and
-# two bits more for what kernels and layouts make of them. What is wrong by less shows in `mismatch/*`.
+# Factor on the square root of the dtype's epsilon, 0.0014 in float32 and 0.35 in bfloat16: half of the
+# digits, plus two bits for differences between kernels and layouts. Smaller errors show in `mismatch/*`.
 ROUNDINGS = 4.0
 
 
 def canary(config: RunConfig, model: Model) -> tuple[tuple[int, ...], float]:
-    """The tokens, and how far log-probabilities may lie apart in the mean.
+    """Return the canary tokens and the largest allowed mean difference of their log-probabilities.
 
     Args:
         config: of the run.
-        model: what samples.
+        model: of the sampler.
     """
     vocab_size = model.config.get_text_config().vocab_size
     count = min(NUM_TOKENS, longest_sequence(config, model))
@@ -30,11 +30,11 @@ def canary(config: RunConfig, model: Model) -> tuple[tuple[int, ...], float]:
 
 
 def rounding(config: RunConfig, temperature: float = 1.0) -> float:
-    """How far log-probabilities lie apart in the mean by the rounding of the recipe's dtypes, at the most.
+    """Return the largest mean difference of log-probabilities that rounding in the recipe's dtypes explains.
 
     Args:
         config: of the run.
-        temperature: of sampling; one below 1 enlarges what rounding made of the logits.
+        temperature: of sampling; below 1 it enlarges rounding errors of the logits.
     """
     names = ("float32", config.precision, config.mesh.compute or "float32")
     digit = max(torch.finfo(getattr(torch, name)).eps for name in names)

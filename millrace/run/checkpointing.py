@@ -1,9 +1,9 @@
-"""Checkpoints that all ranks write while training goes on.
+"""Checkpoints that all ranks write while training continues.
 
-The run stops only while what changes is copied into host memory. A thread of its own then writes the copies,
-and the ranks' threads tell each other, over a group of their own, what they wrote and whether it went well.
-The first rank's renames the folder into place when everybody's files are on disk: a process killed before
-leaves what was saved earlier as it is.
+Training stops only while the changing state is copied into host memory. A thread of each rank then writes the
+copies. The ranks' threads exchange file entries and errors over a process group of their own. Rank 0 renames
+the folder into place once the files of all ranks are on disk, so a process killed earlier leaves previous
+checkpoints intact.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from millrace.training.value import ValueTrainer
 
 # Folder of the policy within a checkpoint.
 POLICY = "model"
-# Folder of the optimizers' states; each has a folder in it named as its model's.
+# Folder of the optimizers' states; each has a subfolder named as its model's.
 OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """What a rank has of a model that learns, in host memory.
+    """One rank's state of a trained model, in host memory.
 
     Attributes:
-        model: whose it is; only its config is read.
-        weights: whole ones, which this rank alone has.
-        optimizer: parts of the optimizer's state, which other ranks may have too.
-        pairs: of an adapter, whole; the first rank alone writes them.
+        model: only its config is read.
+        weights: whole weights that only this rank writes.
+        optimizer: parts of the optimizer's state; other ranks may have copies of them.
+        pairs: of an adapter, whole; only rank 0 writes them.
     """
 
     model: Model
@@ -59,12 +59,12 @@ class Snapshot:
     pairs: Weights
 
     def held(self) -> dict[str, int]:
-        """What other ranks may have too, by name and place, and its bytes."""
+        """Bytes of each optimizer part by name and place; other ranks may have copies of them."""
         return {part.place: part.tensor.nbytes for part in self.optimizer}
 
 
 def snapshot(learner: PolicyTrainer | ValueTrainer, ranks: Ranks) -> Snapshot:
-    """Copies of what this rank writes of a model and its optimizer; all ranks call it in step."""
+    """Copy what this rank writes of a model and its optimizer; a collective call."""
     return Snapshot(
         learner.model,
         own_layers(learner.named_tensors(), rank=ranks.rank, num_ranks=ranks.size),
@@ -76,18 +76,18 @@ def snapshot(learner: PolicyTrainer | ValueTrainer, ranks: Ranks) -> Snapshot:
 def restore_optimizer(
     learner: PolicyTrainer | ValueTrainer, checkpoint: Path, name: str, ranks: Ranks
 ) -> None:
-    """Give a learner the optimizer state of a checkpoint; there is none from before the first step.
+    """Load the optimizer state of a checkpoint; before the first step there is none.
 
-    All ranks call it in step.
+    A collective call: all ranks make it in the same order.
 
     Args:
-        learner: laid out in any way.
-        checkpoint: a whole one.
+        learner: in any parallel layout.
+        checkpoint: a complete one.
         name: of the model's folder in it.
         ranks: of the run.
 
     Raises:
-        CheckpointError: the state is of another model.
+        CheckpointError: the state belongs to another model.
     """
     folder = checkpoint / OPTIMIZER / name
     if folder.is_dir():
@@ -97,19 +97,19 @@ def restore_optimizer(
 
 
 class Saver:
-    """Writes one checkpoint at a time.
+    """Writes one checkpoint at a time, in the background.
 
     Attributes:
-        waiting: entered while one that is being written is waited for.
+        waiting: context entered while a pending write is awaited.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        """Nothing is being saved; all ranks make theirs in step.
+        """Create the saver, without a pending write; a collective call.
 
         Args:
             ranks: of the run.
         """
-        # What the threads tell each other must not come between what the run's own tell each other.
+        # Messages of the saver's threads must not mix with those of the run's own threads.
         self._ranks = Ranks(ranks.rank, ranks.size)
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -117,18 +117,18 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the last checkpoint could not be written; `settle` says why."""
+        """Whether the last checkpoint could not be written; `settle` raises the error."""
         return self._error is not None
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until no write is pending."""
         if self._thread is not None:
             with self.waiting():
                 self._thread.join()
             self._thread = None
 
     def settle(self) -> None:
-        """Wait, and say what went wrong.
+        """Wait for the pending write and raise its error.
 
         Raises:
             CheckpointError: the last checkpoint could not be written; those before it are intact.
@@ -146,16 +146,16 @@ class Saver:
         begin: Callable[[Path], None],
         done: Callable[[], None],
     ) -> None:
-        """Write a checkpoint, once the one before is written; all ranks call it in step.
+        """Write a checkpoint in the background, after the previous one; a collective call.
 
         Args:
-            folder: its final place, on a file system that all ranks share.
-            snapshots: by folder of the model; nothing else may write to them from here on.
-            begin: on the first rank, at once: writes what is small into the empty checkpoint.
-            done: on the first rank, in the thread, when the checkpoint is whole.
+            folder: final path, on a file system that all ranks share.
+            snapshots: by model folder; the caller must not modify them afterwards.
+            begin: called on rank 0 at once; writes small files into the empty checkpoint.
+            done: called on rank 0, in the thread, when the checkpoint is complete.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: the previous checkpoint could not be written.
         """
         self.settle()
         problem = None
@@ -179,7 +179,7 @@ class Saver:
         try:
             self._write(folder, snapshots, problem, done)
         except Exception as error:
-            # Whatever it is, the run's own thread raises it.
+            # The run's own thread raises it, whatever it is.
             if self._ranks.first:
                 discard_checkpoint(folder)
             self._error = error
@@ -196,7 +196,7 @@ class Saver:
                 raise problem
             return {name: each.held() for name, each in snapshots.items()}
 
-        # Once all have heard, the folder is there for all.
+        # After this round, the folder exists for all ranks.
         told = self._round(folder, held)
         dealt = {name: deal([each[name] for each in told])[self._ranks.rank] for name in snapshots}
         told = self._round(folder, lambda: self._write_own(aside_of(folder), snapshots, dealt))
@@ -225,7 +225,7 @@ class Saver:
         return flushed(aside, files)
 
     def _round(self, folder: Path, work: Callable[[], Any]) -> list[Any]:
-        """What each rank's work gave, by rank; what one of them could not do fails for all."""
+        """All-gather the results of each rank's work, by rank; a failure of one rank raises on all."""
         problem, given = "", None
         try:
             with writing(folder):

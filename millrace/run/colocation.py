@@ -1,4 +1,4 @@
-"""Trainer and engine by turns in the memory of one device."""
+"""Colocation: trainer and engine take turns in the memory of one device."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from millrace.training.offload import FileShelf, HostShelf, Offload, Owner
 
 
 class Turns:
-    """Whose numbers are in the device's memory: the trainer's, the engine's, or the weights of both.
+    """Moves trainer and engine in and out of device memory by phase: train, sample, or weights of both.
 
-    The engine forgets its weights, since it gets new ones after each training; the trainer's numbers wait
-    elsewhere. When both meet, there are neither keys and values nor gradients and activations, so that with
-    gradients as large as the engine's weights a meeting takes less than training does.
+    The engine drops its weights, since each training phase is followed by a weight update; the trainer's
+    tensors are offloaded. In the shared phase there is no KV cache, no gradients and no activations. So if
+    gradients take as much memory as the engine's weights, the shared phase takes less than training.
     """
 
     def __init__(self, engine: Sleeper | None, *, cuda: bool, folder: Path) -> None:
-        """Everything is there.
+        """Start with everything in device memory.
 
         Args:
-            engine: this rank's; None for a run in which both stay where they are.
-            cuda: whether the device is a GPU; without one the host's memory is shared.
-            folder: on a disk; without a GPU the trainer's numbers wait there.
+            engine: of this rank; None for a run without colocation.
+            cuda: whether the device is a GPU; a CPU run offloads to disk.
+            folder: on a disk; offloaded tensors go there in a CPU run.
         """
         self._engine, self._cuda, self._folder = engine, cuda, folder
         self._trainer: Offload | None = None
 
     def own(self, owners: Sequence[Owner]) -> None:
-        """From now on these are the trainer's; they are there, and so are those that were it before."""
+        """Set the trainer's tensors; they, and those of the previous owners, must be in device memory."""
         if self._engine is None:
             return
         self.meet()
@@ -39,22 +39,22 @@ class Turns:
             self._trainer = Offload(owners, FileShelf(self._folder), device="cpu")
 
     def train(self) -> None:
-        """The trainer alone.
+        """Prepare for training: the engine sleeps.
 
         Raises:
-            OffloadError: what came back is not what left.
+            OffloadError: restored tensors differ from the offloaded ones.
         """
         if self._engine is not None:
             self._engine.sleep(["weights", "kv_cache"])
             self._wake_trainer()
 
     def meet(self) -> None:
-        """Both with their weights and neither at work, as to hand them over or to save them.
+        """Prepare for a weight update or a checkpoint: the weights of both are in memory, neither works.
 
-        The engine's are nothing before they are handed over, where it has slept.
+        After a sleep, the engine's weights are undefined until the weight update.
 
         Raises:
-            OffloadError: what came back is not what left.
+            OffloadError: restored tensors differ from the offloaded ones.
         """
         if self._engine is not None:
             self._engine.sleep(["kv_cache"])
@@ -62,7 +62,7 @@ class Turns:
             self._engine.wake(["weights"])
 
     def sample(self) -> None:
-        """The engine alone.
+        """Prepare for sampling: the trainer is offloaded.
 
         Raises:
             OSError: the disk is full.

@@ -1,4 +1,4 @@
-"""What a run is made of, by protocol, and how long its sequences may be. `build` names the classes."""
+"""The components of a run, by protocol, and its length limits; `build` names the concrete classes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from millrace.types import Prompt
 
 
 class Sleeper(Protocol):
-    """An engine whose memory can be given back; see `inference.engine.PagedEngine`."""
+    """An engine that can release its memory; see `inference.engine.PagedEngine`."""
 
     def sleep(self, tags: Collection[Literal["weights", "kv_cache"]]) -> None:
-        """Give memory back."""
+        """Release memory."""
         ...
 
     def wake(self, tags: Collection[Literal["weights", "kv_cache"]]) -> None:
-        """Take it again; weights are nothing until they are loaded."""
+        """Allocate it again; weights are undefined until they are loaded."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """What it holds, by tag."""
+        """Allocated bytes, by tag."""
         ...
 
 
@@ -42,45 +42,46 @@ class SaveModel(Protocol):
     """Writes a model as a Hugging Face folder."""
 
     def __call__(self, folder: Path, *, weights: bool = True) -> None:
-        """Make the folder, tokenizer included.
+        """Write the folder, tokenizer included.
 
         Args:
-            folder: its parents are there.
-            weights: whether its weights are written too, for which they must be whole on this rank.
+            folder: to create; its parent exists.
+            weights: whether to write weights too, for which they must be whole on this rank.
         """
 
 
 @dataclass(slots=True)
 class Parts:
-    """The pieces of one run.
+    """The components of one run.
 
     Attributes:
         engine: the sampler.
-        sleeper: this rank's own engine behind it; None for one that cannot sleep.
-        runtime: engines in processes of their own, of which `engine` asks one; None where it is in this one,
-            and on all ranks but the first.
-        newest: what those engines are given; whoever trains is entered there.
-        held: ends what has processes of its own: rewards and engines.
-        transport: carries weights to it.
-        reward: judges completions.
+        sleeper: this rank's own engine behind it; None if it cannot sleep.
+        runtime: engines in their own processes, one of which serves `engine`; None where the engine is in
+            this process, and on all ranks but rank 0.
+        newest: the policy weights that engines load; the current trainer is set on it.
+        held: closes rewards and engines that own processes.
+        transport: updates the sampler's weights.
+        reward: scores completions.
         full_marks: the reward of a right answer (the sum of the positive weights).
-        train_prompts: problems to train on.
-        eval_prompts: held-out problems.
-        num_filtered: prompts left out because they are too long.
+        train_prompts: training prompts.
+        eval_prompts: held-out prompts.
+        num_filtered: prompts dropped because they are too long.
         stop_token_ids: tokens that end a completion.
-        imitator: the warm-up's trainer, given the version it starts at.
-        reinforcer: the policy's trainer, given the version it starts at and what a full KL penalty needs.
-        critic: the value of each state, from the last checkpoint or fresh, or None where nothing asks for it.
-        reference: the reference policy from a model folder, or None without a KL penalty.
-        teacher: whom on-policy distillation follows, or None.
+        imitator: makes the warm-up's trainer, given its first policy version.
+        reinforcer: makes the policy's trainer, given its first policy version and what a full KL penalty
+            needs.
+        critic: makes the critic, from the last checkpoint or fresh; None if the recipe has none.
+        reference: loads the reference policy from a model folder; None without a KL penalty.
+        teacher: the teacher of on-policy distillation, or None.
         control: a KL penalty's coefficient at the start, or None without one.
         method: the arithmetic of the recipe.
         demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; empty
             without a warm-up.
         save_model: writes the policy.
-        num_parameters: weights of the policy.
-        device: where the policy is.
-        environment: makes an episode of a prompt.
+        num_parameters: number of policy weights.
+        device: name of the policy's device.
+        environment: starts an episode for a prompt.
     """
 
     engine: Engine
@@ -109,26 +110,26 @@ class Parts:
     environment: Callable[[Prompt], Environment]
 
     def close(self) -> None:
-        """End what has processes of its own."""
+        """Close rewards and engines that own processes."""
         self.held.close()
 
     @property
     def num_long_demonstrations(self) -> int:
-        """Training problems whose demonstration is too long to imitate."""
+        """Number of training prompts whose demonstration is too long to imitate."""
         return len(self.train_prompts) - len(self.demonstrations) if self.demonstrations else 0
 
 
 def longest_prompt(config: RunConfig, model: Model) -> int:
-    """The recipe's limit, or what the model and a micro-batch leave beside a completion.
+    """Return the prompt limit: the recipe's, or what the model and a micro-batch leave beside a completion.
 
     Raises:
-        SetupError: nothing is left.
+        SetupError: no room is left for a prompt.
     """
     return min(config.data.max_prompt_tokens, longest_sequence(config, model) - config.rollout.max_tokens)
 
 
 def longest_sequence(config: RunConfig, model: Model) -> int:
-    """Tokens of the longest sequence that the model and a micro-batch hold.
+    """Return the tokens of the longest sequence that the model and a micro-batch hold.
 
     Raises:
         SetupError: a completion of `rollout.max_tokens` leaves no room for a prompt.

@@ -1,4 +1,4 @@
-"""Answers to held-out prompts and what they are worth, and the rows of rollout tables."""
+"""Evaluation: completions of held-out prompts and their scores; rows of rollout tables."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """What held-out prompts gave.
+    """Result of an evaluation on held-out prompts.
 
     Attributes:
-        accuracy: share of the scored answers that earned full marks.
+        accuracy: fraction of the scored completions that earned full marks.
         reward: mean of the scored rewards.
-        length: mean tokens of an answer.
-        truncated: share of answers that ran out of tokens.
-        failed: share of answers whose reward failed.
-        rows: one for each answer, for a table.
-        parts: metrics of each reward, where several were added up.
-        left_out: prompts that were not asked because they are too long.
+        length: mean tokens of a completion.
+        truncated: fraction of completions that ran out of tokens.
+        failed: fraction of completions whose reward failed.
+        rows: one for each completion, for a table.
+        parts: metrics of each reward, where there are several.
+        left_out: number of prompts dropped because they are too long.
     """
 
     accuracy: float
@@ -37,7 +37,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers by the names of metrics, one of which `evaluation.measure` names."""
+        """The values by metric name; `evaluation.measure` names one of them."""
         return {
             "accuracy": self.accuracy,
             "reward/mean": self.reward,
@@ -49,16 +49,16 @@ class Evaluation:
 
 
 def is_right(outcome: Outcome, full_marks: float) -> bool:
-    """Whether an answer earned everything there was to earn."""
+    """Whether an answer earned full marks."""
     return outcome.kind == "score" and outcome.value >= full_marks - 1e-6
 
 
 def evaluate(
     engine: Engine, reward: Reward, prompts: Sequence[Prompt], params: SamplingParams, *, full_marks: float
 ) -> Evaluation:
-    """Answer every prompt with the same sampling parameters and score the answers.
+    """Complete every prompt with the same sampling parameters and score the completions.
 
-    What is drawn at a temperature above 0 has a seed of its own for each prompt.
+    At a temperature above 0, each prompt has its own seed.
 
     Raises:
         ValueError: there are no prompts.
@@ -78,7 +78,7 @@ def summarise(
     *,
     full_marks: float,
 ) -> Evaluation:
-    """An Evaluation of scored answers; where a reward failed, the answer counts in `failed` alone."""
+    """Build an `Evaluation` from scored completions; one whose reward failed counts only in `failed`."""
     if not prompts:
         raise ValueError("there are no prompts to evaluate on")
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
@@ -110,7 +110,7 @@ def summarise(
 
 
 def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]) -> list[dict[str, Any]]:
-    """One row for each trajectory of a batch; `advantages` belong to those whose reward did not fail."""
+    """Return one row for each trajectory; `advantages` belong to those whose reward did not fail."""
     rows = []
     left = iter(advantages)
     names = part_names([t.outcome for group in groups for t in group.trajectories if t.outcome])

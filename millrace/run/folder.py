@@ -1,4 +1,4 @@
-"""Where a run lives: one folder, one process at a time."""
+"""The run folder: its paths, its lock and its checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from millrace.training.checkpoint import (
     verify_checkpoint,
 )
 
-# Of a checkpoint.
+# Name of a checkpoint.
 NAME = re.compile(r"^(warmup|step)-[0-9]+$")
 
 
@@ -47,21 +47,21 @@ class RunFolderError(RuntimeError):
 
 
 class _Best(Shape):
-    """What `best.json` says."""
+    """Content of `best.json`."""
 
     checkpoint: Annotated[str, Field(pattern=NAME.pattern)]
 
 
 class RunFolder:
-    """The paths of a run, and the lock that keeps a second process out."""
+    """The paths of a run, and a lock that admits one process at a time."""
 
     def __init__(self, path: Path, *, shared: Path | None = None, rank: int = 0) -> None:
-        """The folder at `path`; see `create` and `open`.
+        """Name the paths of a run folder; see `create` and `open`.
 
         Args:
-            path: the folder; that of a rank's notes, where it is not the first.
-            shared: the run's, where that is another one: for what every rank writes.
-            rank: whose paths these are.
+            path: the run folder; on other ranks than rank 0, a temporary folder.
+            shared: the run folder where `path` is temporary; for the files that every rank writes.
+            rank: that uses these paths.
         """
         shared = shared or path
         self.path = path
@@ -83,10 +83,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, output: str, name: str | None, recipe: str) -> RunFolder:
-        """A new, empty run folder, locked.
+        """Create a new, empty run folder and lock it.
 
         Args:
-            output: folder that holds run folders.
+            output: parent of the run folder.
             name: of the run; None takes the first free `recipe-N`.
             recipe: name of the recipe.
 
@@ -113,16 +113,16 @@ class RunFolder:
         return folder
 
     def spans_of_ranks(self) -> list[Path]:
-        """The files in which ranks keep what they did and when, by rank; none where nothing was kept."""
+        """Span files that exist, by rank."""
         others = sorted(self.path.glob("spans-rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[-1]))
         return [path for path in (self.spans, *others) if path.is_file()]
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """An existing run folder (not locked).
+        """Open an existing run folder, without locking it.
 
         Raises:
-            RunFolderError: there is none.
+            RunFolderError: it does not exist.
             FileError: its recipe is not text.
         """
         if (wrong := check_name(path)) is not None:
@@ -132,24 +132,24 @@ class RunFolder:
             folder.recipe.lstat()
         except OSError:
             raise RunFolderError(f"{shown(path)} is not a run folder (it has no recipe.yaml)") from None
-        # Whoever opens a run reads its recipe next.
+        # Every caller reads the recipe next.
         read_text(folder.recipe)
         return folder
 
     def config(self) -> RunConfig:
-        """The settings that the run was started with.
+        """Read the settings that the run was started with.
 
         Raises:
             FileError: its recipe cannot be read.
-            ConfigError: its recipe is not one.
+            ConfigError: its recipe is invalid.
         """
         return from_yaml(read_text(self.recipe), str(self.recipe))
 
     def lock(self) -> None:
-        """Keep other processes out until this one ends, however it ends, or a `with` block of the folder.
+        """Lock the folder until this process, or a `with` block of the folder, ends.
 
         Raises:
-            RunFolderError: another process is at work here.
+            RunFolderError: another process holds the lock.
         """
         try:
             file = (self.path / ".lock").open("w")
@@ -167,13 +167,13 @@ class RunFolder:
             ) from error
 
     def is_busy(self) -> bool:
-        """Whether a process works on the run; nothing is written.
+        """Whether a process works on the run; writes nothing.
 
         Raises:
-            OSError: the lock cannot be looked at.
+            OSError: the lock cannot be read.
         """
         try:
-            # Who has put a pipe in its place is not waited for.
+            # Non-blocking, since the file may have been replaced by a pipe.
             handle = os.open(self.path / ".lock", os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
@@ -186,28 +186,29 @@ class RunFolder:
         return False
 
     def has_results(self) -> bool:
-        """Whether anything was recorded, saved or kept as evidence."""
+        """Whether the folder has metrics, checkpoints or evidence."""
         written = self.metrics.is_file() and self.metrics.stat().st_size > 0
         return written or any(any(place.glob("*")) for place in (self.checkpoints, self.evidence))
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder with its content."""
         shutil.rmtree(self.path)
 
     def forget(self, newest: str, *, keep: int, also: Collection[str | None]) -> None:
-        """Remove all checkpoints but the last ones and some by name, and what a dead process left of others.
+        """Remove old checkpoints, and what a killed process left of incomplete ones.
 
         Args:
-            newest: whole one.
-            keep: how many of the last stay.
-            also: names of others that stay, where there are such.
+            newest: name of the newest complete checkpoint.
+            keep: number of last checkpoints to keep.
+            also: names of further checkpoints to keep; None entries are ignored.
         """
 
         def place(name: str) -> tuple[bool, str]:
             return name.startswith("step-"), name
 
         sweep(self.checkpoints)
-        # What lies ahead of the newest is damaged and will be redone; it must not push out what is whole.
+        # Checkpoints after the newest complete one are damaged and will be redone; they must not count for
+        # `keep`.
         there = [path.name for path in self.checkpoints.iterdir()]
         names = [name for name in there if name.startswith(("warmup-", "step-"))]
         names = sorted((name for name in names if place(name) <= place(newest)), key=place)
@@ -216,27 +217,27 @@ class RunFolder:
                 remove_checkpoint(self.checkpoints / name)
 
     def __enter__(self) -> RunFolder:
-        """Keep the lock, taken before, until the end of the block."""
+        """Return the folder; the lock was taken before."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Let others in."""
+        """Release the lock."""
         self.unlock()
 
     def unlock(self) -> None:
-        """Let others in; once more does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def write_json(self, path: Path, value: dict[str, Any]) -> None:
-        """Write JSON aside and rename it, so that a reader never sees half of it."""
+        """Write JSON to a temporary file and rename it, so that a reader never sees half of it."""
         self.write_text(path, json.dumps(value, indent=1))
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write text aside and rename it, so that a reader never sees half of it."""
+        """Write text to a temporary file and rename it, so that a reader never sees half of it."""
         aside = path.with_name(f".{path.name}.aside")
         with aside.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -253,10 +254,10 @@ def _occupied(path: Path) -> str:
 
 
 def find_checkpoint(folder: RunFolder, name: str) -> Path:
-    """A whole checkpoint of a run: `best`, `last`, or a folder's name such as step-000050.
+    """Find a complete checkpoint of a run: `best`, `last`, or a folder's name such as step-000050.
 
     Raises:
-        CheckpointError: it is not there, or damaged; the message names those there are.
+        CheckpointError: it does not exist or is damaged; the message names the existing ones.
     """
     if name == "last":
         newest, refused = newest_checkpoint(folder.checkpoints)
@@ -284,10 +285,10 @@ def find_checkpoint(folder: RunFolder, name: str) -> Path:
 
 
 def best_checkpoint(folder: RunFolder) -> str:
-    """The name of a run's best checkpoint: as best.json says, or if that is damaged, the newest checkpoint.
+    """Return the name of a run's best checkpoint, from best.json or else from the newest checkpoint's state.
 
     Raises:
-        CheckpointError: neither says so.
+        CheckpointError: neither contains it.
     """
     reason = ""
     if folder.best.exists():
@@ -308,17 +309,17 @@ def best_checkpoint(folder: RunFolder) -> str:
 
 
 def _another(whole: Path | None) -> str:
-    """What to do about a damaged checkpoint."""
+    """Advice for a damaged checkpoint."""
     if whole is None:
         return "restore it from a copy; no other one is whole"
     return f"{whole.name} is whole: use --checkpoint {whole.name}"
 
 
 def model_folder(path: Path) -> Path:
-    """The model of a run (its best checkpoint), of a checkpoint, or the folder itself.
+    """Return the model folder of a run (its best checkpoint), of a checkpoint, or the folder itself.
 
     Raises:
-        CheckpointError: the run has no whole checkpoint to take.
+        CheckpointError: the run has no complete checkpoint.
     """
     if (path / "checkpoints").is_dir():
         return find_checkpoint(RunFolder(path), "best") / "model"

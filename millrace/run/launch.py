@@ -1,4 +1,4 @@
-"""Start a run, or take one up again: the two calls behind `millrace train` and `millrace resume`."""
+"""Start or resume a run: the two calls behind `millrace train` and `millrace resume`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from millrace.run.status import read_summary
 from millrace.training.checkpoint import newest_checkpoint, read_state
 from millrace.training.spread import layout_of
 
-# What a disk says of a file that is open, without its name.
+# Disk errors on an open file carry no file name.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Start:
-    """Where a process takes a run up."""
+    """What a process starts from."""
 
     config: RunConfig
     recipe: str
@@ -70,38 +70,38 @@ def train(
     repeats: Repeats | None = None,
     ranks: Ranks | None = None,
 ) -> RunReport:
-    """Train a policy from start to end in a new run folder, which is removed if nothing comes of the start.
+    """Train a policy in a new run folder, which is removed if the run fails before its first result.
 
     Args:
         config: from `load_recipe`.
-        recipe: what the run folder is called where `config.name` is null.
+        recipe: name of the run folder where `config.name` is null.
         quiet: print nothing.
-        repeats: in a replay, the part of another run that this one repeats; see `replay.replay`.
-        ranks: of the run, where they have met before.
+        repeats: in a replay, the recorded segment to follow; see `replay.replay`.
+        ranks: already connected ranks; None connects them here.
 
     Returns:
-        what is also in the run folder's summary.json; `status` tells whether it ended or was interrupted.
+        The report, also written to summary.json; its `status` is finished or interrupted.
 
     Raises:
-        ValueError: the data, model, rewards or settings cannot be used; the message says what to change.
-        RuntimeError: the run stopped on its way; what was saved can be resumed.
+        ValueError: the data, model, rewards or settings cannot be used; the message names the fix.
+        RuntimeError: the run stopped; it can be resumed from what was saved.
         KeyboardInterrupt: the user pressed Ctrl-C twice.
     """
     started_s = time.monotonic()
     with _met(config, ranks) as ranks:
         config = _as_then(config, repeats, ranks)
-        # Everything that can be wrong with a recipe is found before a folder is made for it.
+        # Every error of a recipe is found before a folder is made for it.
         if ranks.first:
             _check_taken(config)
         with explained(config):
             parts = build(config, None, ranks)
         make = partial(RunFolder.create, config.output, config.name, recipe)
         with closing(parts), _folder(ranks, make) as folder, _removed_if_empty(folder, ranks):
-            # A prompt that comes without a row, to generate or serve, gets the template of the rows.
+            # A prompt without a row (generate, serve) uses the template of the rows.
             data = settled(config.data, parts.train_prompts[0])
             config = config.model_copy(update={"data": data})
             (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
-            # Last, because it makes the folder one that can be resumed.
+            # Last, because it makes the folder resumable.
             folder.write_text(folder.recipe, to_yaml(config))
             start = _Start(config, recipe, None, [], Progress(), ranks, repeats, fresh=True)
             return _run(start, parts, folder, quiet=quiet, started_s=started_s)
@@ -110,16 +110,16 @@ def train(
 def resume(
     path: str | Path, *, quiet: bool = False, repeats: Repeats | None = None, ranks: Ranks | None = None
 ) -> RunReport:
-    """Take up a run at its newest whole checkpoint, or from the beginning if it has none yet.
+    """Resume a run from its newest complete checkpoint, or from the beginning if it has none yet.
 
     Args:
         path: the run folder.
         quiet: print nothing.
-        repeats: as in `train`.
-        ranks: likewise.
+        repeats: see `train`.
+        ranks: see `train`.
 
     Raises:
-        RunFolderError: it is not a run folder, it is finished, or another process is training it.
+        RunFolderError: the path is no run folder, the run is finished, or another process trains it.
         ValueError, RuntimeError: as `train`.
     """
     started_s = time.monotonic()
@@ -139,10 +139,10 @@ def resume(
 
 
 def _check_taken(config: RunConfig) -> None:
-    """Refuse weights of an earlier run that are not what it saved.
+    """Check that the weights of an earlier run match what it saved.
 
     Raises:
-        FileError: they are not.
+        FileError: they do not.
     """
     adapter = config.model.adapter
     for path in (config.model.path, None if adapter is None else adapter.path):
@@ -151,24 +151,24 @@ def _check_taken(config: RunConfig) -> None:
 
 
 def run_config(path: str | Path) -> RunConfig:
-    """The settings that a run was started with.
+    """Return the settings that a run was started with.
 
     Raises:
-        RunFolderError: it is not a run folder.
+        RunFolderError: the path is no run folder.
         FileError, ConfigError: its recipe is damaged.
     """
     return RunFolder.open(path).config()
 
 
 def _met(config: RunConfig, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
-    """The ranks of a run, met here unless they have before."""
+    """Connect the ranks of a run, unless they are already connected."""
     if ranks is not None:
         return nullcontext(ranks)
     return joined(config.mesh.num_ranks, device=choose_device(config.device))
 
 
 def _as_then(config: RunConfig, repeats: Repeats | None, ranks: Ranks) -> RunConfig:
-    """In a replay, the settings with as many threads as this rank had."""
+    """In a replay, use as many threads as this rank used in the recorded run."""
     if repeats is None:
         return config
     return config.model_copy(update={"threads": repeats.threads[ranks.rank]})
@@ -185,7 +185,7 @@ def _locked(folder: RunFolder) -> RunFolder:
 
 @contextmanager
 def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
-    """The run's folder for the first rank; of the others' notes only what all write into it is ever read."""
+    """Open the run folder on rank 0; other ranks get a temporary one that shares what all ranks write."""
     if ranks.first:
         with make() as folder:
             ranks.share(str(folder.path.resolve()))
@@ -198,7 +198,7 @@ def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
 
 @contextmanager
 def _removed_if_empty(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """After an error in the block, a run without a single result leaves nothing behind."""
+    """Remove a run folder without any result after an error in the block."""
     try:
         yield
     except BaseException:
@@ -208,14 +208,14 @@ def _removed_if_empty(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 
 
 def _newest(checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """As `newest_checkpoint`, which the first rank finds for all: its every byte is read."""
+    """Run `newest_checkpoint` on rank 0, which reads every byte, and broadcast the result."""
     found, refused = newest_checkpoint(checkpoints) if ranks.first else (None, [])
     name, refused = json.loads(ranks.share(json.dumps([found and found.name, refused])))
     return (checkpoints / name if name else None), refused
 
 
 def _status(folder: RunFolder) -> str | None:
-    """What the summary of a run says, if it has one."""
+    """The status in a run's summary, if it has one."""
     if not folder.summary.is_file():
         return None
     try:
@@ -226,10 +226,10 @@ def _status(folder: RunFolder) -> str | None:
 
 
 def _progress(checkpoint: Path) -> Progress:
-    """Where a run stands.
+    """Read the progress from a checkpoint.
 
     Raises:
-        CheckpointError: the state of the checkpoint is not one.
+        CheckpointError: its state is invalid.
     """
     try:
         return Progress.from_json(read_state(checkpoint))
@@ -266,17 +266,17 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
             progress=start.progress,
             started_s=ranks.since(started_s),
         )
-        # Ranks must not leave one by one in the midst of a step.
+        # Ranks must not leave at different points of a step.
         interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and controller.at_start
         if ranks.first:
             controller.repeats = start.repeats
-            # Where another rank hangs, the first waits for it.
+            # If another rank hangs, rank 0 waits for it and its watchdog fires.
             _watch(held.enter_context(controller.watchdog), ranks, saver, console, start.config)
-        # However the run ends, nobody else may be let into its folder while something is written to it.
+        # Until the last write ends, no other process may lock the folder, however the run ends.
         held.callback(saver.wait)
         _keep_spans(controller, held.enter_context(closing(JsonlSink(folder.spans))))
         _tell_resumed(controller, start)
-        # It is about an earlier process, and a kill of this one must not leave it standing.
+        # It describes an earlier process, and must not remain if this one is killed.
         folder.summary.unlink(missing_ok=True)
         try:
             spans, named = controller.spans, controller.owners
@@ -287,7 +287,7 @@ def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started
         except Interrupted:
             return controller.finish("interrupted")
         except (KeyboardInterrupt, Exception) as error:
-            # Whatever the interruption of what was under way has become.
+            # An interruption can surface as any exception of the interrupted code.
             if interrupts.left and not interrupts.twice:
                 saver.settle()
                 return controller.finish("interrupted")
@@ -305,7 +305,7 @@ def _tell_resumed(controller: Controller, start: _Start) -> None:
 
 
 def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
-    """Write what the run does and when, and begin with what went by until now."""
+    """Write spans to a file as they end, beginning with the start-up time so far."""
     controller.spans.heard = lambda name, seconds: kept.write(
         {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
     )
@@ -313,7 +313,7 @@ def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
 
 
 def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, config: RunConfig) -> None:
-    """Let the watchdog know what ranks and saver wait for, and the console what it knows."""
+    """Report waits for ranks and checkpoints to the watchdog, and its state to the console."""
     known = partial(watchdog.waiting, "trainer", deadline_s=config.limits.phase_s)
     ranks.waiting = partial(known, "the other ranks")
     saver.waiting = partial(known, "a checkpoint to be on disk")
@@ -321,8 +321,8 @@ def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, con
 
 
 def _go_on(start: _Start, folder: RunFolder, how: str = "continue with") -> str:
-    """What to do after a run has ended before its time."""
-    # The run's own, of whatever rank.
+    """How to continue after a run ended early."""
+    # The run's own folder, on every rank.
     path = folder.checkpoints.parent
     if start.fresh and not folder.has_results():
         return f"nothing was recorded yet, so {path} was removed; start it again with: millrace train"
@@ -335,7 +335,7 @@ def _left_at_once(start: _Start, folder: RunFolder) -> KeyboardInterrupt:
 
 
 def _failed(controller: Controller, saver: Saver, start: _Start, error: Exception) -> Exception:
-    """What the run failed with, once its summary says so."""
+    """The error to raise, after the summary recorded it."""
     error = _named(error, controller.folder, _go_on(start, controller.folder))
     controller.progress.warnings.append(str(error))
     try:
@@ -349,7 +349,7 @@ def _failed(controller: Controller, saver: Saver, start: _Start, error: Exceptio
 
 
 def _named(error: Exception, folder: RunFolder, go_on: str) -> Exception:
-    """An error that says how to go on, where the user can."""
+    """An error with the command to continue, where the user can fix it."""
     path = folder.checkpoints.parent
     if isinstance(error, OSError) and _is_of(path, error):
         return RunStopped(
@@ -365,7 +365,7 @@ def _named(error: Exception, folder: RunFolder, go_on: str) -> Exception:
 
 
 def _is_of(path: Path, error: OSError) -> bool:
-    """Whether an error is of a folder's files, and not of a socket, a process or another file."""
+    """Whether an error concerns a file of this folder, rather than a socket, a process or another file."""
     if error.filename is None:
         return error.errno in DISK
     return Path(str(error.filename)).absolute().is_relative_to(path.absolute())

@@ -1,4 +1,4 @@
-"""The report of a run that goes on: written again and again, at a bounded cost."""
+"""The report of a running run: rewritten at a bounded cost."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import math
 import time
 from collections.abc import Callable
 
-# Seconds between two reports at least, and the fraction of the time that writing them may take.
+# Least seconds between two reports, and largest fraction of the time spent on writing them.
 EVERY_S = 30.0
 MOST_FRACTION = 0.02
 
 
 class LiveReport:
-    """Writes the report of a run while it goes on, so that a killed run leaves one that is not old."""
+    """Rewrites the report during a run, so that a killed run leaves a recent one."""
 
     def __init__(self, write: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """No report was written yet.
+        """Create it, due at once.
 
         Args:
-            write: the report, as things stand.
-            clock: seconds, never going back.
+            write: writes the report of the current state.
+            clock: monotonic seconds.
         """
         self._write, self._clock = write, clock
         self._due_s = -math.inf
 
     def update(self) -> None:
-        """Write the report if the last one is long enough ago; called after each step."""
+        """Write the report if it is due; called after each step."""
         began_s = self._clock()
         if began_s < self._due_s:
             return

@@ -1,8 +1,8 @@
-"""The run, from first step to last: warm-up, then reinforcement, whose samples come from a `Source`.
+"""The training loops: the supervised warm-up, then reinforcement on batches from a `Source`.
 
 Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint.
-So at staleness 0 a resumed run does bit for bit what an undisturbed one would have done. With more, the same
-prompts are drawn with the same seeds, and timing alone decides which weights draw which token.
+So at staleness 0 a resumed run is bitwise equal to an uninterrupted one. At higher staleness, the same
+prompts are sampled with the same seeds, but timing decides which policy version generates which token.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from millrace.training.method import build_warmup_token_weights
 def reached(
     operations: int, seconds: float, *, num_ranks: int, device: torch.device, dtype: str
 ) -> dict[str, float]:
-    """Metrics of a batch; `time/mfu` only where the planner knows the device's peak.
+    """Compute throughput metrics of a batch; `time/mfu` only where the device's peak FLOP/s is known.
 
     Args:
-        operations: of the forwards and backwards of policy and critic, over all ranks.
-        seconds: of everything between the scored batch and the new weights.
-        num_ranks: each with a device like this one.
+        operations: floating-point operations of policy and critic, forward and backward, over all ranks.
+        seconds: wall time from the scored batch to the new weights.
+        num_ranks: number of ranks, each with the same device.
         device: of this rank.
-        dtype: of the products' factors, such as "bfloat16".
+        dtype: of the matrix products' operands, such as "bfloat16".
     """
     each = operations / num_ranks
     found = {"time/tflops_per_rank": each / seconds / 1e12}
@@ -51,15 +51,15 @@ def reached(
 
 
 def run(controller: Controller, checkpoint: Path | None) -> None:
-    """Do what is left of a run.
+    """Run the remaining steps of a run.
 
     Args:
         controller: at the progress of the newest checkpoint, or at the beginning.
-        checkpoint: that one; None at the beginning.
+        checkpoint: the newest checkpoint; None at the beginning.
 
     Raises:
-        Interrupted: the user asked to leave, or the run is out of time; everything is saved.
-        RunStopped: it cannot usefully go on.
+        Interrupted: the user asked to stop, or the run is out of time; everything is saved.
+        RunStopped: it cannot usefully continue.
         CheckpointError: the reference policy is damaged, or a checkpoint cannot be written.
     """
     config, progress = controller.config, controller.progress
@@ -102,7 +102,7 @@ def try_demonstrations(controller: Controller) -> None:
 
 
 def warm_up(controller: Controller, checkpoint: Path | None) -> None:
-    """Supervised training on demonstrations, until the gate opens or its steps are done."""
+    """Train on demonstrations (supervised), until the gate opens or the warm-up's steps are done."""
     config, progress, parts = controller.config, controller.progress, controller.parts
     warmup = config.warmup
     assert warmup is not None
@@ -149,7 +149,7 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
             check_gate(controller, warmup, result.accuracy, last=last)
             last = last or progress.gate_open
             if not config.steps:
-                # With reinforcement to come, the best checkpoint is one of reinforcement.
+                # If reinforcement follows, the best checkpoint is one of reinforcement.
                 improved = controller.note_best(result)
                 if last:
                     controller.keep_answers("after", result)
@@ -161,7 +161,7 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
 
 
 def check_gate(controller: Controller, warmup: WarmupConfig, accuracy: float, *, last: bool) -> None:
-    """Open the gate once accuracy has reached its band, and say so where the band was missed."""
+    """Open the gate once accuracy has reached its band, and warn where the band was missed."""
     if warmup.gate is None:
         return
     low, high = warmup.gate
@@ -179,7 +179,7 @@ def check_gate(controller: Controller, warmup: WarmupConfig, accuracy: float, *,
 
 
 def begin_reinforcement(controller: Controller) -> None:
-    """From the warm-up (or the given model) to batch 0: new optimizer, what is to be beaten, a checkpoint."""
+    """Set up batch 0: a new optimizer, the baseline evaluation, and the first checkpoint."""
     progress, parts = controller.progress, controller.parts
     progress.version = controller.trainer.version if controller.trainer else 0
     progress.warmup_steps = progress.step
@@ -197,7 +197,7 @@ def begin_reinforcement(controller: Controller) -> None:
 
 
 def reinforce(controller: Controller, checkpoint: Path | None) -> None:
-    """Batches of reinforcement, each trained on as soon as its samples are there."""
+    """Train on batches of reinforcement, each as soon as its samples are complete."""
     config, progress = controller.config, controller.progress
     with controller.spans.rest("start"):
         learner = controller.learn(checkpoint)
@@ -206,7 +206,7 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
     with controller.source() as source:
         with controller.spans.rest("start"):
             source.begin(checkpoint, learner.trainer.version)
-        # The first hand-over is made once for all batches.
+        # The first weight update serves all batches, so it counts as start-up.
         for name, seconds in controller.spans.take().items():
             controller.spans.add("start" if name == "sync" else name, seconds)
         controller.memory.take()
@@ -233,7 +233,7 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
 def _one_batch(
     controller: Controller, learner: Learner, source: Source | Follower
 ) -> tuple[BatchResult, dict[str, float]]:
-    """Sample, train, publish; what the batch did, and how its samples came about."""
+    """Sample, train and update the weights; return the batch's result and its rollout metrics."""
     config, spans, step = controller.config, controller.spans, controller.progress.step
     with spans("sync"):
         controller.turns.sample()
@@ -248,13 +248,13 @@ def _one_batch(
 
 
 def _account(controller: Controller, learner: Learner, result: BatchResult, told: dict[str, float]) -> None:
-    """Count, record and judge one batch.
+    """Count and record one batch, and run the health checks on it.
 
     Args:
         controller: of the run.
-        learner: what learned.
-        result: what the batch did.
-        told: how its samples came about.
+        learner: what was trained.
+        result: of the training step.
+        told: rollout metrics of the batch.
 
     Raises:
         RunStopped: too many rewards failed, or too many steps had no finite gradient.
@@ -269,7 +269,7 @@ def _account(controller: Controller, learner: Learner, result: BatchResult, told
     spent = spans.take()
     parts = dict.fromkeys(("sample", "score", "train", "sync", "other"), 0.0)
     total = sum(spent.get(part, 0.0) for part in parts)
-    # What came between two batches, such as a checkpoint, is recorded beside them and is no part of either.
+    # Time between two batches, such as for a checkpoint, is recorded beside them and counts for neither.
     times = {f"time/{part}_s": seconds for part, seconds in (parts | spent).items()}
     speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}
     if learner.shape is not None:
@@ -301,7 +301,7 @@ def _account(controller: Controller, learner: Learner, result: BatchResult, told
             result.record,
             result.compared,
             warning=config.limits.mismatch_warning or most / 4,
-            # Ahead of training nothing rests on it: what is older is corrected, or told as staleness.
+            # Off-policy training does not depend on it: older tokens are corrected, or reported as stale.
             limit=math.inf if config.flow.staleness else most,
             folder=folder,
         )

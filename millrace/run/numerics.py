@@ -1,8 +1,8 @@
-"""Does this recipe compute the same numbers whatever the layout? The checks of `millrace doctor --numerics`.
+"""Numerical equivalence checks across layouts, for `millrace doctor --numerics`.
 
-Every check runs on the recipe's own model, data, advantages and loss, on one small batch that it samples.
-What an untrained policy does not bring along is drawn by seed: rewards and advantages that differ, and
-weights off the sampler's, without which every ratio would be 1 and no bound or penalty would act.
+Every check runs on the recipe's own model, data, advantages and loss, on one small batch that it samples. An
+untrained policy has equal rewards and the sampler's weights, so every ratio would be 1 and no bound or
+penalty would act. Therefore rewards and advantages are sampled by seed, and the weights are perturbed.
 
 T = packed tokens of the batch, N = trajectories.
 """
@@ -41,24 +41,24 @@ from millrace.training.method import build_method
 from millrace.types import Trajectory
 
 MOST_PROMPTS = 8
-# What rounding may do to gradient and loss, relative; to a log-probability ten times as much.
+# Largest relative rounding error of gradient and loss; of a log-probability, ten times as much.
 ALLOWED = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2}
-# Advantages are float32 whatever the weights are.
+# Advantages are always float32.
 ALLOWED_SCAN = 1e-5
-# How far weights are moved, of their mean size: log-probabilities of small models move by about 0.1.
+# Size of the perturbation, relative to the mean weight: moves log-probabilities of small models by about 0.1.
 SHAKEN = 0.05
-# Optimizer steps that the shaken weights stand for.
+# Optimizer steps that the perturbation replaces.
 VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One comparison.
+    """The result of one comparison.
 
     Attributes:
-        name: the number, and what was changed that must not move it.
-        difference: how far it moved.
-        allowed: what rounding may do.
+        name: the quantity, and the change that must not affect it.
+        difference: measured difference.
+        allowed: largest difference that rounding explains.
         unit: of both.
     """
 
@@ -69,7 +69,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether rounding explains it; a NaN does not pass."""
+        """Whether rounding explains the difference; a NaN does not pass."""
         return self.difference <= self.allowed
 
 
@@ -79,7 +79,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
     Raises:
         SetupError: the recipe has no reinforcement, or cannot be built on this machine.
         RunStopped: too many rewards failed.
-        ValueError: a DataError, ModelError or RewardError that says what to change.
+        ValueError: a DataError, ModelError or RewardError; its message names the fix.
     """
     if config.steps == 0:
         raise SetupError(
@@ -88,9 +88,9 @@ def check_numerics(config: RunConfig) -> list[Check]:
     few = min(MOST_PROMPTS, config.rollout.prompts_per_step)
     rollout = config.rollout.model_copy(update={"prompts_per_step": few, "refill_rounds": 0})
     policy = config.policy.model_copy(update={"optimizer_steps_per_batch": 1})
-    # For a row as short as this one `auto` is the plain loop, which would be compared with itself.
+    # For such a short row, `auto` is the plain loop, which would be compared with itself.
     fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
-    # The numbers of a batch do not depend on where it was sampled, nor on what else is.
+    # The numbers of a batch do not depend on which engine sampled it, nor on other batches.
     here = {"flow": FlowConfig(), "engine": config.engine.model_copy(update={"processes": None})}
     config = config.model_copy(update={"rollout": rollout, "policy": policy, **here, **_with_scan(fast)})
     parts = build(config, None)
@@ -117,7 +117,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
         checks.append(Check("advantages: the scan = a plain loop", away, ALLOWED_SCAN, "of their norm"))
 
     _shake(learner, config.seed + 1)
-    # One sequence stands twice, so that there are equal ones to merge.
+    # One sequence is duplicated, so that there is something to merge.
     whole = whole.select([0, *range(whole.num_segments)])
     whole.advantage_T = _drawn_advantages(whole, config.seed)
     batch = one_step(learner.method, whole, list(range(whole.num_segments)))
@@ -129,7 +129,7 @@ def _with_scan(scan: Scan) -> dict[str, KernelConfig]:
 
 
 def _learner(parts: Parts) -> Learner:
-    """Everything that learns, at the weights the recipe starts from."""
+    """Build everything that is trained, at the recipe's initial weights."""
     reference = None
     if parts.reference is not None:
         with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +141,7 @@ def _learner(parts: Parts) -> Learner:
 
 
 def _check_rewards(sampled: Sampled, config: RunConfig) -> None:
-    """Stop where training would: without rewards there is nothing to say of a method.
+    """Stop where training would: without rewards, no method can be checked.
 
     Raises:
         RunStopped: too many rewards failed.
@@ -153,7 +153,7 @@ def _check_rewards(sampled: Sampled, config: RunConfig) -> None:
 
 
 def _sampling_checks(learner: Learner, batch: Batch, allowed: float) -> list[Check]:
-    """The sampler against the trainer, and one packed row against a row for each sequence."""
+    """Compare the sampler with the trainer, and one packed row with a row for each sequence."""
     scorer, mask_T = learner.trainer.scorer, batch.action_mask_T
     trainer_T = scorer.logprobs(batch)
     alone_T = torch.cat([scorer.logprobs(batch.select([b])) for b in range(batch.num_segments)])
@@ -168,12 +168,12 @@ def _sampling_checks(learner: Learner, batch: Batch, allowed: float) -> list[Che
 
 
 def _layout_checks(learner: Learner, batch: Batch, allowed: float) -> Iterator[Check]:
-    """Loss and gradients of one optimizer step, cut and ordered in every way that must not matter."""
+    """Compare loss and gradients of one optimizer step under equivalent splits and orders."""
     moving = moving_part(learner, batch, 0)
     assert moving is not None
     layouts: dict[str, Sequence[Batch]] = {}
     if learner.method.selection is not None:
-        # The selection belongs to the optimizer step: from here on it is data.
+        # The selection belongs to the optimizer step, so it is fixed from here on.
         batch = moving
     else:
         layouts["equal sequences merged"] = [without_twins(batch)]
@@ -226,23 +226,23 @@ def _gradient(model: Model) -> Tensor:
 
 
 def _relative(difference: Tensor, whole: Tensor) -> float:
-    """The norm of a difference over that of what it is of; the difference's own where that is 0."""
+    """Norm of a difference relative to the norm of `whole`; absolute where that is 0."""
     return float(difference.norm()) / (float(whole.norm()) or 1.0)
 
 
 def _shake(learner: Learner, seed: int) -> None:
-    """Move all weights that learn, as optimizer steps would."""
+    """Perturb all trainable weights, as optimizer steps would."""
     generator = torch.Generator().manual_seed(seed)
     models = [learner.trainer.model] + ([learner.critic.model] if learner.critic else [])
     with torch.no_grad():
         for weight in (weight for model in models for weight in model.parameters()):
-            # A critic's head begins with zeros and is to move, too.
+            # The clamp also moves a critic's head, which is initialized with zeros.
             size = SHAKEN * weight.abs().mean().clamp(min=0.1)
             weight += size * torch.randn(weight.shape, generator=generator).to(weight)
 
 
 def _with_drawn_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
-    """The same trajectories with rewards that differ, equal ones with equal rewards."""
+    """The same trajectories with random rewards; equal trajectories have equal rewards."""
     drawn = []
     for one in trajectories:
         assert one.outcome is not None
@@ -253,7 +253,7 @@ def _with_drawn_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[T
 
 
 def _drawn_advantages(batch: Batch, seed: int) -> Tensor:
-    """An advantage for each chosen token, equal in equal sequences, 0 throughout in every fourth."""
+    """A random advantage for each chosen token, equal in equal sequences, 0 in every fourth sequence."""
     small, place_T = once_each(batch)
     drawn_T = torch.randn(small.num_tokens, generator=torch.Generator().manual_seed(seed))
     drawn_T[small.segment_T % 4 == 3] = 0

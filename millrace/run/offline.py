@@ -1,4 +1,4 @@
-"""Use a trained policy: evaluate a checkpoint again, or let it answer prompts of one's own."""
+"""Use a trained policy: evaluate a checkpoint again, or complete the user's prompts."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """A checkpoint ready to answer.
+    """A loaded checkpoint, ready to generate.
 
     Attributes:
         config: of its run.
         tokenizer: of the checkpoint.
         engine: holds its weights.
         greedy: the run's sampling parameters at temperature 0.
-        longest_prompt: tokens of the longest prompt that the run itself would take.
-        max_length: tokens the model allows, prompt and answer together; None where it sets no limit.
+        longest_prompt: prompt limit of the run, in tokens.
+        max_length: context length of the model, prompt and completion together; None without a limit.
     """
 
     config: RunConfig
@@ -59,17 +59,17 @@ def open_policy(run: str | Path, checkpoint: str) -> Policy:
     """Load a checkpoint of a run: `best`, `last` or a checkpoint's name.
 
     Raises:
-        ValueError, RuntimeError: the run or its checkpoint cannot be read; the message says why.
+        ValueError, RuntimeError: the run or its checkpoint cannot be read; the message has the reason.
     """
     folder = RunFolder.open(run)
     return load_policy(find_checkpoint(folder, checkpoint) / "model", folder.config())
 
 
 def load_policy(folder: Path, config: RunConfig) -> Policy:
-    """Load a model folder, to answer as a recipe says.
+    """Load a model folder, with the sampling parameters of a recipe.
 
     Raises:
-        ValueError: it is not one, or does not go with the recipe; the message says why.
+        ValueError: it is no model folder, or does not fit the recipe; the message has the reason.
     """
     tokenizer = load_tokenizer(check_folder(folder))
     model = load_model(folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
@@ -81,14 +81,15 @@ def load_policy(folder: Path, config: RunConfig) -> Policy:
 
 
 def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation:
-    """Greedy answers of a checkpoint to its run's held-out prompts, scored.
+    """Score greedy completions of a checkpoint on its run's held-out prompts.
 
     Args:
         run: the run folder.
         checkpoint: `best`, `last` or a checkpoint's name.
 
     Raises:
-        ValueError, RuntimeError: the run, its checkpoint or its data cannot be read; the message says why.
+        ValueError, RuntimeError: the run, its checkpoint or its data cannot be read; the message has the
+        reason.
     """
     folder = RunFolder.open(run)
     return evaluate_model(find_checkpoint(folder, checkpoint) / "model", folder.config())
@@ -97,19 +98,19 @@ def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation
 def evaluate_model(
     folder: str | Path, config: RunConfig, *, whole: bool = False, temperature: float = 0.0
 ) -> Evaluation:
-    """The answers of any model folder to questions of a recipe, scored by its rewards.
+    """Score the completions of any model folder on a recipe's prompts, with its rewards.
 
     Args:
         folder: of the model and its tokenizer.
-        config: says which questions, how they are put and answered, and what answers are worth. What it says
-            of a model and of training has no part in it.
-        whole: ask all questions of `data.train`, and not those that the recipe holds out.
-        temperature: 0 takes the most likely tokens; above it, answers are drawn by the recipe's seed.
+        config: sets prompts, template, sampling and rewards. Its settings of a model and of training are
+            ignored.
+        whole: use all prompts of `data.train`, rather than the held-out ones.
+        temperature: 0 takes the most likely tokens; above it, completions are sampled with the recipe's seed.
 
     Raises:
-        ValueError, RuntimeError: the model, the data or a reward cannot be used; the message says why.
+        ValueError, RuntimeError: the model, the data or a reward cannot be used; the message has the reason.
     """
-    # Data and rewards say what is wrong with them sooner than a model is loaded.
+    # Data and rewards come first, since their errors show before the slow load of a model.
     rows = read_rows(config.data.train) if whole else read_split(config.data, seed=config.seed).eval
     policy = load_policy(Path(folder), config)
     prompts, num_dropped = make_prompts(
@@ -134,7 +135,7 @@ def answer(
     num_samples: int = 1,
     seed: int = 0,
 ) -> list[list[Completion]]:
-    """What a checkpoint says to prompts of one's own, rendered with the run's template.
+    """Complete the user's prompts with a checkpoint, rendered with the run's template.
 
     Args:
         run: the run folder.
@@ -142,7 +143,7 @@ def answer(
         checkpoint: `best`, `last` or a checkpoint's name.
         temperature: 0 takes the most likely tokens.
         num_samples: completions of each prompt.
-        seed: of the first sample; the next ones count up.
+        seed: of the first sample; sample i uses seed + i.
 
     Raises:
         ValueError, RuntimeError: as `evaluate_checkpoint`.

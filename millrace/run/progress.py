@@ -1,4 +1,4 @@
-"""Where a run stands: everything that a resumed run needs besides weights, and its summary."""
+"""The progress of a run: everything that a resumed run needs besides weights, and the run's summary."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class Progress:
     """Counters of one run, saved in each checkpoint.
 
     Attributes:
-        stage: what the run is at.
+        stage: current stage.
         step: steps done in this stage (optimizer steps of the warm-up, batches of reinforcement).
-        order: counts checkpoints, so that the newest is known without clocks.
-        version: optimizer steps done in all.
+        order: number of checkpoints so far; finds the newest without clocks.
+        version: policy version, the number of optimizer steps done in all.
         attempts: optimizer steps tried in this stage, skipped ones included.
         critic_attempts: optimizer steps the critic tried.
-        kl_coefficient: of the KL penalty, where it is steered.
+        kl_coefficient: of the KL penalty, where it is adaptive.
         warmup_steps: optimizer steps of the warm-up.
-        gate_open: the warm-up's held-out accuracy has reached its gate.
+        gate_open: whether the warm-up's held-out accuracy has reached its gate.
         wall_s: seconds of work, over all processes of the run.
-        save_s: of the longest checkpoint, until it was whole.
-        tokens_sampled: tokens drawn while training (evaluation aside).
-        tokens_trained: chosen tokens a gradient was computed for.
-        skipped_steps: optimizer steps left out because the gradient was not finite.
-        nonfinite_in_row: the same, since the last good one.
-        equal_in_row: batches in a row whose equal rewards taught nothing.
-        eval_before: what `evaluation.measure` was before reinforcement (before training, if there is none).
-        eval_last: what it was at the last evaluation.
-        eval_after: what it is with the last weights.
-        eval_best: the best seen.
-        eval_best_reward: the mean reward beside it, which decides between checkpoints that are equal.
-        best_checkpoint: name of the checkpoint it was seen with.
+        save_s: duration of the longest checkpoint, until it was complete.
+        tokens_sampled: tokens generated for training (without evaluations).
+        tokens_trained: number of chosen tokens with a gradient.
+        skipped_steps: optimizer steps skipped because the gradient was not finite.
+        nonfinite_in_row: the same, since the last finite one.
+        equal_in_row: batches in a row without gradient because their rewards were equal.
+        eval_before: `evaluation.measure` before reinforcement (before training, without reinforcement).
+        eval_last: `evaluation.measure` at the last evaluation.
+        eval_after: `evaluation.measure` with the last weights.
+        eval_best: best value so far.
+        eval_best_reward: mean reward of the same evaluation; breaks ties.
+        best_checkpoint: name of the checkpoint with the best value.
         metrics_bytes: length of metrics.jsonl.
-        stream: of the warm-up's prompts; those of reinforcement are with its rollouts.
-        warnings: what went wrong and was said.
+        stream: position in the warm-up's prompts; that of reinforcement is saved with its rollouts.
+        warnings: printed so far.
     """
 
     stage: Stage = "warmup"
@@ -76,56 +76,56 @@ class Progress:
     warnings: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain tree."""
+        """Return a dict of plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Progress:
-        """What `to_json` gave; other keys are ignored.
+        """Rebuild the progress from `to_json`; unknown keys are ignored.
 
         Raises:
-            ValueError: a value has the wrong type, with a sentence on the first.
+            ValueError: a value has the wrong type; the message names the first.
         """
         names = {f.name for f in fields(cls)}
         return checked(cls, {key: value for key, value in tree.items() if key in names})
 
     @property
     def checkpoint_name(self) -> str:
-        """Name of a checkpoint taken now."""
+        """Name of a checkpoint saved now."""
         return f"{'warmup' if self.stage == 'warmup' else 'step'}-{self.step:06d}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a run came to; written as `summary.json`.
+    """The summary of a run; written as `summary.json`.
 
     Attributes:
         run: the run folder.
         name: of the run.
-        recipe: it was made from.
-        status: `finished`, or `interrupted` (resume it), or `failed` (the reason is the last warning).
+        recipe: name of the recipe.
+        status: `finished`, or `interrupted` (can be resumed), or `failed` (the reason is the last warning).
         out_of_time: whether it was interrupted because `limits.run_s` was nearly over.
-        measure: metric of evaluations that the next four are about, as `evaluation.measure` names it.
-        eval_before: before reinforcement (before training, if there is none).
-        eval_after: with the last weights; null if the run did not end.
-        eval_best: the best seen.
+        measure: metric of the next four, as `evaluation.measure` names it.
+        eval_before: before reinforcement (before training, without reinforcement).
+        eval_after: with the last weights; null if the run did not finish.
+        eval_best: best value of the run.
         best_checkpoint: name of its checkpoint.
         steps: batches of reinforcement done.
         warmup_steps: optimizer steps of the warm-up done.
         wall_s: seconds from start to end, over all processes of the run.
-        tokens_sampled: tokens drawn while training.
-        tokens_trained: chosen tokens a gradient was computed for.
-        skipped_steps: optimizer steps left out because the gradient was not finite.
-        num_parameters: weights of the policy.
-        num_train_prompts: problems trained on.
-        eval_size: problems held out.
-        filtered_prompts: prompts left out because they are too long.
-        filtered_demonstrations: demonstrations left out of the warm-up because they are too long.
-        scored_demonstrations: held-out reference answers that the rewards were tried on before training.
-        right_demonstrations: those of them that earned full marks.
-        device: where it ran.
+        tokens_sampled: tokens generated for training.
+        tokens_trained: number of chosen tokens with a gradient.
+        skipped_steps: optimizer steps skipped because the gradient was not finite.
+        num_parameters: number of policy weights.
+        num_train_prompts: number of training prompts.
+        eval_size: number of held-out prompts.
+        filtered_prompts: prompts dropped because they are too long.
+        filtered_demonstrations: demonstrations dropped from the warm-up because they are too long.
+        scored_demonstrations: held-out reference answers scored before training to test the rewards.
+        right_demonstrations: number of them that earned full marks.
+        device: name of the device.
         versions: of millrace, python, torch and transformers.
-        warnings: what went wrong and was said.
+        warnings: printed during the run.
     """
 
     run: str
@@ -167,16 +167,16 @@ def run_report(
     demonstrations: tuple[int, int],
     out_of_time: bool,
 ) -> RunReport:
-    """The summary of a run.
+    """Build the summary of a run.
 
     Args:
-        progress: where it stands.
-        parts: what it is made of.
-        run: its folder.
-        recipe: it was made from.
-        measure: metric that its evaluations are judged by.
+        progress: of the run.
+        parts: components of the run.
+        run: the run folder.
+        recipe: name of the recipe.
+        measure: metric of its evaluations.
         status: how it ended.
-        demonstrations: held-out reference answers that the rewards were tried on, and those with full marks.
+        demonstrations: number of reference answers that tested the rewards, and of those with full marks.
         out_of_time: whether it was interrupted because its time was nearly over.
     """
     warming = progress.stage == "warmup"
@@ -211,6 +211,6 @@ def run_report(
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers."""
+    """Return the versions of the packages that decide a run's numbers."""
     packages = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), "millrace": __version__, **packages}

@@ -1,6 +1,6 @@
-"""The controller of one run: what its loops call to record, evaluate, save and stop.
+"""The controller of one run: the operations that the training loops call to record, evaluate, save and stop.
 
-The order of things stands in `loop.py`; this file holds the verbs.
+`loop.py` decides the order of these operations.
 """
 
 from __future__ import annotations
@@ -51,36 +51,36 @@ from millrace.training.policy import PolicyTrainer
 
 
 class Repeats(Protocol):
-    """A part of an earlier run that this run repeats; see `replay.backend.Repeated`."""
+    """A segment of an earlier run that this run replays; see `replay.backend.Repeated`."""
 
     @property
     def threads(self) -> Sequence[int]:
-        """Threads that each rank computed with.
+        """Number of threads that each rank computed with.
 
         Raises:
-            ReplayError: the event log does not tell.
+            ReplayError: the event log does not contain it.
         """
         ...
 
     def over(self, stage: str, step: int) -> bool:
-        """Whether the process of that part left here."""
+        """Whether the recorded process exited after this step."""
         ...
 
     def logged(
         self, runtime: Runtime, path: Path, clock: Callable[[], float], *, limit_s: float
     ) -> tuple[Runtime, EventLog]:
-        """A runtime and the log of its run, which follow that part.
+        """Wrap a runtime and open an event log, both of which follow the recorded segment.
 
         Args:
-            runtime: draws and judges.
-            path: of the log.
-            clock: its seconds.
-            limit_s: nothing at all may be missing for longer.
+            runtime: generates and scores.
+            path: of the event log.
+            clock: seconds of the run's clock.
+            limit_s: longest time without any progress.
         """
         ...
 
     def comparison(self, folder: RunFolder) -> Sink:
-        """Compares each record of this run with that of the earlier one.
+        """Return a sink that compares each record of this run with that of the earlier one.
 
         Args:
             folder: of this run.
@@ -107,21 +107,23 @@ class Controller:
         progress: Progress,
         started_s: float,
     ) -> None:
-        """A run at `progress`; see `launch` for how its pieces come about.
+        """Create the controller of a run at `progress`; see `launch` for how its components are built.
 
         Args:
             config: of the run.
-            parts: what it is made of.
-            folder: where it is kept.
-            ranks: who takes part; the first one keeps the run folder.
-            saver: writes checkpoints while the run goes on.
+            parts: the components of the run.
+            folder: the run folder.
+            ranks: all ranks of the run; rank 0 owns the run folder.
+            saver: writes checkpoints in the background.
             recipe: name of the recipe.
-            console: where it is shown.
-            interrupts: tells when the user wants to leave.
-            metrics: the run's own record, always there.
-            trackers: where metrics go besides.
-            progress: where it stands.
-            started_s: `time.monotonic()` at the start of this process's work.
+            console: shows progress in the terminal.
+            interrupts: whether the user asked to stop.
+            metrics: the run's metrics file; always present.
+            trackers: further metric sinks.
+            progress: stage, step and counters so far.
+            started_s: `time.monotonic()` when this process started to work.
+            C 149 # on rank 0 of a replay only
+            C 150 # number of demonstrations, and how many of them earned full marks
         """
         self.config = config
         self.parts = parts
@@ -154,26 +156,26 @@ class Controller:
 
     @property
     def wall_s(self) -> float:
-        """Seconds of work, over all processes of the run."""
+        """Seconds of work, summed over all processes of the run."""
         return time.monotonic() - self._started_s
 
     @property
     def at_start(self) -> bool:
-        """Whether nothing would be lost now: no step was done, of this process or of reinforcement."""
+        """Whether leaving now loses nothing: this process, or reinforcement, has not done a step yet."""
         progress, (stage, step) = self.progress, self._began
         later = self.config.warmup is not None and progress.stage != stage
         first = progress.checkpoint_name == self._saved == "step-000000"
         return first or not (later or progress.step != step)
 
     def stream(self) -> PromptStream:
-        """The prompts of the current stage, where the progress says they stand."""
+        """Return the prompt stream of the current stage, restored to the position in the progress."""
         warming = self.progress.stage == "warmup"
         # The warm-up has an order of its own, so that its length does not change what reinforcement sees.
         seed = 2 * self.config.seed + (1 if warming else 0)
         prompts = self.parts.train_prompts
         if warming:
             prompts = [prompt for prompt in prompts if prompt.id in self.parts.demonstrations]
-        # Also before the warm-up, which deals everything: a function that is not there is told at once.
+        # Created before the warm-up too, which does not use it: a missing function must fail at once.
         chosen, shuffle = self.config.data.curriculum, self.config.data.shuffle
         curriculum = None if chosen is None else Curriculum.of(chosen)
         stream = PromptStream(prompts, seed=seed, shuffle=shuffle, curriculum=None if warming else curriculum)
@@ -182,7 +184,7 @@ class Controller:
         return stream
 
     def adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer:
-        """Make `trainer` the current one; on resume, with the optimizer state of the checkpoint."""
+        """Make `trainer` the current one; on resume, restore its optimizer state from the checkpoint."""
         if checkpoint is not None:
             restore_optimizer(trainer, checkpoint, POLICY, self.ranks)
         trainer.num_attempts = self.progress.attempts
@@ -191,26 +193,26 @@ class Controller:
         return trainer
 
     def owners(self) -> list[Owner]:
-        """All on the trainer's side that hold weights."""
+        """Every object of the trainer side that holds weights."""
         return owners(self.trainer, self.learner, self.parts.teacher)
 
     def learn(self, checkpoint: Path | None) -> Learner:
-        """Everything that turns groups into weights: the policy and, as the recipe asks, critic and scorers.
+        """Build what turns groups into weights: the policy and, as the recipe asks, critic and scorers.
 
         Args:
-            checkpoint: that the run goes on from, with the optimizers' states; None where it does not.
+            checkpoint: whose optimizer states are restored; None for fresh ones.
 
         Raises:
             CheckpointError: the reference policy is damaged.
         """
         parts, progress = self.parts, self.progress
-        # Others learn from here on, and are made from what the policy is now.
+        # The models below are built from the policy's current weights.
         self.turns.meet()
         control, reference = parts.control, None
         if control is not None and progress.kl_coefficient is not None:
             control.coefficient = progress.kl_coefficient
         if parts.reference is not None:
-            # It may still be being written.
+            # Its write may still be in progress.
             self._saver.settle()
             start = self.folder.checkpoints / "step-000000"
             if self.ranks.first:
@@ -224,7 +226,7 @@ class Controller:
             critic.num_attempts = progress.critic_attempts
             if checkpoint is not None:
                 restore_optimizer(critic, checkpoint, CRITIC, self.ranks)
-        # What a weight that does not learn costs is not what one costs that does.
+        # The FLOP count assumes that all weights are trained; frozen ones cost less.
         learns = self.config.model.adapter is None and not self.config.model.frozen
         shape = ModelShape.known(trainer.model.config.to_dict()) if learns else None
         self.learner = Learner(trainer, parts.method, critic, reference, parts.teacher, control, shape=shape)
@@ -232,7 +234,7 @@ class Controller:
         return self.learner
 
     def source(self) -> Source | Follower:
-        """Where batches of reinforcement come from."""
+        """Return the source of rollout batches for reinforcement."""
         parts = self.parts
         if num_processes(self.config) and not self.ranks.first:
             ranks, spans, version = self.ranks, self.spans, self._published
@@ -240,7 +242,7 @@ class Controller:
         runtime = parts.runtime or InlineRuntime(
             parts.engine, parts.reward, lambda version: self.publish(), self.spans
         )
-        # Before a file is opened, since it may fail.
+        # Before any file is opened, since it may fail.
         stream, limit_s = self.stream(), self.config.limits.phase_s
         path = self.folder.events
         if self.repeats is None:
@@ -260,7 +262,7 @@ class Controller:
         )
 
     def publish(self) -> None:
-        """Send the trainer's weights to the sampler, proved."""
+        """Update the sampler's weights from the trainer and verify them."""
         assert self.trainer is not None
         with self.spans("sync"):
             self.turns.meet()
@@ -275,14 +277,14 @@ class Controller:
         self.console.update(record)
 
     def warn(self, text: str | None) -> None:
-        """Say what went wrong and keep it for the summary, once however often the run is resumed."""
+        """Print a warning and keep it for the summary, once however often the run is resumed."""
         if text:
             if text not in self.progress.warnings:
                 self.progress.warnings.append(text)
             self.console.say(text, "yellow")
 
     def evaluate(self) -> Evaluation:
-        """Greedy answers of the published weights to the held-out prompts."""
+        """Score greedy completions of the held-out prompts under the sampler's current weights."""
         parts = self.parts
         params = greedy(self.config.rollout, parts.stop_token_ids)
         with self.spans("evaluate"):
@@ -306,18 +308,18 @@ class Controller:
         return result
 
     def measured(self, result: Evaluation) -> float:
-        """What an evaluation is judged by: the metric that `evaluation.measure` names."""
+        """The metric that `evaluation.measure` names."""
         return result.metrics[self.config.evaluation.measure]
 
     def keep_answers(self, name: str, result: Evaluation) -> None:
-        """Keep an evaluation's answers as a table (`before`, `after`)."""
+        """Write an evaluation's completions to a table (`before`, `after`)."""
         with self.spans("save"):
             write_table(self.folder.evaluations / f"{name}.parquet", result.rows)
 
     def note_best(self, result: Evaluation) -> bool:
-        """Whether this evaluation is the best so far; if so, the checkpoint about to be taken is the best.
+        """Whether this evaluation is the best so far; if so, the next checkpoint is marked as the best.
 
-        Of two that measure the same, the one with the higher mean reward is better; of equals, the earlier.
+        Ties are broken by the mean reward, then in favour of the earlier evaluation.
         """
         progress, value = self.progress, self.measured(result)
         if progress.eval_best is not None:
@@ -329,13 +331,13 @@ class Controller:
         return True
 
     def checkpoint(self, source: Source | Follower | None = None) -> None:
-        """Save what a resumed run needs, then forget the oldest checkpoints; training goes on meanwhile.
+        """Save what a resumed run needs, then remove the oldest checkpoints; training continues meanwhile.
 
         Args:
-            source: of batches, which keeps what is under way.
+            source: of batches; saves its in-flight groups too.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: the previous checkpoint could not be written.
         """
         began_s = time.monotonic()
         progress, trainer = self.progress, self.trainer
@@ -352,7 +354,7 @@ class Controller:
         saved = replace(progress)
 
         def begin(aside: Path) -> None:
-            # This is done on the first rank alone.
+            # Called on rank 0 only.
             if isinstance(source, Source):
                 source.save(aside)
                 flush(self.folder.events)
@@ -368,7 +370,7 @@ class Controller:
 
         with self.spans("save"):
             self.turns.meet()
-            # One copy of everything in host memory is enough.
+            # Host memory need only hold one snapshot at a time.
             self._saver.settle()
             snapshots = {POLICY: snapshot(trainer, self.ranks)}
             if critic is not None:
@@ -378,10 +380,10 @@ class Controller:
         self._saved = progress.checkpoint_name
 
     def tidy(self, saved: Progress) -> None:
-        """Say which checkpoint is the best and forget old ones; a killed process may not have come to it.
+        """Record the best checkpoint and remove old ones; a killed process may not have done so.
 
         Args:
-            saved: what the newest whole checkpoint says.
+            saved: the progress in the newest complete checkpoint.
         """
         if saved.best_checkpoint:
             best = {
@@ -390,19 +392,19 @@ class Controller:
                 "value": saved.eval_best,
             }
             self.folder.write_json(self.folder.best, best)
-        # The reference policy is the start.
+        # The reference policy is the first checkpoint.
         also = {saved.best_checkpoint} | ({"step-000000"} if self.parts.reference is not None else set())
         self.folder.forget(saved.checkpoint_name, keep=self.config.checkpoint.keep, also=also)
 
     def leave_if_asked(self, source: Source | Follower | None = None) -> None:
-        """Save, unless that was just done, and leave if the user pressed Ctrl-C or the run is out of time.
+        """Save a checkpoint if none was just saved, and leave on Ctrl-C or when the run is out of time.
 
         Args:
             source: of batches, if there is one.
 
         Raises:
-            Interrupted: so it is.
-            CheckpointError: what was being saved could not be written.
+            Interrupted: the run leaves here.
+            CheckpointError: a pending checkpoint could not be written.
         """
         if self.ranks.agree(self._saver.failed):
             self._saver.settle()
@@ -412,7 +414,7 @@ class Controller:
         self._late = not self._interrupts.asked and self._out_of_time()
         if self._late:
             self.console.say("limits.run_s is nearly over; saving, then leaving", "bold")
-        # Each hears of Ctrl-C in its own time; they leave after the same step.
+        # Ctrl-C reaches the ranks at different times; they must leave after the same step.
         if self.ranks.agree(self._interrupts.asked or over or self._late):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint(source)
@@ -420,13 +422,13 @@ class Controller:
             raise Interrupted
 
     def report(self) -> None:
-        """Write the report of a run that goes on, if it is due; called after each step."""
+        """Write the report of a run in progress, if it is due; called after each step."""
         if self.ranks.first:
             self.live.update()
 
     def _report_now(self) -> None:
         with self.spans("report"):
-            # Nobody may be left to correct it, so it says no more than what is so however the run goes on.
+            # No process may be left to correct this report, so it states only what holds either way.
             told = asdict(self._summary("interrupted")) | {"status": "not finished"}
             at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             note = f"As of {at}. `millrace status {self.folder.path}` says whether the run goes on."
@@ -465,7 +467,7 @@ class Controller:
         return {"stage": stage, "step": self.progress.step, "steps": steps, "measured": measured}
 
     def _out_of_time(self) -> bool:
-        """Whether the first rank's clock says so; a repetition takes its time, and what is done may end."""
+        """Whether the deadline is near on rank 0; a replay, and a run that is complete, ignore it."""
         stands = self._stands()
         last = stands["stage"] == "reinforcement" or not self.config.steps
         ended = last and stands["step"] == stands["steps"]
@@ -473,6 +475,6 @@ class Controller:
         return near and not ended and self.ranks.first and self.repeats is None
 
     def _stalled(self, text: str) -> None:
-        """From the watchdog, while the run's own thread hangs: what a resumed run begins with is saved."""
+        """Save the summary from the watchdog while the run's own thread hangs."""
         self.progress.warnings.append(text)
         self.finish("failed")

@@ -1,4 +1,4 @@
-"""How many engines a run that is going on is to have: asked in a file of its folder, answered in its status.
+"""Scale requests: the number of engines of a running run, through a file in its folder and its status.
 
 No torch.
 """
@@ -19,32 +19,32 @@ from millrace.rollout.engine_pool import Engines
 from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.status import Status, read_status
 
-# How often the run looks for a request, and whoever asked for the answer.
+# Interval of the run's check for a request, and of the client's check for the answer.
 LOOK_S = 1.0
 POLL_S = 0.1
-# How long a run may take to hear of it: no batch, publish or save of a sound run keeps it from looking.
+# Longest time until a run reads a request: no batch, weight update or save of a sound run takes longer.
 HEAR_S = 60.0
 
 
 class _Request(Shape):
-    """What `wanted.json` says."""
+    """Content of `wanted.json`."""
 
     id: str
     engines: int
 
 
 class Asked:
-    """The run's end: what was asked for since it last looked.
+    """The run's side: reads scale requests.
 
     Attributes:
-        heard: which request it heard last; empty before any.
+        heard: id of the last request read; empty before the first.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Forget what was asked of an earlier process of the run.
+        """Remove the request of an earlier process of the run.
 
         Args:
-            path: of the request.
+            path: of the request file.
             clock: seconds.
         """
         self._path, self._clock = path, clock
@@ -53,11 +53,11 @@ class Asked:
         self.close()
 
     def look(self) -> list[Wanted]:
-        """What is asked for, heard once; the file is read each second at most."""
+        """Return a new scale request, if there is one; the file is read at most once a second."""
         if self._clock() < self._looked_s + LOOK_S:
             return []
         self._looked_s = self._clock()
-        # What `ask` has not written ends no run, and nobody waits for an answer.
+        # A damaged request must not end the run, and no client waits for its answer.
         with suppress(ValueError):
             told = read_json(self._path, _Request)
             if told.id != self.heard:
@@ -67,15 +67,15 @@ class Asked:
         return []
 
     def close(self) -> None:
-        """Nobody is heard any more."""
+        """Delete the request file."""
         self._path.unlink(missing_ok=True)
 
 
 def engines_of(run: str | Path) -> Engines:
-    """The engines of a run that is going on.
+    """Return the engines of a running run.
 
     Raises:
-        RunFolderError: it is not going on, or has none that could be counted.
+        RunFolderError: it is not running, or has no engines in their own processes.
     """
     status, folder = read_status(run), RunFolder.open(run)
     if status.state not in ("running", "starting"):
@@ -96,19 +96,19 @@ def engines_of(run: str | Path) -> Engines:
 
 
 def ask(run: str | Path, number: int, say: Callable[[str], None]) -> Engines:
-    """Ask a run that is going on to have so many engines from now on, and wait until it has heard it.
+    """Request a number of engines from a running run, and wait until the run has read the request.
 
     Args:
-        run: its folder.
+        run: the run folder.
         number: of engines.
-        say: is told what is waited for, and for how long at most.
+        say: prints what is awaited and the time limit.
 
     Returns:
-        the engines as they are then; others may be starting, or leaving.
+        The engines at that time; some may still be starting or draining.
 
     Raises:
-        ConfigError: there cannot be so many.
-        RunFolderError: as `engines_of`; or the run ended before it heard it, or did not hear it in time.
+        ConfigError: the number is out of range.
+        RunFolderError: as `engines_of`; or the run ended, or did not read the request in time.
     """
     _checked(number)
     engines_of(run)
@@ -130,7 +130,7 @@ def ask(run: str | Path, number: int, say: Callable[[str], None]) -> Engines:
 
 
 def _answer(status: Status, id: str) -> Engines | None:
-    """The engines, once the run has heard this."""
+    """The engines, once the run has read this request."""
     return status.engines if status.engines is not None and status.engines.asked == id else None
 
 

@@ -1,7 +1,7 @@
-"""When a run leaves before its end.
+"""Early exits of a run: Ctrl-C and the time limit.
 
-Ctrl-C once: finish the step, save, leave; before the first step is done, when nothing is to be saved that is
-not, leave now. Twice: leave now. Out of time: after a step, save and leave.
+First Ctrl-C: finish the step, save, exit; if there is nothing to save yet, exit at once. Second Ctrl-C: exit
+at once. Out of time: save and exit after a step.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Any
 
 
 class Interrupted(Exception):
-    """The run was to leave; everything is saved."""
+    """The run was asked to stop; everything is saved."""
 
 
 class Deadline:
-    """When a run of limited time has to leave, so that what it saves is written in time.
+    """The latest time at which a run of limited time must leave to save its state.
 
-    It is near when less time is left than another step and a save may take: the longest step so far, the
-    first with all that came before it, and the longest save.
+    It is near when less time is left than one more step and a save may take: the longest step so far (the
+    first includes start-up) and the longest save.
     """
 
     def __init__(
         self, limit_s: float | None, started_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """No step was done.
+        """Start the clock, before the first step.
 
         Args:
-            limit_s: seconds from the start; None for any number.
-            started_s: by the clock.
-            clock: seconds, never going back.
+            limit_s: seconds from the start; None for no limit.
+            started_s: time of the start by `clock`.
+            clock: monotonic seconds.
         """
         self._limit_s, self._started_s, self._clock = limit_s, started_s, clock
         self._last_s, self._longest_s = started_s, 0.0
 
     def near(self, save_s: float) -> bool:
-        """Whether to leave; asked once after each step.
+        """Whether the run must leave now; called once after each step.
 
         Args:
-            save_s: of the longest save.
+            save_s: duration of the longest save.
         """
         now = self._clock()
         self._longest_s, self._last_s = max(self._longest_s, now - self._last_s), now
@@ -54,24 +54,24 @@ class Deadline:
 class Interrupts:
     """While entered, SIGINT and SIGTERM set `asked`; a second one sets `twice` and raises KeyboardInterrupt.
 
-    Outside the main thread signals cannot be caught, and `asked` stays False.
+    Signals cannot be caught outside the main thread, where `asked` stays False.
 
     Attributes:
-        at_once: asked at the first signal whether all is saved as it stands; then that one sets `left` and
-            raises KeyboardInterrupt.
+        at_once: called at the first signal: whether nothing is left to save; if so, that signal sets `left`
+            and raises KeyboardInterrupt.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """Interrupts that tell the user through `say`."""
+        """Report signals to the user through `say`."""
         self.asked = False
-        # What is interrupted in its midst may raise another error than KeyboardInterrupt.
+        # Interrupted code may raise another error than KeyboardInterrupt.
         self.twice = self.left = False
         self.at_once: Callable[[], bool] = bool
         self._say = say
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        """Catch the signals."""
+        """Install the signal handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._caught)
@@ -80,7 +80,7 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

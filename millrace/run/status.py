@@ -1,4 +1,4 @@
-"""What a run is at: read from its folder, while it runs or after."""
+"""The status of a run, read from its folder, during the run or after it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Best(Shape):
 
 
 class Measured(Shape):
-    """What a run's evaluations came to.
+    """Results of a run's evaluations.
 
     Attributes:
         measure: the metric.
-        value: at the last one; null where none was made.
-        best: the best one.
+        value: at the last evaluation; null before the first.
+        best: the best evaluation.
     """
 
     measure: str
@@ -35,7 +35,7 @@ class Measured(Shape):
     best: Best = Best()
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines of text for the terminal."""
         found = [] if self.value is None else [f"{self.value:.3f}"]
         if self.best.value is not None:
             found.append(f"best {self.best.value:.3f} ({self.best.checkpoint})")
@@ -44,20 +44,20 @@ class Measured(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a run is at.
+    """The status of a run.
 
     Attributes:
-        run: its folder.
-        state: `starting`, `running`, `finished`, `interrupted` or `failed` as its summary says, or `killed`:
-            nobody works on it and nobody said why.
-        pid: of the process that works on it, or did; None where nobody said.
-        stage: warmup or reinforcement; empty where nobody said.
+        run: the run folder.
+        state: `starting`, `running`, `finished`, `interrupted` or `failed` as in its summary, or `killed`: no
+            process works on it and it left no summary.
+        pid: of the last process of the run; None where unknown.
+        stage: warmup or reinforcement; empty where unknown.
         step: steps done in the stage.
         steps: of the stage.
-        measured: what the last evaluation came to, and the best one.
-        waits: who waits for what.
-        reason: why it failed.
-        engines: in processes of their own, while they draw for reinforcement; otherwise None.
+        measured: the last and the best evaluation.
+        waits: pending waits, each with its waiting component.
+        reason: of a failure.
+        engines: subprocess engines, while they generate for reinforcement; otherwise None.
     """
 
     run: str
@@ -72,11 +72,11 @@ class Status:
     engines: Engines | None = None
 
     def tree(self) -> dict[str, Any]:
-        """A plain tree."""
+        """Return a dict of plain values."""
         return asdict(self) | {"measured": self.measured and self.measured.model_dump()}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines of text for the terminal."""
         at = f", {self.stage} step {self.step} of {self.steps}" if self.stage else ""
         by = f" (process {self.pid})" if self.state == "running" else ""
         lines = [f"run {self.run}: {self.state}{by}{at}"]
@@ -90,10 +90,10 @@ class Status:
 
 
 def read_status(run: str | Path) -> Status:
-    """The status of a run.
+    """Read the status of a run.
 
     Raises:
-        RunFolderError: it is not a run folder.
+        RunFolderError: the path is no run folder.
     """
     folder = RunFolder.open(run)
     busy = folder.is_busy()
@@ -103,7 +103,7 @@ def read_status(run: str | Path) -> Status:
     if told is not None:
         state, engines = "running" if busy else "killed", told.engines if busy else None
         found = Status(str(run), state, told.pid, waits=told.waits, engines=engines, **dict(told.at))
-        # A run that stalled ended itself and said so in its summary.
+        # A stalled run ends itself and records the reason in its summary.
         summary = None if busy else _read(folder.summary, Summary)
         if summary is None or summary.status != "failed":
             return found
@@ -117,7 +117,7 @@ def read_status(run: str | Path) -> Status:
 
 
 class Summary(Shape):
-    """What is read of `summary.json`, which `progress.RunReport` is written to."""
+    """The fields read from `summary.json`, which `progress.RunReport` is written to."""
 
     status: Literal["finished", "interrupted", "failed"]
     measure: str = ""
@@ -136,7 +136,7 @@ class _At(Shape):
 
 
 class _Told(Shape):
-    """What `status.json` says."""
+    """Content of `status.json`."""
 
     pid: int
     at: _At
@@ -145,7 +145,7 @@ class _Told(Shape):
 
 
 def read_summary(path: Path) -> Summary:
-    """What a run came to.
+    """Read the summary of a run.
 
     Raises:
         FileError: the file is damaged.
@@ -154,7 +154,7 @@ def read_summary(path: Path) -> Summary:
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:
-    """What a file says; None where it is not there, or damaged, which is said."""
+    """Read a JSON file; None where it does not exist, or is damaged, with a notice."""
     try:
         return read_json(path, kind, mend="it is passed over", finite=False) if path.exists() else None
     except FileError as error:

@@ -1,4 +1,4 @@
-"""The second half of a batch: from scored groups to new weights.
+"""The training half of a batch: from scored groups to new weights.
 
 T = packed tokens of the batch, N = trajectories (one segment each).
 """
@@ -30,22 +30,22 @@ from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer
 from millrace.types import Group, Trajectory
 
-# Segments of a batch that teaches nothing, whose tokens trainer and sampler still compare.
+# Segments of a batch without gradient on which trainer and sampler are still compared.
 NUM_COMPARED = 8
 
 
 @dataclass(slots=True)
 class Learner:
-    """What turns scored groups into new weights.
+    """The models and the method that turn scored groups into new weights.
 
     Attributes:
-        trainer: the policy.
-        method: its arithmetic.
-        critic: the value of each state, where the method asks for it.
-        reference: what a KL penalty holds the policy to.
-        teacher: whom on-policy distillation follows.
+        trainer: of the policy.
+        method: the arithmetic of the recipe.
+        critic: the value model, where the method needs one.
+        reference: the reference policy of a KL penalty.
+        teacher: of on-policy distillation.
         control: coefficient of the KL penalty.
-        shape: the policy's, by which operations are counted; None where they are not.
+        shape: of the policy, from which FLOPs are counted; None where they are not.
     """
 
     trainer: PolicyTrainer
@@ -59,12 +59,13 @@ class Learner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:
-    """What trainer and sampler both gave a log-probability, before the first update of a batch.
+    """Log-probabilities of trainer and sampler for the same tokens, before the first update of a batch.
 
     Attributes:
-        batch: with the sampler's.
+        batch: has the sampler's log-probabilities.
         trainer_logprob_N: the trainer's, of the chosen tokens.
-        num_current: chosen tokens of segments that the trainer's own version sampled as a whole.
+        num_current: number of chosen tokens in segments sampled entirely by the trainer's current policy
+            version.
     """
 
     batch: Batch
@@ -74,18 +75,18 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchResult:
-    """What one batch did.
+    """The result of training on one batch.
 
     Attributes:
-        record: numbers for the metrics, without times.
-        rows: one for each trajectory, for a table.
+        record: metrics, without times.
+        rows: one for each trajectory, for the rollout table.
         reports: of the optimizer steps.
-        batch: what was trained on, packed; None where nothing was.
-        compared: what was compared with the sampler's numbers; likewise.
+        batch: the packed batch; None where no group was trained on.
+        compared: what was compared with the sampler's log-probabilities; None likewise.
         skipped: the packed batches whose optimizer step was skipped, as evidence.
-        tokens_sampled: tokens drawn.
-        tokens_trained: chosen tokens a gradient was computed for.
-        operations: of the forwards and backwards of policy and critic, over all ranks; 0 where not counted.
+        tokens_sampled: number of generated tokens.
+        tokens_trained: number of chosen tokens with a gradient.
+        operations: FLOPs of policy and critic, forward and backward, over all ranks; 0 where not counted.
     """
 
     record: dict[str, float]
@@ -107,14 +108,14 @@ def train_on(
     step: int,
     policy_moves: bool = True,
 ) -> BatchResult:
-    """Advantages over the whole batch, then the method's optimizer steps over equal shares of its groups.
+    """Compute advantages over the whole batch, then do optimizer steps over equal slices of its groups.
 
     Args:
-        learner: what learns.
-        sampled: scored groups. One whose greedy answer was asked for and has no reward is left out.
+        learner: what is trained.
+        sampled: scored groups. A group whose greedy baseline is missing is left out.
         seed: of the run.
         step: number of this batch, counted from 1.
-        policy_moves: False trains the critic alone.
+        policy_moves: False trains only the critic.
     """
     groups, baselines = sampled.groups, sampled.baselines
     kept = _kept(sampled)
@@ -162,7 +163,7 @@ def train_on(
 
 
 def _kept(sampled: Sampled) -> list[int]:
-    """The groups that are trained on."""
+    """Indices of the groups that are trained on."""
     baselines = sampled.baselines
     return [
         g
@@ -173,7 +174,7 @@ def _kept(sampled: Sampled) -> list[int]:
 
 @dataclass(slots=True)
 class _Done:
-    """What the optimizer steps of a batch came to."""
+    """Accumulated results of a batch's optimizer steps."""
 
     reports: list[StepReport] = field(default_factory=list)
     critic_reports: list[StepReport] = field(default_factory=list)
@@ -187,12 +188,12 @@ class _Done:
 
 
 def _operations(shape: ModelShape | None, batch: Batch, *, num_predicted: int) -> int:
-    """Of a forward and a backward over a batch; 0 where they are not counted."""
+    """FLOPs of a forward and a backward over a batch; 0 where they are not counted."""
     return 0 if shape is None else training_operations(shape, batch.length_B.tolist(), num_predicted)
 
 
 def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
-    """The trajectories of each optimizer step: equal shares of the groups that are kept, in order."""
+    """The trajectories of each optimizer step: equal slices of the kept groups, in order."""
     bounds = [len(kept) * part // num_parts for part in range(num_parts + 1)]
     step_of = {g: part for part in range(num_parts) for g in kept[bounds[part] : bounds[part + 1]]}
     members: list[list[int]] = [[] for _ in range(num_parts)]
@@ -202,7 +203,7 @@ def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
 
 
 def _update(learner: Learner, batch: Batch, seed: int, done: _Done) -> None:
-    """One optimizer step of the policy."""
+    """Do one optimizer step of the policy."""
     moving = moving_part(learner, batch, seed)
     compared = moving
     if moving is not None:
@@ -211,11 +212,11 @@ def _update(learner: Learner, batch: Batch, seed: int, done: _Done) -> None:
         done.tokens_trained += num_chosen
         done.operations += _operations(learner.shape, moving, num_predicted=num_chosen)
     elif not done.reports:
-        # A sampler that writes nonsense earns the same everywhere; that must not hide it.
+        # A broken sampler can make all rewards equal, so a batch without gradient must be compared too.
         compared = batch.select(list(range(min(NUM_COMPARED, batch.num_segments))))
         logprob_N = learner.trainer.scorer.logprobs(compared)[compared.action_mask_T]
     if compared is not None and not done.reports:
-        # Only before the first update is what is compared not of this batch's own making.
+        # After the first update, the difference would also contain the update itself.
         done.mismatch, num_current = _mismatch(logprob_N, compared, learner.trainer.version)
         done.compared = Compared(compared, logprob_N, num_current)
     done.reports.append(learner.trainer.optim_step())
@@ -230,7 +231,7 @@ def estimated(
     num_groups: int,
     baselines: Sequence[float] | None,
 ) -> Batch:
-    """The packed batch with everything that is computed of it before an update."""
+    """Pack a batch and compute everything that precedes the first update, such as its advantages."""
     method, batch = learner.method, pack(trajectories)
     reward_N = torch.tensor([t.outcome.value for t in trajectories if t.outcome], dtype=torch.float64)
     last_N = batch.length_B.cumsum(0) - 1
@@ -239,7 +240,7 @@ def estimated(
         penalty_N = overlong_penalty(length_N, max_tokens=method.max_tokens, buffer=method.overlong_tokens)
         reward_N = reward_N + penalty_N
         batch.reward_T[last_N] = reward_N.float()
-    # A model says the same of the same tokens, so each sequence is looked at once.
+    # Equal sequences have equal log-probabilities, so each is computed once.
     small, place_T = once_each(batch)
     if learner.reference is not None:
         batch.reference_logprob_T = learner.reference.logprobs(small)[place_T]
@@ -276,7 +277,7 @@ def estimated(
 
 
 def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
-    """The segments of one optimizer step, with their shares of its loss and their corrections."""
+    """Select the segments of one optimizer step, with their token weights and corrections."""
     batch = whole if len(members) == whole.num_segments else whole.select(members)
     batch = replace(batch, weight_T=method.token_weights(batch.action_mask_T, batch.segment_T))
     if method.correction is not None:
@@ -289,7 +290,7 @@ def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
 
 
 def moving_part(learner: Learner, batch: Batch, seed: int) -> Batch | None:
-    """What of an optimizer step's batch has a gradient, each sequence once; None where nothing has."""
+    """The part of an optimizer step's batch that has a gradient, without duplicates; None if it is empty."""
     method, mask_T = learner.method, batch.action_mask_T
     if method.selection is not None:
         small, place_T = once_each(batch)
@@ -308,7 +309,7 @@ def moving_part(learner: Learner, batch: Batch, seed: int) -> Batch | None:
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """The rewards that were added up, [K, N]; None where there is one."""
+    """The components of the reward, [K, N]; None where there is only one."""
     names = list(trajectories[0].outcome.parts) if trajectories[0].outcome else []
     if len(names) < 2:
         return None
@@ -318,17 +319,17 @@ def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:
 
 
 def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> tuple[dict[str, float], int]:
-    """How far the trainer's log-probabilities are from the sampler's, before the first update.
+    """Compare the trainer's log-probabilities with the sampler's, before the first update.
 
     Args:
         logprob_N: the trainer's, of the chosen tokens.
-        batch: with the sampler's.
-        version: of the trainer's weights. Where older ones drew a part of the tokens, the rest is also
-            compared alone: there nothing but arithmetic differs.
+        batch: has the sampler's.
+        version: policy version of the trainer. Where older versions sampled some of the tokens, the others
+            are also compared by themselves: there the difference is numerical only.
 
     Returns:
-        the metrics, and how many tokens `current` is of: those of segments that this version sampled as a
-        whole, because a later token also depends on what an engine kept of the older weights.
+        The metrics, and the number of tokens behind `current`: those of segments that this version sampled
+        entirely, because later tokens also depend on keys and values that an engine kept from older weights.
     """
     mask_T = batch.action_mask_T
     trainer_N, sampler_N = logprob_N.cpu(), batch.sampler_logprob_T[mask_T]
@@ -347,7 +348,7 @@ def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> tuple[dict[str, 
 
 
 def _count_bounded(method: Method, batch: Batch, done: _Done) -> None:
-    """Count the tokens whose importance weight the correction's bounds have cut."""
+    """Count the tokens whose importance weight was truncated by the correction's bounds."""
     if method.bounded is None or batch.proximal_logprob_T is None:
         return
     mask_T = batch.action_mask_T
@@ -357,7 +358,7 @@ def _count_bounded(method: Method, batch: Batch, done: _Done) -> None:
 
 
 def _steer(learner: Learner, whole: Batch | None, record: dict[str, float]) -> dict[str, float]:
-    """Let the KL penalty's coefficient follow what this batch showed."""
+    """Adapt the KL penalty's coefficient to the divergence of this batch."""
     control, method = learner.control, learner.method
     if control is None or whole is None:
         return {}
@@ -375,7 +376,7 @@ def _steer(learner: Learner, whole: Batch | None, record: dict[str, float]) -> d
 
 
 def _advantages(whole: Batch | None) -> list[float]:
-    """The mean advantage of each trajectory's tokens."""
+    """Mean advantage over each trajectory's tokens."""
     if whole is None:
         return []
     mask_T = whole.action_mask_T
@@ -387,13 +388,13 @@ def _advantages(whole: Batch | None) -> list[float]:
 
 
 def _describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, groups and lengths of a batch."""
+    """Metrics of a batch's rewards, groups and lengths."""
     every = [trajectory for group in groups for trajectory in group.trajectories]
     kinds = [trajectory.outcome.kind for trajectory in every if trajectory.outcome]
     rewards = [reward for group in groups for reward in group_rewards(group)]
-    # Where every reward failed there is no mean, and none is made up.
+    # Where every reward failed, the mean is NaN.
     count, least = len(rewards) or math.nan, min(rewards, default=math.nan)
-    # Taken from the least, since the mean of equal rewards is rounded and their deviation must be 0.
+    # Relative to the least, since the mean of equal rewards is rounded and their deviation must be 0.
     above = [reward - least for reward in rewards]
     mean = sum(above) / count
     lengths = [trajectory.num_actions for trajectory in every]
@@ -412,7 +413,7 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _averaged(reports: Sequence[StepReport], whose: str) -> dict[str, float]:
-    """Means over the optimizer steps that moved, the last learning rate, and how many were skipped."""
+    """Means over the steps that were not skipped, the last learning rate, and the number of skipped steps."""
     if not reports:
         return {}
     good = [report for report in reports if not report.skipped]

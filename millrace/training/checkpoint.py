@@ -74,7 +74,7 @@ def begin_checkpoint(folder: Path) -> Path:
 
 
 def flushed(aside: Path, files: Iterable[Path]) -> Entries:
-    """Have files of a checkpoint being filled on disk, and say what is in them."""
+    """Flush files of an unfinished checkpoint to disk, and return their entries."""
     entries = {}
     for path in files:
         flush(path)
@@ -183,7 +183,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
         try:
             orders[path] = read_json(path / "state.json", _Order).order
         except FileError:
-            # It may be the newest one: why it is damaged is said first.
+            # It may be the newest one: its damage is reported first.
             orders[path] = sys.maxsize
     for path in sorted(orders, key=lambda path: (-orders[path], path)):
         try:

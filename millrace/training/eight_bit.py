@@ -21,7 +21,7 @@ from bitsandbytes.optim import AdamW8bit  # noqa: E402
 
 
 class EightBitAdamW(AdamW8bit):
-    """AdamW with 8-bit moments, whose state is tensors alone and which tells what it did."""
+    """AdamW with 8-bit moments, with a state of tensors only, which reports its steps."""
 
     def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
         """The state of one weight before its first step."""

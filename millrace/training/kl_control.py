@@ -6,7 +6,7 @@ from millrace.algorithms.kl import adaptive_coefficient
 
 
 class KlControl:
-    """The coefficient of a KL penalty, shared by all who apply it."""
+    """The coefficient of a KL penalty, shared by all its users."""
 
     def __init__(self, coefficient: float, *, target: float | None = None, horizon: int = 10_000) -> None:
         """A coefficient at its start.

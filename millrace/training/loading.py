@@ -1,4 +1,4 @@
-"""Models whose weights come to ranks in parts: from a folder, or from a model that is shared out already."""
+"""Sharded loading of models: from a folder, or from a model that is sharded already."""
 
 from __future__ import annotations
 

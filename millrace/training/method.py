@@ -52,7 +52,7 @@ class Method:
         num_parts: optimizer steps a batch is divided into.
         recompute: the ratio is taken to the trainer's own log-probabilities before the batch.
         correction: factor of a token's loss, from the ratio of the former over the sampler's.
-        bounded: which tokens' weight lies outside the correction's bounds, from the same.
+        bounded: which tokens have a weight outside the correction's bounds, from the same.
         selection: tokens the loss treats apart, chosen before each optimizer step over all of it.
         drop_selected: their policy loss is left out.
         multiple: the loss is a multiple of the advantage, so that a segment without one moves nothing.

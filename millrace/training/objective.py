@@ -1,4 +1,4 @@
-"""What the policy minimises: a loss for each chosen token, from what the model said of it.
+"""Objectives of the policy: a loss for each chosen token, from the model's outputs for it.
 
 N = chosen tokens in packed order, T = packed tokens.
 """
@@ -17,13 +17,13 @@ from millrace.training.kl_control import KlControl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """What the policy says of the chosen tokens, gradients attached while it learns.
+    """The policy's outputs for the chosen tokens, with gradient during training.
 
     Attributes:
         logprob_N: log-probability of each chosen token.
         entropy_N: entropy of the distribution it was chosen from.
         version: of the policy's weights.
-        divergence_N: KL(policy || reference) over all the token was drawn among, where it was asked for.
+        divergence_N: KL(policy || reference) over the candidates of each token, if requested.
     """
 
     logprob_N: Tensor
@@ -76,7 +76,7 @@ def surrogate(
     entropy_coefficient: float = 0.0,
     penalty: Objective | None = None,
 ) -> Objective:
-    """A policy loss, and what is added to it.
+    """Combine a policy loss with its entropy bonus and penalty.
 
     The ratio is taken to the batch's proximal log-probabilities where it has some, else to the sampler's.
 
@@ -138,7 +138,7 @@ def kl_penalty(control: KlControl, divergence: Divergence) -> Objective:
 
 
 def full_kl_penalty(control: KlControl) -> Objective:
-    """The controlled multiple of KL(policy || reference), token by token, over all it was drawn among."""
+    """The controlled multiple of KL(policy || reference), token by token, over its candidates."""
 
     def penalty(predicted: Predicted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         divergence_N = predicted.divergence_N

@@ -1,7 +1,8 @@
-"""What a trainer holds, out of the device's memory and back into it.
+"""Offload a trainer's tensors from device memory, and restore them.
 
-Tensors stay what they are: parameters, the keys of an optimizer's state, FSDP2's own views and whatever else
-points at their storages is valid again when the numbers are back; only nothing may be computed meanwhile.
+Tensor objects stay valid: parameters, optimizer states, FSDP2's views and all other references to the
+storages hold the same numbers after the restore. Between offload and restore, nothing may be computed with
+them.
 """
 
 from __future__ import annotations
@@ -21,47 +22,47 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from millrace.transport.fingerprint import digest
 
-# Whose tensors they are, the module that holds them, and the optimizer with their states, if they learn.
+# Name of the owner, its module, and its optimizer if it is trained.
 Owner = tuple[str, nn.Module, torch.optim.Optimizer | None]
 
 
 class OffloadError(RuntimeError):
-    """What came back is not what left, or could not leave."""
+    """Restored numbers differ from the offloaded ones, or memory could not be released."""
 
 
 class Shelf(Protocol):
-    """Where numbers wait."""
+    """Storage for offloaded numbers."""
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """Copy the numbers here, in place of those before, and give their memory back.
+        """Copy the numbers here, overwriting earlier ones, and release their memory.
 
         Raises:
-            OSError: there is no room; everything is still where it was.
+            OSError: there is no room; the tensors are unchanged.
         """
         ...
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        """Take the memory again and fill it with what was put."""
+        """Allocate the memory again and fill it with the stored numbers."""
         ...
 
 
 class HostShelf:
-    """The host's memory, for what lies on an accelerator."""
+    """Host memory, for tensors on an accelerator."""
 
     def __init__(self, *, pinned: bool) -> None:
-        """Nothing waits here.
+        """Start empty.
 
         Args:
-            pinned: whether its pages stay where they are, so that an accelerator copies without the host.
+            pinned: whether to pin pages, so that an accelerator copies without the host.
         """
         self._pinned = pinned
         self._copies: list[Tensor] = []
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """See `Shelf`. All copies are asked for at once, and waited for together."""
+        """See `Shelf`. All copies start at once and are awaited together."""
         sizes = [storage.nbytes() for storage in storages]
         if [len(copy) for copy in self._copies] != sizes:
-            # Pinning takes longer than a copy, so pages are kept from one time to the next.
+            # Pinning takes longer than a copy, so pages are reused.
             self._copies = [torch.empty(n, dtype=torch.uint8, pin_memory=self._pinned) for n in sizes]
         for copy, storage in zip(self._copies, storages, strict=True):
             copy.copy_(_bytes(storage), non_blocking=True)
@@ -70,28 +71,28 @@ class HostShelf:
         for storage in storages:
             storage.resize_(0)
         if self._pinned:
-            # What torch would keep for itself, other libraries and processes miss.
+            # Memory in torch's cache is not available to other libraries and processes.
             torch.cuda.empty_cache()
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        """See `Shelf`. What the accelerator does next waits for the copies by itself."""
+        """See `Shelf`. Later work on the accelerator waits for the copies."""
         for copy, storage in zip(self._copies, storages, strict=True):
             storage.resize_(len(copy))
             _bytes(storage).copy_(copy, non_blocking=True)
 
 
 class FileShelf:
-    """A file without a name, which ends with the process, for what lies in the host's memory.
+    """An unnamed temporary file, for tensors in host memory.
 
-    A storage whose memory numpy has seen cannot be resized. So only its whole pages are given back to the
-    system, and its address stays.
+    A storage that numpy has accessed cannot be resized. So its address stays, and only its whole pages are
+    returned to the system.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Nothing waits here.
+        """Start empty.
 
         Args:
-            folder: on a disk; one that lies in memory gains nothing.
+            folder: on a disk; one in memory gains nothing.
         """
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
@@ -100,7 +101,7 @@ class FileShelf:
         """See `Shelf`.
 
         Raises:
-            OffloadError: the system keeps the memory.
+            OffloadError: the system did not release the memory.
         """
         self._file.seek(0)
         for storage in storages:
@@ -110,32 +111,32 @@ class FileShelf:
             _drop_pages(storage.data_ptr(), storage.nbytes())
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        """See `Shelf`; memory is there again as it is written to."""
+        """See `Shelf`; writing allocates the memory again."""
         self._file.seek(0)
         for storage in storages:
             self._file.readinto(_bytes(storage).numpy().data)
 
 
 class Offload:
-    """Everything that some models and their optimizers hold on one kind of device, there or away."""
+    """All tensors of some models and their optimizers on one device type, present or offloaded."""
 
     def __init__(self, owners: Sequence[Owner], shelf: Shelf, *, device: str) -> None:
-        """All of it is there.
+        """Start with everything present.
 
         Args:
-            owners: whose tensors leave; one that several hold leaves once.
-            shelf: where they wait.
-            device: type of the device they leave; what lies elsewhere stays.
+            owners: of the tensors; a shared tensor is offloaded once.
+            shelf: storage for the numbers.
+            device: type of the device to offload from; tensors elsewhere stay.
         """
         self._owners, self._shelf, self._device = owners, shelf, device
         self._away: list[tuple[str, UntypedStorage, str]] = []
 
     def sleep(self) -> None:
-        """Give the memory back; nothing happens where that is done already.
+        """Offload everything; a second call does nothing.
 
         Raises:
-            OSError: there is no room on the shelf; everything is still there.
-            OffloadError: the system keeps the memory.
+            OSError: there is no room on the shelf; nothing was offloaded.
+            OffloadError: the system did not release the memory.
         """
         if not self._away:
             there = [(name, storage, digest(_bytes(storage))) for name, storage in self._there()]
@@ -143,10 +144,10 @@ class Offload:
             self._away = there
 
     def wake(self) -> None:
-        """Take the memory again and the numbers back; nothing happens where they are there.
+        """Restore everything; a second call does nothing.
 
         Raises:
-            OffloadError: a checksum is not what it was.
+            OffloadError: a checksum differs.
         """
         if not self._away:
             return
@@ -172,9 +173,9 @@ class Offload:
 
 
 def held_tensors(owner: Owner) -> Iterator[tuple[str, Tensor]]:
-    """Weights, gradients and optimizer states as this rank keeps them, such as `the policy's weight lm_head`.
+    """Yield weights, gradients and optimizer states of this rank by name.
 
-    Of a tensor that is made of others (sharded, quantised) those others.
+    A tensor subclass (sharded, quantized) yields its inner tensors.
     """
     whose, module, optimizer = owner
     for name, parameter in module.named_parameters():
@@ -200,7 +201,7 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 def _drop_pages(address: int, num_bytes: int) -> None:
-    """Give the whole pages of some memory back; until they are written to they read as 0."""
+    """Release the whole pages of some memory; they read as 0 until they are written."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start >= end:

@@ -1,4 +1,4 @@
-"""AdamW over a model's named weights, one guarded step of it, and its state as named tensors."""
+"""AdamW over a model's named weights, its optimizer step, and its state as named tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from millrace.protocols import StepReport
 
 # Groups of weights -> the norm of the gradient of each.
 Norms = Callable[[Sequence[Sequence[nn.Parameter]]], list[float]]
-# A weight of fewer numbers keeps float32 moments where others have 8-bit ones.
+# Smaller weights keep float32 moments where others have 8-bit ones.
 LEAST_NUMBERS = 4096
-# Of an optimizer's state, what is the same for every weight and always.
+# Optimizer state that is equal for all weights and steps.
 _CONSTANT = ("qmap1", "qmap2")
 
 
@@ -29,7 +29,7 @@ def adamw(
     """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step.
 
     Args:
-        model: whose weights it moves.
+        model: to optimize.
         betas: decay of the two moments.
         weight_decay: of matrices.
         eight_bit: keep moments as 8-bit codes; see `training.eight_bit`, and `check_eight_bit` beforehand.
@@ -47,10 +47,10 @@ def adamw(
 
 
 def check_eight_bit(weights: Iterable[Tensor]) -> None:
-    """Whether 8-bit moments can be had for these weights, and for any of them.
+    """Check that 8-bit moments are possible for at least one of these weights.
 
     Raises:
-        ModelError: the library is missing, weights are wider than what it computes in, or all are too small.
+        ModelError: the library is missing, weights have a wider dtype than it supports, or all are too small.
     """
     weights, key = list(weights), "policy.optimizer.eight_bit"
     if find_spec("bitsandbytes") is None:
@@ -75,16 +75,16 @@ def optimizer_step(
     metrics: Mapping[str, float],
     norms: Norms,
 ) -> StepReport:
-    """Move the weights by the gradient they hold and clear it; where it is not finite, only clear it.
+    """Update the weights from their gradient and clear it; where it is not finite, only clear it.
 
-    The gradient is scaled down to a norm over all weights. After the step the update is put in its place and
-    measured there: five passes over the weights, and no memory.
+    The gradient is clipped to a norm over all weights. After the step, the update overwrites the gradient and
+    is measured there: five passes over the weights, and no extra memory.
 
     Args:
-        optimizer: from `adamw`; a weight of it without a gradient counts as having one of 0.
+        optimizer: from `adamw`; a missing gradient counts as 0.
         learning_rate: of this step.
         max_gradient_norm: that the gradient is scaled down to.
-        metrics: what the report says besides. A `loss` in it that is not finite skips the step too.
+        metrics: to add to the report. A `loss` that is not finite skips the step too.
         norms: of the gradients of each group of weights, over all ranks; see `models.fsdp.gradient_norms`.
 
     Returns:
@@ -96,7 +96,7 @@ def optimizer_step(
     rows = [group["params"] for group in groups]
     for parameter in itertools.chain(*rows):
         if parameter.grad is None:
-            # A batch without any gradient still moves by momentum, as one with a gradient of 0 does.
+            # A batch without any gradient still updates by momentum, as a gradient of 0 does.
             parameter.grad = torch.zeros_like(parameter)
     norm_G = norms(rows)
     norm = math.hypot(*norm_G)
@@ -108,7 +108,7 @@ def optimizer_step(
         for group in groups:
             group["lr"] = learning_rate
         optimizer.step()
-        # The one with 8-bit moments has put its updates there by itself.
+        # The 8-bit optimizer has already written its updates there.
         if isinstance(optimizer, torch.optim.AdamW):
             for group in groups:
                 for parameter in group["params"]:
@@ -120,10 +120,10 @@ def optimizer_step(
 
 @torch.no_grad()
 def _put_update(parameter: nn.Parameter, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
-    """Overwrite a weight's gradient by what the last step added to the weight.
+    """Overwrite a weight's gradient with the update of the last step.
 
-    dw = -lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w) / (1 - lr decay), all as they are after
-    the step, so that no weight is kept from before it. How a narrow dtype rounds the sum is left out.
+    dw = -lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w) / (1 - lr decay), all values after the
+    step, so that no old weight is kept. Rounding of the sum in a narrow dtype is ignored.
     """
     assert parameter.grad is not None
     weight, update, first, second = map(
@@ -143,8 +143,8 @@ def _named(what: str, groups: Sequence[Mapping[str, Any]], values: Sequence[floa
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state by `kind/weight name`, as this rank keeps it; empty before the first step."""
-    # Where pipeline stages hold a tied weight apart, both of its states are equal and go by one name.
+    """Return this rank's optimizer state by `kind/weight name`; empty before the first step."""
+    # Where pipeline stages have separate copies of a tied weight, their states are equal and share one name.
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     return {
         f"{kind}/{tied.get(name, name)}": tensor
@@ -156,7 +156,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def start_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Give an optimizer the state it has before its first step, to be filled; as `optimizer_tensors`."""
+    """Initialize an optimizer's state, to be filled from a checkpoint; returns `optimizer_tensors`."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if isinstance(optimizer, torch.optim.AdamW):

@@ -44,21 +44,21 @@ class PolicyTrainer:
         reference: ModelScorer | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """A trainer whose first step makes version `version + 1`.
+        """Create a trainer at `version`; its first step makes version `version + 1`.
 
         Args:
             model: a model from `models.load`.
             objective: loss per chosen token.
-            optimizer: over the model's weights that learn (`models.adapters.trained_weights`).
+            optimizer: over the model's trainable weights (`models.adapters.trained_weights`).
             learning_rate: of the n-th call of `optim_step`, counted from 0.
             temperature: the sampler's; logits are divided by it.
             max_tokens: tokens of one micro-batch.
             max_gradient_norm: gradients are scaled down to this norm.
             version: optimizer steps already done.
-            spread: how the model lies on several ranks; None for this rank alone.
-            reference: whom the divergence over the whole vocabulary is taken from, where the loss has it.
-            routing: of a mixture of experts: what is done with a batch's record of where its tokens went.
-                The balance is that of the tokens of one `forward_backward`.
+            spread: the parallel model; None for this rank alone.
+            reference: for the divergence over the whole vocabulary, where the loss has it.
+            routing: of a mixture of experts: how to use a batch's record of its tokens' experts. Load balance
+                is computed over the tokens of one `forward_backward`.
         """
         self.model = model
         self._spread = spread or Spread(model)
@@ -118,16 +118,16 @@ class PolicyTrainer:
         return (loss_N * micro.weight_T[micro.action_mask_T]).sum()
 
     def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first, untempered; all ranks ask in step."""
+        """Return the log-probability of each token but the first, at temperature 1; a collective call."""
         scorer = ModelScorer(self.model, temperature=1.0, max_tokens=len(token_ids), spread=self._spread)
         alike = pack_demonstrations([(token_ids[:1], token_ids[1:])], lambda mask_T, _: mask_T.float())
         found: list[float] = scorer.logprobs(alike)[1:].tolist()
         return found
 
     def optim_step(self) -> StepReport:
-        """Move the weights, or leave them where the gradient is not finite; see `protocols.Trainer`.
+        """Update the weights, or skip the step where the gradient is not finite; see `protocols.Trainer`.
 
-        The biases by which routers balance their choice move with them.
+        Router biases for load balance are updated too.
         """
         load_LE = self._load_LE
         report = optimizer_step(
@@ -149,19 +149,19 @@ class PolicyTrainer:
         return report
 
     def discard(self) -> dict[str, float]:
-        """Forget the accumulated gradient without a step, and give the metrics it would have reported."""
+        """Drop the accumulated gradient without a step, and return the metrics it would have reported."""
         self.optimizer.zero_grad(set_to_none=True)
         return self._take()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole under its Hugging Face name, an adapter folded in; tied weights once.
+        """Yield every weight whole under its Hugging Face name, an adapter merged; tied weights once.
 
-        All ranks ask in step.
+        A collective call.
         """
         return self._spread.named_tensors()
 
     def _take(self) -> dict[str, float]:
-        """The metrics since the last step: the loss, and means over the shares that were trained on."""
+        """The metrics since the last step: the loss, and means weighted by the token weights."""
         shared = self._weight or 1.0
         metrics = {name: total if name == "loss" else total / shared for name, total in self._totals.items()}
         if self._load_LE is not None:
@@ -171,11 +171,11 @@ class PolicyTrainer:
 
 
 class BaseScorer(ModelScorer):
-    """What the model that an adapter stands beside says of tokens: the same model with the adapter off."""
+    """Log-probabilities under the base of an adapter: the same model with the adapter off."""
 
     @torch.no_grad()
     def hidden(self, micro: Batch) -> tuple[Tensor, Head]:
-        """As `ModelScorer.hidden`, of the base alone, within the policy's own forward."""
+        """As `ModelScorer.hidden`, for the base only, within the policy's own forward."""
         with without_adapter(self.model):
             return chosen_hidden(self.model, micro)[0], output_head(self.model)
 

@@ -59,7 +59,7 @@ class PreferenceReport:
 
 
 def bradley_terry(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
-    """-log sigmoid(s_chosen - s_rejected): the surprise at who won, if strength were the score, [N].
+    """-log sigmoid(s_chosen - s_rejected): the negative log-likelihood under Bradley-Terry, [N].
 
     Source: Bradley and Terry 1952; for reward models, Ouyang et al. 2022.
     """

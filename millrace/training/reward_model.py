@@ -88,7 +88,7 @@ class RewardModel:
         """Nothing is held that must be given back."""
 
     def _outcome(self, num_tokens: int, left: Iterator[float]) -> Outcome:
-        """What is said of the next text; its score is the next of those left, if it was readable."""
+        """The outcome of the next text; its score is the next of those left, if it was readable."""
         if num_tokens > self.max_length:
             return Outcome.failure(
                 f"the text has {num_tokens} tokens, but the reward model reads at most {self.max_length}"

@@ -1,4 +1,4 @@
-"""What a model says of tokens already drawn: a reference, a teacher, the policy before its update."""
+"""Log-probabilities of sampled tokens under a reference, a teacher, or the policy before its update."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from millrace.training.spread import Reading, Spread, Which, at_chosen, predicti
 
 
 class ModelScorer:
-    """Log-probabilities of chosen tokens under a model's present weights, without gradient.
+    """Log-probabilities of chosen tokens under a model's current weights, without gradient.
 
-    Over the batch's supports where it has them, so that ratios and divergences compare like with like.
+    Where the batch has supports, the softmax is over them, so that ratios and divergences use the same
+    candidates.
 
     Attributes:
-        model: whose weights they are.
+        model: to score with.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ModelScorer:
             model: a model from `models.load`; freeze it where it is a reference.
             temperature: the sampler's.
             max_tokens: tokens of one forward.
-            spread: how the model lies on several ranks; None for this rank alone.
+            spread: the parallel model; None for this rank alone.
             routing: what the model's routers do with a batch's record of experts; None leaves them alone.
         """
         self.model = model
@@ -56,14 +57,15 @@ class ModelScorer:
         return self._read(batch, self._logprob)
 
     def squares(self, batch: Batch) -> Tensor:
-        """Sum of pi^2 over what each chosen token was drawn among, [T]; 0 elsewhere."""
+        """Sum of pi^2 over the candidates of each chosen token, [T]; 0 elsewhere."""
         return self._read(batch, self._squares)
 
     @torch.no_grad()
     def hidden(self, micro: Batch) -> tuple[Tensor, Head]:
-        """The final hidden states that the chosen tokens are predicted from, [N, D], and the output head.
+        """Return the final hidden states that predict the chosen tokens, [N, D], and the output head.
 
-        No gradient flows to either. Ranks that share out the weights ask in step, each of its own tokens.
+        No gradient flows to either. With sharded weights this is a collective call; each rank passes its own
+        tokens.
 
         Args:
             micro: one micro-batch, on the device that computes.
@@ -73,7 +75,8 @@ class ModelScorer:
         def compute(model: Model) -> tuple[Any, ...]:
             head = output_head(model)
             if isinstance(runner, FSDPModule):
-                # What is gathered for this forward is gone after it, and a divergence's backward reads it.
+                # Weights gathered for this forward are freed after it, but the divergence's backward reads
+                # them.
                 bias_V = None if head.bias_V is None else head.bias_V.clone()
                 head = replace(head, weight_VD=head.weight_VD.clone(), bias_V=bias_V)
             return chosen_hidden(model, micro)[0], head

@@ -1,8 +1,8 @@
-"""Tensors that ranks hold in parts, as files, and back into any other layout.
+"""Sharded tensors as files, loadable into any other layout.
 
-torch.distributed.checkpoint plans: which part of a tensor is here, and which stored parts make up the part
-that is wanted here. Files are safetensors with the place of each part in their header, as its
-`HuggingFaceStorageReader` expects them, so that nothing is ever unpickled.
+torch.distributed.checkpoint plans which part of a tensor this rank has, and which stored parts to read. Files
+are safetensors with the offsets of each part in their header, as its `HuggingFaceStorageReader` expects them,
+so nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from millrace.models.saving import host_copy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one rank holds of a tensor.
+    """The part of a tensor on one rank.
 
     Attributes:
         name: of the whole tensor.
-        offsets: where the part begins in it, along each dimension.
-        tensor: the part, a copy in the host's memory.
+        offsets: of the part within the tensor, along each dimension.
+        tensor: the part, copied to host memory.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Part:
 
     @property
     def place(self) -> str:
-        """The same for the same part on every rank that holds it."""
+        """Identifies the part; equal on every rank that has a copy."""
         return " ".join([self.name, *map(str, self.offsets)])
 
 
 def own_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
-    """Copies of what this rank holds of tensors, whole ones or DTensors; what follows may change those."""
+    """Copy this rank's parts of tensors, whole ones or DTensors; later changes do not affect them."""
     made = []
     for item in create_default_local_save_plan(dict(tensors), is_coordinator=True).items:
         assert item.tensor_data is not None
@@ -56,13 +56,13 @@ def own_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
 
 
 def deal(held: Sequence[Mapping[str, int]]) -> list[set[str]]:
-    """Who writes what: of the ranks that hold something, the one that has the fewest bytes so far.
+    """Assign each part to a writer: of the ranks that hold it, the one with the fewest bytes so far.
 
     Args:
-        held: what each rank holds, with its bytes.
+        held: bytes of each part, by rank.
 
     Returns:
-        For each rank what it writes; together everything, once.
+        The parts that each rank writes, by rank; every part occurs once.
     """
     holders: dict[str, list[int]] = {}
     for rank, places in enumerate(held):
@@ -78,12 +78,12 @@ def deal(held: Sequence[Mapping[str, int]]) -> list[set[str]]:
 
 
 def write_parts(parts: Sequence[Part], folder: Path, *, rank: int) -> list[Path]:
-    """One rank's file in a folder, which is made; none where it has no parts."""
+    """Write one rank's parts to a file in a folder, which is created; no file where there are no parts."""
     if not parts:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank:05d}.safetensors"
-    # Each part's place; the size of the whole follows from where the last part ends.
+    # Offsets only; the whole size follows from the end of the last part.
     places = {part.name: {SAVED_OFFSETS_KEY: part.offsets} for part in parts}
     tensors = {part.name: part.tensor for part in parts}
     # One entry: safetensors writes several in no order, and equal checkpoints have equal bytes.
@@ -92,17 +92,17 @@ def write_parts(parts: Sequence[Part], folder: Path, *, rank: int) -> list[Path]
 
 
 def read_parts(folder: Path, into: Mapping[str, Tensor], names: Collection[str]) -> None:
-    """Fill tensors, whole ones or DTensors of any layout, with what ranks wrote by `write_parts`.
+    """Fill tensors, whole ones or DTensors of any layout, from the files of `write_parts`.
 
-    Every rank reads for itself what it needs.
+    Every rank reads only what it needs.
 
     Args:
         folder: of a verified checkpoint.
-        into: what this rank holds.
-        names: of all that the ranks hold together, which is what the folder must hold.
+        into: this rank's tensors.
+        names: of the tensors on all ranks together, which the folder must match.
 
     Raises:
-        CheckpointError: it holds others, or others' shapes.
+        CheckpointError: the names or the shapes differ.
     """
     reader = HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata()

@@ -1,9 +1,9 @@
-"""A model as its trainer sees it: on this rank alone, or spread over the ranks of a mesh.
+"""A model for its trainer: on this rank alone, or parallel over the ranks of a mesh.
 
-A trainer says what it reads off the model's final hidden states (`Reading`) and what loss it makes of those
-numbers; how ranks share out segments, tokens, layers, matrices and experts is settled here. Every rank has
-the whole batch, and gets all numbers of it. Losses are sums over tokens, whose weights are fixed for the
-whole optimizer step, so whatever ranks add up is a plain sum.
+A trainer defines what it computes from the model's final hidden states (`Reading`) and the loss of these
+numbers; this module shards segments, tokens, layers, matrices and experts over the ranks. Every rank passes
+the whole batch and gets all results. Losses are sums over tokens with weights fixed for the whole optimizer
+step, so reductions over ranks are plain sums.
 
 T = packed tokens of the whole batch, N = tokens of a micro-batch that are read, M = those of them that this
 rank computes, K = numbers of each, D = model width.
@@ -35,7 +35,7 @@ from millrace.models.logprobs import deterministic, states
 from millrace.models.replay import Routed, Routing, recorded
 from millrace.planner.layout import Layout
 
-# Where ranks differ in the numbers they have: in their segments, or in whether they have any.
+# Mesh axes along which ranks have different segments, or none.
 APART = ("dp_replicate", "dp_shard", "pp")
 
 Which = Tensor | slice
@@ -45,10 +45,10 @@ Loss = Callable[[Batch, tuple[Tensor, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is read off a model's final hidden states: some numbers of some tokens.
+    """Numbers computed from a model's final hidden states at some tokens.
 
     Attributes:
-        places: of a micro-batch, the tokens whose states are read, [N], ascending.
+        places: returns the tokens of a micro-batch to compute at, [N], ascending.
         numbers: from the model, the micro-batch, which M of the N are asked for and their states [M, D], to
             `count` tensors [M].
         count: K.
@@ -70,18 +70,18 @@ class Reading:
 
 
 def predicting(batch: Batch) -> Tensor:
-    """The tokens from whose states the chosen tokens are predicted: those before them, [N]."""
+    """The positions that predict the chosen tokens: each the one before, [N]."""
     # The first token of a segment is never chosen, so none is predicted from the segment before.
     return batch.action_mask_T.nonzero()[:, 0] - 1
 
 
 def at_chosen(batch: Batch, number_T: Tensor) -> Tensor:
-    """Numbers that were read where chosen tokens are predicted, at those tokens; 0 elsewhere, [T]."""
+    """Move numbers from the predicting positions to the chosen tokens; 0 elsewhere, [T]."""
     return torch.where(batch.action_mask_T, number_T.roll(1), 0.0)
 
 
 def mesh_of(options: MeshConfig, device: torch.device) -> Mesh | None:
-    """The ranks of a run as the recipe lays them out; None for one. All ranks call it in step."""
+    """Build the device mesh of the recipe; None for one rank. A collective call."""
     if options.num_ranks == 1:
         return None
     return make_mesh(layout_of(options), device.type)
@@ -97,15 +97,15 @@ def layout_of(options: MeshConfig) -> Layout:
 
 
 def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Spread:
-    """A model to be trained or asked, dealt to the ranks of a mesh as the recipe says.
+    """Shard a model over the ranks of a mesh.
 
     Args:
-        model: from `models.load`, the same on every rank; what other ranks hold is taken out of it.
+        model: from `models.load`, the same on every rank; the shards of other ranks are removed from it.
         mesh: from `mesh_of`.
         options: of the recipe.
 
     Raises:
-        ValueError: the layout does not divide the model, or its architecture cannot be dealt so.
+        ValueError: the layout does not divide the model, or its architecture cannot be sharded so.
     """
     if mesh is None:
         return Spread(model)
@@ -132,11 +132,11 @@ def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Spread:
 
 
 class Spread:
-    """Which part of a batch is this rank's, what it reads off the model, and what ranks add up.
+    """A parallel model: this rank's slice of a batch, its forward, and the reductions over ranks.
 
     Attributes:
-        model: home of the weights that this rank holds.
-        runner: what runs it.
+        model: has the weights of this rank.
+        runner: runs the forward.
     """
 
     def __init__(
@@ -148,12 +148,12 @@ class Spread:
         kind: Kind = "ulysses",
         even_tokens: float = math.inf,
     ) -> None:
-        """A model on this rank alone, or dealt to several as `spread_over` does.
+        """Wrap a model that is whole on this rank, or sharded by `spread_over`.
 
         Args:
             model: from `models.load`.
             runner: what runs it, or its stages; None for a model that is whole on each rank.
-            mesh: over whose data ranks segments are dealt.
+            mesh: segments are divided among its data ranks.
             kind: how ranks along `cp` exchange.
             even_tokens: as `Batch.deal` takes it, the same on every rank.
         """
@@ -169,10 +169,10 @@ class Spread:
         return self._mesh.layout.num_ranks == 1
 
     def learn(self, batch: Batch, max_tokens: int, reading: Reading, loss: Loss) -> Tensor:
-        """Add the gradient of a loss, and give the numbers it was made of; all ranks call it in step.
+        """Add the gradient of a loss and return the numbers behind it; a collective call.
 
         Args:
-            batch: the whole batch, wherever it lies.
+            batch: the whole batch, on any device.
             max_tokens: tokens of one forward.
             reading: what the loss needs.
             loss: a sum over tokens, so that the gradient does not depend on how the batch is split.
@@ -189,14 +189,14 @@ class Spread:
 
     @torch.no_grad()
     def read(self, batch: Batch, max_tokens: int, reading: Reading) -> Tensor:
-        """The numbers alone, without gradient; otherwise as `learn`."""
+        """Return the numbers only, without gradient; otherwise as `learn`."""
         return self._passed(batch, max_tokens, reading, None)
 
     def micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[Batch, Tensor]]:
-        """This rank's micro-batches, and where their tokens stand in the batch.
+        """Yield this rank's micro-batches and the places of their tokens in the batch.
 
-        Every rank gets as many: a forward is something all of them do together. One that has none left gets
-        a sequence that counts for nothing, whose tokens stand nowhere.
+        Every rank yields equally many, since a forward is a collective call. A rank with too few adds dummy
+        sequences with weight 0 and no places.
 
         Raises:
             ValueError: one segment alone is longer than `max_tokens`.
@@ -219,7 +219,7 @@ class Spread:
         for segments in mine:
             yield batch.select(segments), batch.places(segments)
         for _ in range(max(map(len, dealt)) - len(mine)):
-            # Something short, of which nothing is kept and through which a gradient of 0 flows.
+            # A short dummy, whose results are dropped and whose gradient is 0.
             filler = batch.select([int(batch.length_B.argmin())])
             filler.weight_T = torch.zeros_like(filler.weight_T)
             if filler.expert_TLK is not None:
@@ -227,15 +227,15 @@ class Spread:
             yield filler, filler.segment_T[:0]
 
     def gradient_norms(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[float]:
-        """The norm of the gradient of each group of weights over all ranks, which call it in step."""
+        """Return the gradient norm of each group of weights over all ranks; a collective call."""
         copies = self.runner.tied if isinstance(self.runner, Pipeline) else {}
         named = self.model.named_parameters()
         return gradient_norms(groups, self._mesh, elsewhere=[p for name, p in named if name in copies])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole under its Hugging Face name, an adapter folded in; tied weights once.
+        """Yield every weight whole under its Hugging Face name, an adapter merged; tied weights once.
 
-        All ranks ask in step.
+        A collective call.
         """
         held = merged_tensors(self.model)
         return self.runner.everywhere(held) if isinstance(self.runner, Pipeline) else held
@@ -249,7 +249,7 @@ class Spread:
         micros = self.micro_batches(batch, max_tokens)
         run = self._in_stages if isinstance(self.runner, Pipeline) else self._one_by_one
         for place_T, at_N, numbers in run(micros, reading, loss):
-            # Of a sequence that counts for nothing, nothing is kept.
+            # The results of dummy sequences are dropped.
             if len(place_T):
                 number_KT[:, place_T[at_N.cpu()]] = torch.stack(tuple(numbers)).to(number_KT)
         if self._mesh.num_data_ranks > 1 or self._mesh.size("pp") > 1:

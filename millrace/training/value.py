@@ -44,7 +44,7 @@ class ValueTrainer:
             coefficient: factor of the squared error.
             max_tokens: tokens of one micro-batch.
             max_gradient_norm: gradients are scaled down to this norm.
-            spread: how the model lies on several ranks; None for this rank alone.
+            spread: the parallel model; None for this rank alone.
         """
         self.model = model
         self._spread = spread or Spread(model)
@@ -58,7 +58,7 @@ class ValueTrainer:
         self._seen: list[Tensor] = []
 
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Values under the present weights, in float32 and without gradient.
+        """Compute values under the current weights, in float32 and without gradient.
 
         Returns:
             value_T: of the state in which each chosen token was chosen, which is the score at the position
@@ -104,7 +104,7 @@ class ValueTrainer:
         return value_loss(value_N, old_N, return_N, clip=self._clip, coefficient=self._coefficient)
 
     def optim_step(self) -> StepReport:
-        """Move the weights, or leave them where the gradient is not finite, and clear the gradient.
+        """Update the weights, or skip the step where the gradient is not finite, and clear the gradient.
 
         Returns:
             metrics: `loss`; the means over the tokens' shares `clip_share` (the clip holds the value) and
@@ -124,7 +124,7 @@ class ValueTrainer:
         return report
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole, under its Hugging Face name; all ranks ask in step."""
+        """Yield every weight whole, under its Hugging Face name; a collective call."""
         return self._spread.named_tensors()
 
 

@@ -1,1 +1,1 @@
-"""Checks of a run that goes on."""
+"""Health checks of a running run."""

@@ -1,4 +1,4 @@
-"""What a run says, or stops for, when it goes wrong."""
+"""Health checks: warn about, or stop, a run that goes wrong."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from millrace.run.evaluation import Evaluation
 from millrace.run.progress import Progress
 from millrace.run.train_step import Compared
 
-# Batches in a row whose rewards teach nothing before the run says so.
+# Batches in a row without gradient from rewards, before a warning.
 EQUAL_BATCHES = 20
-# A policy has collapsed when it has lost this share of the best seen, or of what it had gained.
+# A policy has collapsed when it has lost this fraction of its best value, or of its gain.
 COLLAPSED_SHARE = 0.5
-# Below this, either is noise.
+# Smaller values are noise.
 LEAST_BEST = 0.1
-# What to do where trainer and sampler have come apart, by the limit that was passed.
+# Advice where trainer and sampler diverge, by the limit that was exceeded.
 _FAR = "The policy goes far while a token waits: lower policy.optimizer.learning_rate or flow.staleness"
 ADVICE = {
     "mismatch_k3": "Compare mismatch/fresh_max: where that is large the sampler computes with other weights "
@@ -34,17 +34,17 @@ ADVICE = {
 
 
 class RunStopped(RuntimeError):
-    """The run cannot usefully go on; the message says why and what to change."""
+    """The run cannot usefully go on; the message has the reason and the fix."""
 
 
 def check_failures(share: float, *, limit: float, reason: str, of: str) -> None:
-    """Stop where so many rewards failed that the others tell too little.
+    """Stop where so many rewards failed that the others are not representative.
 
     Args:
-        share: of the rewards that failed.
-        limit: the share that may fail; all of them never may.
+        share: fraction of the rewards that failed.
+        limit: largest allowed fraction; 1 is never allowed.
         reason: of one of the failures, if any.
-        of: whose rewards they are.
+        of: names the scored completions in the message.
 
     Raises:
         RunStopped: more than `limit` failed, or all.
@@ -57,10 +57,10 @@ def check_failures(share: float, *, limit: float, reason: str, of: str) -> None:
 
 
 def check_evaluation(result: Evaluation, *, limit: float) -> None:
-    """Stop where too many held-out answers have no score for the others to mean anything.
+    """Stop where too many rewards of held-out answers failed for the others to be representative.
 
     Raises:
-        RunStopped: more than `limit` of their rewards failed, or all.
+        RunStopped: more than `limit` of the rewards failed, or all.
     """
     reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
     check_failures(result.failed, limit=limit, reason=reason, of="the held-out answers")
@@ -69,16 +69,16 @@ def check_evaluation(result: Evaluation, *, limit: float) -> None:
 def check_rewards(
     progress: Progress, record: dict[str, float], *, kind: str, limit: float, reason: str
 ) -> str | None:
-    """A warning if rewards have taught nothing for long.
+    """Warn if rewards have given no gradient for many batches in a row.
 
-    An advantage that compares the samples of a prompt learns nothing where those of each prompt earn the
-    same; any other, where all samples of the batch do. A teacher does not look at rewards.
+    An advantage that compares the samples of a prompt has no gradient where those of each prompt earn the
+    same reward; any other, where all samples of the batch do. A teacher ignores rewards.
 
     Args:
         progress: counts batches with equal rewards.
-        record: of the batch just scored.
+        record: metrics of the batch just scored.
         kind: of advantage.
-        limit: share of a batch whose rewards may fail.
+        limit: largest allowed fraction of failed rewards in a batch.
         reason: of one of the failures, if any.
 
     Raises:
@@ -101,14 +101,14 @@ def check_rewards(
 def check_steps(
     progress: Progress, reports: list[StepReport], batches: list[Batch], *, limit: int, folder: Path
 ) -> str | None:
-    """A warning if an optimizer step was skipped; its batch is kept under `folder` as evidence.
+    """Warn if an optimizer step was skipped; keep its batch under `folder` as evidence.
 
     Args:
         progress: counts skipped steps.
-        reports: of the optimizer steps just made.
-        batches: of those that were skipped, in order.
+        reports: of the last optimizer steps.
+        batches: of the skipped steps, in order.
         limit: steps in a row without a finite gradient before the run stops.
-        folder: for evidence.
+        folder: of evidence.
 
     Raises:
         RunStopped: `limit` steps in a row had no finite gradient.
@@ -145,15 +145,15 @@ def check_mismatch(
     bounded_share: float | None,
     folder: Path,
 ) -> list[str]:
-    """A warning for each limit by which trainer and sampler have come apart; the first such batch is kept.
+    """Warn about each exceeded limit on the trainer-sampler mismatch; keep the first such batch.
 
     Args:
-        record: of the batch just trained on.
-        batch: that one, packed.
-        k3: most that `mismatch/k3` may be; None for any.
-        effective_share: least that `mismatch/effective_share` may be; likewise.
-        bounded_share: most that `policy/bounded_share` may be; likewise.
-        folder: for evidence, a file for each limit.
+        record: metrics of the batch just trained on.
+        batch: the same batch, packed.
+        k3: largest allowed `mismatch/k3`; None for no limit.
+        effective_share: least allowed `mismatch/effective_share`; None for no limit.
+        bounded_share: largest allowed `policy/bounded_share`; None for no limit.
+        folder: of evidence, with a file for each limit.
     """
     told = []
     for metric, setting, limit, how in (
@@ -186,20 +186,20 @@ def check_current(
     limit: float,
     folder: Path,
 ) -> str | None:
-    """A warning where the sampler is not the trainer's policy: by more than rounding, on its own tokens.
+    """Warn where sampler and trainer differ by more than rounding on tokens of the same policy version.
 
     Args:
-        record: of the batch just trained on.
+        record: metrics of the batch just trained on.
         compared: the tokens whose log-probabilities were compared.
-        warning: most that `mismatch/current` may be.
-        limit: likewise, before the run stops.
-        folder: for evidence, the first such batch.
+        warning: largest `mismatch/current` without a warning.
+        limit: largest `mismatch/current` before the run stops.
+        folder: of evidence; keeps the first such batch.
 
     Raises:
-        RunStopped: it is above `limit`.
+        RunStopped: `mismatch/current` is above `limit`.
     """
     found = record.get("mismatch/current")
-    # Where a number is not finite, the gradient is not either, and that has an alarm of its own.
+    # A value that is not finite makes the gradient not finite, which has a check of its own.
     if found is None or compared is None or not math.isfinite(found) or found <= min(warning, limit):
         return None
     path = folder / "mismatch"
@@ -220,15 +220,15 @@ def check_current(
 
 
 def check_collapse(progress: Progress, measure: str, value: float) -> str | None:
-    """A warning if the policy has collapsed since its best evaluation.
+    """Warn if the policy has collapsed since its best evaluation.
 
-    It has where it has lost more than half of the best value or of what it gained since the start, whichever
-    is more: a measure may begin below 0.
+    That is, if it has lost more than half of the best value or of its gain since the start, whichever is
+    larger: a metric may start below 0.
 
     Args:
-        progress: knows the first value and the best.
-        measure: metric that both are of.
-        value: of now.
+        progress: has the first value and the best.
+        measure: name of the metric.
+        value: at this evaluation.
     """
     best, first = progress.eval_best, progress.eval_before
     if best is None:
@@ -253,7 +253,7 @@ def _keep_evidence(path: Path, batch: Batch, numbers: dict[str, float], **more: 
         "advantage_T",
         "weight_T",
     )
-    # Copies, because a file of tensors may not hold one twice.
+    # Clones, because a safetensors file rejects tensors that share memory.
     kept = {name: getattr(batch, name) for name in names} | more
     save_file({name: value.clone() for name, value in kept.items()}, path.with_suffix(".safetensors"))
     told = {key: str(value) for key, value in numbers.items()}

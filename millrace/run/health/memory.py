@@ -17,14 +17,14 @@ PHASES = ("sample", "score", "train", "sync")
 
 
 def total_memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def owners(
     trainer: PolicyTrainer | None, learner: Learner | None, teacher: ModelScorer | None
 ) -> list[Owner]:
-    """All on the trainer's side that hold weights, with their optimizers."""
+    """Return everything of the trainer side that holds weights, with its optimizers."""
     found: list[Owner] = []
     if trainer is not None:
         found.append(("the policy", trainer.model, trainer.optimizer))
@@ -38,11 +38,11 @@ def owners(
 
 
 def fullest(ranks: Ranks, peaks: Mapping[str, int]) -> dict[str, int]:
-    """Metrics of the peaks on the rank where they were highest; all ranks ask in step.
+    """Return the peak bytes by phase, at most over the ranks; a collective call.
 
     Args:
         ranks: of the run.
-        peaks: bytes of this rank, by phase; those of other phases are left out, and those not known.
+        peaks: bytes of this rank, by phase; other phases, and phases that a rank lacks, are dropped.
     """
     told = [json.loads(each) for each in ranks.gather(json.dumps(dict(peaks)).encode())]
     return {

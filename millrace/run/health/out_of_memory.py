@@ -1,4 +1,4 @@
-"""What to say where memory could not be had: in which phase, who held it, and what to lower."""
+"""Out-of-memory errors: the phase, the largest allocations, and the settings to lower."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from millrace.run.components import Sleeper
 from millrace.run.health.checks import RunStopped
 from millrace.training.offload import Owner, held_tensors
 
-# What the errors say that are not of a kind of their own: torch's allocator on a CPU, and CUDA's libraries.
+# Messages of errors without a type of their own: torch's CPU allocator and CUDA's libraries.
 REFUSED = re.compile(r"DefaultCPUAllocator|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 WANTED = re.compile(r"allocate (\d[\d.]*) (bytes|[KMGT]iB)")
-# Tensors that are shown by themselves, and the bytes below which nothing is worth a word.
+# Number of tensors listed one by one, and the least bytes worth a mention.
 NUM_SHOWN = 3
 LEAST_BYTES = 1_000_000
 
@@ -33,16 +33,16 @@ def explained(
     owners: Callable[[], Sequence[Owner]] = list,
     engine: Sleeper | None = None,
 ) -> Iterator[None]:
-    """Within the block, an allocation that fails ends the run with a sentence that helps.
+    """Turn a failed allocation within the block into a `RunStopped` with advice.
 
     Args:
         config: of the run.
-        phase: asked for the one that failed; None is the set-up.
-        owners: asked for those whose tensors have names.
-        engine: this rank's, where it knows what it holds.
+        phase: returns the current phase; None is the set-up.
+        owners: returns the owners of named tensors.
+        engine: of this rank, where it can report its memory.
 
     Raises:
-        RunStopped: memory could not be had.
+        RunStopped: an allocation failed.
     """
     try:
         yield
@@ -52,13 +52,13 @@ def explained(
         device = "cuda" if re.search("CUDA|CUBLAS", str(error)) else "cpu"
         held = {} if engine is None else engine.memory_bytes()
         text = sentence(error, phase() or "set-up", list(_named(owners(), device)), held, config)
-        # What the step held is given back, since summary and report need memory too.
+        # The frames hold the step's tensors; summary and report need memory too.
         traceback.clear_frames(error.__traceback__)
         raise RunStopped(text) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had."""
+    """Whether an error is a failed allocation."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and REFUSED.search(str(error)) is not None
@@ -71,12 +71,12 @@ def sentence(
     engine: Mapping[str, int],
     config: RunConfig,
 ) -> str:
-    """What happened, who holds how much, the largest tensors, and what to change.
+    """Describe the failure: usage by owner, the largest tensors, and the settings to change.
 
     Args:
-        error: that memory could not be had.
+        error: of the failed allocation.
         phase: of the step.
-        tensors: a name, or for others dtype and shape, and the bytes of each.
+        tensors: name (or dtype and shape) and bytes of each.
         engine: bytes by tag.
         config: of the run.
     """
@@ -103,13 +103,13 @@ def sentence(
 
 
 def _named(owners: Sequence[Owner], device: str) -> Iterator[tuple[str, int]]:
-    """Every storage on a kind of device that is alive: by name where somebody knows it, else by its shape."""
+    """All live storages on a device type: by name where an owner has one, else by dtype and shape."""
     everything = [named for owner in owners for named in held_tensors(owner)]
-    # What a forward keeps for its backward is not among them: Python does not see it. What waits in a file
-    # is, since its addresses are taken.
+    # Tensors saved for backward are missing, since Python does not see them. Tensors offloaded to a file are
+    # included, since they keep their addresses.
     others = (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter))
     strided = [tensor for tensor in others if tensor.layout == torch.strided]
-    # Of several views of one storage the widest says most.
+    # Of several views of one storage, the widest is the most informative.
     everything += [("", tensor) for tensor in sorted(strided, key=lambda tensor: -tensor.nbytes)]
     seen = set()
     for name, tensor in everything:
@@ -121,7 +121,7 @@ def _named(owners: Sequence[Owner], device: str) -> Iterator[tuple[str, int]]:
 
 
 def _advice(phase: str, config: RunConfig) -> str:
-    """What to change, the likeliest first, with what it is now."""
+    """The settings to lower, the likeliest first, with their values."""
     engine, mesh = config.engine, config.mesh
     lower = {}
     if phase == "train":

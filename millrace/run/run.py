@@ -122,8 +122,6 @@ class Controller:
             trackers: further metric sinks.
             progress: stage, step and counters so far.
             started_s: `time.monotonic()` when this process started to work.
-            C 149 # on rank 0 of a replay only
-            C 150 # number of demonstrations, and how many of them earned full marks
         """
         self.config = config
         self.parts = parts
@@ -148,8 +146,8 @@ class Controller:
         self._metrics, self._trackers = metrics, trackers
         self._started_s = started_s - progress.wall_s
         self._deadline = Deadline(config.limits.run_s, started_s)
-        self.repeats: Repeats | None = None  # on the first rank, of another run, where this one repeats one
-        self.scored_demonstrations = (0, 0)  # how many, and how many of them earned full marks
+        self.repeats: Repeats | None = None  # on rank 0 of a replay only
+        self.scored_demonstrations = (0, 0)  # how many, and how many of them have full marks
         self.live = LiveReport(self._report_now)
         self._saved, self._late = "", False
         self._published: int | None = None

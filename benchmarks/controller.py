@@ -30,9 +30,9 @@ from millrace.environments.single_turn import SingleTurn
 from millrace.eventlog.log import EventLog, check_log, read_events
 from millrace.planner.simulate import exponential, lognormal
 from millrace.rollout.backend import Event
-from millrace.rollout.manager import Rollouts
-from millrace.rollout.staleness import Flow, FlowRules
-from millrace.simulation.backend import VirtualRuntime
+from millrace.rollout.manager import RolloutManager
+from millrace.rollout.staleness import StalenessController, StalenessPolicy
+from millrace.simulation.backend import SimulatedBackend
 from millrace.simulation.engine import Costs
 from millrace.types import Prompt, SamplingParams
 
@@ -41,7 +41,7 @@ NUM_SAMPLES, NUM_BATCHES, STALENESS, TRAIN_S, DEADLINE_S = 8, 8, 1, 20.0, 1e6
 ORDERS = ("submit", "abort", "load", "judge", "wait", "now")
 
 
-class Watched(VirtualRuntime):
+class Watched(SimulatedBackend):
     """A virtual runtime that knows how long it took itself, and what it told."""
 
     seconds, num_events = 0.0, 0
@@ -69,7 +69,7 @@ def timed(runtime: Watched, order: Callable[..., Any]) -> Callable[..., Any]:
 def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
     """One run: what a trajectory cost."""
     size = num_flying // (NUM_SAMPLES * (STALENESS + 1))
-    rules = FlowRules(groups_per_step=size, staleness=STALENESS)
+    rules = StalenessPolicy(groups_per_step=size, staleness=STALENESS)
     prompts = [Prompt(f"train:{i}", (i, *range(99)), "") for i in range(5000)]
     costs = Costs(num_tokens=lognormal(300, 0.7), judge_s=exponential(0.5), load_s=exponential(0.5))
     runtime = Watched(num_engines, costs)
@@ -77,9 +77,9 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
         setattr(runtime, order, timed(runtime, getattr(runtime, order)))
     log = EventLog(folder / "events.log", runtime.now)
     log.add("begin", rules=asdict(rules), num_batches=NUM_BATCHES)
-    flow = Flow(rules, num_batches=NUM_BATCHES, note=log.add)
+    flow = StalenessController(rules, num_batches=NUM_BATCHES, note=log.add)
     params = SamplingParams(max_tokens=1000)
-    rollouts = Rollouts(
+    rollouts = RolloutManager(
         flow,
         runtime,
         PromptStream(prompts, seed=0, shuffle=False),

@@ -68,15 +68,15 @@ def our_parts(threads: int, num_steps: int) -> tuple[Any, Any]:
 def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float]]]:
     """Seconds of each step, and of its parts."""
     from millrace.data.prompts import PromptStream
-    from millrace.engines.in_process import InlineRuntime
+    from millrace.engines.in_process import InProcessBackend
     from millrace.observability.metrics import Spans
     from millrace.rollout.batches import as_sampled, rollouts_of
-    from millrace.run.train_step import Learner, train_on
+    from millrace.run.train_step import TrainStep, train_on
 
     config, built = our_parts(threads, num_steps)
     trainer = built.reinforcer(0, None, None)
     built.newest.trainer = trainer
-    learner = Learner(trainer, built.method)
+    learner = TrainStep(trainer, built.method)
     stream = PromptStream(built.train_prompts, seed=0, shuffle=True)
     parts, spans = Parts(), Spans()
     trainer.forward_backward = parts.around("forward, backward", trainer.forward_backward)
@@ -87,7 +87,7 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
     def send(version: int) -> None:
         built.transport.send(trainer.named_tensors(), version)
 
-    runtime = InlineRuntime(built.engine, built.reward, send, spans)
+    runtime = InProcessBackend(built.engine, built.reward, send, spans)
     rollouts = rollouts_of(config, built, stream, runtime, num_batches=num_steps)
     rollouts.begin(trainer.version)
     found = []

@@ -39,8 +39,8 @@ from millrace.planner.memory import Workload, memory_per_rank
 from millrace.planner.model_shape import ModelShape
 from millrace.planner.simulate import constant, lognormal, planned_service
 from millrace.planner.step_time import step_time
-from millrace.rollout.staleness import FlowRules
-from millrace.simulation.calibrate import Measured, read_measured
+from millrace.rollout.staleness import StalenessPolicy
+from millrace.simulation.calibrate import MeasuredRun, read_measured
 from millrace.simulation.engine import Costs
 from millrace.simulation.from_plan import foreseen
 from millrace.simulation.simulate import Simulated, Work, simulate
@@ -143,7 +143,7 @@ class Conditions:
         # The mean of a lognormal distribution is exp(spread^2 / 2) medians.
         lengths = lognormal(self.mean_tokens / math.exp(TAIL**2 / 2), TAIL)
         return Work(
-            rules=FlowRules(GROUPS, staleness),
+            rules=StalenessPolicy(GROUPS, staleness),
             num_engines=num_engines,
             num_samples=SAMPLES,
             prompt_tokens=PROMPT,
@@ -226,7 +226,7 @@ def areal() -> dict[str, Any]:
 
 def calibrate(steps: int, *, quick: bool = False) -> dict[str, Any]:
     """Real runs and how far they were foreseen."""
-    runs: dict[str, Measured] = {}
+    runs: dict[str, MeasuredRun] = {}
     for side in QUICK_SIDES if quick else SIDES:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)

@@ -32,10 +32,10 @@ from typing import Any
 
 from millrace.data.prompts import PromptStream
 from millrace.eventlog.log import check_log
-from millrace.planner.simulate import Service, constant, exponential, lognormal, share_of
-from millrace.rollout.manager import Rolled, Rollouts
-from millrace.rollout.staleness import Flow, FlowRules
-from millrace.simulation.backend import EnginesGone, Faults, VirtualRuntime
+from millrace.planner.simulate import StepCost, constant, exponential, lognormal, share_of
+from millrace.rollout.manager import RolloutBatch, RolloutManager
+from millrace.rollout.staleness import StalenessController, StalenessPolicy
+from millrace.simulation.backend import EnginesGone, Faults, SimulatedBackend
 from millrace.simulation.engine import Costs
 from millrace.types import Completion, Group, Prompt, SamplingParams
 
@@ -59,7 +59,7 @@ class Schedule:
     """What is drawn from a schedule's number."""
 
     number: int
-    rules: FlowRules
+    rules: StalenessPolicy
     num_batches: int
     num_samples: int
     num_turns: int
@@ -103,7 +103,7 @@ class Schedule:
                 refused=sometimes(0.3, 0.0),
             ),
             costs=Costs(
-                service=Service(0.02, 0.002, 1e-4),
+                service=StepCost(0.02, 0.002, 1e-4),
                 num_tokens=lognormal(rng.uniform(5, 30), 0.8),
                 judge_s=exponential(rng.uniform(0.01, 2)),
                 load_s=constant(rng.uniform(0.0, 1.0)),
@@ -119,10 +119,10 @@ class Schedule:
         )
 
 
-def _rules(rng: random.Random) -> FlowRules:
+def _rules(rng: random.Random) -> StalenessPolicy:
     staleness = rng.choice((0, 0, 1, 1, 2, 3))
     in_order = rng.random() < 0.5
-    return FlowRules(
+    return StalenessPolicy(
         groups_per_step=rng.randint(1, 3),
         staleness=staleness,
         order="submission" if in_order else "completion",
@@ -155,7 +155,7 @@ class Turns:
         return (self._turn, *completion.token_ids[:1]) if self._turn < self._num_turns else None
 
 
-def mortal(runtime: VirtualRuntime, life: int) -> VirtualRuntime:
+def mortal(runtime: SimulatedBackend, life: int) -> SimulatedBackend:
     """A runtime whose trainer dies after so many orders and waits."""
     left = [life]
 
@@ -190,7 +190,7 @@ class Known:
         """The same, to go on from."""
         return replace(self, versions=[*self.versions], events=[*self.events], trained={**self.trained})
 
-    def saved(self, rollouts: Rollouts) -> Known:
+    def saved(self, rollouts: RolloutManager) -> Known:
         """What a checkpoint taken now keeps."""
         words, columns = rollouts.state()
         self.note("save", name=f"step-{len(self.versions) - 1}")
@@ -226,9 +226,9 @@ class Run:
         if not known.events:
             known.note("begin", rules=asdict(rules), num_batches=schedule.num_batches)
         seed = self.rng.getrandbits(32)
-        runtime = mortal(VirtualRuntime(schedule.num_engines, costs, schedule.faults, seed=seed), life)
-        flow = Flow(rules, num_batches=schedule.num_batches, note=known.note)
-        rollouts = Rollouts(
+        runtime = mortal(SimulatedBackend(schedule.num_engines, costs, schedule.faults, seed=seed), life)
+        flow = StalenessController(rules, num_batches=schedule.num_batches, note=known.note)
+        rollouts = RolloutManager(
             flow,
             runtime,
             PromptStream(list(PROMPTS.values()), seed=schedule.number, shuffle=True),
@@ -267,7 +267,7 @@ class Run:
         if len(known.versions) != schedule.num_batches + 1:
             raise Broken(f"{len(known.versions) - 1} batches were trained on")
 
-    def hand_over(self, rollouts: Rollouts, runtime: VirtualRuntime) -> None:
+    def hand_over(self, rollouts: RolloutManager, runtime: SimulatedBackend) -> None:
         """Have engines hand over what they have drawn, those that are not too late."""
         rollouts.hold()
         end_s = runtime.now() + self.rng.uniform(0, 3)
@@ -278,7 +278,7 @@ class Run:
         """With the seed of the turn."""
         return SamplingParams(max_tokens=60, seed=seed_of(self.schedule.number, number, sample, turn))
 
-    def check(self, rolled: Rolled, known: Known) -> None:
+    def check(self, rolled: RolloutBatch, known: Known) -> None:
         """Prove a batch from its tokens alone."""
         taken, batch = rolled.taken, len(known.versions) - 1
         _demand(taken.batch == batch, f"batch {taken.batch} came where {batch} is next")

@@ -32,7 +32,7 @@ from millrace.inference.engine import EngineStats, PagedEngine
 from millrace.inference.server.address import bind
 from millrace.inference.server.limits import Limits
 from millrace.inference.server.run import Server
-from millrace.inference.server.service import Served, Service
+from millrace.inference.server.service import GenerationService, ModelService
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
 
 SHAPE = {
@@ -207,7 +207,7 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def build(folder: Path) -> tuple[Served, PagedEngine]:
+def build(folder: Path) -> tuple[ModelService, PagedEngine]:
     """A tiny model with a pool too small for its clients, and folders with other weights for it."""
     tokenizer = train_tokenizer(TEXTS, vocab_size=270, across_words=False)
     tokenizer.chat_template = TEMPLATE
@@ -224,7 +224,7 @@ def build(folder: Path) -> tuple[Served, PagedEngine]:
         max_batch_tokens=64,
         max_requests=8,
     )
-    served = Served(
+    served = ModelService(
         engine=AsyncEngine(engine, max_waiting=MAX_WAITING),
         tokenizer=train_tokenizer(TEXTS, vocab_size=270, across_words=False),
         name="soak",
@@ -267,7 +267,7 @@ def soak(seconds: float, seed: int) -> tuple[Soak, EngineStats, list[str]]:
     """Run a server and soak it; what was seen, the engine's last state, and what is wrong with it."""
     with tempfile.TemporaryDirectory() as folder:
         served, engine = build(Path(folder))
-        service = Service(served, max_samples=MAX_WAITING)
+        service = GenerationService(served, max_samples=MAX_WAITING)
         urls: list[str] = []
         server = Server(service, Limits(max_concurrent=64), grace_s=1.0, ready=urls.append)
         thread = threading.Thread(target=server.run, args=([bind("127.0.0.1", 0)],))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from millrace.inference.server.limits import Limits
-    from millrace.inference.server.service import Served
+    from millrace.inference.server.service import ModelService
     from millrace.models.load import Model
 
 # A request of this length is served however little memory is free.
@@ -121,11 +121,11 @@ def serve(
 
 
 def _listen(
-    served: Served, limits: Limits, max_samples: int, listening: socket, *, show_tokens: bool
+    served: ModelService, limits: Limits, max_samples: int, listening: socket, *, show_tokens: bool
 ) -> None:
     from millrace.config.recipe import ConfigError
     from millrace.inference.server.run import Server
-    from millrace.inference.server.service import Service
+    from millrace.inference.server.service import GenerationService
 
     def ready(url: str) -> None:
         typer.echo(
@@ -137,7 +137,7 @@ def _listen(
             typer.echo(f"admin token, to steer it: {limits.admin_token} (--admin-token sets one)")
 
     try:
-        server = Server(Service(served, max_samples=max_samples), limits, ready=ready)
+        server = Server(GenerationService(served, max_samples=max_samples), limits, ready=ready)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     server.run([listening])
@@ -154,7 +154,7 @@ def open_served(
     precision: str | None,
     device: str,
     weights_root: Path | None,
-) -> Served:
+) -> ModelService:
     """Load a model and build an engine for it; see the options of `serve`.
 
     Raises:
@@ -167,7 +167,7 @@ def open_served(
     from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids
     from millrace.inference.async_engine import AsyncEngine
     from millrace.inference.engine import PagedEngine
-    from millrace.inference.server.service import Served
+    from millrace.inference.server.service import ModelService
     from millrace.inference.trial import check_engine
     from millrace.models.decoding import prepare
     from millrace.models.load import load_model
@@ -191,7 +191,7 @@ def open_served(
         max_cache_tokens=num_slots,
         max_requests=max_concurrent,
     )
-    return Served(
+    return ModelService(
         engine=AsyncEngine(engine, max_waiting=max_waiting),
         tokenizer=tokenizer,
         name=name or Path(model).resolve().name,

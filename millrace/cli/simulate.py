@@ -17,7 +17,7 @@ from millrace.cli.train import Overrides
 
 if TYPE_CHECKING:
     from millrace.config.settings import RunConfig
-    from millrace.simulation.calibrate import Measured
+    from millrace.simulation.calibrate import MeasuredRun
     from millrace.simulation.from_plan import Machines
     from millrace.simulation.simulate import Simulated
 
@@ -66,7 +66,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A line of the table."""
 
     mode: str
@@ -141,7 +141,7 @@ def simulate(
         draw(rows, picture)
 
 
-def comparison(run: str, found: Measured) -> Iterator[str]:
+def comparison(run: str, found: MeasuredRun) -> Iterator[str]:
     """A run beside its own simulation.
 
     Raises:
@@ -171,7 +171,7 @@ def comparison(run: str, found: Measured) -> Iterator[str]:
     yield ""
 
 
-def table(config: RunConfig, machines: Machines, split: str) -> list[Row]:
+def table(config: RunConfig, machines: Machines, split: str) -> list[TableRow]:
     """Every mode with every split that was tried.
 
     Raises:
@@ -190,7 +190,7 @@ def table(config: RunConfig, machines: Machines, split: str) -> list[Row]:
             return math.inf
         wave = staleness + 1
         run = simulate(work, num_batches=wave + math.ceil(NUM_COUNTED / wave) * wave, num_first=wave)
-        rows.append(Row(mode, num_sampling, num_training, run))
+        rows.append(TableRow(mode, num_sampling, num_training, run))
         return run.step_s
 
     splits = possible_splits(num_gpus, split)
@@ -230,16 +230,16 @@ def possible_splits(num_gpus: int, split: str) -> list[int]:
     return [int(split)]
 
 
-def best_rows(rows: list[Row]) -> dict[str, Row]:
+def best_rows(rows: list[TableRow]) -> dict[str, TableRow]:
     """The quickest split of each mode."""
-    best: dict[str, Row] = {}
+    best: dict[str, TableRow] = {}
     for row in rows:
         if row.mode not in best or row.run.step_s < best[row.mode].run.step_s:
             best[row.mode] = row
     return best
 
 
-def table_lines(config: RunConfig, machines: Machines, rows: list[Row]) -> Iterator[str]:
+def table_lines(config: RunConfig, machines: Machines, rows: list[TableRow]) -> Iterator[str]:
     """The table; a star marks the best split of each mode."""
     from millrace.simulation.from_plan import num_samples
 
@@ -268,7 +268,7 @@ def _share(idle: float) -> str:
     return f"{abs(round(idle, 2)):.0%}"
 
 
-def draw(rows: list[Row], picture: str) -> None:
+def draw(rows: list[TableRow], picture: str) -> None:
     """Write the best split of each mode as SVG."""
     from millrace.simulation.timeline import timeline_svg
 

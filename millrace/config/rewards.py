@@ -16,21 +16,21 @@ Timeout = Annotated[
 Workers = Annotated[PositiveInt, Field(description="processes that score at the same time, at most")]
 
 
-class ExactReward(Section):
+class ExactRewardConfig(Section):
     """1 where the completion is the answer, white space at the ends aside."""
 
     kind: Literal["exact"]
     weight: Weight = 1.0
 
 
-class Gsm8kReward(Section):
+class Gsm8kRewardConfig(Section):
     """1 where the number after the last `####` is the answer's."""
 
     kind: Literal["gsm8k"]
     weight: Weight = 1.0
 
 
-class NumberReward(Section):
+class NumberRewardConfig(Section):
     """1 where math-verify finds the completion's final expression equal to the answer."""
 
     kind: Literal["number"]
@@ -39,7 +39,7 @@ class NumberReward(Section):
     workers: Workers = 2
 
 
-class TaskReward(Section):
+class TaskRewardConfig(Section):
     """The score of the reasoning-gym task the prompts come from."""
 
     kind: Literal["task"]
@@ -48,7 +48,7 @@ class TaskReward(Section):
     workers: Workers = 2
 
 
-class FormatReward(Section):
+class FormatRewardConfig(Section):
     """1 where a regular expression matches the whole completion."""
 
     kind: Literal["format"]
@@ -63,7 +63,7 @@ class FormatReward(Section):
         return compiled(pattern).pattern
 
 
-class FunctionReward(Section):
+class FunctionRewardConfig(Section):
     """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer."""
 
     kind: Literal["function"]
@@ -90,7 +90,7 @@ class FunctionReward(Section):
         return function
 
 
-class ModelReward(Section):
+class ModelRewardConfig(Section):
     """The score of a reward model, such as `millrace reward-model` trains."""
 
     kind: Literal["model"]
@@ -99,7 +99,13 @@ class ModelReward(Section):
 
 
 RewardConfig = Annotated[
-    ExactReward | Gsm8kReward | NumberReward | TaskReward | FormatReward | FunctionReward | ModelReward,
+    ExactRewardConfig
+    | Gsm8kRewardConfig
+    | NumberRewardConfig
+    | TaskRewardConfig
+    | FormatRewardConfig
+    | FunctionRewardConfig
+    | ModelRewardConfig,
     Field(discriminator="kind"),
 ]
 
@@ -108,7 +114,7 @@ def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:
     """The name of each reward in metrics and messages: its kind, or its function's name."""
     return distinct(
         [
-            reward.function.partition(":")[2] if isinstance(reward, FunctionReward) else reward.kind
+            reward.function.partition(":")[2] if isinstance(reward, FunctionRewardConfig) else reward.kind
             for reward in rewards
         ]
     )

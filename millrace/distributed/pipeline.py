@@ -24,8 +24,8 @@ from millrace.data.batch import Batch
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.pipeline_stages import (
     Absent,
-    Piece,
-    Step,
+    ModelPiece,
+    StageStep,
     pieces,
     schedule,
     stage_model,
@@ -235,7 +235,7 @@ class Pipeline:
                 raise
         passage.wait()
 
-    def _weights(self, found: list[Piece]) -> tuple[dict[str, int], dict[str, str]]:
+    def _weights(self, found: list[ModelPiece]) -> tuple[dict[str, int], dict[str, str]]:
         """Return `holders` and `tied`."""
         stage_of = {
             f"{piece.name}.{name}": piece.stage
@@ -292,13 +292,13 @@ class _Passage:
         self._end = end
         # By stage and micro-batch: tensors in transfer, stage inputs, stage outputs, input gradients;
         # in-flight sends.
-        self._arriving: dict[Step, tuple[dist.Work | None, Tensor]] = {}
+        self._arriving: dict[StageStep, tuple[dist.Work | None, Tensor]] = {}
         self._begun: dict[tuple[int, int], Tensor] = {}
         self._made: dict[tuple[int, int], Tensor] = {}
         self._gradient: dict[tuple[int, int], Tensor] = {}
         self._sends: deque[tuple[dist.Work | None, Tensor, str]] = deque()
 
-    def take(self, step: Step) -> None:
+    def take(self, step: StageStep) -> None:
         """Execute one step of the schedule."""
         at = step.stage, step.micro
         if step.act == "forward":
@@ -321,7 +321,7 @@ class _Passage:
 
     def _forward(self, stage: int, micro: int) -> None:
         row = self._rows[micro]
-        received_1TD = self._arrived(Step("receive hidden states", stage, micro)) if stage else None
+        received_1TD = self._arrived(StageStep("receive hidden states", stage, micro)) if stage else None
         if received_1TD is not None and torch.is_grad_enabled():
             self._begun[stage, micro] = received_1TD.requires_grad_()
 
@@ -340,7 +340,7 @@ class _Passage:
         if stage == self._pipeline.num_stages - 1:
             made.backward()
         else:
-            gradient_1TD = self._arrived(Step("receive gradient", stage, micro))
+            gradient_1TD = self._arrived(StageStep("receive gradient", stage, micro))
             # The output of a stage with only frozen weights may not require a gradient.
             if made.requires_grad:
                 made.backward(gradient_1TD)
@@ -350,7 +350,7 @@ class _Passage:
                 torch.zeros_like(begun_1TD) if begun_1TD.grad is None else begun_1TD.grad
             )
 
-    def _send(self, step: Step, tensor_1TD: Tensor) -> None:
+    def _send(self, step: StageStep, tensor_1TD: Tensor) -> None:
         if tensor_1TD.dtype != self._pipeline.dtype:
             raise ValueError(
                 f"hidden states are {tensor_1TD.dtype}, but the pipeline was made for "
@@ -366,7 +366,7 @@ class _Passage:
         self._sends.append((work, tensor_1TD, problem))
         self.wait(SENDS)
 
-    def _receive(self, step: Step) -> None:
+    def _receive(self, step: StageStep) -> None:
         row = self._rows[step.micro]
         shape = 1, len(row.token_T), self._pipeline.width
         tensor_1TD = torch.empty(shape, dtype=self._pipeline.dtype, device=row.token_T.device)
@@ -374,7 +374,7 @@ class _Passage:
         work = dist.irecv(tensor_1TD, group=self._pipeline.group, group_src=source)
         self._arriving[step] = work, tensor_1TD
 
-    def _arrived(self, step: Step) -> Tensor:
+    def _arrived(self, step: StageStep) -> Tensor:
         work, tensor_1TD = self._arriving.pop(step)
         what = step.act.removeprefix("receive ")
         _wait(work, f"stage {step.stage} got no {what} of micro-batch {step.micro} from stage {step.other}")

@@ -38,7 +38,7 @@ Act = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StageStep:
     """One step of a rank: compute, or transfer hidden states or a gradient to or from a neighbour stage.
 
     Attributes:
@@ -91,7 +91,7 @@ def deal_layers(num_layers: int, num_stages: int, *, head_cost: float) -> tuple[
 @lru_cache(maxsize=64)
 def schedule(
     num_ranks: int, num_chunks: int, num_micros: int, *, backward: bool = True
-) -> tuple[tuple[Step, ...], ...]:
+) -> tuple[tuple[StageStep, ...], ...]:
     """Compute the schedule: the steps of each rank, in order.
 
     If all forwards and backwards take one time unit and the last round is complete, the total time is
@@ -106,8 +106,8 @@ def schedule(
     """
     last = num_ranks * num_chunks - 1
     left = [_computed(rank, num_ranks, num_chunks, num_micros, backward) for rank in range(num_ranks)]
-    steps: list[list[Step]] = [[] for _ in left]
-    done: dict[Step | None, int] = {None: -1}
+    steps: list[list[StageStep]] = [[] for _ in left]
+    done: dict[StageStep | None, int] = {None: -1}
     tick = 0
     while any(left):
         for rank, queue in enumerate(left):
@@ -119,25 +119,25 @@ def schedule(
             steps[rank].append(step)
             stage, micro = step.stage, step.micro
             if step.act == "forward" and stage < last:
-                steps[rank].append(Step("send hidden states", stage, micro))
-                steps[(rank + 1) % num_ranks].append(Step("receive hidden states", stage + 1, micro))
+                steps[rank].append(StageStep("send hidden states", stage, micro))
+                steps[(rank + 1) % num_ranks].append(StageStep("receive hidden states", stage + 1, micro))
             elif step.act == "backward" and stage > 0:
-                steps[rank].append(Step("send gradient", stage, micro))
-                steps[(rank - 1) % num_ranks].append(Step("receive gradient", stage - 1, micro))
+                steps[rank].append(StageStep("send gradient", stage, micro))
+                steps[(rank - 1) % num_ranks].append(StageStep("receive gradient", stage - 1, micro))
         tick += 1
     return tuple(tuple(mine) for mine in steps)
 
 
-def _needed(step: Step, last: int) -> Step | None:
+def _needed(step: StageStep, last: int) -> StageStep | None:
     """Return the step that a step depends on."""
     if step.act == "forward":
-        return Step("forward", step.stage - 1, step.micro) if step.stage else None
+        return StageStep("forward", step.stage - 1, step.micro) if step.stage else None
     if step.stage == last:
-        return Step("forward", last, step.micro)
-    return Step("backward", step.stage + 1, step.micro)
+        return StageStep("forward", last, step.micro)
+    return StageStep("backward", step.stage + 1, step.micro)
 
 
-def _computed(rank: int, num_ranks: int, num_chunks: int, num_micros: int, backward: bool) -> list[Step]:
+def _computed(rank: int, num_ranks: int, num_chunks: int, num_micros: int, backward: bool) -> list[StageStep]:
     """Return the forwards and backwards of one rank, in order."""
     # Filtered from the order of complete rounds: with fewer forwards in the last round, a forward could be
     # scheduled before a backward that it depends on.
@@ -147,9 +147,9 @@ def _computed(rank: int, num_ranks: int, num_chunks: int, num_micros: int, backw
         for chunk in range(num_chunks)
         for micro in range(first, first + num_ranks)
     ]
-    forwards = [Step("forward", chunk * num_ranks + rank, micro) for chunk, micro in order]
+    forwards = [StageStep("forward", chunk * num_ranks + rank, micro) for chunk, micro in order]
     backwards = [
-        Step("backward", (num_chunks - 1 - chunk) * num_ranks + rank, micro) for chunk, micro in order
+        StageStep("backward", (num_chunks - 1 - chunk) * num_ranks + rank, micro) for chunk, micro in order
     ]
     ahead = num_ranks - rank - 1
     if num_chunks > 1:
@@ -162,7 +162,7 @@ def _computed(rank: int, num_ranks: int, num_chunks: int, num_micros: int, backw
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MicroBatchRow:
     """Model inputs of a micro-batch.
 
     Attributes:
@@ -177,7 +177,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModelPiece:
     """An indivisible module of a model: a layer, the embedding, the final norm or the head.
 
     Attributes:
@@ -191,12 +191,12 @@ class Piece:
     stage: int
 
 
-def whole_row(model: PreTrainedModel, micro: Batch) -> Row:
+def whole_row(model: PreTrainedModel, micro: Batch) -> MicroBatchRow:
     """Build the inputs of a micro-batch, on its device."""
-    return Row(micro.token_T, micro.position_T, packed_context(model, micro.length_B))
+    return MicroBatchRow(micro.token_T, micro.position_T, packed_context(model, micro.length_B))
 
 
-def pieces(model: PreTrainedModel, num_stages: int) -> list[Piece]:
+def pieces(model: PreTrainedModel, num_stages: int) -> list[ModelPiece]:
     """Assign the modules with weights to stages; all other modules are on every stage.
 
     The cost of the head is its number of weights relative to the active weights of a layer.
@@ -233,7 +233,7 @@ def pieces(model: PreTrainedModel, num_stages: int) -> list[Piece]:
     return found
 
 
-def stage_model(model: PreTrainedModel, found: list[Piece], stage: int) -> PreTrainedModel:
+def stage_model(model: PreTrainedModel, found: list[ModelPiece], stage: int) -> PreTrainedModel:
     """Build the model of one stage, which shares its modules with the given model.
 
     Call it through `stage_states`.
@@ -252,7 +252,7 @@ def stage_model(model: PreTrainedModel, found: list[Piece], stage: int) -> PreTr
     return made
 
 
-def stage_states(model: PreTrainedModel, row: Row, received_1TD: Tensor | None) -> Tensor:
+def stage_states(model: PreTrainedModel, row: MicroBatchRow, received_1TD: Tensor | None) -> Tensor:
     """Compute the hidden states after a stage's layers, [1, T, D]; the final ones on the last stage.
 
     Args:
@@ -325,15 +325,17 @@ class Absent(nn.Module):
         )
 
 
-def _pieces(prefix: str, parent: nn.Module, layers: nn.ModuleList, stage_of: list[int]) -> Iterator[Piece]:
+def _pieces(
+    prefix: str, parent: nn.Module, layers: nn.ModuleList, stage_of: list[int]
+) -> Iterator[ModelPiece]:
     for name, child in parent.named_children():
         if child is layers:
             for index, layer in enumerate(layers):
-                yield Piece(f"{prefix}{name}.{index}", layer, stage_of[index])
+                yield ModelPiece(f"{prefix}{name}.{index}", layer, stage_of[index])
         elif any(module is layers for module in child.modules()):
             yield from _pieces(f"{prefix}{name}.", child, layers, stage_of)
         elif next(child.parameters(), None) is not None:
-            yield Piece(f"{prefix}{name}", child, 0 if isinstance(child, nn.Embedding) else stage_of[-1])
+            yield ModelPiece(f"{prefix}{name}", child, 0 if isinstance(child, nn.Embedding) else stage_of[-1])
 
 
 def _head_cost(model: PreTrainedModel, layers: nn.ModuleList) -> float:

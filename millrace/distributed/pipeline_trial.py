@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millrace.distributed.pipeline_stages import Row, replaced, stage_states
+from millrace.distributed.pipeline_stages import MicroBatchRow, replaced, stage_states
 from millrace.kernels.packed_attention import Segments
 from millrace.models.attention import Packed
 from millrace.models.facts import record_facts
@@ -68,7 +68,9 @@ def check_stages(
     together = _Together(group, device)
     whole = _whole_model(model, stage_of, together, device)
     token_T = torch.arange(1, 8, device=device) % model.config.get_text_config().vocab_size
-    row = Row(token_T, torch.arange(7, device=device), Packed(Segments.of(torch.tensor([7])).to(device)))
+    row = MicroBatchRow(
+        token_T, torch.arange(7, device=device), Packed(Segments.of(torch.tensor([7])).to(device))
+    )
     problem = f"model type {model.config.model_type} cannot be cut into stages; set mesh.pp to 1"
 
     def compare() -> None:
@@ -126,7 +128,9 @@ def _inside(runners: Iterable[Runner], compute: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def _one_by_one(row: Row, num_stages: int, runners: Mapping[int, Runner], together: _Together) -> Tensor:
+def _one_by_one(
+    row: MicroBatchRow, num_stages: int, runners: Mapping[int, Runner], together: _Together
+) -> Tensor:
     """Run the stages in sequence on a row and return the final hidden states, [T, D]."""
     received_1TD: Tensor | None = None
 

@@ -23,8 +23,8 @@ from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
-from millrace.engines.recorded import DIRECT, LETTERS, Gate, Script
-from millrace.engines.wire import REPORTS, Line
+from millrace.engines.recorded import DIRECT, LETTERS, CommandGate, RecordedCommands
+from millrace.engines.wire import REPORTS, Channel
 from millrace.keeper import keeper_command
 
 MODULE = "millrace.engines.worker"
@@ -36,7 +36,7 @@ TAIL_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EngineSettings:
     """Settings shared by all engines of a run.
 
     Attributes:
@@ -57,12 +57,12 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class EngineStart:
     """Startup arguments of one worker process: settings and inherited file descriptors.
 
     Attributes:
-        folder: holds the files of `Settings`; the process removes it.
-        threads: see `Settings`.
+        folder: holds the files of `EngineSettings`; the process removes it.
+        threads: see `EngineSettings`.
         kv: likewise.
         interrupt: likewise.
         line: descriptor of its end of the socket pair.
@@ -78,7 +78,7 @@ class Start:
 
 
 @dataclass(slots=True, eq=False)
-class Child:
+class EngineHandle:
     """Handle of one engine process.
 
     Attributes:
@@ -107,7 +107,7 @@ class Child:
 
     name: str
     process: subprocess.Popen[bytes]
-    line: Line
+    line: Channel
     lifeline: int
     log: IO[bytes]
     num_barren: int
@@ -121,7 +121,7 @@ class Child:
     clock: Callable[[], float] = time.monotonic
     heard_s: float = field(init=False)
     given: deque[str] = field(default_factory=deque)
-    gate: Gate | None = None
+    gate: CommandGate | None = None
     folder: str = ""
     added: bool = False
     leaves: bool = False
@@ -153,7 +153,7 @@ class Child:
             doing = f"to load version {self.order['version']}"
         return f"it had {doing} and was not heard of for {most_s:g} s"
 
-    def begin(self, script: Script | None) -> None:
+    def begin(self, script: RecordedCommands | None) -> None:
         """Restart its turn counter; nothing may be in flight. In a replay, send the recorded schedule."""
         self.given.clear()
         self.gate = None if script is None else script.gate(self.name)
@@ -238,39 +238,45 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
-class StartChild(Protocol):
+class StartEngine(Protocol):
     """Callback with the signature of `start`."""
 
     def __call__(
-        self, name: str, settings: Settings, weights: int, *, num_barren: int, clock: Callable[[], float]
-    ) -> Child:
+        self,
+        name: str,
+        settings: EngineSettings,
+        weights: int,
+        *,
+        num_barren: int,
+        clock: Callable[[], float],
+    ) -> EngineHandle:
         """Start an engine; it reports `ready` once it is up."""
         ...
 
 
 def start(
     name: str,
-    settings: Settings,
+    settings: EngineSettings,
     weights: int,
     *,
     num_barren: int = 0,
     clock: Callable[[], float] = time.monotonic,
-) -> Child:
+) -> EngineHandle:
     """Start an engine process; it reports `ready` once it is up.
 
     Args:
         name: engine name.
         settings: settings shared by all engines of the run.
         weights: descriptor of the shared memory for weight updates.
-        num_barren: see `Child`.
-        clock: see `Child`.
+        num_barren: see `EngineHandle`.
+        clock: see `EngineHandle`.
     """
     ours, theirs = socket.socketpair()
     read_end, lifeline = os.pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
     folder = tempfile.mkdtemp(prefix="millrace-engine-")
     shared = (settings.threads, settings.kv, settings.interrupt)
-    given = Start(folder, *shared, theirs.fileno(), weights)
+    given = EngineStart(folder, *shared, theirs.fileno(), weights)
     try:
         write_files(settings.files, Path(folder))
         process = subprocess.Popen(
@@ -294,4 +300,6 @@ def start(
     finally:
         theirs.close()
         os.close(read_end)
-    return Child(name, process, Line(ours, REPORTS), lifeline, log, num_barren, clock=clock, folder=folder)
+    return EngineHandle(
+        name, process, Channel(ours, REPORTS), lifeline, log, num_barren, clock=clock, folder=folder
+    )

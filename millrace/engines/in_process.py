@@ -10,14 +10,21 @@ from itertools import islice
 import numpy as np
 
 from millrace.protocols import Engine, Reward
-from millrace.rollout.backend import Draw, Drawn, Event, Judged, Loaded, Unrecorded
+from millrace.rollout.backend import (
+    Event,
+    GenerateRequest,
+    GenerateResult,
+    ScoreResult,
+    Unrecorded,
+    WeightsLoaded,
+)
 from millrace.types import Completion, Prompt
 
 NAME = "engine-0"
 NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort", "")
 
 
-class InlineRuntime(Unrecorded):
+class InProcessBackend(Unrecorded):
     """A `backend.Runtime` over one `protocols.Engine`, which may be data-parallel over all ranks of a run.
 
     `wait` generates all submitted requests in one `generate` call, in the order of submission, and scores all
@@ -41,7 +48,7 @@ class InlineRuntime(Unrecorded):
         """
         self._engine, self._reward, self._send, self._span = engine, reward, send, span
         self._num_steps = 0
-        self._draws: list[Draw] = []
+        self._draws: list[GenerateRequest] = []
         self._calls: list[tuple[str, Sequence[Prompt], Sequence[str]]] = []
         self._events: list[Event] = []
 
@@ -53,7 +60,7 @@ class InlineRuntime(Unrecorded):
         """Return the name of the only engine."""
         return [NAME]
 
-    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
+    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
         """Queue requests for the next `wait`."""
         self._draws += draws
 
@@ -62,7 +69,9 @@ class InlineRuntime(Unrecorded):
         ended = set(ids)
         for draw in self._draws:
             if draw.id in ended:
-                self._events.append(Drawn(engine, draw.id, NOTHING, self._num_steps, self._num_steps))
+                self._events.append(
+                    GenerateResult(engine, draw.id, NOTHING, self._num_steps, self._num_steps)
+                )
         self._draws = [draw for draw in self._draws if draw.id not in ended]
 
     def offer(self, version: int) -> None:
@@ -74,8 +83,8 @@ class InlineRuntime(Unrecorded):
         self._send(version)
 
     def load(self, engine: str, version: int) -> None:
-        """Emit `Loaded`; `offer` has loaded the weights already."""
-        self._events.append(Loaded(engine, version, self._num_steps))
+        """Emit `WeightsLoaded`; `offer` has loaded the weights already."""
+        self._events.append(WeightsLoaded(engine, version, self._num_steps))
 
     def lose(self, engine: str, reason: str) -> None:
         """Fail: there is no replacement for the only engine.
@@ -120,7 +129,7 @@ class InlineRuntime(Unrecorded):
                 )
             began, self._num_steps = self._num_steps, self._num_steps + 1
             self._events += [
-                Drawn(NAME, draw.id, completion, began, began + 1)
+                GenerateResult(NAME, draw.id, completion, began, began + 1)
                 for draw, completion in zip(draws, drawn, strict=True)
             ]
         if self._calls:
@@ -131,7 +140,7 @@ class InlineRuntime(Unrecorded):
                     [text for _, _, texts in calls for text in texts],
                 )
             outcomes = iter(judged)
-            self._events += [Judged(id, tuple(islice(outcomes, len(texts)))) for id, _, texts in calls]
+            self._events += [ScoreResult(id, tuple(islice(outcomes, len(texts)))) for id, _, texts in calls]
         if not self._events:
             raise RuntimeError("nothing is asked of the engine in this thread, so nothing will ever happen")
         events, self._events = self._events, []

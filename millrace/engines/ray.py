@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from millrace.engines.build import open_engine
-from millrace.engines.handle import Child, Settings, write_files
+from millrace.engines.handle import EngineHandle, EngineSettings, write_files
 from millrace.engines.ray_placement import one_more, plain, reserved
-from millrace.engines.wire import ORDERS, REPORTS, Frame, Line
-from millrace.engines.worker import Mailbox
+from millrace.engines.wire import ORDERS, REPORTS, Channel, Frame
+from millrace.engines.worker import EngineWorker
 from millrace.inference.engine import PagedEngine
 from millrace.transport.memory import pieces
 
@@ -49,7 +49,7 @@ def inside() -> bool:
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
-class Engine:
+class EngineActor:
     """Ray actor that runs one engine."""
 
     def __init__(self, name: str) -> None:
@@ -66,9 +66,9 @@ class Engine:
             host: address of rank 0.
             port: port on which rank 0 listens for this engine.
             token: authenticates this engine.
-            settings: the fields of `Settings`.
+            settings: the fields of `EngineSettings`.
         """
-        given = Settings(**settings)
+        given = EngineSettings(**settings)
         torch.set_num_threads(given.threads)
         with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
             write_files(given.files, Path(folder))
@@ -76,15 +76,15 @@ class Engine:
         end = socket.create_connection((host, port), timeout=CALL_S)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.sendall(token.encode())
-        with closing(Line(end, (*ORDERS, "weights"))) as line:
-            Remote(engine, line, given).serve()
+        with closing(Channel(end, (*ORDERS, "weights"))) as line:
+            RemoteEngineWorker(engine, line, given).serve()
 
 
-class Remote(Mailbox):
+class RemoteEngineWorker(EngineWorker):
     """Engine worker that receives weights in chunks over its connection, before the load command."""
 
-    def __init__(self, engine: PagedEngine, line: Line, settings: Settings) -> None:
-        """Receive weights into local memory; the rest is as in `Mailbox`."""
+    def __init__(self, engine: PagedEngine, line: Channel, settings: EngineSettings) -> None:
+        """Receive weights into local memory; the rest is as in `EngineWorker`."""
         self._memory = os.memfd_create("millrace-weights")
         super().__init__(engine, line, self._memory, kv=settings.kv, interrupt=settings.interrupt)
         self._orders["weights"] = self._take
@@ -99,7 +99,7 @@ class Remote(Mailbox):
         self._say("beat")
 
 
-class Called(Line):
+class ListeningChannel(Channel):
     """Connection to an engine that has yet to connect; a peer without its token is disconnected."""
 
     def __init__(self, host: str) -> None:
@@ -187,7 +187,7 @@ class _Work:
 
 
 @dataclass(slots=True, eq=False)
-class RemoteChild(Child):
+class RayEngineHandle(EngineHandle):
     """Handle of an engine in a Ray actor.
 
     Attributes:
@@ -268,16 +268,22 @@ class Actors:
         self._ray.util.remove_placement_group(self._group)
 
     def start(
-        self, name: str, settings: Settings, weights: int, *, num_barren: int, clock: Callable[[], float]
-    ) -> Child:
+        self,
+        name: str,
+        settings: EngineSettings,
+        weights: int,
+        *,
+        num_barren: int,
+        clock: Callable[[], float],
+    ) -> EngineHandle:
         """Start an engine; it reports `ready` once it is up.
 
         Args:
             name: engine name.
             settings: settings shared by all engines of the run.
             weights: descriptor of the shared memory for weight updates.
-            num_barren: see `Child`.
-            clock: see `Child`.
+            num_barren: see `EngineHandle`.
+            clock: see `EngineHandle`.
 
         Raises:
             RayTrainerError: the cluster has no resources for one more engine.
@@ -285,16 +291,16 @@ class Actors:
         ray, (group, leave) = self._ray, self._room()
         # Rank 0 runs here, and this is its address for the other ranks.
         host = os.environ["MASTER_ADDR"]
-        line = Called(host)
+        line = ListeningChannel(host)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
         actor = (
-            ray.remote(Engine)
+            ray.remote(EngineActor)
             .options(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=strategy)
             .remote(name)
         )
         work = actor.serve.remote(host, line.port, line.token, asdict(settings))
         process = cast("subprocess.Popen[bytes]", _Work(ray, actor, work))
-        return RemoteChild(
+        return RayEngineHandle(
             name,
             process,
             line,

@@ -26,7 +26,7 @@ def number_of(id: str) -> int:
     return int(id.removeprefix(PREFIX))
 
 
-class Gate:
+class CommandGate:
     """Reorders the commands of one engine into the recorded order, whichever thread comes first here."""
 
     def __init__(self, engine: str, letters: str) -> None:
@@ -71,7 +71,7 @@ class Gate:
         return orders
 
 
-class Script:
+class RecordedCommands:
     """Recorded command order per engine, and which engine served each blocking request."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
@@ -91,9 +91,9 @@ class Script:
         """Return pairs (turn, number of commands that the engine started before it)."""
         return [(turn, len(letters)) for turn, letters in self._took.get(engine, ())]
 
-    def gate(self, engine: str) -> Gate:
-        """Return a `Gate` with the recorded order of an engine."""
-        return Gate(engine, "".join(letters for _, letters in self._took.get(engine, ())))
+    def gate(self, engine: str) -> CommandGate:
+        """Return a `CommandGate` with the recorded order of an engine."""
+        return CommandGate(engine, "".join(letters for _, letters in self._took.get(engine, ())))
 
     def ask(self, missing: Sequence[str]) -> tuple[str, list[str]]:
         """Return the engine of the next recorded blocking request, and the ids that it was asked for.

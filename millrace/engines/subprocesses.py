@@ -1,6 +1,6 @@
 """Engines in subprocesses, which generate while the trainer trains; scoring runs in a thread of this process.
 
-`Children` starts and replaces the processes, `Direct` keeps the blocking requests. One thread receives the
+`EngineSupervisor` starts and replaces the processes, `BlockingRequests` keeps the blocking requests. One thread receives the
 messages of all engines, and every wait is for something that this thread has processed.
 """
 
@@ -16,23 +16,23 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, Self
 
-from millrace.engines.handle import START_S, Child, Settings, StartChild, start
+from millrace.engines.handle import START_S, EngineHandle, EngineSettings, StartEngine, start
 from millrace.engines.ray_placement import RayTrainerError
-from millrace.engines.recorded import PREFIX, ReplayError, Script, number_of
+from millrace.engines.recorded import PREFIX, RecordedCommands, ReplayError, number_of
 from millrace.engines.wire import Frame, FrameError, drawn_of, draws_as_frame
 from millrace.inference.engine import RequestFailed
 from millrace.protocols import NamedTensors, Reward
 from millrace.rollout.backend import (
     RETIRED,
-    Draw,
-    Drawn,
+    EngineJoined,
+    EngineLost,
     Event,
-    Joined,
-    Judged,
-    Loaded,
-    Lost,
+    GenerateRequest,
+    GenerateResult,
     Record,
-    Wanted,
+    ScaleRequest,
+    ScoreResult,
+    WeightsLoaded,
 )
 from millrace.transport.canary import Canary
 from millrace.transport.memory import SharedWeights
@@ -40,7 +40,7 @@ from millrace.transport.sync import Note
 from millrace.types import Completion, Prompt, SamplingParams
 
 
-class Direct:
+class BlockingRequests:
     """Blocking requests and their results, by id."""
 
     def __init__(self) -> None:
@@ -48,7 +48,9 @@ class Direct:
         self._found: dict[str, Completion | ValueError | None] = {}
         self._num_asked = 0
 
-    def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Draw]:
+    def ask(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[GenerateRequest]:
         """Register one request per prompt; the caller submits them and ends with `forget`.
 
         Args:
@@ -59,7 +61,7 @@ class Direct:
             raise ValueError(f"{len(prompts)} prompts were given with {len(params)} sampling parameters")
         first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
         draws = [
-            Draw(f"{PREFIX}{first + place}", tuple(prompt), wanted)
+            GenerateRequest(f"{PREFIX}{first + place}", tuple(prompt), wanted)
             for place, (prompt, wanted) in enumerate(zip(prompts, params, strict=True))
         ]
         self._found.update({draw.id: None for draw in draws})
@@ -82,11 +84,11 @@ class Direct:
         """Ids of the unfinished requests."""
         return [id for id, found in self._found.items() if found is None]
 
-    def missing(self, draws: Sequence[Draw]) -> list[Draw]:
+    def missing(self, draws: Sequence[GenerateRequest]) -> list[GenerateRequest]:
         """Return those requests that have no result yet."""
         return [draw for draw in draws if self._found[draw.id] is None]
 
-    def forget(self, draws: Sequence[Draw]) -> list[Completion | ValueError | None]:
+    def forget(self, draws: Sequence[GenerateRequest]) -> list[Completion | ValueError | None]:
         """Remove requests and return their results, None where there is none."""
         return [self._found.pop(draw.id) for draw in draws]
 
@@ -113,8 +115,8 @@ class EngineFailed(RuntimeError):
     """No engine can be started any more, or none was ready in time; the message gives the reason."""
 
 
-class Children:
-    """Supervisor of the engine processes of one runtime. Callers hold the lock of the `ProcessRuntime`.
+class EngineSupervisor:
+    """Supervisor of the engine processes of one runtime. Callers hold the lock of the `SubprocessBackend`.
 
     Attributes:
         living: handles of the engines that are alive, by name, in the order of their start.
@@ -127,13 +129,13 @@ class Children:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: EngineSettings,
         weights: int,
         tell: Callable[[Event], None],
         *,
         silence_s: float,
         max_barren: int,
-        start: StartChild = start,
+        start: StartEngine = start,
         clock: Callable[[], float],
     ) -> None:
         """Start without engines.
@@ -148,11 +150,11 @@ class Children:
             clock: monotonic time in seconds.
         """
         self._start, self._clock = start, clock
-        self.living: dict[str, Child] = {}
+        self.living: dict[str, EngineHandle] = {}
         self.wanted, self.opened = 0, False
-        self.direct = Direct()
+        self.direct = BlockingRequests()
         self.records: list[Record] | None = None
-        self.script: Script | None = None
+        self.script: RecordedCommands | None = None
         self._settings, self._weights, self._tell = settings, weights, tell
         self._silence_s, self._max_barren = silence_s, max_barren
         self._num_started = 0
@@ -161,8 +163,8 @@ class Children:
         """Start one more engine.
 
         Args:
-            num_barren: see `Child`.
-            added: see `Child`.
+            num_barren: see `EngineHandle`.
+            added: see `EngineHandle`.
             name: recorded name in a replay; otherwise the next free one is taken.
 
         Raises:
@@ -203,13 +205,13 @@ class Children:
         for child in self.living.values():
             poll.register(child.line, select.POLLIN | (select.POLLOUT if child.line.unsent else 0))
 
-    def begin(self, script: Script | None) -> None:
+    def begin(self, script: RecordedCommands | None) -> None:
         """Start recording; nothing may be in flight. In a replay, send engines their recorded schedule."""
-        self.records, self.direct, self.script = [], Direct(), script
+        self.records, self.direct, self.script = [], BlockingRequests(), script
         for child in self.living.values():
             child.begin(script)
 
-    def ask(self, engine: str, draws: Sequence[Draw], *, direct: bool) -> None:
+    def ask(self, engine: str, draws: Sequence[GenerateRequest], *, direct: bool) -> None:
         """Submit requests to an engine, unless it is lost, and record blocking ones.
 
         Args:
@@ -253,20 +255,20 @@ class Children:
             else:
                 self._let_go(child)
 
-    def _handle(self, child: Child, frame: Frame) -> None:
+    def _handle(self, child: EngineHandle, frame: Frame) -> None:
         orders = child.took(frame.note.get("took", ()))
         if orders and self.records is not None:
             self.records.append(("took", {"engine": child.name, "orders": orders}))
         if frame.kind == "ready":
             child.ready = True
             if self.opened:
-                self._tell(Joined(child.name))
+                self._tell(EngineJoined(child.name))
         elif frame.kind == "drawn":
             for id, began, ended, completion in drawn_of(frame):
                 child.drawing.discard(id)
                 child.num_drawn += 1
                 if not id.startswith(PREFIX):
-                    self._tell(Drawn(child.name, id, completion, began, ended))
+                    self._tell(GenerateResult(child.name, id, completion, began, ended))
                 elif self.script is None or self.script.heard(child.name, id):
                     self.direct.answer(id, completion)
         elif frame.kind == "loaded":
@@ -278,21 +280,21 @@ class Children:
             if not all(answered):
                 raise error
 
-    def _loaded(self, child: Child, note: Mapping[str, Any]) -> None:
+    def _loaded(self, child: EngineHandle, note: Mapping[str, Any]) -> None:
         order = child.order
         assert order is not None
         if not note["error"]:
             child.held, child.order = order, None
             if child.announce:
                 child.announce = False
-                self._tell(Loaded(child.name, order["version"], note["at"]))
+                self._tell(WeightsLoaded(child.name, order["version"], note["at"]))
         elif child.failed_once:
             self.lose(child, f"it could not load version {order['version']}: {note['error']}")
         else:
             child.failed_once = True
             child.give("load", order)
 
-    def lose(self, child: Child, reason: str) -> None:
+    def lose(self, child: EngineHandle, reason: str) -> None:
         """Kill an engine, and start a replacement if the number of engines falls below the target.
 
         Args:
@@ -310,7 +312,7 @@ class Children:
         if not self.opened:
             raise EngineFailed(f"{child.name} could not be started: {reason}")
         if child.ready:
-            self._tell(Lost(child.name, reason))
+            self._tell(EngineLost(child.name, reason))
         if len(self._staying) >= self.wanted:
             return
         added = child.added and not child.num_drawn
@@ -327,13 +329,13 @@ class Children:
             self._do_without(why)
         self._fill(num_barren, added=added)
 
-    def end(self, child: Child) -> None:
+    def end(self, child: EngineHandle) -> None:
         """Kill an engine without an event."""
         del self.living[child.name]
         child.kill()
 
     @property
-    def _staying(self) -> list[Child]:
+    def _staying(self) -> list[EngineHandle]:
         return [child for child in self.living.values() if not child.leaves]
 
     def _fill(self, num_barren: int = 0, *, added: bool = False) -> None:
@@ -348,12 +350,12 @@ class Children:
 
     def _do_without(self, reason: str) -> None:
         self.wanted = len(self._staying)
-        self._tell(Wanted(self.wanted, reason))
+        self._tell(ScaleRequest(self.wanted, reason))
 
-    def _let_go(self, child: Child) -> None:
+    def _let_go(self, child: EngineHandle) -> None:
         if child.leaves and not child.drawing:
             self.end(child)
-            self._tell(Lost(child.name, RETIRED))
+            self._tell(EngineLost(child.name, RETIRED))
 
     def owes(self, engine: str) -> bool:
         """Whether this engine has blocking requests of the recorded run left to serve."""
@@ -369,7 +371,7 @@ class Children:
 LOOK_S = 1.0
 
 
-class ProcessRuntime:
+class SubprocessBackend:
     """A `backend.Runtime` over subprocesses, to be closed or used as a context manager.
 
     It is also a `protocols.Engine` and its `WeightTransport`. Its `generate` runs concurrently with the other
@@ -378,7 +380,7 @@ class ProcessRuntime:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: EngineSettings,
         reward: Reward,
         named_tensors: Callable[[], NamedTensors],
         *,
@@ -387,7 +389,7 @@ class ProcessRuntime:
         silence_s: float = 300.0,
         load_s: float = 600.0,
         max_barren: int = 3,
-        start: StartChild = start,
+        start: StartEngine = start,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start engines, and wait until all of them are ready.
@@ -415,7 +417,7 @@ class ProcessRuntime:
         self._events: list[Event] = []
         self._failure: BaseException | None = None
         self._closing = False
-        self._engines = Children(
+        self._engines = EngineSupervisor(
             settings,
             self._weights.handle,
             self._events.append,
@@ -472,7 +474,7 @@ class ProcessRuntime:
         with self._news:
             return [name for name, child in self._engines.living.items() if child.ready]
 
-    def begin(self, script: Script | None = None) -> None:
+    def begin(self, script: RecordedCommands | None = None) -> None:
         """Start recording for `records`; nothing may be in flight.
 
         Args:
@@ -498,11 +500,11 @@ class ProcessRuntime:
             engines.end(engines.living[engine])
 
     def start(self, engine: str) -> None:
-        """Replay only: start an engine of this name; `Joined` follows."""
+        """Replay only: start an engine of this name; `EngineJoined` follows."""
         with self._changing():
             self._engines.start(name=engine)
 
-    def submit(self, engine: str, draws: Sequence[Draw], *, direct: bool = False) -> None:
+    def submit(self, engine: str, draws: Sequence[GenerateRequest], *, direct: bool = False) -> None:
         """Submit requests; see `backend.Runtime`. If an engine refuses one, `wait` raises ValueError.
 
         Args:
@@ -648,7 +650,7 @@ class ProcessRuntime:
         self._news.wait_for(lambda: self._failure or there() or engine not in self._engines.living)
         self._require_whole()
 
-    def _whom(self, missing: list[Draw]) -> tuple[str, list[Draw]]:
+    def _whom(self, missing: list[GenerateRequest]) -> tuple[str, list[GenerateRequest]]:
         """Choose an engine for blocking requests, and those of them that it serves."""
         if self._engines.script is None:
             engine = self._holder()
@@ -661,7 +663,7 @@ class ProcessRuntime:
     def _holder(self) -> str:
         """Wait for an engine with the newest weights; command one to load them if necessary."""
 
-        def found() -> Child | None:
+        def found() -> EngineHandle | None:
             if self._note is None:
                 return None
             living = self._engines.living.values()
@@ -693,10 +695,10 @@ class ProcessRuntime:
             self._note = note
             self._news.notify_all()
 
-    def _readers(self) -> list[Child]:
+    def _readers(self) -> list[EngineHandle]:
         return [child for child in self._engines.living.values() if child.order is not None]
 
-    def _order_load(self, child: Child) -> None:
+    def _order_load(self, child: EngineHandle) -> None:
         assert self._note is not None
         if child.order is None:
             child.order, child.failed_once = self._note, False
@@ -733,7 +735,9 @@ class ProcessRuntime:
             self._fail(error)
             return
         with self._news:
-            self._events.extend(Judged(id, tuple(islice(outcomes, len(texts)))) for id, _, texts in calls)
+            self._events.extend(
+                ScoreResult(id, tuple(islice(outcomes, len(texts)))) for id, _, texts in calls
+            )
             self._news.notify_all()
 
     def _fail(self, error: BaseException) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.rollout.backend import Draw
+from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.serialization import from_columns, to_columns
 from millrace.types import Completion, SamplingParams
 
@@ -57,7 +57,7 @@ class Frame:
     arrays: Mapping[str, np.ndarray]
 
 
-class Line:
+class Channel:
     """One end of a non-blocking connection.
 
     Attributes:
@@ -191,7 +191,7 @@ class Line:
         return Frame(kind, note, arrays)
 
 
-def draws_as_frame(draws: Sequence[Draw]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def draws_as_frame(draws: Sequence[GenerateRequest]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Encode requests as a frame's note and arrays; consecutive requests with one prompt share its tokens."""
     groups = [(prompt, list(siblings)) for prompt, siblings in groupby(draws, lambda draw: draw.prompt)]
     told = [
@@ -207,7 +207,7 @@ def draws_as_frame(draws: Sequence[Draw]) -> tuple[dict[str, Any], dict[str, np.
     return {"prompts": told, "drawn": words}, {"tokens": np.array(tokens, np.int64), **columns}
 
 
-def draws_of(frame: Frame) -> list[list[Draw]]:
+def draws_of(frame: Frame) -> list[list[GenerateRequest]]:
     """Decode the requests of `draws_as_frame`, grouped by prompt."""
     groups = []
     begin = 0
@@ -218,7 +218,7 @@ def draws_of(frame: Frame) -> list[list[Draw]]:
         prompt = tuple(frame.arrays["tokens"][begin:end].tolist())
         groups.append(
             [
-                Draw(id, prompt, SamplingParams(**_tuples(params)), next(drawn) if begun else None)
+                GenerateRequest(id, prompt, SamplingParams(**_tuples(params)), next(drawn) if begun else None)
                 for id, params, begun in told["draws"]
             ]
         )

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from millrace.engines.build import open_engine
-from millrace.engines.handle import Start
+from millrace.engines.handle import EngineStart
 from millrace.engines.recorded import LETTERS
-from millrace.engines.wire import ORDERS, Frame, Line, drawn_as_frame, draws_of
+from millrace.engines.wire import ORDERS, Channel, Frame, drawn_as_frame, draws_of
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.inference.request import Request
 from millrace.transport.local import WeightSyncError
@@ -40,25 +40,25 @@ def main(text: str) -> None:
     """Run an engine until the trainer closes the connection.
 
     Args:
-        text: the fields of `Start` as JSON.
+        text: the fields of `EngineStart` as JSON.
     """
-    start = Start(**json.loads(text))
+    start = EngineStart(**json.loads(text))
     torch.set_num_threads(start.threads)
     try:
         engine = open_engine(Path(start.folder))
     finally:
         shutil.rmtree(start.folder)
-    line = Line(socket.socket(fileno=start.line), ORDERS)
-    Mailbox(engine, line, start.weights, kv=start.kv, interrupt=start.interrupt).serve()
+    line = Channel(socket.socket(fileno=start.line), ORDERS)
+    EngineWorker(engine, line, start.weights, kv=start.kv, interrupt=start.interrupt).serve()
 
 
-class Mailbox:
+class EngineWorker:
     """An engine that executes the commands of its connection."""
 
     def __init__(
         self,
         engine: PagedEngine,
-        line: Line,
+        line: Channel,
         weights: int,
         *,
         kv: KvPolicy,

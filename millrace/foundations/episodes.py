@@ -14,7 +14,7 @@ from millrace.foundations.mdp import Floats, Ints, Mdp, by_step, check_unit, sta
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Episode:
+class Walk:
     """One trajectory in an MDP.
 
     Attributes:
@@ -39,7 +39,7 @@ class Episode:
 
 def sample_episodes(
     mdp: Mdp, policy: Any, num_episodes: int, *, seed: int, max_steps: int = 10_000
-) -> list[Episode]:
+) -> list[Walk]:
     """Sample episodes of a policy, each from a new start state.
 
     Args:
@@ -57,7 +57,7 @@ def sample_episodes(
     return [_sample(mdp, policy, rng, max_steps) for _ in range(num_episodes)]
 
 
-def _sample(mdp: Mdp, policy: Floats, rng: np.random.Generator, max_steps: int) -> Episode:
+def _sample(mdp: Mdp, policy: Floats, rng: np.random.Generator, max_steps: int) -> Walk:
     terminal_S = mdp.terminal_S
     state = int(rng.choice(mdp.num_states, p=mdp.start_S))
     states: list[int] = []
@@ -72,7 +72,7 @@ def _sample(mdp: Mdp, policy: Floats, rng: np.random.Generator, max_steps: int) 
         rewards.append(float(mdp.reward_SA[state, action]))
         state = int(rng.choice(mdp.num_states, p=mdp.transition_SAS[state, action]))
         ended = bool(terminal_S[state]) or len(states) == mdp.horizon
-    return Episode(
+    return Walk(
         np.array(states, dtype=np.int64),
         np.array(actions, dtype=np.int64),
         np.array(rewards, dtype=np.float64),

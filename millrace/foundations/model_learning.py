@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.foundations.episodes import Episode
+from millrace.foundations.episodes import Walk
 from millrace.foundations.mdp import Bools, Floats, Ints, Mdp
 
 
@@ -59,7 +59,7 @@ class Model:
         )
 
 
-def learn_model(episodes: Sequence[Episode], num_states: int, num_actions: int) -> Model:
+def learn_model(episodes: Sequence[Walk], num_states: int, num_actions: int) -> Model:
     """Count the transitions of episodes.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.foundations.episodes import Episode, returns
+from millrace.foundations.episodes import Walk, returns
 from millrace.foundations.mdp import Floats, Ints, check_distributions, check_shape
 
 StepSize = Callable[[int], float]
@@ -48,7 +48,7 @@ def constant(step: float) -> StepSize:
     return lambda count: step
 
 
-def first_visit(episodes: Sequence[Episode], num_states: int, *, discount: float) -> Estimate:
+def first_visit(episodes: Sequence[Walk], num_states: int, *, discount: float) -> Estimate:
     """The mean of the returns after the first visit of each episode: independent samples, so no bias.
 
     Raises:
@@ -57,7 +57,7 @@ def first_visit(episodes: Sequence[Episode], num_states: int, *, discount: float
     return _mean(_visits(episodes, discount, first=True), num_states)
 
 
-def every_visit(episodes: Sequence[Episode], num_states: int, *, discount: float) -> Estimate:
+def every_visit(episodes: Sequence[Walk], num_states: int, *, discount: float) -> Estimate:
     """The mean of the returns after every visit: more of them, but dependent; its bias fades with episodes.
 
     Raises:
@@ -67,7 +67,7 @@ def every_visit(episodes: Sequence[Episode], num_states: int, *, discount: float
 
 
 def incremental(
-    episodes: Sequence[Episode],
+    episodes: Sequence[Walk],
     num_states: int,
     *,
     discount: float,
@@ -95,7 +95,7 @@ def incremental(
 
 
 def importance_sampling(
-    episodes: Sequence[Episode], target_SA: Any, behaviour_SA: Any, *, discount: float, weighted: bool
+    episodes: Sequence[Walk], target_SA: Any, behaviour_SA: Any, *, discount: float, weighted: bool
 ) -> Estimate:
     """Values of policy pi from episodes of policy mu: returns times w = prod_t pi(a_t | s_t) / mu(a_t | s_t).
 
@@ -139,8 +139,8 @@ def initial_values(initial: Any, shape: int | tuple[int, ...]) -> Floats:
 
 
 def _visits(
-    episodes: Sequence[Episode], discount: float, *, first: bool
-) -> Iterator[tuple[int, int, Episode, float]]:
+    episodes: Sequence[Walk], discount: float, *, first: bool
+) -> Iterator[tuple[int, int, Walk, float]]:
     """State, step, episode and the return from there on, for each visit in order."""
     for number, episode in enumerate(episodes):
         if not episode.ended:
@@ -153,7 +153,7 @@ def _visits(
             seen.add(state)
 
 
-def _mean(visits: Iterator[tuple[int, int, Episode, float]], num_states: int) -> Estimate:
+def _mean(visits: Iterator[tuple[int, int, Walk, float]], num_states: int) -> Estimate:
     total_S = np.zeros(num_states)
     count_S = np.zeros(num_states, dtype=np.int64)
     for state, _, _, gain in visits:

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from millrace.foundations.episodes import Episode
+from millrace.foundations.episodes import Walk
 from millrace.foundations.mdp import Floats, Mdp, check_unit, without_horizon
 from millrace.foundations.monte_carlo import StepSize, initial_values
 
 
 def td_zero(
-    episodes: Sequence[Episode], num_states: int, *, discount: float, step: StepSize, initial_S: Any = None
+    episodes: Sequence[Walk], num_states: int, *, discount: float, step: StepSize, initial_S: Any = None
 ) -> Floats:
     """v(s_t) += step (r_t + gamma v(s_{t+1}) - v(s_t)), [S]; `n_step_td` with one step.
 
@@ -30,7 +30,7 @@ def td_zero(
 
 
 def n_step_td(
-    episodes: Sequence[Episode],
+    episodes: Sequence[Walk],
     num_states: int,
     *,
     num_steps: int,
@@ -72,7 +72,7 @@ def n_step_td(
 
 
 def td_lambda(
-    episodes: Sequence[Episode],
+    episodes: Sequence[Walk],
     num_states: int,
     *,
     lam: float,
@@ -115,7 +115,7 @@ def td_lambda(
     return value_S
 
 
-def lambda_returns(episode: Episode, value_S: Floats, *, lam: float, discount: float) -> Floats:
+def lambda_returns(episode: Walk, value_S: Floats, *, lam: float, discount: float) -> Floats:
     """The forward view, [T]: G^lambda_t = r_t + gamma ((1 - lambda) v(s_{t+1}) + lambda G^lambda_{t+1}).
 
     It is the mean of the n-step returns weighted by (1 - lambda) lambda^(n-1), the whole return by the rest.
@@ -210,7 +210,7 @@ def _control(mdp: Mdp, practice: Practice, initial_SA: Any, ahead: Callable[[Flo
     return value_SA
 
 
-def _after(episode: Episode, t: int, value_S: Floats) -> float:
+def _after(episode: Walk, t: int, value_S: Floats) -> float:
     """The value of the state before step t; 0 once the episode has ended."""
     if t < episode.num_steps:
         return float(value_S[episode.state_T[t]])

@@ -35,7 +35,7 @@ class EngineClosed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class TokenChunk:
     """Tokens that a request generated since the last piece.
 
     Attributes:
@@ -59,7 +59,7 @@ class Stream:
         """A stream of request `id`, read in the event loop `loop`."""
         self.id = id
         self.loop = loop
-        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         self._completion: asyncio.Future[Completion] = loop.create_future()
         # Retrieve the exception, so that asyncio logs no warning for an abandoned stream.
         self._completion.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -67,7 +67,7 @@ class Stream:
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TokenChunk:
         piece = await self._pieces.get()
         if piece is None:
             self._pieces.put_nowait(None)
@@ -82,7 +82,7 @@ class Stream:
         """
         return await asyncio.shield(self._completion)
 
-    def put(self, piece: Piece | None, completion: Completion | None, error: Exception | None) -> None:
+    def put(self, piece: TokenChunk | None, completion: Completion | None, error: Exception | None) -> None:
         """Add a piece, a completion or an error; call it in the thread of the event loop."""
         if piece is not None:
             self._pieces.put_nowait(piece)
@@ -364,12 +364,14 @@ class AsyncEngine:
                 continue
             token_L, logprob_L, version_L = self._engine.drawn(request, live.num_given)
             live.num_given += len(token_L)
-            self._tell(live.stream, Piece(tuple(token_L.tolist()), logprob_L, version_L), None, None)
+            self._tell(live.stream, TokenChunk(tuple(token_L.tolist()), logprob_L, version_L), None, None)
 
     def _hand_over(self, live: _Live, completion: Completion) -> None:
         rest = slice(live.num_given, None)
         if len(completion.token_ids) > live.num_given:
-            piece = Piece(completion.token_ids[rest], completion.logprobs[rest], completion.versions[rest])
+            piece = TokenChunk(
+                completion.token_ids[rest], completion.logprobs[rest], completion.versions[rest]
+            )
             self._tell(live.stream, piece, None, None)
         self._end(live, completion, None)
 
@@ -378,7 +380,7 @@ class AsyncEngine:
         self._tell(live.stream, None, completion, error)
 
     def _tell(
-        self, stream: Stream, piece: Piece | None, completion: Completion | None, error: Exception | None
+        self, stream: Stream, piece: TokenChunk | None, completion: Completion | None, error: Exception | None
     ) -> None:
         # A closed event loop raises RuntimeError: its stream has no reader, and the other streams continue.
         with suppress(RuntimeError):

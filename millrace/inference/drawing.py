@@ -25,7 +25,7 @@ DRAW_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class StepTokens:
     """The sampled tokens of one step.
 
     Attributes:
@@ -41,7 +41,7 @@ class Drawn:
     failed: list[tuple[Request, str]]
 
 
-class Drawing:
+class SamplerStage:
     """Samples tokens for the running requests, with the sampling parameters of each."""
 
     def __init__(self, runner: Runner, table: RequestTable, results: Results, vocab_size: int) -> None:
@@ -62,7 +62,7 @@ class Drawing:
         # Arrival number of the request that filled each row of the sampling table.
         self._arrival_R = np.full(num_rows, -1, dtype=np.int64)
 
-    def draw(self, plan: Plan, inputs: Inputs, *, special: bool) -> Drawn:
+    def draw(self, plan: Plan, inputs: Inputs, *, special: bool) -> StepTokens:
         """Run a forward, then sample a token with its log-probability for each row of `plan.draw_row_N`.
 
         Args:
@@ -94,9 +94,9 @@ class Drawing:
             for n in (first + np.flatnonzero(~found.finite_N)).tolist():
                 layer = self._runner.first_nonfinite(inputs, int(plan.draw_from_N[n]))
                 failed.append((requests[n], f"its logits are not finite, first in {layer}"))
-        return Drawn(requests, token_N, logprob_N, failed)
+        return StepTokens(requests, token_N, logprob_N, failed)
 
-    def _draw_part(self, row_N: np.ndarray, logit_NV: Tensor) -> sampler.Drawn:
+    def _draw_part(self, row_N: np.ndarray, logit_NV: Tensor) -> sampler.SampledTokens:
         table = self._table
         position_N = table.num_tokens_R[row_N] - table.num_prompt_R[row_N]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.inference.canary import sampler_logprobs
-from millrace.inference.drawing import Drawing
+from millrace.inference.drawing import SamplerStage
 from millrace.inference.request import Request
 from millrace.inference.results import Results
 from millrace.inference.runner import Runner
@@ -120,7 +120,7 @@ class PagedEngine:
         if record_experts:
             self._scheduler.table.experts_of = partial(self._runner.experts, self._scheduler.table)
         self._results = Results(decode, self._runner.routed)
-        self._drawing = Drawing(self._runner, self._scheduler.table, self._results, self._vocab_size)
+        self._drawing = SamplerStage(self._runner, self._scheduler.table, self._results, self._vocab_size)
         self._requests: dict[str, Request] = {}
         self._asleep: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}

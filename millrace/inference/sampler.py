@@ -65,7 +65,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """One sampled token for each entry of a batch.
 
     Attributes:
@@ -198,7 +198,9 @@ class SamplingTable:
         for row, edit in zip(rows, edits, strict=True):
             self._edits[row] = edit
 
-    def draw(self, logit_NV: Tensor, row_N: np.ndarray, position_N: np.ndarray, history: History) -> Drawn:
+    def draw(
+        self, logit_NV: Tensor, row_N: np.ndarray, position_N: np.ndarray, history: History
+    ) -> SampledTokens:
         """Sample one token for each entry.
 
         Args:
@@ -238,7 +240,7 @@ class SamplingTable:
         finite_N = among_N.isfinite() & logprob_N.isfinite()
         columns = (token_N, logprob_N.float(), finite_N, within_N.float())
         token, logprob, finite, within = (column_N.cpu().numpy() for column_N in columns)
-        return Drawn(token, logprob, support, finite, within)
+        return SampledTokens(token, logprob, support, finite, within)
 
     def _column(self, column_R: np.ndarray, row_N: np.ndarray) -> Tensor:
         return torch.from_numpy(column_R[row_N]).to(self._device)

@@ -5,7 +5,7 @@ uncomputed tokens, then waiting ones by (priority, arrival) while budget, rows a
 decoding is numpy over all rows; Python objects are touched when a request starts, forks, fills a block, is
 preempted or ends.
 
-Requests with an equal prompt that are admitted before the prompt is computed form a prompt group (`Family`).
+Requests with an equal prompt that are admitted before the prompt is computed form a prompt group (`PromptGroup`).
 The leader computes the prompt. The followers hold a row but no blocks until then. Afterwards they share the
 leader's blocks and sample their first tokens from its logits. If the last block is not full, each request
 copies it before its first write to it (copy on write); the last writer needs no copy.
@@ -31,7 +31,7 @@ from millrace.types import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class Family:
+class PromptGroup:
     """A prompt group: a prompt that is being computed, and the rows of its requests, leader first."""
 
     prompt: tuple[int, ...]
@@ -40,7 +40,7 @@ class Family:
 
 
 @dataclass(slots=True, eq=False)
-class Start:
+class RequestStart:
     """An admitted request with its row, its tokens, and either blocks or a leader that computes its prompt.
 
     Attributes:
@@ -58,7 +58,7 @@ class Start:
     num_hits: int = 0
 
 
-class Holdings:
+class KVAllocator:
     """KV allocator: rows and blocks of the running requests; the scheduler makes the decisions.
 
     Attributes:
@@ -76,9 +76,9 @@ class Holdings:
         self.cache = PrefixCache(self.blocks)
         self.table = RequestTable(max_requests, block_size)
         self.running = np.empty(0, np.int64)
-        self.families: dict[int, Family] = {}
+        self.families: dict[int, PromptGroup] = {}
         self.version = 0
-        self._open: dict[tuple[int, ...], Family] = {}
+        self._open: dict[tuple[int, ...], PromptGroup] = {}
         self._prefix_caching = prefix_caching
 
     @property
@@ -98,7 +98,7 @@ class Holdings:
         row_B = row_B[priority_B == priority_B.max()]
         return int(row_B[self.table.arrival_R[row_B].argmax()])
 
-    def start(self, request: Request, *, may_compute: bool) -> Start | None:
+    def start(self, request: Request, *, may_compute: bool) -> RequestStart | None:
         """Allocate a row for a request, and blocks or a leader; None, and no change, if it cannot start now.
 
         Args:
@@ -113,7 +113,7 @@ class Holdings:
             row = self.table.free_rows.pop()
             family.rows.append(row)
             self.families[row] = family
-            return Start(request, row, family.token_L, None)
+            return RequestStart(request, row, family.token_L, None)
         if not may_compute:
             return None
         token_L = request.known_tokens()
@@ -128,10 +128,10 @@ class Holdings:
             self.cache.count(len(token_L), len(hits) * self.blocks.block_size)
         row = self.table.free_rows.pop()
         if not alone:
-            self._open[request.prompt] = self.families[row] = Family(request.prompt, token_L, [row])
-        return Start(request, row, token_L, hits + fresh, len(hits))
+            self._open[request.prompt] = self.families[row] = PromptGroup(request.prompt, token_L, [row])
+        return RequestStart(request, row, token_L, hits + fresh, len(hits))
 
-    def seat(self, starts: Sequence[Start]) -> None:
+    def seat(self, starts: Sequence[RequestStart]) -> None:
         """Fill the table rows of the admitted requests."""
         table = self.table
         rows = [start.row for start in starts]
@@ -257,7 +257,7 @@ class Holdings:
             families={row: family.rows for row, family in self.families.items()},
         )
 
-    def _close(self, family: Family) -> None:
+    def _close(self, family: PromptGroup) -> None:
         """Let no more requests join this group."""
         if self._open.get(family.prompt) is family:
             del self._open[family.prompt]
@@ -333,7 +333,7 @@ class Scheduler:
         ):
             if value <= 0:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self._holdings = Holdings(
+        self._holdings = KVAllocator(
             num_blocks=num_blocks,
             block_size=block_size,
             max_requests=max_requests,

@@ -24,7 +24,7 @@ from millrace.models.load import LANGUAGE, Model, ModelError, named_weights
 from millrace.models.trial import (
     POWER,
     SEEDS,
-    Reading,
+    TrialReadout,
     allowed_difference,
     answer,
     bold_model,
@@ -70,12 +70,12 @@ def check_engine(model: Model) -> None:
         raise ModelError(f"model type {model.config.model_type} cannot be sampled by millrace: {problem}")
 
 
-def try_engine(small: Any, reading: Reading) -> str:
+def try_engine(small: Any, reading: TrialReadout) -> str:
     """Run the trial on the twin models of a config; return the problem, empty if there is none."""
     return try_seeds(small, reading, _try_seed, first_line)
 
 
-def _try_seed(small: Any, reading: Reading, seed: int) -> str:
+def _try_seed(small: Any, reading: TrialReadout, seed: int) -> str:
     before, after = (bold_model(small, reading, number) for number in (seed, seed + len(SEEDS)))
     engine = _engine(before, reading)
     drawn, num_preemptions = _serve(engine, after)
@@ -85,7 +85,7 @@ def _try_seed(small: Any, reading: Reading, seed: int) -> str:
     return problem or _no_power(before, reading)
 
 
-def _engine(plain: Model, reading: Reading) -> PagedEngine:
+def _engine(plain: Model, reading: TrialReadout) -> PagedEngine:
     model = our_model(plain, reading)
     model.requires_grad_(False)
     prepare(model)
@@ -130,7 +130,7 @@ def _serve(engine: PagedEngine, after: Model) -> tuple[list[Drawn], int]:
     ], engine.stats().num_preemptions - num_updated
 
 
-def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: Reading) -> str:
+def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: TrialReadout) -> str:
     others = [nudged(plain) for plain in plains]
     for prompt, completion in drawn:
         found_T = torch.from_numpy(completion.logprobs).float()
@@ -146,7 +146,7 @@ def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: Reading) 
 
 
 def _expected(
-    prompt: Sequence[int], completion: Completion, models: Sequence[Model], reading: Reading
+    prompt: Sequence[int], completion: Completion, models: Sequence[Model], reading: TrialReadout
 ) -> Tensor:
     """Log-probability of each sampled token under the model of its policy version, [T]."""
     tokens = [*prompt, *completion.token_ids]
@@ -156,7 +156,7 @@ def _expected(
     return by_version[torch.from_numpy(completion.versions).long(), torch.arange(len(picked))]
 
 
-def _no_power(plain: Model, reading: Reading) -> str:
+def _no_power(plain: Model, reading: TrialReadout) -> str:
     """The injected fault that the trial would miss; empty if it catches all."""
     prompt = sequences()[2]
 

@@ -21,7 +21,16 @@ from millrace.kernels.compiled import NUMBERS, compiled, memory, put, put_all, r
 from millrace.kernels.norm import gain_of, norm_rows
 from millrace.kernels.paged_attention import PagedRows
 from millrace.kernels.paged_attention_cpu import NO_LIMIT, PART_WORK, attend, outside, stored_keys, work
-from millrace.kernels.product_cpu import ADD, GATE, WRITE, Packed, kinds, place_of, share_product, weight_at
+from millrace.kernels.product_cpu import (
+    ADD,
+    GATE,
+    WRITE,
+    PackedWeight,
+    kinds,
+    place_of,
+    share_product,
+    weight_at,
+)
 from millrace.kernels.team import bounds, cut, num_threads, share_out
 
 # Least tokens per thread for rotary positions, and least numbers per thread for a norm.
@@ -54,7 +63,7 @@ class LayerWeights:
     norms: tuple[Tensor, Tensor]
     head_norms: tuple[Tensor, Tensor] | None
     eps: tuple[float, float, float]
-    products: tuple[Packed, Packed, Packed, Packed]
+    products: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]
     biases: tuple[Tensor | None, ...]
     scale: float
     window: int | None = None

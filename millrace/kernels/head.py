@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from millrace.kernels.linear import invariant_linear, linear
-from millrace.kernels.product_cpu import Packed
+from millrace.kernels.product_cpu import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     tile: int | None = None
-    packed: Packed | None = None
+    packed: PackedWeight | None = None
     group: ProcessGroup | None = None
     first_row: int = 0
 

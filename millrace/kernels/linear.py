@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from millrace.kernels import product_cpu
 from millrace.kernels.compiled import readable
-from millrace.kernels.product_cpu import Packed
+from millrace.kernels.product_cpu import PackedWeight
 
 # Below both, oneDNN's fixed cost of about 12 microseconds exceeds the time that its product saves.
 PRODUCT = 6 << 20  # M D N
@@ -35,7 +35,7 @@ ALIGNED_BYTES = 64
 
 
 def linear(
-    x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, packed: Packed | None = None
+    x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, packed: PackedWeight | None = None
 ) -> Tensor:
     """Compute x W^T + b, [..., N], as `F.linear` does; differentiable once in all three.
 
@@ -55,7 +55,7 @@ def linear(
     return _onednn(x, weight_ND, bias_N)
 
 
-def pack(weight_ND: Tensor) -> Packed | None:
+def pack(weight_ND: Tensor) -> PackedWeight | None:
     """Copy a weight into the layout that `product_cpu` reads; None where that gives no speedup."""
     odd = weight_ND.dtype == torch.bfloat16 and weight_ND.shape[1] % 2
     if odd or not readable(weight_ND) or not product_cpu.usable(weight_ND.dtype):

@@ -45,7 +45,7 @@ KEPT = {**NUMBERS, torch.float64: np.float64(0)}
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedWeight:
     """A weight in the layout that `multiply` reads.
 
     Attributes:
@@ -66,7 +66,7 @@ def usable(dtype: torch.dtype) -> bool:
     return dtype in KEPT and {"fma", "avx2"} <= FEATURES
 
 
-def pack(*weights: Tensor, gated: bool = False) -> Packed:
+def pack(*weights: Tensor, gated: bool = False) -> PackedWeight:
     """Pack weights [N, D], concatenated along N, into the layout that `multiply` reads.
 
     Args:
@@ -93,10 +93,10 @@ def pack(*weights: Tensor, gated: bool = False) -> Packed:
         # A pair is handled as one number of twice the width.
         number = np.uint32(0) if each == 2 else KEPT[dtype]
         _fill_all(lies, sizes, (*shape[:2], columns), (index, len(weights)), number, num_threads())
-    return Packed(panel_PSC, num_inputs, num_outputs, gated)
+    return PackedWeight(panel_PSC, num_inputs, num_outputs, gated)
 
 
-def product(x: Tensor, packed: Packed, bias_N: Tensor | None = None) -> Tensor:
+def product(x: Tensor, packed: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
     """Compute x W^T + b in the dtype of x, [..., N], without gradient.
 
     Args:
@@ -136,7 +136,7 @@ def kinds(dtype: torch.dtype) -> tuple[Any, Any, Any]:
     return kept, kept, kept
 
 
-def place_of(packed: Packed, bias_N: Tensor | None) -> tuple[int, ...]:
+def place_of(packed: PackedWeight, bias_N: Tensor | None) -> tuple[int, ...]:
     """The addresses of a weight and its bias, as `weight_at` takes them; both must outlive the call."""
     bias = (0, 0) if bias_N is None else (bias_N.data_ptr(), len(bias_N))
     return packed.panel_PSC.data_ptr(), *packed.panel_PSC.shape, *bias

@@ -21,7 +21,7 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from millrace.kernels import linear as products
 from millrace.kernels.norm import FORMS, Form, rms_norm, rms_norm_plain
-from millrace.kernels.product_cpu import Packed
+from millrace.kernels.product_cpu import PackedWeight
 from millrace.kernels.rotary import rotate
 
 ROTARY = "apply_rotary_pos_emb"
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
 
     tile: int | None
     packs: bool
-    _packed: tuple[Any, Packed | None]
+    _packed: tuple[Any, PackedWeight | None]
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> None:
@@ -51,7 +51,7 @@ class Linear(nn.Linear):
             return products.invariant_linear(input, self.weight, self.bias, tile=self.tile)
         return products.linear(input, self.weight, self.bias, packed=self.packed_weight())
 
-    def packed_weight(self) -> Packed | None:
+    def packed_weight(self) -> PackedWeight | None:
         """The packed copy of the weight as it is now; None where none is kept, or a gradient is recorded."""
         if not self.packs or torch.is_grad_enabled():
             return None

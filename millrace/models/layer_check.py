@@ -22,7 +22,7 @@ from millrace.models import attention
 from millrace.models.attention import Packed
 from millrace.models.fused import fuse
 from millrace.models.logprobs import hidden_states
-from millrace.models.trial import Reading
+from millrace.models.trial import TrialReadout
 from millrace.models.twin import decoder_stack, layer_kinds
 
 LENGTHS = (40, 24)
@@ -36,7 +36,7 @@ class _Enough(Exception):  # noqa: N818 - no error
 
 
 @torch.no_grad()
-def compare_layers(model: PreTrainedModel, reading: Reading, *, whole: bool) -> str:
+def compare_layers(model: PreTrainedModel, reading: TrialReadout, *, whole: bool) -> str:
     """Give a model our modules, and describe what differs then; empty if nothing does.
 
     Args:

@@ -21,7 +21,7 @@ from millrace.models.layer_check import compare_layers
 from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import output_head
 from millrace.models.own_attention import adopt
-from millrace.models.trial import FAULTS, Reading, find_problem, first_line
+from millrace.models.trial import FAULTS, TrialReadout, find_problem, first_line
 from millrace.observability.files import RESTORE, FileError, shown
 
 # Its progress bars would overwrite the console of the run.
@@ -53,7 +53,7 @@ class ModelKind:
     auto: Any
     folder: Callable[[str | Path], Path]
     tried: Callable[..., PreTrainedModel]
-    reading: Reading
+    reading: TrialReadout
 
 
 def fresh_config(
@@ -236,11 +236,11 @@ LANGUAGE = ModelKind(
     AutoModelForCausalLM,
     check_folder,
     checked_logits,
-    Reading("log-probabilities", AutoModelForCausalLM, _packed_logprobs, _plain_logprobs),
+    TrialReadout("log-probabilities", AutoModelForCausalLM, _packed_logprobs, _plain_logprobs),
 )
 
 
-def states_of(auto: Any) -> Reading:
+def states_of(auto: Any) -> TrialReadout:
     """The final hidden states of a kind of model."""
 
     def packed(model: PreTrainedModel, hidden_TD: Tensor) -> Tensor:
@@ -250,10 +250,10 @@ def states_of(auto: Any) -> Reading:
         hidden_1TD: Tensor = backbone(model)(token_1T, use_cache=False).last_hidden_state
         return hidden_1TD
 
-    return Reading("states", auto, packed, plain)
+    return TrialReadout("states", auto, packed, plain)
 
 
-def checked(model: PreTrainedModel, reading: Reading, *, whole: bool = True) -> PreTrainedModel:
+def checked(model: PreTrainedModel, reading: TrialReadout, *, whole: bool = True) -> PreTrainedModel:
     """Give a model our modules, and reject it if its forward then differs from transformers' plain forward.
 
     The architecture is tried on a small twin (`models.trial`), this model's weights in one layer of each kind

@@ -74,7 +74,7 @@ IDLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TrialReadout:
     """What a trial compares of a kind of model.
 
     Attributes:
@@ -91,7 +91,7 @@ class Reading:
     plain: Callable[[PreTrainedModel, Tensor], Tensor]
     model_class: Any = None
 
-    def of(self, model: PreTrainedModel) -> Reading:
+    def of(self, model: PreTrainedModel) -> TrialReadout:
         """The same of the class of a model."""
         return replace(self, model_class=type(model))
 
@@ -104,14 +104,14 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
+class TrialResult:
     """What a forward of the trial's sequences gave, and the gradient of every weight."""
 
     numbers: Tensor
     gradients: dict[str, Tensor]
 
 
-def find_problem(config: PretrainedConfig, reading: Reading) -> str:
+def find_problem(config: PretrainedConfig, reading: TrialReadout) -> str:
     """Describe the problem of our forward for the models of a config; empty if it is correct.
 
     It takes about a second, whatever the sizes of the config are, and nothing where the answer is known.
@@ -124,7 +124,7 @@ def find_problem(config: PretrainedConfig, reading: Reading) -> str:
 
 
 def answer(
-    what: str, config: PretrainedConfig, reading: Reading, find: Callable[[PretrainedConfig], str]
+    what: str, config: PretrainedConfig, reading: TrialReadout, find: Callable[[PretrainedConfig], str]
 ) -> str:
     """What a trial finds of the twin of a config's models, or once found.
 
@@ -168,15 +168,15 @@ def sequences() -> list[list[int]]:
     return [common + [draw.randrange(2, VOCABULARY) for _ in range(length - COMMON)] for length in LENGTHS]
 
 
-def try_packed(small: PretrainedConfig, reading: Reading) -> str:
+def try_packed(small: PretrainedConfig, reading: TrialReadout) -> str:
     """Describe the problem of our forward for the twins of a config; empty if it is correct."""
     return try_seeds(small, reading, _try_seed, told)
 
 
 def try_seeds(
     small: PretrainedConfig,
-    reading: Reading,
-    try_seed: Callable[[PretrainedConfig, Reading, int], str],
+    reading: TrialReadout,
+    try_seed: Callable[[PretrainedConfig, TrialReadout, int], str],
     explain: Callable[[Exception], str],
 ) -> str:
     """The problem of a twin with the last of `SEEDS`; empty where one of them shows none.
@@ -199,7 +199,7 @@ def try_seeds(
     return problem
 
 
-def with_small_spans(small: PretrainedConfig, reading: Reading) -> PretrainedConfig:
+def with_small_spans(small: PretrainedConfig, reading: TrialReadout) -> PretrainedConfig:
     """The config of a twin in which every number of tokens is small enough to matter in a trial.
 
     A whole number above the length of a trial may count tokens under any name. Where a small one gives other
@@ -228,14 +228,14 @@ def with_small_spans(small: PretrainedConfig, reading: Reading) -> PretrainedCon
     return small
 
 
-def bold_model(small: PretrainedConfig, reading: Reading, seed: int) -> PreTrainedModel:
+def bold_model(small: PretrainedConfig, reading: TrialReadout, seed: int) -> PreTrainedModel:
     """A twin with transformers' own modules."""
     model = reading.make(copy.deepcopy(small)).eval()
     embolden(model, seed)
     return model
 
 
-def our_model(plain: PreTrainedModel, reading: Reading) -> PreTrainedModel:
+def our_model(plain: PreTrainedModel, reading: TrialReadout) -> PreTrainedModel:
     """The same twin with our modules."""
     attention.register()
     adopt(plain.config.model_type)
@@ -248,7 +248,7 @@ def our_model(plain: PreTrainedModel, reading: Reading) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def plain_numbers(model: PreTrainedModel, reading: Reading, tokens: list[list[int]]) -> Tensor:
+def plain_numbers(model: PreTrainedModel, reading: TrialReadout, tokens: list[list[int]]) -> Tensor:
     """The results of transformers' own modules for each sequence alone."""
     return torch.cat([reading.plain(model, torch.tensor([each]))[0].float() for each in tokens])
 
@@ -268,7 +268,7 @@ def allowed_difference(expected: Tensor, other: Tensor) -> float:
     return max(LEAST, FLOORS * float((other - expected).abs().max()))
 
 
-def _try_seed(small: PretrainedConfig, reading: Reading, seed: int) -> str:
+def _try_seed(small: PretrainedConfig, reading: TrialReadout, seed: int) -> str:
     plain = bold_model(small, reading, seed)
     ours, tokens = our_model(plain, reading), sequences()
     truth, other = (_with_gradients(model, reading, tokens) for model in (plain, nudged(plain)))
@@ -303,7 +303,7 @@ def _try_seed(small: PretrainedConfig, reading: Reading, seed: int) -> str:
 
 
 @torch.no_grad()
-def _cause(plain: PreTrainedModel, reading: Reading, allowed: float) -> str:
+def _cause(plain: PreTrainedModel, reading: TrialReadout, allowed: float) -> str:
     """What transformers' own modules show of why a packed forward differs; empty if nothing."""
     token_1T = torch.tensor(sequences()[:1])
     expected = reading.plain(plain, token_1T)[0]
@@ -333,7 +333,7 @@ def packed_batch(tokens: list[list[int]]) -> Batch:
 @torch.no_grad()
 def packed_numbers(
     ours: PreTrainedModel,
-    reading: Reading,
+    reading: TrialReadout,
     tokens: list[list[int]],
     *,
     lengths: Sequence[int] | None = None,
@@ -354,18 +354,18 @@ def packed_numbers(
     return reading.packed(ours, hidden_states(ours, batch.token_T, where_T, context)).float()
 
 
-def _with_gradients(plain: PreTrainedModel, reading: Reading, tokens: list[list[int]]) -> Numbers:
+def _with_gradients(plain: PreTrainedModel, reading: TrialReadout, tokens: list[list[int]]) -> TrialResult:
     numbers = [reading.plain(plain, torch.tensor([each]))[0] for each in tokens]
     return _backward(plain, torch.cat(numbers))
 
 
-def _trained(ours: PreTrainedModel, reading: Reading, tokens: list[list[int]]) -> Numbers:
+def _trained(ours: PreTrainedModel, reading: TrialReadout, tokens: list[list[int]]) -> TrialResult:
     """As the trainer computes it, which shares what sequences begin with."""
     batch = packed_batch(tokens)
     return _backward(ours, reading.packed(ours, states(ours, batch, torch.arange(batch.num_tokens))))
 
 
-def _backward(model: PreTrainedModel, numbers: Tensor) -> Numbers:
+def _backward(model: PreTrainedModel, numbers: Tensor) -> TrialResult:
     """The gradients of a sum of the numbers with fixed random weights."""
     weights = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(1))
     (numbers * weights.to(numbers)).sum().backward()
@@ -376,7 +376,7 @@ def _backward(model: PreTrainedModel, numbers: Tensor) -> Numbers:
     }
     for parameter in model.parameters():
         parameter.grad = None
-    return Numbers(numbers.detach().float(), gradients)
+    return TrialResult(numbers.detach().float(), gradients)
 
 
 def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
@@ -392,7 +392,7 @@ def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, floa
 def _no_power(
     ours: PreTrainedModel,
     plain: PreTrainedModel,
-    reading: Reading,
+    reading: TrialReadout,
     tokens: list[list[int]],
     expected: Tensor,
     allowed: float,
@@ -467,7 +467,7 @@ def _longer(module: Any, name: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def mixes_tokens(plain: PreTrainedModel, reading: Reading, index: int) -> bool:
+def mixes_tokens(plain: PreTrainedModel, reading: TrialReadout, index: int) -> bool:
     """Whether what a layer makes of a token depends on the tokens before it."""
     stack, tokens = decoder_stack(plain), sequences()[2]
     assert stack is not None

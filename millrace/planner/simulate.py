@@ -63,7 +63,7 @@ def measured(values: Sequence[float]) -> Quantile:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class StepCost:
     """Cost of one decoding step of an engine, which generates one token for each running request.
 
     Attributes:
@@ -85,7 +85,7 @@ class Service:
 
 def planned_service(
     shape: ModelShape, work: Workload, memory: Memory, gpu: Gpu, *, mfu: float, num_running: int
-) -> Service:
+) -> StepCost:
     """What a step of an engine costs as `step_time` counts it: weights, keys and values, and products.
 
     Args:
@@ -101,7 +101,7 @@ def planned_service(
     missed = (1 - shape.experts_per_token / max(shape.num_experts, 1)) ** num_running
     idle = shape.num_expert_parameters * missed * work.weight_bytes
     prompt = forward_operations(shape, [work.prompt_tokens], 1)
-    return Service(
+    return StepCost(
         step_s=(memory.sampler - idle) / bandwidth,
         row_s=context * cache_bytes_per_token(shape, work.weight_bytes) / bandwidth,
         prompt_token_s=prompt.total / rate / work.prompt_tokens,

@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.engines.recorded import ReplayError
-from millrace.engines.subprocesses import ProcessRuntime
+from millrace.engines.subprocesses import SubprocessBackend
 from millrace.eventlog.log import EventLog
 from millrace.observability.sinks import Sink
 from millrace.replay.compare import Comparison
-from millrace.replay.recorded_log import Part, Replayed
-from millrace.rollout.backend import Draw, Event, Lost, Record, Runtime, Wanted, named
+from millrace.replay.recorded_log import RecordedLog, RunSegment
+from millrace.rollout.backend import (
+    EngineBackend,
+    EngineLost,
+    Event,
+    GenerateRequest,
+    Record,
+    ScaleRequest,
+    named,
+)
 from millrace.run.folder import RunFolder
 from millrace.types import Prompt
 
@@ -20,13 +28,13 @@ from millrace.types import Prompt
 LOOK_S = 0.01
 
 
-class Replaying:
-    """A `backend.Runtime` over worker processes that returns events in the batches of the recorded run.
+class ReplayBackend:
+    """A `backend.EngineBackend` over worker processes that returns events in the batches of the recorded run.
 
     Early events are buffered. Engines stop and start where the log has their loss and their join.
     """
 
-    def __init__(self, runtime: ProcessRuntime, score: Replayed, *, limit_s: float) -> None:
+    def __init__(self, runtime: SubprocessBackend, score: RecordedLog, *, limit_s: float) -> None:
         """Wrap the backend of a replay.
 
         Args:
@@ -54,7 +62,7 @@ class Replaying:
         """Return the names of the live engines."""
         return self._runtime.engines()
 
-    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
+    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
         """Submit requests; the engine starts them at the recorded step."""
         self._runtime.submit(engine, draws)
 
@@ -127,10 +135,10 @@ class Replaying:
             engine, _, reason = rest.partition(" ")
             if engine in self._runtime.engines():
                 self._runtime.end(engine)
-            return Lost(engine, reason)
+            return EngineLost(engine, reason)
         if kind == "wanted":
             number, _, reason = rest.partition(" ")
-            return Wanted(int(number), reason)
+            return ScaleRequest(int(number), reason)
         event = self._early.pop(name, None)
         if kind == "joined" and event is None and self._starts != rest:
             self._starts = rest
@@ -147,7 +155,7 @@ class Replaying:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Repeated:
+class RepeatedSegment:
     """A segment of a run that another process replays; a `run.run.Repeats`.
 
     Attributes:
@@ -156,11 +164,11 @@ class Repeated:
     """
 
     original: RunFolder
-    part: Part
+    part: RunSegment
 
     @property
     def threads(self) -> Sequence[int]:
-        """Number of threads of each rank; see `Part`."""
+        """Number of threads of each rank; see `RunSegment`."""
         return self.part.threads
 
     def over(self, stage: str, step: int) -> bool:
@@ -168,20 +176,20 @@ class Repeated:
         return self.part.over(stage, step)
 
     def logged(
-        self, runtime: Runtime, path: Path, clock: Callable[[], float], *, limit_s: float
-    ) -> tuple[Runtime, EventLog]:
+        self, runtime: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
+    ) -> tuple[EngineBackend, EventLog]:
         """Return a backend and an event log that follow the replayed segment.
 
         Args:
             runtime: backend for generation and scoring.
             path: of the new log.
             clock: seconds, for the new log.
-            limit_s: see `Replaying`.
+            limit_s: see `ReplayBackend`.
         """
-        log = Replayed(path, clock, self.part)
+        log = RecordedLog(path, clock, self.part)
         # Engines in this process are deterministic in the order of calls.
-        if isinstance(runtime, ProcessRuntime):
-            runtime = Replaying(runtime, log, limit_s=limit_s)
+        if isinstance(runtime, SubprocessBackend):
+            runtime = ReplayBackend(runtime, log, limit_s=limit_s)
         return runtime, log
 
     def comparison(self, folder: RunFolder) -> Sink:

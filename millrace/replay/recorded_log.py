@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.engines.recorded import ReplayError, Script
+from millrace.engines.recorded import RecordedCommands, ReplayError
 from millrace.eventlog.log import EventLog
 
 # Event kinds that are inputs of the controller; all other events follow from them.
@@ -18,7 +18,7 @@ ASIDE = ("took", "asked")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class RunSegment:
     """A segment of a run: the work of one process.
 
     Attributes:
@@ -30,7 +30,7 @@ class Part:
 
     lines: Sequence[Mapping[str, Any]]
     first: int
-    script: Script
+    script: RecordedCommands
     leaves_at: int
 
     @property
@@ -50,7 +50,9 @@ class Part:
         return stage == "reinforcement" and step == self.leaves_at > 0
 
 
-def parts_of(events: Sequence[Mapping[str, Any]], *, finished: bool, until: int | None = None) -> list[Part]:
+def parts_of(
+    events: Sequence[Mapping[str, Any]], *, finished: bool, until: int | None = None
+) -> list[RunSegment]:
     """Split a log into segments: before each `resume`, and at the end of the replay.
 
     Args:
@@ -81,7 +83,7 @@ def parts_of(events: Sequence[Mapping[str, Any]], *, finished: bool, until: int 
             taken = sum(place < min(after, end) for place in takes)
             leaves_at = 0 if finished and after == len(events) else taken
             lines = events[begin : min(after, end)]
-            parts.append(Part(lines, begin + 1, Script(events[begin:after]), leaves_at))
+            parts.append(RunSegment(lines, begin + 1, RecordedCommands(events[begin:after]), leaves_at))
     return parts
 
 
@@ -97,13 +99,13 @@ def _before(events: Sequence[Mapping[str, Any]], take: int) -> int:
     return next((place for place in range(last, take) if events[place]["kind"] == "heard"), take)
 
 
-class Replayed(EventLog):
+class RecordedLog(EventLog):
     """The log of a replayed segment: every event must equal the recorded one.
 
     The position in the recorded log is the only clock: callers poll `reached` for their turn.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float], part: Part) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float], part: RunSegment) -> None:
         """Start at the first event of the segment.
 
         Args:
@@ -136,7 +138,7 @@ class Replayed(EventLog):
         return f"event {self._part.first + self._next} of the run's event log"
 
     @property
-    def script(self) -> Script:
+    def script(self) -> RecordedCommands:
         """The recorded commands of the engines."""
         return self._part.script
 

@@ -18,9 +18,9 @@ from millrace.eventlog.log import check_log, read_events
 from millrace.eventlog.verify import LogError
 from millrace.observability.files import shown
 from millrace.observability.sinks import read_records
-from millrace.replay.backend import Repeated
+from millrace.replay.backend import RepeatedSegment
 from millrace.replay.compare import check_evaluations, check_weights
-from millrace.replay.recorded_log import Part, parts_of
+from millrace.replay.recorded_log import RunSegment, parts_of
 from millrace.run import launch
 from millrace.run.build import choose_device
 from millrace.run.folder import RunFolder
@@ -220,7 +220,7 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
         raise ReplayError(f"run {shown(original.path)} has no event log: it has not come to its first batch")
 
 
-def _check_ranks(parts: Sequence[Part], num_ranks: int) -> None:
+def _check_ranks(parts: Sequence[RunSegment], num_ranks: int) -> None:
     """Reject segments with another number of ranks, which sum gradients in another order.
 
     Raises:
@@ -237,7 +237,7 @@ def _check_ranks(parts: Sequence[Part], num_ranks: int) -> None:
 def _repeat(
     original: RunFolder,
     config: RunConfig,
-    parts: list[Part],
+    parts: list[RunSegment],
     *,
     ranks: Ranks,
     name: str | None,
@@ -246,11 +246,11 @@ def _repeat(
     """Replay the segments one after the other, as a training run and its resumes."""
     stem = f"{original.path.name}-replay"
     config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
-    repeats = Repeated(original, parts[0])
+    repeats = RepeatedSegment(original, parts[0])
     report = launch.train(config, recipe=stem, quiet=quiet, repeats=repeats, ranks=ranks)
     repeated = RunFolder(Path(ranks.share(report.run)))
     for part in parts[1:]:
-        repeats = Repeated(original, part)
+        repeats = RepeatedSegment(original, part)
         launch.resume(repeated.path, quiet=quiet, repeats=repeats, ranks=ranks)
     return repeated
 

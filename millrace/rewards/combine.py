@@ -14,7 +14,7 @@ from millrace.rewards.errors import RewardError
 from millrace.types import Outcome, Prompt
 
 
-class Part(Protocol):
+class WeightedReward(Protocol):
     """One summand: any `protocols.Reward`, which is not imported because it belongs to the same layer."""
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
@@ -43,7 +43,9 @@ class CombinedReward:
         RewardError: there is no part, or a weight is not finite.
     """
 
-    def __init__(self, parts: Sequence[tuple[str, float, Part]], *, apart: Container[Part] = ()) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[str, float, WeightedReward]], *, apart: Container[WeightedReward] = ()
+    ) -> None:
         """Check the weights and make the names unique; starts no thread."""
         if not parts:
             raise RewardError("there is no reward to combine; name at least one under rewards")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.rewards.errors import RewardError
-from millrace.rewards.process import JudgeProcess
+from millrace.rewards.process import RewardWorker
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.wire import encode_row
 from millrace.types import Outcome, Prompt
@@ -96,7 +96,7 @@ class IsolatedReward:
         self._num_workers = num_workers
         self._permissions = permissions or (FUNCTION_PERMISSIONS if kind == "function" else Permissions())
         self._clock = clock
-        self._processes: list[JudgeProcess] = []
+        self._processes: list[RewardWorker] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._closing = False
@@ -163,7 +163,7 @@ class IsolatedReward:
         return any(process.ready for process in self._processes)
 
     def _start(self) -> None:
-        process = JudgeProcess(self._spec, self._permissions, self._selector)
+        process = RewardWorker(self._spec, self._permissions, self._selector)
         process.deadline = self._clock() + _START_UP_S
         self._processes.append(process)
 
@@ -206,7 +206,7 @@ class IsolatedReward:
                 gone = process.is_gone()
                 self._bury(process, work, process.obituary() if gone else f"took longer than {limit_s:g} s")
 
-    def _receive(self, process: JudgeProcess, message: Any, work: _Work) -> None:
+    def _receive(self, process: RewardWorker, message: Any, work: _Work) -> None:
         if isinstance(message, dict):
             if "error" in message:
                 raise RewardError(message["error"])
@@ -217,7 +217,7 @@ class IsolatedReward:
             work.outcomes[process.batch.popleft()] = outcome
         process.deadline = self._clock() + self._timeout_s if process.batch else math.inf
 
-    def _bury(self, process: JudgeProcess, work: _Work, reason: str) -> None:
+    def _bury(self, process: RewardWorker, work: _Work, reason: str) -> None:
         """Kill a worker: its current completion fails, the rest of its batch returns to the queue."""
         self._processes.remove(process)
         process.kill()

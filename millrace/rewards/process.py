@@ -35,7 +35,7 @@ _ECHO_CHARACTERS = 1 << 20
 _LINE_BYTES = 1 << 16
 
 
-class JudgeProcess:
+class RewardWorker:
     """A worker process that scores completions in order, with its in-flight batch.
 
     Output that the worker prints is kept out of the protocol. Output of a user's function is copied to this

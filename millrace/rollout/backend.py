@@ -1,6 +1,6 @@
 """Where engines and rewards run: in this thread, in processes, on a cluster, or on a virtual clock. No torch.
 
-`rollout/manager.py` makes the decisions. A `Runtime` executes its commands and reports events. A command
+`rollout/manager.py` makes the decisions. A `EngineBackend` executes its commands and reports events. A command
 returns at once or after a copy; its result arrives later as an event from `wait`.
 """
 
@@ -14,7 +14,7 @@ from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class GenerateRequest:
     """A request for one completion.
 
     Attributes:
@@ -32,7 +32,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class GenerateResult:
     """The result of a request: complete, aborted with partial output (`finish_reason` abort), or an error.
 
     Attributes:
@@ -51,7 +51,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class WeightsLoaded:
     """An engine samples with these weights from its step `at` on; checksums of both sides agree."""
 
     engine: str
@@ -60,7 +60,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoreResult:
     """The result of a reward call.
 
     Attributes:
@@ -73,7 +73,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class EngineLost:
     """An engine crashed, hangs, or failed to verify its weights.
 
     Its in-flight requests are lost, and its name is not reused.
@@ -84,14 +84,14 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class EngineJoined:
     """A new engine, or an engine restarted under a new name; it has no weights before its first `load`."""
 
     engine: str
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ScaleRequest:
     """A new target number of engines, from a scale request or because no more engines can be started.
 
     Attributes:
@@ -103,8 +103,8 @@ class Wanted:
     reason: str = ""
 
 
-Event = Drawn | Loaded | Judged | Lost | Joined | Wanted
-# The reason in `Lost` of an engine that was retired.
+Event = GenerateResult | WeightsLoaded | ScoreResult | EngineLost | EngineJoined | ScaleRequest
+# The reason in `EngineLost` of an engine that was retired.
 RETIRED = "it was retired: fewer engines are wanted"
 # An event kind of the event log and its fields.
 Record = tuple[str, dict[str, Any]]
@@ -119,7 +119,7 @@ class ScaleRequests(Protocol):
 
     heard: str
 
-    def look(self) -> list[Wanted]:
+    def look(self) -> list[ScaleRequest]:
         """Return the requests since the last call."""
         ...
 
@@ -128,7 +128,7 @@ class ScaleRequests(Protocol):
         ...
 
 
-class Runtime(Protocol):
+class EngineBackend(Protocol):
     """An engine backend: executes commands and reports events.
 
     One thread calls `wait`; another thread may call the other methods at the same time. Events may arrive
@@ -144,8 +144,8 @@ class Runtime(Protocol):
         """Return the names of the live engines; an engine has no weights before its first `load`."""
         ...
 
-    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
-        """Submit requests; samples of one prompt share a call. Each ends in `Drawn`, or all end in `Lost`."""
+    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
+        """Submit requests; samples of one prompt share a call. Each ends in `GenerateResult`, or all end in `EngineLost`."""
         ...
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
@@ -160,27 +160,27 @@ class Runtime(Protocol):
         ...
 
     def load(self, engine: str, version: int) -> None:
-        """Load the newest copied version into the engine; ends in `Loaded` or `Lost`."""
+        """Load the newest copied version into the engine; ends in `WeightsLoaded` or `EngineLost`."""
         ...
 
     def lose(self, engine: str, reason: str) -> None:
-        """Stop an engine that missed its deadline, as if it had crashed; ends in `Lost`."""
+        """Stop an engine that missed its deadline, as if it had crashed; ends in `EngineLost`."""
         ...
 
     def want(self, number: int) -> None:
         """Set the target number of engines, also for replacing engines that are lost later.
 
-        Scaling up starts the missing engines; each ends in `Joined`, or in `Wanted` if it cannot be started.
+        Scaling up starts the missing engines; each ends in `EngineJoined`, or in `ScaleRequest` if it cannot be started.
         Scaling down stops engines that have not joined; the caller picks the others with `retire`.
         """
         ...
 
     def retire(self, engine: str) -> None:
-        """Stop a surplus engine that has no in-flight request; ends in `Lost`."""
+        """Stop a surplus engine that has no in-flight request; ends in `EngineLost`."""
         ...
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Score texts, each an answer to the prompt in its place; ends in `Judged`."""
+        """Score texts, each an answer to the prompt in its place; ends in `ScoreResult`."""
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:
@@ -218,15 +218,15 @@ class Unrecorded:
 def named(event: Event) -> str:
     """Describe an event in a few words that are unique within a run."""
     match event:
-        case Drawn():
+        case GenerateResult():
             return f"drawn {event.id}"
-        case Judged():
+        case ScoreResult():
             return f"judged {event.id}"
-        case Loaded():
+        case WeightsLoaded():
             return f"loaded {event.engine} {event.version}"
-        case Lost():
+        case EngineLost():
             return f"lost {event.engine} {event.reason}"
-        case Joined():
+        case EngineJoined():
             return f"joined {event.engine}"
-        case Wanted():
+        case ScaleRequest():
             return f"wanted {event.number} {event.reason}".rstrip()

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from millrace.rollout.backend import Event, Runtime
+from millrace.rollout.backend import EngineBackend, Event
 from millrace.rollout.engine_pool import Engines
-from millrace.rollout.manager import Found, Rolled, Rollouts
+from millrace.rollout.manager import Found, RolloutBatch, RolloutManager
 
 # Poll interval of the thread's exit flag, and how long other threads wait for its lock.
 _LOOK_S = 0.1
 
 
-class Pump:
-    """`Rollouts` for the trainer's thread, as a context manager; a background thread handles the events."""
+class BackgroundRollouts:
+    """`RolloutManager` for the trainer's thread, as a context manager; a background thread handles the events."""
 
     def __init__(
-        self, rollouts: Rollouts, runtime: Runtime, asked: Callable[[], Sequence[Event]] = tuple
+        self, rollouts: RolloutManager, runtime: EngineBackend, asked: Callable[[], Sequence[Event]] = tuple
     ) -> None:
         """Create the thread; entering the context starts it.
 
@@ -38,7 +38,7 @@ class Pump:
         self._over = False
         self._thread = threading.Thread(target=self._run, name="millrace-pump", daemon=True)
 
-    def __enter__(self) -> Pump:
+    def __enter__(self) -> BackgroundRollouts:
         """Start the thread."""
         self._thread.start()
         return self
@@ -50,7 +50,7 @@ class Pump:
         self._over = True
         self._thread.join()
 
-    def next_batch(self, deadline_s: float) -> Rolled:
+    def next_batch(self, deadline_s: float) -> RolloutBatch:
         """Wait for a batch; reraise errors of the thread."""
         with self._changed:
             return self._rollouts.next_batch(deadline_s, self._wait)
@@ -90,12 +90,12 @@ class Pump:
         return self._engines
 
     def hold(self) -> None:
-        """Collect the partial output of all in-flight requests; see `Rollouts.hold`."""
+        """Collect the partial output of all in-flight requests; see `RolloutManager.hold`."""
         with self._changed:
             self._rollouts.hold()
 
     def state(self) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
-        """Return the state for a checkpoint; see `Rollouts.state`."""
+        """Return the state for a checkpoint; see `RolloutManager.state`."""
         with self._changed:
             return self._rollouts.state()
 

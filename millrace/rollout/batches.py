@@ -22,13 +22,13 @@ from millrace.observability.files import Shape, read_json
 from millrace.observability.metrics import Spans
 from millrace.observability.watchdog import Watchdog
 from millrace.protocols import Environment, RankGroup
-from millrace.rollout.backend import Runtime, ScaleRequests
-from millrace.rollout.background import Pump
-from millrace.rollout.manager import Rolled, Rollouts, Stalled
+from millrace.rollout.backend import EngineBackend, ScaleRequests
+from millrace.rollout.background import BackgroundRollouts
+from millrace.rollout.manager import RolloutBatch, RolloutManager, Stalled
 from millrace.rollout.remote import pack_batch
-from millrace.rollout.sampling import Sampled, completion_seed, greedy, group_rewards, sampling
+from millrace.rollout.sampling import SampledBatch, completion_seed, greedy, group_rewards, sampling
 from millrace.rollout.selection_bias import BiasMeter
-from millrace.rollout.staleness import Flow, FlowRules, Note, unheard
+from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, unheard
 from millrace.types import Group, Prompt, SamplingParams, Trajectory
 
 
@@ -48,7 +48,7 @@ def going_on(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def check_resumed(flow: Flow, left: Mapping[str, Any] | None) -> None:
+def check_resumed(flow: StalenessController, left: Mapping[str, Any] | None) -> None:
     """Verify that the checkpoint lost no prompt and that none is trained on twice.
 
     Args:
@@ -87,10 +87,10 @@ HAND_OVER_S = 10.0
 WORDS, NUMBERS = "rollouts.json", "rollouts.safetensors"
 
 
-def flow_rules(config: RunConfig) -> FlowRules:
+def flow_rules(config: RunConfig) -> StalenessPolicy:
     """Return the staleness policy of the recipe."""
     flow, options = config.flow, config.rollout
-    return FlowRules(
+    return StalenessPolicy(
         groups_per_step=options.prompts_per_step,
         staleness=flow.staleness,
         order=flow.order,
@@ -105,11 +105,11 @@ class _Method(Protocol):
     def greedy_baseline(self) -> bool: ...
 
 
-class RolloutParts(Protocol):
+class RolloutComponents(Protocol):
     """The components of a run that rollouts need; see `run.components.Parts`."""
 
     @property
-    def runtime(self) -> Runtime | None:
+    def runtime(self) -> EngineBackend | None:
         """Backend of engines in worker processes; None if the engine is in this process."""
         ...
 
@@ -136,14 +136,14 @@ class RolloutParts(Protocol):
 
 def rollouts_of(
     config: RunConfig,
-    parts: RolloutParts,
+    parts: RolloutComponents,
     stream: PromptStream,
-    runtime: Runtime,
+    runtime: EngineBackend,
     *,
     num_batches: int,
     patient: bool = False,
-    note: Note = unheard,
-) -> Rollouts:
+    note: EventCallback = unheard,
+) -> RolloutManager:
     """Build the recipe's rollout manager; its `begin` starts it.
 
     Args:
@@ -156,8 +156,8 @@ def rollouts_of(
         note: receives every decision.
     """
     limit_s = math.inf if patient else config.limits.phase_s
-    return Rollouts(
-        Flow(flow_rules(config), num_batches=num_batches, note=note),
+    return RolloutManager(
+        StalenessController(flow_rules(config), num_batches=num_batches, note=note),
         runtime,
         stream,
         prompts={prompt.id: prompt for prompt in parts.train_prompts},
@@ -171,7 +171,7 @@ def rollouts_of(
     )
 
 
-def as_sampled(rolled: Rolled) -> Sampled:
+def as_sampled(rolled: RolloutBatch) -> SampledBatch:
     """Return the batch for training: without withheld trajectories, with the greedy answers' rewards."""
     taken = rolled.taken
     groups = []
@@ -185,7 +185,7 @@ def as_sampled(rolled: Rolled) -> Sampled:
     if num_greedy_tokens:
         rewards = [group_rewards(answer) for answer in answers]
         baselines = [reward[0] if reward else math.nan for reward in rewards]
-    return Sampled(groups, taken.left_out, baselines, num_greedy_tokens, taken.num_rounds)
+    return SampledBatch(groups, taken.left_out, baselines, num_greedy_tokens, taken.num_rounds)
 
 
 class _Words(Shape):
@@ -196,7 +196,7 @@ class _Words(Shape):
     log_bytes: int
 
 
-class Source:
+class BatchSource:
     """Batches for the trainer, from worker processes in the background or from an engine in this process.
 
     Use it as a context manager; sampling runs only inside.
@@ -205,10 +205,10 @@ class Source:
     def __init__(
         self,
         config: RunConfig,
-        parts: RolloutParts,
+        parts: RolloutComponents,
         stream: PromptStream,
         *,
-        runtime: Runtime,
+        runtime: EngineBackend,
         log: EventLog,
         ranks: RankGroup,
         spans: Spans,
@@ -223,7 +223,7 @@ class Source:
             stream: yields prompts.
             runtime: backend for generation and scoring.
             log: receives every decision.
-            ranks: of the run. If every rank has an engine, every rank has a `Source` and rank 0 keeps the
+            ranks: of the run. If every rank has an engine, every rank has a `BatchSource` and rank 0 keeps the
                 log; otherwise the other ranks have a `Follower`.
             spans: of the trainer's thread.
             watchdog: is notified of the waits of that thread.
@@ -238,7 +238,7 @@ class Source:
         self._rollouts = rollouts_of(
             config, parts, stream, runtime, num_batches=config.steps, patient=log.replays, note=log.add
         )
-        self._verbs: Rollouts | Pump = self._rollouts
+        self._verbs: RolloutManager | BackgroundRollouts = self._rollouts
         self._bias, self._refused = BiasMeter(), ""
         self._held = ExitStack()
 
@@ -272,11 +272,13 @@ class Source:
         # Worker processes crash and join also while the trainer trains, evaluates or saves.
         if self._apart:
             asked = tuple if self._asked is None else self._asked.look
-            pump = self._verbs = self._held.enter_context(Pump(self._rollouts, self._runtime, asked))
+            pump = self._verbs = self._held.enter_context(
+                BackgroundRollouts(self._rollouts, self._runtime, asked)
+            )
             self._watchdog.more = lambda: {"engines": self._status(pump)}
             self._held.callback(self._unheard)
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> BatchSource:
         """Return itself."""
         return self
 
@@ -289,7 +291,7 @@ class Source:
             self._rollouts.records()
         self._log.close()
 
-    def next_batch(self) -> tuple[Sampled, dict[str, float]]:
+    def next_batch(self) -> tuple[SampledBatch, dict[str, float]]:
         """Wait for the next batch; return it with its metrics.
 
         Raises:
@@ -343,7 +345,7 @@ class Source:
             self._hand_over()
         self._reach("save")
         # No decision may fall between the saved state and the saved position in the log.
-        with self._verbs.paused() if isinstance(self._verbs, Pump) else nullcontext():
+        with self._verbs.paused() if isinstance(self._verbs, BackgroundRollouts) else nullcontext():
             self._rollouts.records()
             words, columns = self._verbs.state()
             self._log.add("save", name=folder.name)
@@ -377,7 +379,7 @@ class Source:
         self._refused = refused
         return [text for text in found if text]
 
-    def _status(self, pump: Pump) -> dict[str, Any]:
+    def _status(self, pump: BackgroundRollouts) -> dict[str, Any]:
         """Return the engines' part of `status.json`."""
         found, heard = pump.engines(), "" if self._asked is None else self._asked.heard
         return asdict(replace(found, wanted=found.wanted or num_processes(self._config), asked=heard))
@@ -388,7 +390,7 @@ class Source:
         if self._asked is not None:
             self._asked.close()
 
-    def _record(self, rolled: Rolled, baselines: list[float] | None) -> dict[str, float]:
+    def _record(self, rolled: RolloutBatch, baselines: list[float] | None) -> dict[str, float]:
         taken, found = rolled.taken, {}
         if self._ahead:
             found = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from millrace.rollout.backend import Draw, Drawn, Lost, Runtime
-from millrace.rollout.engine_pool import DrawFailed, Fleet
+from millrace.rollout.backend import EngineBackend, EngineLost, GenerateRequest, GenerateResult
+from millrace.rollout.engine_pool import DrawFailed, EnginePool
 from millrace.rollout.episodes import Playing, Sample
-from millrace.rollout.staleness import Note
+from millrace.rollout.staleness import EventCallback
 from millrace.types import SamplingParams
 
 
-class Dispatch:
-    """Submits samples to the engines of a `Fleet` and maps each request id to its sample.
+class Dispatcher:
+    """Submits samples to the engines of a `EnginePool` and maps each request id to its sample.
 
     Attributes:
         num_draws: requests so far, including those before the run was resumed.
@@ -21,11 +21,11 @@ class Dispatch:
 
     def __init__(
         self,
-        fleet: Fleet,
-        runtime: Runtime,
+        fleet: EnginePool,
+        runtime: EngineBackend,
         *,
         params: Callable[[int, int, int], SamplingParams],
-        note: Note,
+        note: EventCallback,
     ) -> None:
         """Start with an empty queue.
 
@@ -76,7 +76,7 @@ class Dispatch:
                 self.num_draws += 1
                 self._drawing[sample.draw] = sample
                 params = self._params(sample.number, sample.place, len(sample.turns))
-                draws.append(Draw(sample.draw, sample.context, params, sample.drawn))
+                draws.append(GenerateRequest(sample.draw, sample.context, params, sample.drawn))
             one, places = samples[0], [sample.place for sample in samples]
             self._note("dispatch", number=one.number, samples=places, turn=len(one.turns), engine=name)
             self._fleet.submit(name, draws)
@@ -87,7 +87,7 @@ class Dispatch:
         newest = (int(sample.drawn.versions[-1]) for sample in samples if sample.drawn is not None)
         return max(map(self._fleet.birth, newest), default=-1)
 
-    def drawn(self, event: Drawn) -> Sample | None:
+    def drawn(self, event: GenerateResult) -> Sample | None:
         """Return the sample whose turn this result completes, if any.
 
         Raises:
@@ -117,7 +117,7 @@ class Dispatch:
         self.add([sample])
         return None
 
-    def lost(self, event: Lost) -> None:
+    def lost(self, event: EngineLost) -> None:
         """Resubmit the in-flight requests of a lost engine to other engines, with the same seeds."""
         again = [self._drawing.pop(id) for id in self._fleet.lost(event)]
         for sample in again:

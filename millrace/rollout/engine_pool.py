@@ -11,8 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.observability.plain import plain_text
-from millrace.rollout.backend import Draw, Drawn, Loaded, Lost, Runtime, Wanted
-from millrace.rollout.staleness import Note
+from millrace.rollout.backend import (
+    EngineBackend,
+    EngineLost,
+    GenerateRequest,
+    GenerateResult,
+    ScaleRequest,
+    WeightsLoaded,
+)
+from millrace.rollout.staleness import EventCallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class _Engine:
     serves: bool = False
     loads_since_s: float = math.inf
     draws: dict[str, float] = field(default_factory=dict)
-    early: list[Drawn] = field(default_factory=list)
+    early: list[GenerateResult] = field(default_factory=list)
     leaves: bool = False
 
     def may_draw(self, birth: int) -> bool:
@@ -82,10 +89,10 @@ class _Engine:
         return f"draws {draws}" if draws else "has nothing to draw"
 
 
-class Fleet:
+class EnginePool:
     """The engine pool: every engine from its first weight update to its loss."""
 
-    def __init__(self, runtime: Runtime, *, draw_s: float, load_s: float, note: Note) -> None:
+    def __init__(self, runtime: EngineBackend, *, draw_s: float, load_s: float, note: EventCallback) -> None:
         """Create an empty pool; `begin` adds the engines.
 
         Args:
@@ -155,14 +162,14 @@ class Fleet:
         may = [(len(engine.draws), name) for name, engine in self._engines.items() if engine.may_draw(birth)]
         return min(may)[1] if may else None
 
-    def submit(self, name: str, draws: Sequence[Draw]) -> None:
+    def submit(self, name: str, draws: Sequence[GenerateRequest]) -> None:
         """Submit requests to an engine."""
         now_s, engine = self._runtime.now(), self._engines[name]
         engine.draws.update((draw.id, now_s) for draw in draws)
         self._due_s = min(self._due_s, now_s + self._draw_s)
         self._runtime.submit(name, draws)
 
-    def accept(self, event: Drawn) -> bool:
+    def accept(self, event: GenerateResult) -> bool:
         """Return whether a result may be used; if not, keep it until its weights are verified."""
         engine, drawn = self._engines[event.engine], event.completion
         if len(drawn.versions) and self.birth(int(drawn.versions[-1])) > engine.birth:
@@ -184,7 +191,7 @@ class Fleet:
         for name in self._engines:
             self._interrupt(name)
 
-    def want(self, event: Wanted) -> None:
+    def want(self, event: ScaleRequest) -> None:
         """Set the target number of engines; surplus engines return their partial output and stop."""
         self._wanted, self._reason = event.number, event.reason
         self._runtime.want(event.number)
@@ -221,7 +228,7 @@ class Fleet:
             self._load(name, self._engines[name])
             self._choose_who_leaves()
 
-    def loaded(self, event: Loaded) -> list[Drawn]:
+    def loaded(self, event: WeightsLoaded) -> list[GenerateResult]:
         """Handle an engine's verified weights; return the early results that may be used now."""
         engine, birth = self._engines.get(event.engine), self._births.get(event.version, -1)
         if engine is None or birth <= engine.birth:
@@ -231,7 +238,7 @@ class Fleet:
         early, engine.early = engine.early, []
         return early
 
-    def lost(self, event: Lost) -> list[str]:
+    def lost(self, event: EngineLost) -> list[str]:
         """Remove an engine.
 
         Returns:
@@ -245,7 +252,7 @@ class Fleet:
         self._choose_who_leaves()
         return list(engine.draws)
 
-    def overdue(self) -> list[Lost]:
+    def overdue(self) -> list[EngineLost]:
         """Stop the engines that timed out and return their losses."""
         now_s = self._runtime.now()
         if now_s < self._due_s:
@@ -255,10 +262,10 @@ class Fleet:
             draws_s = next(iter(engine.draws.values()), math.inf) + self._draw_s
             loads_s = engine.loads_since_s + self._load_s
             if draws_s <= now_s:
-                found.append(Lost(name, f"a draw took longer than {self._draw_s:g} s"))
+                found.append(EngineLost(name, f"a draw took longer than {self._draw_s:g} s"))
             elif loads_s <= now_s:
                 found.append(
-                    Lost(name, f"version {self._version} took longer than {self._load_s:g} s to load")
+                    EngineLost(name, f"version {self._version} took longer than {self._load_s:g} s to load")
                 )
             else:
                 self._due_s = min(self._due_s, draws_s, loads_s)

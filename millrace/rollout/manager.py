@@ -1,7 +1,7 @@
 """The rollout manager: turns prompts into scored groups, on any engine backend. No torch.
 
-`Flow` controls which groups may start and which are trained on. `Fleet` manages the engines, `Dispatch` the
-in-flight requests, and a `Runtime` generates and scores. This file connects them and runs the episodes.
+`StalenessController` controls which groups may start and which are trained on. `EnginePool` manages the engines, `Dispatcher` the
+in-flight requests, and a `EngineBackend` generates and scores. This file connects them and runs the episodes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,23 @@ import numpy as np
 
 from millrace.data.prompts import PromptStream
 from millrace.observability.watchdog import Wait
-from millrace.rollout.backend import Drawn, Event, Joined, Judged, Loaded, Lost, Runtime, Wanted, named
-from millrace.rollout.dispatcher import Dispatch
-from millrace.rollout.engine_pool import Engines, Fleet
+from millrace.rollout.backend import (
+    EngineBackend,
+    EngineJoined,
+    EngineLost,
+    Event,
+    GenerateResult,
+    ScaleRequest,
+    ScoreResult,
+    WeightsLoaded,
+    named,
+)
+from millrace.rollout.dispatcher import Dispatcher
+from millrace.rollout.engine_pool import EnginePool, Engines
 from millrace.rollout.episodes import Begun, Episode, Playing, Sample
 from millrace.rollout.sampling import is_equal
 from millrace.rollout.serialization import pack_groups, unpack_groups
-from millrace.rollout.staleness import Flow, Note, Taken, unheard
+from millrace.rollout.staleness import EventCallback, StalenessController, TakenBatch, unheard
 from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
 
 Found = TypeVar("Found")
@@ -32,25 +42,25 @@ class Stalled(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rolled:
-    """A batch: its `Taken` of `Flow`, its scored groups in that order, and the baselines of each.
+class RolloutBatch:
+    """A batch: its `TakenBatch` of `StalenessController`, its scored groups in that order, and the baselines of each.
 
     `dropped` has the generated turns of the dropped groups, with scores if they were finished.
     """
 
-    taken: Taken
+    taken: TakenBatch
     groups: list[Group]
     baselines: list[tuple[Trajectory, ...]]
     dropped: list[Group]
 
 
-class Rollouts:
+class RolloutManager:
     """Starts groups, runs them to completion and returns batches. Not thread-safe; `Pump` adds a thread."""
 
     def __init__(
         self,
-        flow: Flow,
-        runtime: Runtime,
+        flow: StalenessController,
+        runtime: EngineBackend,
         stream: PromptStream,
         *,
         prompts: Mapping[str, Prompt],
@@ -60,7 +70,7 @@ class Rollouts:
         num_baselines: int = 0,
         draw_s: float = math.inf,
         load_s: float = math.inf,
-        note: Note = unheard,
+        note: EventCallback = unheard,
     ) -> None:
         """Create the manager; `begin` starts it.
 
@@ -81,8 +91,8 @@ class Rollouts:
         self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
         self._environment, self._note = environment, note
         self._num_samples, self._num_baselines = num_samples, num_baselines
-        self._fleet = Fleet(runtime, draw_s=draw_s, load_s=load_s, note=note)
-        self._dispatch = Dispatch(self._fleet, runtime, params=params, note=note)
+        self._fleet = EnginePool(runtime, draw_s=draw_s, load_s=load_s, note=note)
+        self._dispatch = Dispatcher(self._fleet, runtime, params=params, note=note)
         self._running: dict[int, Playing] = {}
         self._finished: dict[int, Group] = {}
         # Unfinished groups of a checkpoint, until `begin`.
@@ -92,7 +102,7 @@ class Rollouts:
         self._num_calls = 0
 
     @property
-    def flow(self) -> Flow:
+    def flow(self) -> StalenessController:
         """The staleness controller."""
         return self._flow
 
@@ -143,23 +153,23 @@ class Rollouts:
         self._note("heard", events=[named(event) for event in events])
         for event in events:
             match event:
-                case Drawn():
+                case GenerateResult():
                     self._drawn(event)
-                case Judged():
+                case ScoreResult():
                     self._judged(event)
-                case Loaded():
+                case WeightsLoaded():
                     for early in self._fleet.loaded(event):
                         self._drawn(early)
-                case Lost():
+                case EngineLost():
                     self._dispatch.lost(event)
-                case Joined():
+                case EngineJoined():
                     self._fleet.join(event.engine)
-                case Wanted():
+                case ScaleRequest():
                     self._fleet.want(event)
         self._judge()
         self._settle()
 
-    def take(self) -> Rolled | None:
+    def take(self) -> RolloutBatch | None:
         """Return the next batch, or None while it is incomplete; abort the groups that it drops."""
         self.records()
         taken = self._flow.take()
@@ -172,14 +182,16 @@ class Rollouts:
             scores = [t.outcome for t in group.trajectories[: self._num_samples] if t.outcome is not None]
             self._stream.learn(group.prompt, [one.value for one in scores if one.kind != "failed"])
         self.start()
-        return Rolled(
+        return RolloutBatch(
             taken,
             [Group(group.prompt, group.trajectories[: self._num_samples]) for group in groups],
             [group.trajectories[self._num_samples :] for group in groups],
             dropped,
         )
 
-    def next_batch(self, deadline_s: float, let_happen: Callable[[float], None] | None = None) -> Rolled:
+    def next_batch(
+        self, deadline_s: float, let_happen: Callable[[float], None] | None = None
+    ) -> RolloutBatch:
         """Handle events until a batch is complete.
 
         Args:
@@ -309,7 +321,7 @@ class Rollouts:
         if not playing.num_open:
             self._unjudged.append(number)
 
-    def _drawn(self, event: Drawn) -> None:
+    def _drawn(self, event: GenerateResult) -> None:
         sample = self._dispatch.drawn(event)
         if sample is None:
             return
@@ -320,7 +332,7 @@ class Rollouts:
         if not self._running[sample.number].num_open:
             self._unjudged.append(sample.number)
 
-    def _arrived(self, sample: Sample, event: Drawn) -> None:
+    def _arrived(self, sample: Sample, event: GenerateResult) -> None:
         """Log which engine generated a turn, with which weights."""
         versions = event.completion.versions
         oldest, newest = self._fleet.birth(int(versions[0])), self._fleet.birth(int(versions[-1]))
@@ -353,7 +365,7 @@ class Rollouts:
         self._judging[call] = list(said)
         self._runtime.judge(call, [self._running[n].prompt for n, _ in said], [text for _, text in said])
 
-    def _judged(self, event: Judged) -> None:
+    def _judged(self, event: ScoreResult) -> None:
         said = self._judging.pop(event.id, None)
         if said is None:
             self._note("ignore", reason=f"{event.id} of the reward is answered again")

@@ -8,7 +8,7 @@ from millrace.protocols import NamedTensors, Trainer
 from millrace.transport.canary import Canary
 
 
-class Newest:
+class PolicyWeights:
     """The current weights of the active trainer, and the canary computed with them.
 
     Attributes:

@@ -18,8 +18,8 @@ from safetensors.numpy import load, save
 
 from millrace.observability.metrics import Spans
 from millrace.protocols import Engine, NamedTensors, RankGroup, Reward
-from millrace.rollout.policy_weights import Newest
-from millrace.rollout.sampling import Sampled
+from millrace.rollout.policy_weights import PolicyWeights
+from millrace.rollout.sampling import SampledBatch
 from millrace.rollout.serialization import from_columns, pack_groups, to_columns, unpack_groups
 from millrace.transport.canary import Canary
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
@@ -57,7 +57,7 @@ class SharedEngine:
         ]
 
 
-class Onlooker:
+class GatherOnly:
     """A `protocols.WeightTransport` for ranks that only join the all-gather; rank 0 sends the weights."""
 
     def __init__(self, canary: Callable[[], Canary]) -> None:
@@ -142,7 +142,7 @@ def unpack_completions(data: bytes) -> list[Completion]:
     return from_columns(words, columns)
 
 
-class Follower:
+class RemoteBatchSource:
     """The `Source` of the ranks other than 0; each call is a collective with rank 0's.
 
     Use it as a context manager, like `Source`.
@@ -151,7 +151,7 @@ class Follower:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        newest: Newest,
+        newest: PolicyWeights,
         *,
         ranks: RankGroup,
         spans: Spans,
@@ -175,7 +175,7 @@ class Follower:
         self._ranks.threads()
         self.published(version)
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> RemoteBatchSource:
         """Return itself."""
         return self
 
@@ -184,7 +184,7 @@ class Follower:
     ) -> None:
         """Release nothing."""
 
-    def next_batch(self) -> tuple[Sampled, dict[str, float]]:
+    def next_batch(self) -> tuple[SampledBatch, dict[str, float]]:
         """Wait for rank 0's batch and its metrics."""
         with self._spans("sample"):
             return unpack_batch(self._ranks.hand_out(), self._prompts)
@@ -194,14 +194,14 @@ class Follower:
         if version != self._version:
             self._version = version
             with self._spans("sync"):
-                Onlooker(self._newest.canary).send(self._newest(), version)
+                GatherOnly(self._newest.canary).send(self._newest(), version)
 
     def warnings(self) -> list[str]:
         """Return no warnings: rank 0 reports them for all."""
         return []
 
 
-def pack_batch(sampled: Sampled, told: Mapping[str, float]) -> bytes:
+def pack_batch(sampled: SampledBatch, told: Mapping[str, float]) -> bytes:
     """Serialize a batch and its metrics to bytes: arrays as safetensors, with the JSON fields inside."""
     groups, columns = pack_groups(dict(enumerate(sampled.groups)))
     words: dict[str, Any] = {
@@ -216,14 +216,14 @@ def pack_batch(sampled: Sampled, told: Mapping[str, float]) -> bytes:
     return packed
 
 
-def unpack_batch(data: bytes, prompts: Mapping[str, Prompt]) -> tuple[Sampled, dict[str, float]]:
+def unpack_batch(data: bytes, prompts: Mapping[str, Prompt]) -> tuple[SampledBatch, dict[str, float]]:
     """Deserialize the batch of `pack_batch`; `prompts` by id."""
     columns = load(data)
     words = json.loads(columns.pop(_WORDS).tobytes())
     groups, told = words.pop("groups"), words.pop("told")
     unpacked = list(unpack_groups(groups, columns, prompts).values())
     left_out = frozenset(words.pop("left_out"))
-    return Sampled(unpacked, left_out, **words), told
+    return SampledBatch(unpacked, left_out, **words), told
 
 
 def share_of(count: int, rank: int, size: int) -> slice:

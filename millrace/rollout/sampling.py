@@ -12,7 +12,7 @@ from millrace.types import Group, Outcome, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledBatch:
     """The sampled groups of one batch.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Staleness control: admission, batch selection and dropping of rollout groups.
 
-No clock, no threads, no tensors: real engines or a simulation may drive a `Flow`. `Line` is the queue of
+No clock, no threads, no tensors: real engines or a simulation may drive a `StalenessController`. `GroupQueue` is the queue of
 groups that have started and are not in a batch yet, in order.
 
 Letters: `g` groups_per_step, `eta` the staleness bound, `p` weight updates so far, `t` batches taken so far.
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 
 @dataclass(slots=True)
-class Waiting:
+class QueuedGroup:
     """A queued group.
 
     Attributes:
@@ -34,7 +34,7 @@ class Waiting:
     equal: bool = False
 
 
-class Line:
+class GroupQueue:
     """The group queue, and the rule that selects a batch from it.
 
     **Submission order**: with `E(i)` of the first `i` groups known to be equal, `end = g`, then
@@ -61,7 +61,7 @@ class Line:
         self._size, self._staleness, self._refill_rounds = size, staleness, refill_rounds
         self._in_order, self._none_late = in_order, none_late
         # By group number, ascending.
-        self.groups: dict[int, Waiting] = {}
+        self.groups: dict[int, QueuedGroup] = {}
         # Numbers of the finished groups, in completion order.
         self.arrived: list[int] = []
         # For the next batch, as far as known.
@@ -72,7 +72,7 @@ class Line:
         """Number of places that the queue holds."""
         return len(self.groups) - self.num_replaced
 
-    def add(self, number: int, group: Waiting) -> None:
+    def add(self, number: int, group: QueuedGroup) -> None:
         """Add a started group; its number is above all earlier ones."""
         self.groups[number] = group
 
@@ -155,7 +155,7 @@ class Line:
         """Restore the state."""
         self.arrived = list(state["arrived"])
         self.groups = {
-            number: Waiting(prompt_id, started, births and tuple(births), equal)
+            number: QueuedGroup(prompt_id, started, births and tuple(births), equal)
             for number, prompt_id, started, births, equal in state["groups"]
         }
         self._count()
@@ -176,7 +176,7 @@ class Line:
             self.num_replaced, self.num_rounds = num_equal, self.num_rounds + 1
 
 
-class Note(Protocol):
+class EventCallback(Protocol):
     """Callback for each decision, with the event kind and fields of `log.EventLog.add`."""
 
     def __call__(self, kind: str, /, **facts: Any) -> None:
@@ -193,7 +193,7 @@ class TooStale(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class FlowRules:
+class StalenessPolicy:
     """The staleness policy.
 
     Attributes:
@@ -248,7 +248,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenBatch:
     """A batch.
 
     Attributes:
@@ -271,11 +271,11 @@ class Taken:
     dropped: tuple[Dropped, ...]
 
 
-class Flow:
+class StalenessController:
     """The staleness controller: tracks every group from its start to its batch or drop.
 
     **Tickets.** A group starts only while fewer than `(eta + 1) g` places are held. The queue of groups that
-    no batch has taken holds places (`Line`; a replaced group holds none), and so does each batch that is
+    no batch has taken holds places (`GroupQueue`; a replaced group holds none), and so does each batch that is
     taken and whose weight update is not in force yet: `g`.
 
     **In submission order the staleness is at most eta.** Let a group start after `p` weight updates, when `t`
@@ -287,13 +287,13 @@ class Flow:
     refills only raise `end`, and a group that is regenerated on another engine is younger.
 
     **So it is in completion order with `wait`.** At most `g (d + 1 - t)` groups of the queue must be trained
-    on by batch `d`, for every `d >= t`. A batch is complete only if it keeps that invariant (`Line`). A start
+    on by batch `d`, for every `d >= t`. A batch is complete only if it keeps that invariant (`GroupQueue`). A start
     after `p` weight updates keeps it too: it counts from `d = p + eta` on, and by its ticket the whole queue
     then holds at most `(eta + 1) g - g (t - p) <= g (d + 1 - t)`. With `d = t`: batch `t` has room for all
     due groups.
     """
 
-    def __init__(self, rules: FlowRules, *, num_batches: int, note: Note = unheard) -> None:
+    def __init__(self, rules: StalenessPolicy, *, num_batches: int, note: EventCallback = unheard) -> None:
         """Create the controller without groups.
 
         Args:
@@ -305,7 +305,7 @@ class Flow:
         self._num_published = self._num_taken = self._num_started = self._num_left = 0
         self._repeats: deque[str] = deque()
         self._dropped: list[Dropped] = []
-        self._line = Line(
+        self._line = GroupQueue(
             size=rules.groups_per_step,
             staleness=rules.staleness,
             refill_rounds=rules.refill_rounds,
@@ -365,7 +365,7 @@ class Flow:
             self._repeats.popleft()
         number = self._num_started
         self._num_started += 1
-        self._line.add(number, Waiting(prompt_id, self._num_published))
+        self._line.add(number, QueuedGroup(prompt_id, self._num_published))
         self._note("start", number=number, prompt=prompt_id, published=self._num_published)
         return number
 
@@ -394,7 +394,7 @@ class Flow:
         self._note("finish", number=number, births=list(births), equal=equal)
         self._second_check()
 
-    def take(self) -> Taken | None:
+    def take(self) -> TakenBatch | None:
         """Take the next batch; None while it is incomplete, and after the last one.
 
         Raises:
@@ -489,7 +489,7 @@ class Flow:
         if batches and not numbers and not missing and not self.num_free:
             raise AssertionError(f"batch {taken} is not complete and nothing may start")
 
-    def _unfinished(self, number: int) -> Waiting:
+    def _unfinished(self, number: int) -> QueuedGroup:
         """Return an unfinished group of the queue; raise ValueError if it is not one."""
         group = self._line.groups.get(number)
         if group is None or group.births is not None:
@@ -497,7 +497,7 @@ class Flow:
             raise ValueError(f"group {number} is not running: {why}")
         return group
 
-    def _taken(self, numbers: Sequence[int]) -> Taken:
+    def _taken(self, numbers: Sequence[int]) -> TakenBatch:
         """Build the next batch from these groups."""
         groups = [self._line.groups[number] for number in numbers]
         left_out = frozenset(place for place, group in enumerate(groups) if group.equal)
@@ -508,11 +508,11 @@ class Flow:
                 withheld[number] = old
                 births = tuple(birth for i, birth in enumerate(births) if i not in old)
             staleness.append(self._num_taken - min(births))
-        return Taken(
+        return TakenBatch(
             self._num_taken, tuple(numbers), tuple(staleness), left_out, withheld, self._line.num_rounds, ()
         )
 
-    def _refuse_stale(self, taken: Taken) -> None:
+    def _refuse_stale(self, taken: TakenBatch) -> None:
         """Check the bound again on the final batch, independently of the earlier checks."""
         rules = self._rules
         for place, (number, age) in enumerate(zip(taken.numbers, taken.staleness, strict=True)):
@@ -522,7 +522,7 @@ class Flow:
                     f"{rules.staleness}"
                 )
 
-    def _too_old(self, group: Waiting) -> tuple[int, ...]:
+    def _too_old(self, group: QueuedGroup) -> tuple[int, ...]:
         """Return the indices of a group's trajectories that are too old for the next batch."""
         oldest = self._num_taken - self._rules.staleness
         return tuple(place for place, birth in enumerate(group.births or ()) if birth < oldest)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from millrace.config.inputs import TASK_PREFIX
-from millrace.config.rewards import FunctionReward, RewardConfig, reward_names
+from millrace.config.rewards import FunctionRewardConfig, RewardConfig, reward_names
 from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.ranks import Ranks
 from millrace.engines.build import engine_over
-from millrace.engines.subprocesses import ProcessRuntime
+from millrace.engines.subprocesses import SubprocessBackend
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
@@ -42,12 +42,12 @@ from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
-from millrace.rollout.policy_weights import Newest
-from millrace.rollout.remote import FirstEngine, Onlooker, SharedEngine, SharedReward
-from millrace.run.build_engines import OneAtATime, num_threads, start_engines
+from millrace.rollout.policy_weights import PolicyWeights
+from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
+from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
 from millrace.run.canary import canary
-from millrace.run.components import Parts, longest_prompt, longest_sequence
+from millrace.run.components import Components, longest_prompt, longest_sequence
 from millrace.run.health.memory import total_memory
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
@@ -58,7 +58,7 @@ from millrace.training.policy import PolicyTrainer
 from millrace.training.reward_model import load_reward_model
 from millrace.training.schedule import learning_rate
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import Spread, mesh_of, spread_over
+from millrace.training.spread import ParallelModel, mesh_of, spread_over
 from millrace.transport.local import LocalTransport
 from millrace.types import Prompt
 
@@ -71,18 +71,18 @@ TOKEN_BYTES = 150
 
 
 class _Sampling(TypedDict):
-    """The fields of `Parts` that concern sampling."""
+    """The fields of `Components` that concern sampling."""
 
     engine: Engine
     sleeper: PagedEngine | None
-    runtime: ProcessRuntime | None
-    newest: Newest
+    runtime: SubprocessBackend | None
+    newest: PolicyWeights
     transport: WeightTransport
     reward: Reward
     held: ExitStack
 
 
-def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> Parts:
+def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> Components:
     """Build every component of a run for one rank, with the weights of `checkpoint` if there is one.
 
     Raises:
@@ -113,7 +113,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     routing = _routing(config, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
     sampling = _sampling(config, sampled, tokenizer, ranks, device)
-    return Parts(
+    return Components(
         **sampling,
         full_marks=full_marks(config),
         train_prompts=train_prompts,
@@ -141,7 +141,7 @@ def _sampling(
     config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, device: torch.device
 ) -> _Sampling:
     """Build what generates and scores."""
-    newest = Newest(*canary(config, sampled))
+    newest = PolicyWeights(*canary(config, sampled))
     with ExitStack() as undone:
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
         runtime, sleeper = None, None
@@ -150,10 +150,10 @@ def _sampling(
         if num_processes(config):
             # All engines belong to rank 0.
             if ranks.first:
-                reward = OneAtATime(reward)
+                reward = LockedReward(reward)
                 runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
             engine = FirstEngine(runtime, ranks)
-            transport = runtime or Onlooker(newest.canary)
+            transport = runtime or GatherOnly(newest.canary)
         else:
             own = sleeper = build_engine(config, sampled, tokenizer)
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
@@ -187,7 +187,7 @@ def _tokenizer(config: RunConfig, saved: Path | None, split: Split) -> Tokenizer
 
 def _policy(
     config: RunConfig, tokenizer: Tokenizer, saved: Path | None, mesh: Mesh | None, device: torch.device
-) -> tuple[Spread, Model, str]:
+) -> tuple[ParallelModel, Model, str]:
     """Build the policy, parallel over the mesh, with its trainable weights chosen.
 
     Also returned: a whole model with weights of its own for the sampler, and a checksum of an adapter's base.
@@ -327,7 +327,7 @@ def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) ->
     return reward
 
 
-def function_permissions(entry: FunctionReward) -> Permissions:
+def function_permissions(entry: FunctionRewardConfig) -> Permissions:
     """Return the sandbox permissions of a reward function.
 
     Raises:
@@ -373,7 +373,7 @@ def full_marks(config: RunConfig) -> float:
 
 def _trainer(
     config: RunConfig,
-    spread: Spread,
+    spread: ParallelModel,
     version: int,
     *,
     objective: Objective,
@@ -402,7 +402,7 @@ def _trainer(
     )
 
 
-def _imitator(config: RunConfig, spread: Spread, version: int) -> PolicyTrainer:
+def _imitator(config: RunConfig, spread: ParallelModel, version: int) -> PolicyTrainer:
     assert config.warmup is not None
     warmup = config.warmup
     options = config.policy.optimizer
@@ -420,7 +420,7 @@ def _imitator(config: RunConfig, spread: Spread, version: int) -> PolicyTrainer:
 
 def _reinforcer(
     config: RunConfig,
-    spread: Spread,
+    spread: ParallelModel,
     routing: Routing | None,
     version: int,
     control: KlControl | None,

@@ -14,11 +14,11 @@ from millrace.config.settings import RunConfig, num_processes
 from millrace.engines import handle as child
 from millrace.engines import ray as ray_engine
 from millrace.engines.build import save_engine
-from millrace.engines.handle import Settings, StartChild, read_files
-from millrace.engines.subprocesses import ProcessRuntime
+from millrace.engines.handle import EngineSettings, StartEngine, read_files
+from millrace.engines.subprocesses import SubprocessBackend
 from millrace.models.load import Model
 from millrace.protocols import Reward
-from millrace.rollout.policy_weights import Newest
+from millrace.rollout.policy_weights import PolicyWeights
 from millrace.run.components import longest_sequence
 from millrace.types import Outcome, Prompt
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
 
-class OneAtATime:
+class LockedReward:
     """A thread-safe reward: used by the trainer's evaluations and by rollouts at once."""
 
     def __init__(self, reward: Reward) -> None:
@@ -66,10 +66,10 @@ def start_engines(
     model: Model,
     tokenizer: Tokenizer,
     reward: Reward,
-    newest: Newest,
+    newest: PolicyWeights,
     *,
     held: ExitStack,
-) -> ProcessRuntime:
+) -> SubprocessBackend:
     """Start the recipe's engines in subprocesses.
 
     Args:
@@ -94,7 +94,7 @@ def start_engines(
             record_experts=bool(config.policy.needs_experts),
         )
         files = read_files(Path(folder))
-    settings = Settings(
+    settings = EngineSettings(
         files,
         threads=num_threads(config),
         kv=config.flow.kv,
@@ -102,11 +102,11 @@ def start_engines(
         delta=config.engine.delta,
     )
     number = num_processes(config)
-    start: StartChild = child.start
+    start: StartEngine = child.start
     if config.mesh.launcher == "ray" and ray_engine.inside():
         actors = ray_engine.Actors(number, on_gpu=model.device.type == "cuda")
         start = held.enter_context(actors).start
-    runtime = ProcessRuntime(
+    runtime = SubprocessBackend(
         settings,
         reward,
         newest,

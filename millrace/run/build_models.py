@@ -25,7 +25,7 @@ from millrace.training.loading import loaded, taken
 from millrace.training.optimizer import adamw
 from millrace.training.policy import BaseScorer
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import Spread
+from millrace.training.spread import ParallelModel
 from millrace.training.value import ValueTrainer
 from millrace.transport.fingerprint import fingerprint
 
@@ -140,7 +140,7 @@ CRITIC = "critic"
 
 def critic(
     config: RunConfig,
-    spread: Spread,
+    spread: ParallelModel,
     mesh: Mesh | None,
     checkpoint: Path | None,
     *,
@@ -163,7 +163,7 @@ def critic(
         own = loaded(saved, mesh, config.mesh, dtype=spread.model.dtype, device=device, kind=SCALAR)
     elif mesh is None:
         model = merged(spread.model) if adapted_layers(spread.model) else spread.model
-        own = Spread(scalar_model(model))
+        own = ParallelModel(scalar_model(model))
     else:
         made = empty_scalar_model(spread.model)
         own = taken(made, scalar_weights(made, spread.named_tensors()), mesh, config.mesh, device)
@@ -187,7 +187,7 @@ def critic(
 
 
 def reference(
-    config: RunConfig, policy: Spread, mesh: Mesh | None, device: torch.device, folder: Path
+    config: RunConfig, policy: ParallelModel, mesh: Mesh | None, device: torch.device, folder: Path
 ) -> ModelScorer:
     """Build the reference policy: a frozen copy from a folder, or the policy with its adapter off."""
     adapter = config.model.adapter

@@ -33,7 +33,7 @@ from millrace.training.checkpoint import (
 )
 from millrace.training.optimizer import optimizer_tensors, start_optimizer
 from millrace.training.policy import PolicyTrainer
-from millrace.training.sharded import Part, deal, own_parts, read_parts, write_parts
+from millrace.training.sharded import TensorShard, deal, own_parts, read_parts, write_parts
 from millrace.training.value import ValueTrainer
 
 # Folder of the policy within a checkpoint.
@@ -55,7 +55,7 @@ class Snapshot:
 
     model: Model
     weights: Weights
-    optimizer: list[Part]
+    optimizer: list[TensorShard]
     pairs: Weights
 
     def held(self) -> dict[str, int]:

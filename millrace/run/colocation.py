@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.run.components import Sleeper
+from millrace.run.components import SleepableEngine
 from millrace.training.offload import FileShelf, HostShelf, Offload, Owner
 
 
-class Turns:
+class Colocation:
     """Moves trainer and engine in and out of device memory by phase: train, sample, or weights of both.
 
     The engine drops its weights, since each training phase is followed by a weight update; the trainer's
@@ -17,7 +17,7 @@ class Turns:
     gradients take as much memory as the engine's weights, the shared phase takes less than training.
     """
 
-    def __init__(self, engine: Sleeper | None, *, cuda: bool, folder: Path) -> None:
+    def __init__(self, engine: SleepableEngine | None, *, cuda: bool, folder: Path) -> None:
         """Start with everything in device memory.
 
         Args:

@@ -12,8 +12,8 @@ from millrace.config.settings import RunConfig
 from millrace.errors import SetupError
 from millrace.models.load import Model
 from millrace.protocols import Engine, Environment, Reward, WeightTransport
-from millrace.rollout.backend import Runtime
-from millrace.rollout.policy_weights import Newest
+from millrace.rollout.backend import EngineBackend
+from millrace.rollout.policy_weights import PolicyWeights
 from millrace.training.kl_control import KlControl
 from millrace.training.method import Method
 from millrace.training.policy import PolicyTrainer
@@ -22,7 +22,7 @@ from millrace.training.value import ValueTrainer
 from millrace.types import Prompt
 
 
-class Sleeper(Protocol):
+class SleepableEngine(Protocol):
     """An engine that can release its memory; see `inference.engine.PagedEngine`."""
 
     def sleep(self, tags: Collection[Literal["weights", "kv_cache"]]) -> None:
@@ -51,7 +51,7 @@ class SaveModel(Protocol):
 
 
 @dataclass(slots=True)
-class Parts:
+class Components:
     """The components of one run.
 
     Attributes:
@@ -85,9 +85,9 @@ class Parts:
     """
 
     engine: Engine
-    sleeper: Sleeper | None
-    runtime: Runtime | None
-    newest: Newest
+    sleeper: SleepableEngine | None
+    runtime: EngineBackend | None
+    newest: PolicyWeights
     held: ExitStack
     transport: WeightTransport
     reward: Reward

@@ -32,13 +32,13 @@ from millrace.rollout.engine_pool import DrawFailed
 from millrace.rollout.manager import Stalled
 from millrace.run.build import build, choose_device
 from millrace.run.checkpointing import Saver
-from millrace.run.components import Parts
+from millrace.run.components import Components
 from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.health.checks import RunStopped
 from millrace.run.health.out_of_memory import explained
 from millrace.run.loop import run
 from millrace.run.progress import Progress, RunReport
-from millrace.run.run import Controller, Repeats
+from millrace.run.run import Controller, Repetition
 from millrace.run.signals import Interrupted, Interrupts
 from millrace.run.status import read_summary
 from millrace.training.checkpoint import newest_checkpoint, read_state
@@ -58,7 +58,7 @@ class _Start:
     refused: list[str]
     progress: Progress
     ranks: Ranks
-    repeats: Repeats | None
+    repeats: Repetition | None
     fresh: bool
 
 
@@ -67,7 +67,7 @@ def train(
     *,
     recipe: str = "run",
     quiet: bool = False,
-    repeats: Repeats | None = None,
+    repeats: Repetition | None = None,
     ranks: Ranks | None = None,
 ) -> RunReport:
     """Train a policy in a new run folder, which is removed if the run fails before its first result.
@@ -108,7 +108,7 @@ def train(
 
 
 def resume(
-    path: str | Path, *, quiet: bool = False, repeats: Repeats | None = None, ranks: Ranks | None = None
+    path: str | Path, *, quiet: bool = False, repeats: Repetition | None = None, ranks: Ranks | None = None
 ) -> RunReport:
     """Resume a run from its newest complete checkpoint, or from the beginning if it has none yet.
 
@@ -167,7 +167,7 @@ def _met(config: RunConfig, ranks: Ranks | None) -> AbstractContextManager[Ranks
     return joined(config.mesh.num_ranks, device=choose_device(config.device))
 
 
-def _as_then(config: RunConfig, repeats: Repeats | None, ranks: Ranks) -> RunConfig:
+def _as_then(config: RunConfig, repeats: Repetition | None, ranks: Ranks) -> RunConfig:
     """In a replay, use as many threads as this rank used in the recorded run."""
     if repeats is None:
         return config
@@ -237,7 +237,7 @@ def _progress(checkpoint: Path) -> Progress:
         raise CheckpointError(f"checkpoint {shown(checkpoint)} has a state that cannot be: {error}") from None
 
 
-def _run(start: _Start, parts: Parts, folder: RunFolder, *, quiet: bool, started_s: float) -> RunReport:
+def _run(start: _Start, parts: Components, folder: RunFolder, *, quiet: bool, started_s: float) -> RunReport:
     ranks = start.ranks
     console = Console(folder.path.name, _facts(start, parts), quiet=quiet or not ranks.first)
     with ExitStack() as held:
@@ -385,7 +385,7 @@ def _trackers(start: _Start, folder: RunFolder) -> list[Sink]:
     return made
 
 
-def _facts(start: _Start, parts: Parts) -> list[tuple[str, str]]:
+def _facts(start: _Start, parts: Components) -> list[tuple[str, str]]:
     filtered = f" ({parts.num_filtered} too long)" if parts.num_filtered else ""
     if parts.num_long_demonstrations:
         filtered += f", {parts.num_long_demonstrations} demonstrations too long to imitate"

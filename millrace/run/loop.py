@@ -1,4 +1,4 @@
-"""The training loops: the supervised warm-up, then reinforcement on batches from a `Source`.
+"""The training loops: the supervised warm-up, then reinforcement on batches from a `BatchSource`.
 
 Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint.
 So at staleness 0 a resumed run is bitwise equal to an uninterrupted one. At higher staleness, the same
@@ -18,14 +18,14 @@ from millrace.observability.profile import Profiler
 from millrace.observability.tables import write_table
 from millrace.planner.flops import utilization
 from millrace.planner.hardware import peak_flops
-from millrace.rollout.batches import Source
-from millrace.rollout.remote import Follower
+from millrace.rollout.batches import BatchSource
+from millrace.rollout.remote import RemoteBatchSource
 from millrace.run.canary import rounding
 from millrace.run.evaluation import is_right
 from millrace.run.health.checks import check_current, check_mismatch, check_rewards, check_steps
 from millrace.run.health.memory import fullest
 from millrace.run.run import Controller
-from millrace.run.train_step import BatchResult, Learner, train_on
+from millrace.run.train_step import BatchResult, TrainStep, train_on
 from millrace.training.method import build_warmup_token_weights
 
 
@@ -231,7 +231,7 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
 
 
 def _one_batch(
-    controller: Controller, learner: Learner, source: Source | Follower
+    controller: Controller, learner: TrainStep, source: BatchSource | RemoteBatchSource
 ) -> tuple[BatchResult, dict[str, float]]:
     """Sample, train and update the weights; return the batch's result and its rollout metrics."""
     config, spans, step = controller.config, controller.spans, controller.progress.step
@@ -247,7 +247,7 @@ def _one_batch(
     return result, told
 
 
-def _account(controller: Controller, learner: Learner, result: BatchResult, told: dict[str, float]) -> None:
+def _account(controller: Controller, learner: TrainStep, result: BatchResult, told: dict[str, float]) -> None:
     """Count and record one batch, and run the health checks on it.
 
     Args:

@@ -26,16 +26,16 @@ from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import once_each, pack, without_twins
 from millrace.data.prompts import PromptStream
-from millrace.engines.in_process import InlineRuntime
+from millrace.engines.in_process import InProcessBackend
 from millrace.errors import SetupError
 from millrace.kernels.dispatch import Scan
 from millrace.models.load import Model
 from millrace.rollout.batches import as_sampled, rollouts_of
-from millrace.rollout.sampling import Sampled
+from millrace.rollout.sampling import SampledBatch
 from millrace.run.build import build
-from millrace.run.components import Parts
+from millrace.run.components import Components
 from millrace.run.health.checks import check_failures
-from millrace.run.train_step import Learner, estimated, moving_part, one_step
+from millrace.run.train_step import TrainStep, estimated, moving_part, one_step
 from millrace.training.estimate import usable
 from millrace.training.method import build_method
 from millrace.types import Trajectory
@@ -97,7 +97,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
     with closing(parts):
         learner = _learner(parts)
         stream = PromptStream(parts.train_prompts, seed=config.seed, shuffle=config.data.shuffle)
-        runtime = InlineRuntime(parts.engine, parts.reward, lambda version: None)
+        runtime = InProcessBackend(parts.engine, parts.reward, lambda version: None)
         rollouts = rollouts_of(config, parts, stream, runtime, num_batches=1)
         rollouts.begin(parts.engine.version)
         sampled = as_sampled(rollouts.next_batch(config.limits.phase_s))
@@ -128,7 +128,7 @@ def _with_scan(scan: Scan) -> dict[str, KernelConfig]:
     return {"kernels": KernelConfig(scan=scan)}
 
 
-def _learner(parts: Parts) -> Learner:
+def _learner(parts: Components) -> TrainStep:
     """Build everything that is trained, at the recipe's initial weights."""
     reference = None
     if parts.reference is not None:
@@ -137,10 +137,10 @@ def _learner(parts: Parts) -> Learner:
             reference = parts.reference(Path(folder))
     trainer = parts.reinforcer(VERSION, parts.control, reference)
     critic = parts.critic() if parts.critic else None
-    return Learner(trainer, parts.method, critic, reference, parts.teacher, parts.control)
+    return TrainStep(trainer, parts.method, critic, reference, parts.teacher, parts.control)
 
 
-def _check_rewards(sampled: Sampled, config: RunConfig) -> None:
+def _check_rewards(sampled: SampledBatch, config: RunConfig) -> None:
     """Stop where training would: without rewards, no method can be checked.
 
     Raises:
@@ -152,7 +152,7 @@ def _check_rewards(sampled: Sampled, config: RunConfig) -> None:
     check_failures(len(failed) / len(outcomes), limit=limit, reason="".join(failed[:1]), of="this batch")
 
 
-def _sampling_checks(learner: Learner, batch: Batch, allowed: float) -> list[Check]:
+def _sampling_checks(learner: TrainStep, batch: Batch, allowed: float) -> list[Check]:
     """Compare the sampler with the trainer, and one packed row with a row for each sequence."""
     scorer, mask_T = learner.trainer.scorer, batch.action_mask_T
     trainer_T = scorer.logprobs(batch)
@@ -167,7 +167,7 @@ def _sampling_checks(learner: Learner, batch: Batch, allowed: float) -> list[Che
     ]
 
 
-def _layout_checks(learner: Learner, batch: Batch, allowed: float) -> Iterator[Check]:
+def _layout_checks(learner: TrainStep, batch: Batch, allowed: float) -> Iterator[Check]:
     """Compare loss and gradients of one optimizer step under equivalent splits and orders."""
     moving = moving_part(learner, batch, 0)
     assert moving is not None
@@ -200,7 +200,7 @@ def _layout_checks(learner: Learner, batch: Batch, allowed: float) -> Iterator[C
             yield Check(f"critic's gradient: {name}", _relative(theirs - ours, ours), allowed, "of its norm")
 
 
-def _loss_and_gradient(learner: Learner, pieces: Sequence[Batch]) -> tuple[float, Tensor]:
+def _loss_and_gradient(learner: TrainStep, pieces: Sequence[Batch]) -> tuple[float, Tensor]:
     trainer = learner.trainer
     for piece in pieces:
         trainer.forward_backward(piece)
@@ -208,7 +208,7 @@ def _loss_and_gradient(learner: Learner, pieces: Sequence[Batch]) -> tuple[float
     return trainer.discard()["loss"], gradient
 
 
-def _critic_gradient(learner: Learner, pieces: Sequence[Batch]) -> Tensor:
+def _critic_gradient(learner: TrainStep, pieces: Sequence[Batch]) -> Tensor:
     critic = learner.critic
     assert critic is not None
     for piece in pieces:
@@ -230,7 +230,7 @@ def _relative(difference: Tensor, whole: Tensor) -> float:
     return float(difference.norm()) / (float(whole.norm()) or 1.0)
 
 
-def _shake(learner: Learner, seed: int) -> None:
+def _shake(learner: TrainStep, seed: int) -> None:
     """Perturb all trainable weights, as optimizer steps would."""
     generator = torch.Generator().manual_seed(seed)
     models = [learner.trainer.model] + ([learner.critic.model] if learner.critic else [])

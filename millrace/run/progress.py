@@ -12,7 +12,7 @@ from millrace.observability.files import checked
 from millrace.version import __version__
 
 if TYPE_CHECKING:
-    from millrace.run.components import Parts
+    from millrace.run.components import Components
 
 Stage = Literal["warmup", "reinforcement"]
 
@@ -158,7 +158,7 @@ class RunReport:
 
 def run_report(
     progress: Progress,
-    parts: Parts,
+    parts: Components,
     *,
     run: Path,
     recipe: str,

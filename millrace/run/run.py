@@ -16,7 +16,7 @@ from millrace.config.settings import RunConfig, num_processes
 from millrace.data.curriculum import Curriculum
 from millrace.data.prompts import PromptStream
 from millrace.distributed.ranks import Ranks
-from millrace.engines.in_process import InlineRuntime
+from millrace.engines.in_process import InProcessBackend
 from millrace.eventlog.log import EventLog
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
@@ -28,29 +28,29 @@ from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
 from millrace.observability.watchdog import Watchdog
 from millrace.planner.model_shape import ModelShape
-from millrace.rollout.backend import Runtime
-from millrace.rollout.batches import Source
-from millrace.rollout.remote import Follower
+from millrace.rollout.backend import EngineBackend
+from millrace.rollout.batches import BatchSource
+from millrace.rollout.remote import RemoteBatchSource
 from millrace.rollout.sampling import greedy
 from millrace.run.build_models import CRITIC
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
-from millrace.run.colocation import Turns
-from millrace.run.components import Parts
+from millrace.run.colocation import Colocation
+from millrace.run.components import Components
 from millrace.run.evaluation import Evaluation, evaluate
 from millrace.run.folder import RunFolder
 from millrace.run.health.checks import check_collapse, check_evaluation
 from millrace.run.health.memory import owners
 from millrace.run.live_report import LiveReport
 from millrace.run.progress import Progress, RunReport, run_report
-from millrace.run.scaling import Asked
+from millrace.run.scaling import ScaleRequestFile
 from millrace.run.signals import Deadline, Interrupted, Interrupts
-from millrace.run.train_step import Learner
+from millrace.run.train_step import TrainStep
 from millrace.training.checkpoint import flush, verify_checkpoint, write_state
 from millrace.training.offload import Owner
 from millrace.training.policy import PolicyTrainer
 
 
-class Repeats(Protocol):
+class Repetition(Protocol):
     """A segment of an earlier run that this run replays; see `replay.backend.Repeated`."""
 
     @property
@@ -67,8 +67,8 @@ class Repeats(Protocol):
         ...
 
     def logged(
-        self, runtime: Runtime, path: Path, clock: Callable[[], float], *, limit_s: float
-    ) -> tuple[Runtime, EventLog]:
+        self, runtime: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
+    ) -> tuple[EngineBackend, EventLog]:
         """Wrap a runtime and open an event log, both of which follow the recorded segment.
 
         Args:
@@ -94,7 +94,7 @@ class Controller:
     def __init__(
         self,
         config: RunConfig,
-        parts: Parts,
+        parts: Components,
         folder: RunFolder,
         *,
         ranks: Ranks,
@@ -132,7 +132,7 @@ class Controller:
         self.memory = PeakMemory(cuda=(cuda := parts.device.startswith("cuda")))
         self.spans = Spans(memory=self.memory)
         sleeper = parts.sleeper if config.engine.take_turns else None
-        self.turns = Turns(sleeper, cuda=cuda, folder=folder.checkpoints.parent)
+        self.turns = Colocation(sleeper, cuda=cuda, folder=folder.checkpoints.parent)
         self.watchdog = Watchdog(
             folder.status,
             limit_s=config.limits.phase_s,
@@ -141,12 +141,12 @@ class Controller:
             stalled=self._stalled,
         )
         self.trainer: PolicyTrainer | None = None
-        self.learner: Learner | None = None
+        self.learner: TrainStep | None = None
         self._saver, self._recipe, self._interrupts = saver, recipe, interrupts
         self._metrics, self._trackers = metrics, trackers
         self._started_s = started_s - progress.wall_s
         self._deadline = Deadline(config.limits.run_s, started_s)
-        self.repeats: Repeats | None = None  # on rank 0 of a replay only
+        self.repeats: Repetition | None = None  # on rank 0 of a replay only
         self.scored_demonstrations = (0, 0)  # how many, and how many of them have full marks
         self.live = LiveReport(self._report_now)
         self._saved, self._late = "", False
@@ -194,7 +194,7 @@ class Controller:
         """Every object of the trainer side that holds weights."""
         return owners(self.trainer, self.learner, self.parts.teacher)
 
-    def learn(self, checkpoint: Path | None) -> Learner:
+    def learn(self, checkpoint: Path | None) -> TrainStep:
         """Build what turns groups into weights: the policy and, as the recipe asks, critic and scorers.
 
         Args:
@@ -227,17 +227,21 @@ class Controller:
         # The FLOP count assumes that all weights are trained; frozen ones cost less.
         learns = self.config.model.adapter is None and not self.config.model.frozen
         shape = ModelShape.known(trainer.model.config.to_dict()) if learns else None
-        self.learner = Learner(trainer, parts.method, critic, reference, parts.teacher, control, shape=shape)
+        self.learner = TrainStep(
+            trainer, parts.method, critic, reference, parts.teacher, control, shape=shape
+        )
         self.turns.own(self.owners())
         return self.learner
 
-    def source(self) -> Source | Follower:
+    def source(self) -> BatchSource | RemoteBatchSource:
         """Return the source of rollout batches for reinforcement."""
         parts = self.parts
         if num_processes(self.config) and not self.ranks.first:
             ranks, spans, version = self.ranks, self.spans, self._published
-            return Follower(parts.train_prompts, parts.newest, ranks=ranks, spans=spans, version=version)
-        runtime = parts.runtime or InlineRuntime(
+            return RemoteBatchSource(
+                parts.train_prompts, parts.newest, ranks=ranks, spans=spans, version=version
+            )
+        runtime = parts.runtime or InProcessBackend(
             parts.engine, parts.reward, lambda version: self.publish(), self.spans
         )
         # Before any file is opened, since it may fail.
@@ -247,7 +251,7 @@ class Controller:
             log = EventLog(path, lambda: self.wall_s)
         else:
             runtime, log = self.repeats.logged(runtime, path, lambda: self.wall_s, limit_s=limit_s)
-        return Source(
+        return BatchSource(
             self.config,
             parts,
             stream,
@@ -256,7 +260,7 @@ class Controller:
             ranks=self.ranks,
             spans=self.spans,
             watchdog=self.watchdog,
-            asked=Asked(self.folder.wanted) if parts.runtime and not log.replays else None,
+            asked=ScaleRequestFile(self.folder.wanted) if parts.runtime and not log.replays else None,
         )
 
     def publish(self) -> None:
@@ -328,7 +332,7 @@ class Controller:
         progress.best_checkpoint = progress.checkpoint_name
         return True
 
-    def checkpoint(self, source: Source | Follower | None = None) -> None:
+    def checkpoint(self, source: BatchSource | RemoteBatchSource | None = None) -> None:
         """Save what a resumed run needs, then remove the oldest checkpoints; training continues meanwhile.
 
         Args:
@@ -353,7 +357,7 @@ class Controller:
 
         def begin(aside: Path) -> None:
             # Called on rank 0 only.
-            if isinstance(source, Source):
+            if isinstance(source, BatchSource):
                 source.save(aside)
                 flush(self.folder.events)
             flush(self.folder.metrics)
@@ -394,7 +398,7 @@ class Controller:
         also = {saved.best_checkpoint} | ({"step-000000"} if self.parts.reference is not None else set())
         self.folder.forget(saved.checkpoint_name, keep=self.config.checkpoint.keep, also=also)
 
-    def leave_if_asked(self, source: Source | Follower | None = None) -> None:
+    def leave_if_asked(self, source: BatchSource | RemoteBatchSource | None = None) -> None:
         """Save a checkpoint if none was just saved, and leave on Ctrl-C or when the run is out of time.
 
         Args:

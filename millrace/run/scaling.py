@@ -14,7 +14,7 @@ from pathlib import Path
 from millrace.config.recipe import ConfigError
 from millrace.config.settings import num_processes
 from millrace.observability.files import Shape, read_json
-from millrace.rollout.backend import Wanted
+from millrace.rollout.backend import ScaleRequest
 from millrace.rollout.engine_pool import Engines
 from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.status import Status, read_status
@@ -33,7 +33,7 @@ class _Request(Shape):
     engines: int
 
 
-class Asked:
+class ScaleRequestFile:
     """The run's side: reads scale requests.
 
     Attributes:
@@ -52,7 +52,7 @@ class Asked:
         self.heard = ""
         self.close()
 
-    def look(self) -> list[Wanted]:
+    def look(self) -> list[ScaleRequest]:
         """Return a new scale request, if there is one; the file is read at most once a second."""
         if self._clock() < self._looked_s + LOOK_S:
             return []
@@ -61,7 +61,7 @@ class Asked:
         with suppress(ValueError):
             told = read_json(self._path, _Request)
             if told.id != self.heard:
-                found = [Wanted(_checked(told.engines))]
+                found = [ScaleRequest(_checked(told.engines))]
                 self.heard = told.id
                 return found
         return []

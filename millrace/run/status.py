@@ -21,7 +21,7 @@ class Best(Shape):
     checkpoint: str | None = None
 
 
-class Measured(Shape):
+class EvaluationResults(Shape):
     """Results of a run's evaluations.
 
     Attributes:
@@ -66,7 +66,7 @@ class Status:
     stage: str = ""
     step: int = 0
     steps: int = 0
-    measured: Measured | None = None
+    measured: EvaluationResults | None = None
     waits: tuple[Wait, ...] = ()
     reason: str = ""
     engines: Engines | None = None
@@ -112,7 +112,7 @@ def read_status(run: str | Path) -> Status:
         return Status(str(run), "killed")
     reason = summary.warnings[-1] if summary.status == "failed" and summary.warnings else ""
     best = Best(value=summary.eval_best, checkpoint=summary.best_checkpoint)
-    measured = Measured(measure=summary.measure, value=summary.eval_after, best=best)
+    measured = EvaluationResults(measure=summary.measure, value=summary.eval_after, best=best)
     return Status(str(run), summary.status, measured=measured, reason=reason)
 
 
@@ -132,7 +132,7 @@ class _At(Shape):
     stage: str
     step: int
     steps: int
-    measured: Measured | None = None
+    measured: EvaluationResults | None = None
 
 
 class _Told(Shape):

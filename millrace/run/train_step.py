@@ -20,7 +20,7 @@ from millrace.data.packing import once_each, pack, with_gradient, without_twins
 from millrace.planner.flops import training_operations
 from millrace.planner.model_shape import ModelShape
 from millrace.protocols import StepReport
-from millrace.rollout.sampling import Sampled, completion_seed, group_rewards, is_equal, part_metrics
+from millrace.rollout.sampling import SampledBatch, completion_seed, group_rewards, is_equal, part_metrics
 from millrace.run.evaluation import rollout_rows
 from millrace.training.estimate import Scored, usable
 from millrace.training.kl_control import KlControl
@@ -35,7 +35,7 @@ NUM_COMPARED = 8
 
 
 @dataclass(slots=True)
-class Learner:
+class TrainStep:
     """The models and the method that turn scored groups into new weights.
 
     Attributes:
@@ -101,8 +101,8 @@ class BatchResult:
 
 
 def train_on(
-    learner: Learner,
-    sampled: Sampled,
+    learner: TrainStep,
+    sampled: SampledBatch,
     *,
     seed: int,
     step: int,
@@ -162,7 +162,7 @@ def train_on(
     )
 
 
-def _kept(sampled: Sampled) -> list[int]:
+def _kept(sampled: SampledBatch) -> list[int]:
     """Indices of the groups that are trained on."""
     baselines = sampled.baselines
     return [
@@ -202,7 +202,7 @@ def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
     return members
 
 
-def _update(learner: Learner, batch: Batch, seed: int, done: _Done) -> None:
+def _update(learner: TrainStep, batch: Batch, seed: int, done: _Done) -> None:
     """Do one optimizer step of the policy."""
     moving = moving_part(learner, batch, seed)
     compared = moving
@@ -225,7 +225,7 @@ def _update(learner: Learner, batch: Batch, seed: int, done: _Done) -> None:
 
 
 def estimated(
-    learner: Learner,
+    learner: TrainStep,
     trajectories: Sequence[Trajectory],
     group_N: Tensor,
     num_groups: int,
@@ -289,7 +289,7 @@ def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
     return batch
 
 
-def moving_part(learner: Learner, batch: Batch, seed: int) -> Batch | None:
+def moving_part(learner: TrainStep, batch: Batch, seed: int) -> Batch | None:
     """The part of an optimizer step's batch that has a gradient, without duplicates; None if it is empty."""
     method, mask_T = learner.method, batch.action_mask_T
     if method.selection is not None:
@@ -357,7 +357,7 @@ def _count_bounded(method: Method, batch: Batch, done: _Done) -> None:
     done.num_bounded += int(method.bounded(log_ratio_N, batch.segment_T[mask_T], batch.num_segments).sum())
 
 
-def _steer(learner: Learner, whole: Batch | None, record: dict[str, float]) -> dict[str, float]:
+def _steer(learner: TrainStep, whole: Batch | None, record: dict[str, float]) -> dict[str, float]:
     """Adapt the KL penalty's coefficient to the divergence of this batch."""
     control, method = learner.control, learner.method
     if control is None or whole is None:

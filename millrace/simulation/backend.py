@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from millrace.planner.simulate import Quantile, constant, exponential
 from millrace.rollout.backend import (
     RETIRED,
-    Draw,
+    EngineJoined,
+    EngineLost,
     Event,
-    Joined,
-    Judged,
-    Loaded,
-    Lost,
+    GenerateRequest,
+    ScaleRequest,
+    ScoreResult,
     Unrecorded,
-    Wanted,
+    WeightsLoaded,
 )
 from millrace.simulation.engine import Costs, VirtualEngine, Watch
 from millrace.types import Outcome, Prompt
@@ -70,7 +70,7 @@ class Faults:
     refused: float = 0.0
 
 
-class VirtualRuntime(Unrecorded):
+class SimulatedBackend(Unrecorded):
     """A `Runtime` on a virtual clock; see `backend.Runtime` for its commands."""
 
     def __init__(
@@ -113,7 +113,7 @@ class VirtualRuntime(Unrecorded):
         """Return the names of the live engines."""
         return list(self._engines)
 
-    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
+    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
         """Submit requests."""
         if (one := self._engines.get(engine)) is not None:
             one.advance(self._now_s)
@@ -154,7 +154,7 @@ class VirtualRuntime(Unrecorded):
             return
         self._last_loss = f"{engine}: {reason}"
         self._num_lost += 1
-        self._tell(Lost(engine, reason))
+        self._tell(EngineLost(engine, reason))
         self._replace()
 
     def want(self, number: int) -> None:
@@ -163,14 +163,14 @@ class VirtualRuntime(Unrecorded):
         while len(self._engines) + self._num_coming < self._wanted:
             if self._engines and self._random.random() < self._faults.refused:
                 self._wanted = len(self._engines) + self._num_coming
-                self._tell(Wanted(self._wanted, "there is no room"))
+                self._tell(ScaleRequest(self._wanted, "there is no room"))
             else:
                 self._come()
 
     def retire(self, engine: str) -> None:
         """Stop a surplus engine."""
         if self._engines.pop(engine, None) is not None:
-            self._tell(Lost(engine, RETIRED))
+            self._tell(EngineLost(engine, RETIRED))
             self._replace()
 
     def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
@@ -181,7 +181,7 @@ class VirtualRuntime(Unrecorded):
             reward = self._costs.reward
             outcomes = tuple(Outcome("score", reward(p, t)) for p, t in zip(prompts, texts, strict=True))
         done_s = self._now_s + self._costs.judge_s(self._random.random())
-        self._at(done_s, lambda: self._tell(Judged(id, outcomes)))
+        self._at(done_s, lambda: self._tell(ScoreResult(id, outcomes)))
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Advance the clock until the next event, or by the timeout.
@@ -250,7 +250,7 @@ class VirtualRuntime(Unrecorded):
     def _join(self) -> None:
         self._num_coming -= 1
         if len(self._engines) < self._wanted:
-            self._tell(Joined(self._start_engine()))
+            self._tell(EngineJoined(self._start_engine()))
 
     def _ask_later(self) -> None:
         if self._faults.asks_every_s < math.inf:
@@ -258,7 +258,7 @@ class VirtualRuntime(Unrecorded):
             self._at(asked_s, self._ask)
 
     def _ask(self) -> None:
-        self._tell(Wanted(self._random.randint(1, self._faults.asks_most)))
+        self._tell(ScaleRequest(self._random.randint(1, self._faults.asks_most)))
         self._ask_later()
 
     def _hang(self, name: str) -> None:
@@ -277,7 +277,7 @@ class VirtualRuntime(Unrecorded):
         if self._costs.recompute:
             one.recompute()
             self._plan_next(one)
-        self._tell(Loaded(one.name, version, math.ceil(one.clock)))
+        self._tell(WeightsLoaded(one.name, version, math.ceil(one.clock)))
 
     def _plan_next(self, one: VirtualEngine) -> None:
         """Schedule the end of the engine's next request; a later change of the engine cancels it."""

@@ -26,7 +26,7 @@ from millrace.observability.files import FileError
 from millrace.observability.plain import plain_text
 from millrace.observability.sinks import read_records
 from millrace.planner.errors import PlanError
-from millrace.planner.simulate import Quantile, Service, constant, measured
+from millrace.planner.simulate import Quantile, StepCost, constant, measured
 from millrace.simulation.engine import Costs
 
 Event = Mapping[str, Any]
@@ -38,7 +38,7 @@ MAX_STEPS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """Measured durations of a run, by component and per step.
 
     Attributes:
@@ -67,7 +67,7 @@ class Measured:
         return self.train_token_s(share) * num_tokens * self.num_ranks / num_ranks + self.rest_s(share)
 
 
-def read_measured(run: str | Path) -> Measured:
+def read_measured(run: str | Path) -> MeasuredRun:
     """Measure the durations of a run with engines in worker processes.
 
     Raises:
@@ -104,7 +104,7 @@ def read_measured(run: str | Path) -> Measured:
 
 def _measured(
     run: str | Path, config: RunConfig, records: Sequence[Event], events: Sequence[Event]
-) -> Measured:
+) -> MeasuredRun:
     counted = records[NUM_FIRST:]
     if not any(event["kind"] == "dispatch" for event in events):
         raise PlanError(f"run {run}: its event log does not say what was asked of engines; it is not whole")
@@ -125,13 +125,13 @@ def _measured(
     seconds = [one["time/train_s"] / one["tokens/sampled"] for one in counted]
     # With staleness the wait includes the update before, which the simulation predicts: take the minimum.
     own_s = min(one["time/sync_s"] for one in counted) if ahead else 0.0
-    return Measured(
+    return MeasuredRun(
         config,
         num_engines=len({event["engine"] for event in arrived}),
         num_ranks=config.mesh.num_ranks,
         num_batches=len(records),
         costs=Costs(
-            service=Service(step_s, row_s, prompt_s),
+            service=StepCost(step_s, row_s, prompt_s),
             num_tokens=measured(_lengths(events)),
             judge_s=measured(_judging(events)),
             load_s=constant(load_s),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.planner.simulate import Quantile, Service, constant, share_of
-from millrace.rollout.backend import Draw, Drawn
+from millrace.planner.simulate import Quantile, StepCost, constant, share_of
+from millrace.rollout.backend import GenerateRequest, GenerateResult
 from millrace.types import Completion, Prompt
 
 _WORD = 7  # every generated token after the first
@@ -36,7 +36,7 @@ class Costs:
         num_answers: number of distinct answers to a prompt.
     """
 
-    service: Service = Service()
+    service: StepCost = StepCost()
     num_tokens: Quantile = field(default=constant(100.0))
     judge_s: Quantile = field(default=constant(0.1))
     load_s: Quantile = field(default=constant(0.5))
@@ -58,7 +58,7 @@ class VirtualEngine:
         self.hangs = False
         self.clock, self.at_s, self.busy_until_s = 0.0, 0.0, 0.0
         # Each with the clock at its start, infinite while it waits, and its remaining length.
-        self.draws: dict[str, tuple[Draw, float, int]] = {}
+        self.draws: dict[str, tuple[GenerateRequest, float, int]] = {}
         self.plan = 0
         self._costs, self._slowness, self._watch = costs, slowness, watch
         self._ends: list[tuple[float, int, str]] = []
@@ -80,7 +80,7 @@ class VirtualEngine:
         self.busy_until_s = begin_s + seconds
         self._watch(self.name, begin_s, self.busy_until_s, num_running)
 
-    def add(self, draws: Sequence[Draw]) -> None:
+    def add(self, draws: Sequence[GenerateRequest]) -> None:
         """Queue requests and start those with a free slot; a shared prompt is computed once."""
         num_known: float = sum(map(len, {draw.prompt for draw in draws}))
         for draw in draws:
@@ -92,7 +92,7 @@ class VirtualEngine:
         self._begin()
         self._compute(num_known)
 
-    def end(self, id: str, *, aborted: bool = False) -> Drawn:
+    def end(self, id: str, *, aborted: bool = False) -> GenerateResult:
         """End a request and return its result."""
         draw, start, length = self._pop(id)
         if aborted:
@@ -111,9 +111,9 @@ class VirtualEngine:
             finish_reason="abort" if aborted else "length" if total == draw.params.max_tokens else "stop",
             text=str(seed % self._costs.num_answers),
         )
-        return Drawn(self.name, id, completion, math.ceil(start), math.ceil(start) + length)
+        return GenerateResult(self.name, id, completion, math.ceil(start), math.ceil(start) + length)
 
-    def _pop(self, id: str) -> tuple[Draw, float, int]:
+    def _pop(self, id: str) -> tuple[GenerateRequest, float, int]:
         """Remove a request; return it with its start clock and its length, which is 0 if it never started."""
         draw, start, length = self.draws.pop(id)
         if start == math.inf:
@@ -182,6 +182,6 @@ class VirtualEngine:
         return self._costs.service.token_s(self._num_running) * self._slowness
 
 
-def _num_drawn(draw: Draw) -> int:
+def _num_drawn(draw: GenerateRequest) -> int:
     """Return the length of its partial output."""
     return 0 if draw.drawn is None else len(draw.drawn.token_ids)

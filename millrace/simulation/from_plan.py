@@ -15,8 +15,8 @@ from millrace.planner.memory import Workload, cache_bytes_per_token
 from millrace.planner.model_shape import ModelShape
 from millrace.planner.simulate import Quantile, constant, lognormal, planned_service
 from millrace.planner.step_time import step_time
-from millrace.rollout.staleness import FlowRules
-from millrace.simulation.calibrate import NUM_FIRST, Measured
+from millrace.rollout.staleness import StalenessPolicy
+from millrace.simulation.calibrate import NUM_FIRST, MeasuredRun
 from millrace.simulation.engine import Costs
 from millrace.simulation.simulate import Simulated, Work, simulate
 
@@ -58,13 +58,13 @@ def check_simulated(config: RunConfig) -> None:
             raise PlanError(f"{name} {given} cannot be simulated; change it for the simulation")
 
 
-def rules(config: RunConfig, staleness: int) -> FlowRules:
+def rules(config: RunConfig, staleness: int) -> StalenessPolicy:
     """Return the recipe's staleness policy with another bound, without options that have no effect there."""
     flow, size = config.flow, config.rollout.prompts_per_step
     if not staleness:
         order = flow.order if flow.spare_groups else "submission"
-        return FlowRules(size, 0, order, spare_groups=flow.spare_groups)
-    return FlowRules(size, staleness, flow.order, flow.stale)
+        return StalenessPolicy(size, 0, order, spare_groups=flow.spare_groups)
+    return StalenessPolicy(size, staleness, flow.order, flow.stale)
 
 
 def num_samples(config: RunConfig) -> int:
@@ -182,7 +182,7 @@ class _Planned:
         )
 
 
-def measured_machines(config: RunConfig, found: Measured, gpus: str, lengths: str | None) -> Machines:
+def measured_machines(config: RunConfig, found: MeasuredRun, gpus: str, lengths: str | None) -> Machines:
     """Return machines like those of a measured run, each with an engine or a rank.
 
     Args:
@@ -209,7 +209,7 @@ def _told(config: RunConfig, mean: float) -> str:
 
 
 def measured_work(
-    config: RunConfig, found: Measured, staleness: int, num_engines: int, num_ranks: int
+    config: RunConfig, found: MeasuredRun, staleness: int, num_engines: int, num_ranks: int
 ) -> Work:
     """Return the recipe's run with measured durations, on so many similar engines and ranks."""
     return Work(
@@ -223,7 +223,7 @@ def measured_work(
     )
 
 
-def foreseen(run: Measured, durations: Measured) -> list[Simulated]:
+def foreseen(run: MeasuredRun, durations: MeasuredRun) -> list[Simulated]:
     """Simulate a run `NUM_SEEDS` times, with its own durations or those of another run."""
     staleness = run.config.flow.staleness
     work = measured_work(run.config, durations, staleness, run.num_engines, run.num_ranks)

@@ -1,6 +1,6 @@
 """Simulation of a run on a virtual clock: the real controller, with simulated engines and trainer. No torch.
 
-`Flow` and `Rollouts` are those of a real run, and the trainer takes batches, trains and updates weights in
+`StalenessController` and `RolloutManager` are those of a real run, and the trainer takes batches, trains and updates weights in
 the order of `rollout.batches`. So the prediction has the controller's behaviour for the given durations.
 
 Long answers are counted in units of several tokens, so that a simulated answer has about `UNITS` units.
@@ -17,9 +17,9 @@ from typing import NamedTuple
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
 from millrace.planner.simulate import share_of
-from millrace.rollout.manager import Rollouts
-from millrace.rollout.staleness import Flow, FlowRules, Note, unheard
-from millrace.simulation.backend import VirtualRuntime
+from millrace.rollout.manager import RolloutManager
+from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, unheard
+from millrace.simulation.backend import SimulatedBackend
 from millrace.simulation.engine import Costs
 from millrace.types import Prompt, SamplingParams
 
@@ -44,7 +44,7 @@ class Work:
         train_s: (tokens of a batch's answers, a quantile level between 0 and 1) to seconds of training on it.
     """
 
-    rules: FlowRules
+    rules: StalenessPolicy
     num_engines: int
     num_samples: int
     prompt_tokens: int
@@ -63,7 +63,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SimulatedStep:
     """The step of one batch, in seconds of the virtual clock.
 
     Attributes:
@@ -94,7 +94,7 @@ class Simulated:
     """
 
     num_engines: int
-    steps: tuple[Step, ...]
+    steps: tuple[SimulatedStep, ...]
     stretches: tuple[Stretch, ...]
 
     @property
@@ -164,7 +164,7 @@ def simulate(
     num_first: int = 0,
     ends: bool = False,
     seed: int = 0,
-    note: Note = unheard,
+    note: EventCallback = unheard,
 ) -> Simulated:
     """Simulate a run.
 
@@ -183,14 +183,14 @@ def simulate(
         raise ValueError(f"{num_first} of {num_batches} batches do not count, so none is left")
     unit = math.ceil(work.max_tokens / UNITS)
     stretches: list[Stretch] = []
-    runtime = VirtualRuntime(
+    runtime = SimulatedBackend(
         work.num_engines,
         _in_units(work, unit),
         seed=seed,
         watch=lambda *told: stretches.append(Stretch(*told)),
     )
     further = 0 if ends else work.rules.staleness + 1
-    flow = Flow(work.rules, num_batches=num_batches + further, note=note)
+    flow = StalenessController(work.rules, num_batches=num_batches + further, note=note)
     rollouts = _rollouts(work, runtime, flow, unit, seed, note)
     rollouts.begin(0)
     ahead, steps = work.rules.staleness > 0, []
@@ -208,7 +208,9 @@ def simulate(
         if not ahead:
             rollouts.wait_until_published(DEADLINE_S)
         steps.append(
-            Step(begin_s, taken_s, trained_s, runtime.now(), num_units * unit, rolled.taken.staleness)
+            SimulatedStep(
+                begin_s, taken_s, trained_s, runtime.now(), num_units * unit, rolled.taken.staleness
+            )
         )
     return Simulated(work.num_engines, tuple(steps[num_first:]), tuple(stretches))
 
@@ -228,7 +230,14 @@ def _in_units(work: Work, unit: int) -> Costs:
     )
 
 
-def _rollouts(work: Work, runtime: VirtualRuntime, flow: Flow, unit: int, seed: int, note: Note) -> Rollouts:
+def _rollouts(
+    work: Work,
+    runtime: SimulatedBackend,
+    flow: StalenessController,
+    unit: int,
+    seed: int,
+    note: EventCallback,
+) -> RolloutManager:
     num_prompts = (work.rules.staleness + 2) * work.rules.groups_per_step
     rest, max_units = (0,) * max(0, round(work.prompt_tokens / unit) - 1), math.ceil(work.max_tokens / unit)
     prompts = [Prompt(f"p{number}", (number, *rest), "") for number in range(num_prompts)]
@@ -236,7 +245,7 @@ def _rollouts(work: Work, runtime: VirtualRuntime, flow: Flow, unit: int, seed: 
     def params(number: int, sample: int, turn: int) -> SamplingParams:
         return SamplingParams(max_tokens=max_units, seed=seed * APART + number * work.num_samples + sample)
 
-    return Rollouts(
+    return RolloutManager(
         flow,
         runtime,
         PromptStream(prompts, seed=0, shuffle=False),

@@ -22,7 +22,7 @@ from millrace.distributed.load_sharded import (
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.pipeline import Pipeline
 from millrace.models.load import LANGUAGE, Model, ModelKind, load_kind, named_weights
-from millrace.training.spread import Spread, spread_over
+from millrace.training.spread import ParallelModel, spread_over
 
 
 def loaded(
@@ -34,7 +34,7 @@ def loaded(
     device: torch.device,
     kind: ModelKind = LANGUAGE,
     prepare: Callable[[Model], object] | None = None,
-) -> Spread:
+) -> ParallelModel:
     """A model of a folder, dealt as `spread_over` does it; each rank reads only what it keeps.
 
     All ranks call it in step. Whether the folder holds all that is needed is found out before anything is
@@ -61,7 +61,7 @@ def loaded(
     if prepare is not None:
         prepare(model)
     if mesh is None:
-        return Spread(model)
+        return ParallelModel(model)
     with stored_weights(folder, model) as stored:
         spread = spread_over(model, mesh, options)
         read_weights(_roots(spread), model, stored, device=device, offload=options.offload)
@@ -74,7 +74,7 @@ def loaded(
 
 def taken(
     model: Model, named: Iterable[tuple[str, Tensor]], mesh: Mesh, options: MeshConfig, device: torch.device
-) -> Spread:
+) -> ParallelModel:
     """A model without memory, dealt as `spread_over` does it, and given weights of another one.
 
     Args:
@@ -97,7 +97,7 @@ def taken(
     return spread
 
 
-def _roots(spread: Spread) -> list[Root]:
+def _roots(spread: ParallelModel) -> list[Root]:
     """What runs the model, or each of its stages on this rank."""
     runner = spread.runner
     roots: list[Any] = [*runner.runners.values()] if isinstance(runner, Pipeline) else [runner]

@@ -23,7 +23,7 @@ from millrace.protocols import StepReport
 from millrace.training.objective import Objective, Predicted
 from millrace.training.optimizer import optimizer_step
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import Reading, Spread, Which, predicting
+from millrace.training.spread import ParallelModel, TokenReadout, Which, predicting
 
 
 class PolicyTrainer:
@@ -40,7 +40,7 @@ class PolicyTrainer:
         max_tokens: int,
         max_gradient_norm: float,
         version: int = 0,
-        spread: Spread | None = None,
+        spread: ParallelModel | None = None,
         reference: ModelScorer | None = None,
         routing: Routing | None = None,
     ) -> None:
@@ -61,7 +61,7 @@ class PolicyTrainer:
                 is computed over the tokens of one `forward_backward`.
         """
         self.model = model
-        self._spread = spread or Spread(model)
+        self._spread = spread or ParallelModel(model)
         self.optimizer = optimizer
         self.version = version
         self.num_attempts = 0
@@ -85,7 +85,7 @@ class PolicyTrainer:
             load_LE = routing.load(batch.expert_TLK)
             routing = replace(routing, load_LE=load_LE)
             self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
-        reading = Reading(predicting, self._numbers, 2 if self._reference is None else 3, routing)
+        reading = TokenReadout(predicting, self._numbers, 2 if self._reference is None else 3, routing)
         number_KT = self._spread.learn(batch, self._max_tokens, reading, self._loss)
         predicted = self._predicted(tuple(number_KT[:, predicting(batch)]))
         with torch.no_grad():

@@ -28,7 +28,7 @@ from millrace.training.checkpoint import write_checkpoint
 from millrace.training.optimizer import adamw, optimizer_step
 from millrace.training.reward_model import RewardModel
 from millrace.training.schedule import learning_rate as scheduled
-from millrace.training.spread import Spread
+from millrace.training.spread import ParallelModel
 
 # Tokens of the chosen and of the rejected text.
 Rows = tuple[Sequence[int], Sequence[int]]
@@ -103,7 +103,7 @@ def preference_step(
         learning_rate=learning_rate,
         max_gradient_norm=MAX_GRADIENT_NORM,
         metrics=metrics,
-        norms=Spread(model).gradient_norms,
+        norms=ParallelModel(model).gradient_norms,
     )
 
 

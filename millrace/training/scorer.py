@@ -15,7 +15,7 @@ from millrace.kernels.token_logprob import Head, token_logprob, token_squares
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_hidden, output_head
 from millrace.models.replay import Routing
-from millrace.training.spread import Reading, Spread, Which, at_chosen, predicting
+from millrace.training.spread import ParallelModel, TokenReadout, Which, at_chosen, predicting
 
 
 class ModelScorer:
@@ -34,7 +34,7 @@ class ModelScorer:
         *,
         temperature: float,
         max_tokens: int,
-        spread: Spread | None = None,
+        spread: ParallelModel | None = None,
         routing: Routing | None = None,
     ) -> None:
         """A scorer over `model`.
@@ -47,7 +47,7 @@ class ModelScorer:
             routing: what the model's routers do with a batch's record of experts; None leaves them alone.
         """
         self.model = model
-        self._spread = spread or Spread(model)
+        self._spread = spread or ParallelModel(model)
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._routing = routing
@@ -85,7 +85,7 @@ class ModelScorer:
         return hidden_ND, head
 
     def _read(self, batch: Batch, numbers: Callable[..., tuple[Tensor, ...]]) -> Tensor:
-        reading = Reading(predicting, numbers, 1, self._routing)
+        reading = TokenReadout(predicting, numbers, 1, self._routing)
         (number_T,) = self._spread.read(batch, self._max_tokens, reading)
         return at_chosen(batch, number_T).float()
 

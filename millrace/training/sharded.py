@@ -25,7 +25,7 @@ from millrace.models.saving import host_copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class TensorShard:
     """The part of a tensor on one rank.
 
     Attributes:
@@ -44,14 +44,14 @@ class Part:
         return " ".join([self.name, *map(str, self.offsets)])
 
 
-def own_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
+def own_parts(tensors: Mapping[str, Tensor]) -> list[TensorShard]:
     """Copy this rank's parts of tensors, whole ones or DTensors; later changes do not affect them."""
     made = []
     for item in create_default_local_save_plan(dict(tensors), is_coordinator=True).items:
         assert item.tensor_data is not None
         tensor = tensors[item.index.fqn]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        made.append(Part(item.index.fqn, tuple(item.tensor_data.chunk.offsets), host_copy(local)))
+        made.append(TensorShard(item.index.fqn, tuple(item.tensor_data.chunk.offsets), host_copy(local)))
     return made
 
 
@@ -77,7 +77,7 @@ def deal(held: Sequence[Mapping[str, int]]) -> list[set[str]]:
     return dealt
 
 
-def write_parts(parts: Sequence[Part], folder: Path, *, rank: int) -> list[Path]:
+def write_parts(parts: Sequence[TensorShard], folder: Path, *, rank: int) -> list[Path]:
     """Write one rank's parts to a file in a folder, which is created; no file where there are no parts."""
     if not parts:
         return []

@@ -1,6 +1,6 @@
 """A model for its trainer: on this rank alone, or parallel over the ranks of a mesh.
 
-A trainer defines what it computes from the model's final hidden states (`Reading`) and the loss of these
+A trainer defines what it computes from the model's final hidden states (`TokenReadout`) and the loss of these
 numbers; this module shards segments, tokens, layers, matrices and experts over the ranks. Every rank passes
 the whole batch and gets all results. Losses are sums over tokens with weights fixed for the whole optimizer
 step, so reductions over ranks are plain sums.
@@ -44,7 +44,7 @@ Loss = Callable[[Batch, tuple[Tensor, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TokenReadout:
     """Numbers computed from a model's final hidden states at some tokens.
 
     Attributes:
@@ -96,7 +96,7 @@ def layout_of(options: MeshConfig) -> Layout:
     return Layout.of(options.model_dump())
 
 
-def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Spread:
+def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> ParallelModel:
     """Shard a model over the ranks of a mesh.
 
     Args:
@@ -108,7 +108,7 @@ def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Spread:
         ValueError: the layout does not divide the model, or its architecture cannot be sharded so.
     """
     if mesh is None:
-        return Spread(model)
+        return ParallelModel(model)
     mesh.check(model.config)
     even_tokens = _even_tokens(model)
     compute = getattr(torch, options.compute) if options.compute else None
@@ -126,12 +126,12 @@ def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Spread:
         return shard(part, mesh, sharding)
 
     if mesh.size("pp") == 1:
-        return Spread(model, dealt(model), mesh, kind=options.cp_kind, even_tokens=even_tokens)
+        return ParallelModel(model, dealt(model), mesh, kind=options.cp_kind, even_tokens=even_tokens)
     pipeline = Pipeline(model, mesh, num_chunks=options.pp_chunks, dtype=compute, wrap=dealt)
-    return Spread(model, pipeline, mesh, even_tokens=even_tokens)
+    return ParallelModel(model, pipeline, mesh, even_tokens=even_tokens)
 
 
-class Spread:
+class ParallelModel:
     """A parallel model: this rank's slice of a batch, its forward, and the reductions over ranks.
 
     Attributes:
@@ -168,7 +168,7 @@ class Spread:
         """Whether this rank is the only one."""
         return self._mesh.layout.num_ranks == 1
 
-    def learn(self, batch: Batch, max_tokens: int, reading: Reading, loss: Loss) -> Tensor:
+    def learn(self, batch: Batch, max_tokens: int, reading: TokenReadout, loss: Loss) -> Tensor:
         """Add the gradient of a loss and return the numbers behind it; a collective call.
 
         Args:
@@ -188,7 +188,7 @@ class Spread:
         return self._passed(batch, max_tokens, reading, loss)
 
     @torch.no_grad()
-    def read(self, batch: Batch, max_tokens: int, reading: Reading) -> Tensor:
+    def read(self, batch: Batch, max_tokens: int, reading: TokenReadout) -> Tensor:
         """Return the numbers only, without gradient; otherwise as `learn`."""
         return self._passed(batch, max_tokens, reading, None)
 
@@ -240,7 +240,7 @@ class Spread:
         held = merged_tensors(self.model)
         return self.runner.everywhere(held) if isinstance(self.runner, Pipeline) else held
 
-    def _passed(self, batch: Batch, max_tokens: int, reading: Reading, loss: Loss | None) -> Tensor:
+    def _passed(self, batch: Batch, max_tokens: int, reading: TokenReadout, loss: Loss | None) -> Tensor:
         divided = [name for name in ("tp", "pp", "cp") if self._mesh.size(name) > 1]
         if reading.routing is not None and divided:
             raise ValueError(f"experts cannot be replayed or balanced with mesh.{divided[0]} above 1")
@@ -257,7 +257,7 @@ class Spread:
         return number_KT.to(batch.token_T.device)
 
     def _one_by_one(
-        self, micros: Iterator[tuple[Batch, Tensor]], reading: Reading, loss: Loss | None
+        self, micros: Iterator[tuple[Batch, Tensor]], reading: TokenReadout, loss: Loss | None
     ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
         """One micro-batch after the other through the whole model: its places, what was read where."""
         run: Any = self.runner
@@ -273,7 +273,7 @@ class Spread:
             yield place_T, at_N, numbers
 
     def _in_stages(
-        self, micros: Iterator[tuple[Batch, Tensor]], reading: Reading, loss: Loss | None
+        self, micros: Iterator[tuple[Batch, Tensor]], reading: TokenReadout, loss: Loss | None
     ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
         """All micro-batches through the stages of a pipeline; the last one has the numbers."""
         pipeline: Any = self.runner
@@ -297,7 +297,13 @@ class Spread:
             yield place_T, reading.places(micro), numbers
 
     def _loss(
-        self, here: Batch, at_N: Tensor, reading: Reading, routed: Routed | None, loss: Loss, model: Model
+        self,
+        here: Batch,
+        at_N: Tensor,
+        reading: TokenReadout,
+        routed: Routed | None,
+        loss: Loss,
+        model: Model,
     ) -> tuple[Tensor, ...]:
         numbers = self._numbers(here, at_N, reading, routed, model)
         part = loss(here, numbers)
@@ -306,7 +312,7 @@ class Spread:
         return part, *(number_N.detach() for number_N in numbers)
 
     def _numbers(
-        self, here: Batch, at_N: Tensor, reading: Reading, routed: Routed | None, model: Model
+        self, here: Batch, at_N: Tensor, reading: TokenReadout, routed: Routed | None, model: Model
     ) -> tuple[Tensor, ...]:
         """All numbers of a micro-batch, on each of the ranks that it is shared out to."""
         if self._mesh.size("cp") == 1:

@@ -16,7 +16,7 @@ from millrace.models.heads import scores
 from millrace.models.load import Model
 from millrace.protocols import StepReport
 from millrace.training.optimizer import optimizer_step
-from millrace.training.spread import Reading, Spread, Which, at_chosen, predicting
+from millrace.training.spread import ParallelModel, TokenReadout, Which, at_chosen, predicting
 
 
 class ValueTrainer:
@@ -32,7 +32,7 @@ class ValueTrainer:
         coefficient: float,
         max_tokens: int,
         max_gradient_norm: float,
-        spread: Spread | None = None,
+        spread: ParallelModel | None = None,
     ) -> None:
         """A critic.
 
@@ -47,7 +47,7 @@ class ValueTrainer:
             spread: the parallel model; None for this rank alone.
         """
         self.model = model
-        self._spread = spread or Spread(model)
+        self._spread = spread or ParallelModel(model)
         self.optimizer = optimizer
         self.num_attempts = 0
         self._learning_rate = learning_rate
@@ -68,7 +68,9 @@ class ValueTrainer:
         Raises:
             ValueError: one segment alone is longer than `max_tokens`.
         """
-        (score_T,) = self._spread.read(batch, self._max_tokens, Reading(_every_token, _scores, 1)).float()
+        (score_T,) = self._spread.read(
+            batch, self._max_tokens, TokenReadout(_every_token, _scores, 1)
+        ).float()
         return at_chosen(batch, score_T), score_T[batch.length_B.cumsum(0) - 1]
 
     def forward_backward(self, batch: Batch) -> None:
@@ -82,7 +84,7 @@ class ValueTrainer:
         """
         if batch.value_T is None or batch.return_T is None:
             raise ValueError("the critic needs the batch's value_T and return_T; compute them first")
-        reading = Reading(predicting, _scores, 1)
+        reading = TokenReadout(predicting, _scores, 1)
         (score_T,) = self._spread.learn(batch, self._max_tokens, reading, self._loss)
         value_N, mask_T = score_T[predicting(batch)], batch.action_mask_T
         old_N, return_N, weight_N = batch.value_T[mask_T], batch.return_T[mask_T], batch.weight_T[mask_T]

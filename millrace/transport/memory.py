@@ -18,7 +18,7 @@ from millrace.transport.canary import Canary
 from millrace.transport.delta import apply_changes, changes
 from millrace.transport.fingerprint import digest
 from millrace.transport.local import WeightSyncError
-from millrace.transport.sync import Note, Parcel
+from millrace.transport.sync import Note, WeightUpdate
 
 # Length of a cache line, and a multiple of every element size.
 ALIGNMENT = 64
@@ -158,12 +158,12 @@ class MappedWeights:
         self._handle, self._answer = handle, answer
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self) -> Parcel:
+    def take(self) -> WeightUpdate:
         """Return the weight update that `note` describes; see `sync.Incoming`."""
         note = self.note
         # A retry reads the same memory again.
         proof = {name: note[name] for name in ("fingerprint", "canary")}
-        return Parcel(note["version"], self._read(note), proof)
+        return WeightUpdate(note["version"], self._read(note), proof)
 
     def answer(self, note: Note) -> None:
         """Report the result to the trainer; see `sync.Incoming`."""

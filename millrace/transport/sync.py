@@ -22,7 +22,7 @@ Note = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class WeightUpdate:
     """One weight update.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parcel:
 class Incoming(Protocol):
     """The receiver's end of a transport."""
 
-    def take(self) -> Parcel:
+    def take(self) -> WeightUpdate:
         """Return the next weight update."""
         ...
 
@@ -93,7 +93,7 @@ class WeightReceiver:
         self._carrier.answer({"error": "", "verify_s": verify_s})
         return self.version
 
-    def _accept(self, parcel: Parcel) -> float:
+    def _accept(self, parcel: WeightUpdate) -> float:
         """Load and verify; return the duration of the verification in seconds."""
         if self.version is not None and parcel.version < self.version:
             raise WeightSyncError(f"version {parcel.version} was sent after version {self.version}")

@@ -13,9 +13,9 @@ import yaml
 
 from millrace.engines import handle as child
 from millrace.engines import ray_placement as ray_room
-from millrace.rollout.backend import Wanted
+from millrace.rollout.backend import ScaleRequest
 from millrace.run import scaling as wanted
-from millrace.run.scaling import Asked
+from millrace.run.scaling import ScaleRequestFile
 from tests.cli.lab import Lab, Result
 from tests.forked import forked_engines
 
@@ -65,18 +65,18 @@ def ends_meanwhile(lab: Lab) -> Result:
 
 def no_room(lab: Lab) -> Result:
     """The run is asked at its first look, and each engine but the first needs room on a full cluster."""
-    real, asked = child.start, [[Wanted(2)]]
+    real, asked = child.start, [[ScaleRequest(2)]]
     group = SimpleNamespace(wait=lambda limit_s: False)
     util = SimpleNamespace(placement_group=lambda shares: group, remove_placement_group=lambda group: None)
     ray = SimpleNamespace(util=util, available_resources=dict)
 
-    def start(name: str, *given: Any, **options: Any) -> child.Child:
+    def start(name: str, *given: Any, **options: Any) -> child.EngineHandle:
         if name != "engine-0":
             ray_room.one_more(ray, {"CPU": 1})
         return real(name, *given, **options)
 
     lab.patch.setattr(child, "start", start)
-    lab.patch.setattr(Asked, "look", lambda self: asked.pop() if asked else [])
+    lab.patch.setattr(ScaleRequestFile, "look", lambda self: asked.pop() if asked else [])
     with forked_engines():
         return lab.train("steps=2", "engine.processes=1")
 

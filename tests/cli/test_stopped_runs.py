@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.engines import handle as child
-from millrace.engines.in_process import InlineRuntime
+from millrace.engines.in_process import InProcessBackend
 from tests.cli.lab import Lab, Result
 
 
@@ -20,17 +20,17 @@ def no_engine(lab: Lab) -> Result:
 
 def no_answer(lab: Lab) -> Result:
     """The reward never says what the first group is worth, and while nothing happens time flies."""
-    real, now_s = InlineRuntime.wait, [0.0]
+    real, now_s = InProcessBackend.wait, [0.0]
 
-    def wait(self: InlineRuntime, timeout_s: float) -> list:
+    def wait(self: InProcessBackend, timeout_s: float) -> list:
         self._calls.clear()
         if self._draws or self._events:
             return real(self, timeout_s)
         now_s[0] += timeout_s
         return []
 
-    lab.patch.setattr(InlineRuntime, "wait", wait)
-    lab.patch.setattr(InlineRuntime, "now", lambda self: now_s[0])
+    lab.patch.setattr(InProcessBackend, "wait", wait)
+    lab.patch.setattr(InProcessBackend, "now", lambda self: now_s[0])
     return lab.train("limits.phase_s=600", "rollout.prompts_per_step=1")
 
 

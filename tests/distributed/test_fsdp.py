@@ -19,7 +19,7 @@ from millrace.models.logprobs import chosen_logprobs
 from millrace.models.saving import full_tensors, whole
 from millrace.planner.layout import Layout
 from millrace.training.optimizer import adamw, optimizer_step
-from millrace.training.spread import Spread
+from millrace.training.spread import ParallelModel
 from tests.close import close_bf16, close_fp32
 from tests.models.tiny import random_batch, tiny_model
 from tests.ranks import run_ranks
@@ -54,7 +54,7 @@ def _loss(model: Model, micro: Batch) -> Tensor:
 def _train(root: Root, mesh: Mesh, *, max_tokens: int, num_segments: int | None = None) -> dict[str, Tensor]:
     """Loss and gradients of the first step, norms of all, and the weights after three."""
     optimizer = adamw(root.model, betas=(0.9, 0.95), weight_decay=0.01)
-    spread = Spread(root.model, root, mesh)
+    spread = ParallelModel(root.model, root, mesh)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         loss = torch.zeros(())

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from millrace.distributed.pipeline_stages import (
     Absent,
-    Row,
-    Step,
+    MicroBatchRow,
+    StageStep,
     deal_layers,
     pieces,
     schedule,
@@ -27,7 +27,7 @@ from tests.models.deep import NUM_LAYERS, check_refused, deep_model, weighted_ba
 from tests.models.tiny import SHAPES, SIZES
 
 
-def chained(model: Model, row: Row, num_stages: int) -> Tensor:
+def chained(model: Model, row: MicroBatchRow, num_stages: int) -> Tensor:
     found = pieces(model, num_stages)
     received_1TD = None
     for stage in range(num_stages):
@@ -133,7 +133,7 @@ def test_a_schedule_does_everything_once_and_ends_even_if_nothing_is_buffered(
     acts = ("forward", "backward") if backward else ("forward",)
     done = [step for mine in steps for step in mine if step.act in ("forward", "backward")]
     assert sorted(map(str, done)) == sorted(
-        str(Step(act, stage, micro))
+        str(StageStep(act, stage, micro))
         for act in acts
         for stage in range(num_stages)
         for micro in range(num_micros)
@@ -142,9 +142,9 @@ def test_a_schedule_does_everything_once_and_ends_even_if_nothing_is_buffered(
     check_play(steps, num_stages)
 
 
-def check_play(steps: tuple[tuple[Step, ...], ...], num_stages: int) -> None:
+def check_play(steps: tuple[tuple[StageStep, ...], ...], num_stages: int) -> None:
     """Play all ranks, a transfer only when both its sides have come to it, a step only with what it needs."""
-    at, here = [0] * len(steps), set[Step]()
+    at, here = [0] * len(steps), set[StageStep]()
     while any(place < len(mine) for place, mine in zip(at, steps, strict=True)):
         moved = False
         for rank, mine in enumerate(steps):
@@ -153,7 +153,7 @@ def check_play(steps: tuple[tuple[Step, ...], ...], num_stages: int) -> None:
                 continue
             if step.act.startswith("send"):
                 other = step.other % len(steps)
-                wanted = Step(step.act.replace("send", "receive"), step.other, step.micro)
+                wanted = StageStep(step.act.replace("send", "receive"), step.other, step.micro)
                 assert wanted.other == step.stage
                 if steps[other][at[other] : at[other] + 1] != (wanted,):
                     continue
@@ -167,12 +167,12 @@ def check_play(steps: tuple[tuple[Step, ...], ...], num_stages: int) -> None:
         assert moved, [mine[place : place + 1] for place, mine in zip(at, steps, strict=True)]
 
 
-def assert_has_what_it_needs(step: Step, here: set[Step], num_stages: int) -> None:
+def assert_has_what_it_needs(step: StageStep, here: set[StageStep], num_stages: int) -> None:
     if step.act == "backward":
-        assert Step("forward", step.stage, step.micro) in here
-        assert step.stage == num_stages - 1 or Step("receive gradient", step.stage, step.micro) in here
+        assert StageStep("forward", step.stage, step.micro) in here
+        assert step.stage == num_stages - 1 or StageStep("receive gradient", step.stage, step.micro) in here
     else:
-        assert step.stage == 0 or Step("receive hidden states", step.stage, step.micro) in here
+        assert step.stage == 0 or StageStep("receive hidden states", step.stage, step.micro) in here
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_schedule_of_whole_rounds_takes_the_least_time_and_holds_no_more_than_
     last = num_ranks * num_chunks - 1
     steps = schedule(num_ranks, num_chunks, num_micros)
     left = [[step for step in mine if step.act in ("forward", "backward")] for mine in steps]
-    ends: dict[Step, int] = {}
+    ends: dict[StageStep, int] = {}
     held, most = [0] * num_ranks, [0] * num_ranks
     free = [0] * num_ranks
     while any(left):
@@ -193,9 +193,9 @@ def test_a_schedule_of_whole_rounds_takes_the_least_time_and_holds_no_more_than_
             if not mine:
                 continue
             act, stage, micro = mine[0].act, mine[0].stage, mine[0].micro
-            before = Step(act, stage + (-1 if act == "forward" else 1), micro)
+            before = StageStep(act, stage + (-1 if act == "forward" else 1), micro)
             if act == "backward" and stage == last:
-                before = Step("forward", last, micro)
+                before = StageStep("forward", last, micro)
             starts = 0 if act == "forward" and stage == 0 else ends.get(before)
             if starts is None:
                 continue

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from millrace.engines.handle import Child
-from millrace.engines.subprocesses import ProcessRuntime
+from millrace.engines.handle import EngineHandle
+from millrace.engines.subprocesses import SubprocessBackend
 from millrace.rollout.backend import Event
 from tests.crash_points import CrashPoint, install
 from tests.end_to_end.async_runs import check_run, events_of, prompts_of
@@ -47,7 +47,7 @@ MOMENTS = [
     *(f"before load ({number})" for number in range(1, 5)),
     *(f"{when} direct ({number})" for number in range(1, 5) for when in ("before", "after")),
     *(f"before submit ({number})" for number in range(1, 33, 3)),
-    *(f"after Drawn ({number})" for number in range(1, 129, 16)),
+    *(f"after GenerateResult ({number})" for number in range(1, 129, 16)),
 ]
 # Those of the first two evaluations, before the event log is there.
 EARLY = [
@@ -114,7 +114,7 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
     """
     log.touch()
     install(point)
-    give, wait = Child.give, ProcessRuntime.wait
+    give, wait = EngineHandle.give, SubprocessBackend.wait
     count: Counter[str] = Counter()
     killed: set[str] = set()
 
@@ -122,7 +122,7 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
         count[name] += 1
         return f"{name} ({count[name]})"
 
-    def reach(moment: str, engine: Child) -> None:
+    def reach(moment: str, engine: EngineHandle) -> None:
         dies = moment in moments and engine.name not in killed
         with log.open("a") as file:
             file.write(f"{moment}\n")
@@ -136,13 +136,13 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, engine.process.pid, os.WEXITED | os.WNOWAIT)
 
-    def giving(self: Child, kind: str, *args: Any, direct: bool = False) -> None:
+    def giving(self: EngineHandle, kind: str, *args: Any, direct: bool = False) -> None:
         name = numbered("direct" if direct else kind)
         reach(f"before {name}", self)
         give(self, kind, *args, direct=direct)
         reach(f"after {name}", self)
 
-    def waiting(self: ProcessRuntime, timeout_s: float) -> list[Event]:
+    def waiting(self: SubprocessBackend, timeout_s: float) -> list[Event]:
         events = wait(self, timeout_s)
         for event in events:
             moment = f"after {numbered(type(event).__name__)}"
@@ -150,7 +150,7 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
                 reach(moment, engine)
         return events
 
-    Child.give, ProcessRuntime.wait = giving, waiting  # type: ignore[method-assign]
+    EngineHandle.give, SubprocessBackend.wait = giving, waiting  # type: ignore[method-assign]
 
 
 def live(base: Path, name: str, *moments: str, **settings: Any) -> list[str]:
@@ -206,7 +206,7 @@ def check_replaced(base: Path, moments: Sequence[str], staleness: int) -> None:
 @pytest.mark.parametrize(
     "moments",
     [
-        ("after submit (4)", "after Drawn (40)", "before load (5)"),
+        ("after submit (4)", "after GenerateResult (40)", "before load (5)"),
         # The evaluation after the second step.
         ("before direct (3)",),
         ("after direct (3)",),

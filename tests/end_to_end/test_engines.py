@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from millrace.observability import watchdog
-from millrace.rollout.backend import RETIRED, Event, Wanted
-from millrace.rollout.manager import Rollouts
+from millrace.rollout.backend import RETIRED, Event, ScaleRequest
+from millrace.rollout.manager import RolloutManager
 from millrace.run import scaling as wanted
 from millrace.run.run import Controller
 from millrace.run.scaling import ask, engines_of
@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engines")
     tiny_recipe(folder)
     path, record, said = folder / "runs" / "changed", Controller.record, []
-    handle, kept = Rollouts.handle, []
+    handle, kept = RolloutManager.handle, []
     retiring = threading.Thread(target=lambda: ask(path, 1, said.append))
 
     def asking(self: Controller, stage: str, numbers: dict[str, Any]) -> None:
@@ -49,15 +49,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             retiring.join()
             until(lambda: doing(path, 1))
 
-    def late(self: Rollouts, events: list[Event]) -> None:
+    def late(self: RolloutManager, events: list[Event]) -> None:
         """Hear that one is to leave while both draw."""
-        kept.extend(event for event in events if event == Wanted(1))
+        kept.extend(event for event in events if event == ScaleRequest(1))
         both = sum(told.startswith("draws ") for told in self.engines().doing.values()) == 2
         now = [kept.pop()] if kept and both else []
-        handle(self, [*now, *(event for event in events if event != Wanted(1))])
+        handle(self, [*now, *(event for event in events if event != ScaleRequest(1))])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rollouts, "handle", late)
+        patch.setattr(RolloutManager, "handle", late)
         patch.setattr(watchdog, "LOOK_S", 0.1)
         patch.setattr(Controller, "record", asking)
         patch.setattr(wanted, "LOOK_S", 0.02)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.engines.wire import ORDERS, Line, drawn_as_frame, draws_of
+from millrace.engines.wire import ORDERS, Channel, drawn_as_frame, draws_of
 from millrace.types import Completion
 
 TOKENS = (3, 1, 2)
@@ -35,7 +35,7 @@ def main(text: str) -> None:
         sys.exit("no such model")
     if manner.startswith("late "):
         wait_for(manner.removeprefix("late "))
-    line = Line(socket.socket(fileno=start["line"]), ORDERS)
+    line = Channel(socket.socket(fileno=start["line"]), ORDERS)
     line.put("ready")
     version, num_loads, num_turns = -1, 0, 0
     took: list[tuple[int, int]] = []
@@ -77,7 +77,7 @@ def wait_for(path: str) -> None:
         time.sleep(0.01)
 
 
-def submitted(manner: str, line: Line, ids: list[str], version: int) -> None:
+def submitted(manner: str, line: Channel, ids: list[str], version: int) -> None:
     if manner == "crash" or (manner == "fragile" and "fatal" in ids):
         sys.exit("out of luck")
     if manner.startswith("until "):

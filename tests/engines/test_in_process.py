@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from millrace.engines.in_process import InlineRuntime
-from millrace.rollout.backend import Draw, Drawn, Judged, Loaded
+from millrace.engines.in_process import InProcessBackend
+from millrace.rollout.backend import GenerateRequest, GenerateResult, ScoreResult, WeightsLoaded
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 from tests.engines.test_subprocesses import Judge
 
@@ -42,13 +42,13 @@ class Rewards(Judge):
         return super().score(prompts, completions)
 
 
-def runtime() -> tuple[InlineRuntime, Engine, Rewards, list[int]]:
+def runtime() -> tuple[InProcessBackend, Engine, Rewards, list[int]]:
     engine, rewards, sent = Engine(), Rewards(), list[int]()
-    return InlineRuntime(engine, rewards, sent.append), engine, rewards, sent
+    return InProcessBackend(engine, rewards, sent.append), engine, rewards, sent
 
 
-def draw(id: str, *prompt: int) -> Draw:
-    return Draw(id, prompt, SamplingParams(seed=len(id)))
+def draw(id: str, *prompt: int) -> GenerateRequest:
+    return GenerateRequest(id, prompt, SamplingParams(seed=len(id)))
 
 
 def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
@@ -57,13 +57,15 @@ def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
     inline.offer(4)
     inline.load(name, 4)
     assert sent == [4]
-    assert inline.wait(0.0) == [Loaded(name, 4, 0)]
+    assert inline.wait(0.0) == [WeightsLoaded(name, 4, 0)]
     inline.submit(name, [draw("a", 1), draw("bb", 1)])
     inline.submit(name, [draw("c", 2, 3)])
     assert engine.calls == []
     drawn = inline.wait(0.0)
     assert engine.calls == [[((1,), 1), ((1,), 2), ((2, 3), 1)]]
-    assert [(e.id, e.completion.token_ids, e.began, e.ended) for e in drawn if isinstance(e, Drawn)] == [
+    assert [
+        (e.id, e.completion.token_ids, e.began, e.ended) for e in drawn if isinstance(e, GenerateResult)
+    ] == [
         ("a", (1,), 0, 1),
         ("bb", (1,), 0, 1),
         ("c", (2,), 0, 1),
@@ -72,8 +74,8 @@ def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
     inline.load(name, 5)
     inline.submit(name, [draw("d", 1)])
     loaded, last = inline.wait(0.0)
-    assert loaded == Loaded(name, 5, 1)
-    assert isinstance(last, Drawn) and (last.began, last.ended) == (1, 2)
+    assert loaded == WeightsLoaded(name, 5, 1)
+    assert isinstance(last, GenerateResult) and (last.began, last.ended) == (1, 2)
 
 
 def test_all_that_is_to_be_judged_is_judged_in_one_call() -> None:
@@ -83,7 +85,7 @@ def test_all_that_is_to_be_judged_is_judged_in_one_call() -> None:
     inline.judge("y", [PROMPT], ["right"])
     events = inline.wait(0.0)
     assert rewards.calls == [["right", "wrong", "right"]]
-    values = {e.id: [outcome.value for outcome in e.outcomes] for e in events if isinstance(e, Judged)}
+    values = {e.id: [outcome.value for outcome in e.outcomes] for e in events if isinstance(e, ScoreResult)}
     assert values == {"x": [1.0, 0.0], "none": [], "y": [1.0]}
     assert list(values) == ["x", "none", "y"]
     inline.close()
@@ -95,7 +97,7 @@ def test_what_is_ended_before_it_is_drawn_is_empty() -> None:
     inline.submit("engine-0", [draw("a", 1), draw("bb", 2)])
     inline.abort("engine-0", ["a", "nobody"])
     first, second = inline.wait(0.0)
-    assert isinstance(first, Drawn) and isinstance(second, Drawn)
+    assert isinstance(first, GenerateResult) and isinstance(second, GenerateResult)
     assert (first.id, first.completion.finish_reason, first.completion.token_ids) == ("a", "abort", ())
     assert (second.id, engine.calls) == ("bb", [[((2,), 2)]])
 

@@ -20,10 +20,10 @@ import torch
 
 from millrace.engines import ray as ray_engine
 from millrace.engines.build import open_engine
-from millrace.engines.handle import Settings, read_files
-from millrace.engines.ray import Called, Engine, RemoteChild, inside
-from millrace.engines.wire import ORDERS, Frame, Line, drawn_of, draws_as_frame
-from millrace.rollout.backend import Draw
+from millrace.engines.handle import EngineSettings, read_files
+from millrace.engines.ray import EngineActor, ListeningChannel, RayEngineHandle, inside
+from millrace.engines.wire import ORDERS, Channel, Frame, drawn_of, draws_as_frame
+from millrace.rollout.backend import GenerateRequest
 from millrace.transport.memory import SharedWeights
 from tests.engines.test_real_engines import PARAMS, PROMPTS, saved
 from tests.engines.test_worker import same_bits
@@ -46,7 +46,7 @@ def until(hear: Callable[[], Any]) -> Any:
     return found
 
 
-def call(line: Called, said: str) -> socket.socket:
+def call(line: ListeningChannel, said: str) -> socket.socket:
     end = socket.create_connection((HOST, line.port), timeout=LIMIT_S)
     end.sendall(said.encode())
     return end
@@ -65,7 +65,7 @@ def hung_up(end: socket.socket) -> bool:
 
 @pytest.mark.world
 def test_who_does_not_say_the_token_is_hung_up_on() -> None:
-    line, another = Called(HOST), Called(HOST)
+    line, another = ListeningChannel(HOST), ListeningChannel(HOST)
     assert len(line.token) == 64 and another.token != line.token
     another.close()
     wrong = line.token[:-1] + ("0" if line.token[-1] != "0" else "1")
@@ -76,7 +76,7 @@ def test_who_does_not_say_the_token_is_hung_up_on() -> None:
         stranger.close()
     line.put("abort", {"ids": ["before"]})
     assert line.unsent and not line.ended
-    friend = Line(call(line, line.token), ORDERS)
+    friend = Channel(call(line, line.token), ORDERS)
 
     def heard_by_the_friend() -> list[Frame]:
         assert line.take() == []
@@ -93,8 +93,8 @@ def test_who_does_not_say_the_token_is_hung_up_on() -> None:
 
 @pytest.mark.world
 def test_what_is_large_goes_out_in_its_turn() -> None:
-    line = Called(HOST)
-    friend = Line(call(line, line.token), ("submit", "abort"))
+    line = ListeningChannel(HOST)
+    friend = Channel(call(line, line.token), ("submit", "abort"))
     until(lambda: line.take() or line._open)
     many = np.arange(3_000_000, dtype=np.int32)
     line.put("submit", {}, {"numbers": many})
@@ -121,12 +121,14 @@ class There:
     """An engine that has called, in a thread, and what it said."""
 
     def __init__(self, folder: Path, weights: SharedWeights) -> None:
-        self.line = Called(HOST)
+        self.line = ListeningChannel(HOST)
         process: Any = SimpleNamespace(poll=lambda: None)
-        self.child = RemoteChild("engine-0", process, self.line, -1, io.BytesIO(), 0, weights=weights.handle)
-        settings = asdict(Settings(read_files(folder), 1))
+        self.child = RayEngineHandle(
+            "engine-0", process, self.line, -1, io.BytesIO(), 0, weights=weights.handle
+        )
+        settings = asdict(EngineSettings(read_files(folder), 1))
         self.serve = threading.Thread(
-            target=Engine("engine-0").serve, args=(HOST, self.line.port, self.line.token, settings)
+            target=EngineActor("engine-0").serve, args=(HOST, self.line.port, self.line.token, settings)
         )
         self.heard: list[Frame] = []
 
@@ -174,7 +176,7 @@ def test_an_engine_that_called_proves_its_weights_and_draws(
         for version, model in enumerate(models):
             error, num_pieces = there.load(weights.write(model.named_parameters(), version))
             assert error == "" and num_pieces > 10
-            draws = [Draw(f"{version}-{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
+            draws = [GenerateRequest(f"{version}-{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
             there.child.give("submit", *draws_as_frame(draws))
             drawn = []
             while len(drawn) < 4:

@@ -15,11 +15,11 @@ import torch
 from millrace.config.engine import EngineConfig
 from millrace.data.tokenizers import train_tokenizer
 from millrace.engines.build import open_engine, save_engine
-from millrace.engines.handle import Settings, read_files
-from millrace.engines.subprocesses import ProcessRuntime
+from millrace.engines.handle import EngineSettings, read_files
+from millrace.engines.subprocesses import SubprocessBackend
 from millrace.inference.engine import PagedEngine
 from millrace.models.load import Model, fresh_config, fresh_model
-from millrace.rollout.backend import Draw, Drawn, Joined, Loaded, Lost
+from millrace.rollout.backend import EngineJoined, EngineLost, GenerateRequest, GenerateResult, WeightsLoaded
 from millrace.types import SamplingParams
 from tests.engines.test_subprocesses import Judge, load, pids, until
 from tests.models.tiny import SIZES
@@ -41,21 +41,21 @@ def saved(folder: Path) -> list[Model]:
 
 
 @contextmanager
-def real(folder: Path) -> Iterator[tuple[ProcessRuntime, PagedEngine, list[Model]]]:
+def real(folder: Path) -> Iterator[tuple[SubprocessBackend, PagedEngine, list[Model]]]:
     """An engine's process, its twin in this one, and the models that it may load, the newest last."""
     models = saved(folder)
     newest = [models[0]]
-    settings = Settings(read_files(folder), 1)
-    with ProcessRuntime(settings, Judge(), lambda: newest[-1].named_parameters()) as runtime:
+    settings = EngineSettings(read_files(folder), 1)
+    with SubprocessBackend(settings, Judge(), lambda: newest[-1].named_parameters()) as runtime:
         load(runtime, "engine-0", 0)
-        assert until(runtime, Loaded) == [Loaded("engine-0", 0, 0)]
+        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 0)]
         newest.append(models[1])
         yield runtime, open_engine(folder), models
 
 
 PROMPTS = [(1, 2, 3)] * 4
 PARAMS = [SamplingParams(max_tokens=30, seed=seed) for seed in range(4)]
-ENDLESS = Draw("endless", (4,), SamplingParams(max_tokens=700, seed=9))
+ENDLESS = GenerateRequest("endless", (4,), SamplingParams(max_tokens=700, seed=9))
 
 
 @pytest.mark.world
@@ -69,16 +69,18 @@ def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
         assert any(0 < weights_in_flight(runtime, version) < 1 for version in range(1, 11))
 
 
-def weights_in_flight(runtime: ProcessRuntime, version: int) -> float:
+def weights_in_flight(runtime: SubprocessBackend, version: int) -> float:
     """Send weights while a long draw is under way; the share of its tokens that were drawn before."""
     runtime.submit("engine-0", [replace(ENDLESS, id=f"endless-{version}")])
     # Once these are drawn beside it, it has begun.
     runtime.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
     load(runtime, "engine-0", version)
-    events = until(runtime, Loaded)
-    events += [] if any(isinstance(event, Drawn) for event in events) else until(runtime, Drawn)
-    (loaded,) = (event for event in events if isinstance(event, Loaded))
-    (drawn,) = (event for event in events if isinstance(event, Drawn))
+    events = until(runtime, WeightsLoaded)
+    events += (
+        [] if any(isinstance(event, GenerateResult) for event in events) else until(runtime, GenerateResult)
+    )
+    (loaded,) = (event for event in events if isinstance(event, WeightsLoaded))
+    (drawn,) = (event for event in events if isinstance(event, GenerateResult))
     num_old = min(loaded.at - drawn.began, 700)
     assert drawn.completion.versions.tolist() == [version - 1] * num_old + [version] * (700 - num_old)
     return num_old / 700
@@ -88,21 +90,21 @@ def weights_in_flight(runtime: ProcessRuntime, version: int) -> float:
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_with_a_real_process(tmp_path: Path) -> None:
     with real(tmp_path) as (runtime, twin, models):
-        draws = [Draw(f"{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
+        draws = [GenerateRequest(f"{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
         runtime.submit("engine-0", [ENDLESS, *draws])
         # Once these are drawn beside them, they have begun.
         runtime.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
         (pid,) = pids(runtime)
         os.kill(pid, signal.SIGKILL)
-        events = until(runtime, Joined)
-        assert any(isinstance(event, Lost) for event in events)
-        done = [event for event in events if isinstance(event, Drawn) and event.id != "endless"]
+        events = until(runtime, EngineJoined)
+        assert any(isinstance(event, EngineLost) for event in events)
+        done = [event for event in events if isinstance(event, GenerateResult) and event.id != "endless"]
         runtime.load("engine-1", 0)
-        until(runtime, Loaded)
+        until(runtime, WeightsLoaded)
         ended = {one.id for one in done}
         runtime.submit("engine-1", [draw for draw in draws if draw.id not in ended])
         while len(done) < 4:
-            done += [event for event in until(runtime, Drawn) if isinstance(event, Drawn)]
+            done += [event for event in until(runtime, GenerateResult) if isinstance(event, GenerateResult)]
         twin.load_weights(models[0].named_parameters(), 0)
         ours = {one.id: one.completion.token_ids for one in done}
         assert ours == {f"{i}": c.token_ids for i, c in enumerate(twin.generate(PROMPTS, PARAMS))}

@@ -7,8 +7,16 @@ import random
 import numpy as np
 import pytest
 
-from millrace.engines.recorded import Gate, ReplayError, Script
-from millrace.rollout.backend import Drawn, Joined, Judged, Loaded, Lost, Wanted, named
+from millrace.engines.recorded import CommandGate, RecordedCommands, ReplayError
+from millrace.rollout.backend import (
+    EngineJoined,
+    EngineLost,
+    GenerateResult,
+    ScaleRequest,
+    ScoreResult,
+    WeightsLoaded,
+    named,
+)
 from millrace.types import Completion
 
 NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort", "")
@@ -16,15 +24,15 @@ NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort"
 
 def test_every_event_has_a_name_of_its_own():
     events = [
-        Drawn("engine-0", "3.1.7", NOTHING),
-        Judged("call-2", ()),
-        Loaded("engine-0", 4),
-        Loaded("engine-1", 4),
-        Loaded("engine-0", 5),
-        Lost("engine-0", "it hangs"),
-        Joined("engine-0"),
-        Wanted(3),
-        Wanted(2, "there is no room"),
+        GenerateResult("engine-0", "3.1.7", NOTHING),
+        ScoreResult("call-2", ()),
+        WeightsLoaded("engine-0", 4),
+        WeightsLoaded("engine-1", 4),
+        WeightsLoaded("engine-0", 5),
+        EngineLost("engine-0", "it hangs"),
+        EngineJoined("engine-0"),
+        ScaleRequest(3),
+        ScaleRequest(2, "there is no room"),
     ]
     assert [named(event) for event in events] == [
         "drawn 3.1.7",
@@ -45,7 +53,7 @@ def test_orders_of_two_threads_pass_as_they_passed_in_the_run(seed):
     letters = "".join(rng.choice("slad") for _ in range(12))
     numbered = list(enumerate(letters))
     threads = [[one for one in numbered if (one[1] == "d") == direct] for direct in (True, False)]
-    gate, passed = Gate("engine-0", letters), []
+    gate, passed = CommandGate("engine-0", letters), []
     while any(threads):
         thread = rng.choice([thread for thread in threads if thread])
         number, letter = thread.pop(0)
@@ -54,7 +62,7 @@ def test_orders_of_two_threads_pass_as_they_passed_in_the_run(seed):
 
 
 def test_after_the_last_order_of_the_run_only_draws_pass_whose_caller_waits():
-    gate = Gate("engine-0", "sda")
+    gate = CommandGate("engine-0", "sda")
     assert gate.due("d", 1) == []
     assert gate.due("d", 2) == []
     assert gate.due("s", 0) == [0, 1]
@@ -65,7 +73,7 @@ def test_after_the_last_order_of_the_run_only_draws_pass_whose_caller_waits():
 
 
 def test_another_order_than_the_run_gave_is_refused():
-    gate = Gate("engine-7", "dsl")
+    gate = CommandGate("engine-7", "dsl")
     assert gate.due("s", 0) == []
     with pytest.raises(ReplayError) as caught:
         gate.due("s", 1)
@@ -81,7 +89,7 @@ def asked(engine, *draws):
 
 
 def test_a_script_is_what_each_engine_took_up():
-    script = Script(
+    script = RecordedCommands(
         [took("a", (0, "l"), (0, "sd")), took("b", (3, "l")), {"kind": "send"}, took("a", (9, "s"))]
     )
     assert script.turns("a") == [(0, 1), (0, 2), (9, 1)]
@@ -93,7 +101,7 @@ def test_a_script_is_what_each_engine_took_up():
 
 
 def test_what_a_caller_waits_for_is_asked_of_whom_the_run_asked():
-    script = Script([asked("a", 0, 1, 2), asked("b", 1), asked("b", 3)])
+    script = RecordedCommands([asked("a", 0, 1, 2), asked("b", 1), asked("b", 3)])
     draws = ["direct-0", "direct-1", "direct-2"]
     # Engine a was lost before it had answered draw 1.
     assert script.open("a", []) and script.open("b", [])

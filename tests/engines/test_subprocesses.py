@@ -19,9 +19,17 @@ import pytest
 import torch
 
 from millrace.engines import handle as child
-from millrace.engines.handle import Settings
-from millrace.engines.subprocesses import EngineFailed, ProcessRuntime
-from millrace.rollout.backend import Draw, Drawn, Event, Joined, Judged, Loaded, Lost
+from millrace.engines.handle import EngineSettings
+from millrace.engines.subprocesses import EngineFailed, SubprocessBackend
+from millrace.rollout.backend import (
+    EngineJoined,
+    EngineLost,
+    Event,
+    GenerateRequest,
+    GenerateResult,
+    ScoreResult,
+    WeightsLoaded,
+)
 from millrace.types import Outcome, Prompt, SamplingParams
 from tests.engines.fake_engine import TOKENS
 from tests.rewards.helpers import ends_within, is_running
@@ -78,27 +86,27 @@ class Clock:
 
 
 @contextmanager
-def running(manner: str = "obedient", **options: Any) -> Iterator[ProcessRuntime]:
-    with ProcessRuntime(settings(manner), Judge(), Trainer().named_tensors, **options) as runtime:
+def running(manner: str = "obedient", **options: Any) -> Iterator[SubprocessBackend]:
+    with SubprocessBackend(settings(manner), Judge(), Trainer().named_tensors, **options) as runtime:
         yield runtime
 
 
-def settings(manner: str) -> Settings:
+def settings(manner: str) -> EngineSettings:
     """Of an engine that behaves so."""
-    return Settings({"manner": manner.encode()}, 1)
+    return EngineSettings({"manner": manner.encode()}, 1)
 
 
-def load(runtime: ProcessRuntime, engine: str, version: int) -> None:
+def load(runtime: SubprocessBackend, engine: str, version: int) -> None:
     """Offer a version and have one engine load it."""
     runtime.offer(version)
     runtime.load(engine, version)
 
 
-def draws(*ids: str) -> list[Draw]:
-    return [Draw(id, (1, 2), SamplingParams(max_tokens=3)) for id in ids]
+def draws(*ids: str) -> list[GenerateRequest]:
+    return [GenerateRequest(id, (1, 2), SamplingParams(max_tokens=3)) for id in ids]
 
 
-def until(runtime: ProcessRuntime, last: type[Event], num: int = 1) -> list[Event]:
+def until(runtime: SubprocessBackend, last: type[Event], num: int = 1) -> list[Event]:
     """Events up to so many of this kind; later ones are for the next call."""
     events: list[Event] = []
     deadline_s = time.monotonic() + LIMIT_S
@@ -111,7 +119,7 @@ def until(runtime: ProcessRuntime, last: type[Event], num: int = 1) -> list[Even
     return events[:end]
 
 
-def pids(runtime: ProcessRuntime) -> list[int]:
+def pids(runtime: SubprocessBackend) -> list[int]:
     return [one.process.pid for one in runtime._engines.living.values()]
 
 
@@ -119,17 +127,17 @@ def test_draws_loads_and_judgements_end_in_events() -> None:
     with running() as runtime:
         assert runtime.engines() == ["engine-0"]
         load(runtime, "engine-0", 0)
-        assert until(runtime, Loaded) == [Loaded("engine-0", 0, 7)]
+        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
         runtime.submit("engine-0", draws("a", "b"))
-        events = until(runtime, Drawn, 2)
-        assert [(e.id, e.began, e.ended) for e in events if isinstance(e, Drawn)] == [
+        events = until(runtime, GenerateResult, 2)
+        assert [(e.id, e.began, e.ended) for e in events if isinstance(e, GenerateResult)] == [
             ("a", 5, 8),
             ("b", 5, 8),
         ]
-        assert all(isinstance(e, Drawn) and e.completion.token_ids == TOKENS for e in events)
+        assert all(isinstance(e, GenerateResult) and e.completion.token_ids == TOKENS for e in events)
         runtime.judge("call", [PROMPT] * 2, ["right", "wrong"])
-        (judged,) = until(runtime, Judged)
-        assert isinstance(judged, Judged)
+        (judged,) = until(runtime, ScoreResult)
+        assert isinstance(judged, ScoreResult)
         assert [outcome.value for outcome in judged.outcomes] == [1.0, 0.0]
         assert runtime._reward.threads == ["millrace-reward_0"]
         assert runtime.wait(0.0) == []
@@ -137,15 +145,15 @@ def test_draws_loads_and_judgements_end_in_events() -> None:
 
 def test_engines_share_one_copy_of_a_version() -> None:
     trainer = Trainer()
-    with ProcessRuntime(settings(""), Judge(), trainer.named_tensors, num_engines=2) as runtime:
+    with SubprocessBackend(settings(""), Judge(), trainer.named_tensors, num_engines=2) as runtime:
         runtime.offer(0)
         for name in runtime.engines():
             runtime.load(name, 0)
-        loaded = until(runtime, Loaded, 2)
-        assert {e.engine for e in loaded if isinstance(e, Loaded)} == {"engine-0", "engine-1"}
+        loaded = until(runtime, WeightsLoaded, 2)
+        assert {e.engine for e in loaded if isinstance(e, WeightsLoaded)} == {"engine-0", "engine-1"}
         assert trainer.num_asked == 0
         load(runtime, "engine-1", 1)
-        assert until(runtime, Loaded) == [Loaded("engine-1", 1, 7)]
+        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-1", 1, 7)]
         assert trainer.num_asked == 1
 
 
@@ -154,12 +162,15 @@ def test_the_next_version_waits_until_the_last_one_is_read() -> None:
         load(runtime, "engine-0", 0)
         # It reads the weights some time after it was told to: were they written over, it would refuse them.
         load(runtime, "engine-0", 1)
-        assert until(runtime, Loaded, 2) == [Loaded("engine-0", 0, 7), Loaded("engine-0", 1, 7)]
+        assert until(runtime, WeightsLoaded, 2) == [
+            WeightsLoaded("engine-0", 0, 7),
+            WeightsLoaded("engine-0", 1, 7),
+        ]
 
 
 def test_weights_that_were_brought_to_evaluate_are_not_copied_again() -> None:
     trainer = Trainer()
-    with ProcessRuntime(settings("obedient"), Judge(), trainer.named_tensors, num_engines=2) as runtime:
+    with SubprocessBackend(settings("obedient"), Judge(), trainer.named_tensors, num_engines=2) as runtime:
         runtime.send(trainer.named_tensors(), 0)
         assert trainer.num_asked == 0
         for version, asked in ((0, 0), (1, 1)):
@@ -167,8 +178,10 @@ def test_weights_that_were_brought_to_evaluate_are_not_copied_again() -> None:
             assert trainer.num_asked == asked
             for engine in ("engine-0", "engine-1"):
                 runtime.load(engine, version)
-            loaded = until(runtime, Loaded, 2)
-            assert {(event.engine, event.version) for event in loaded if isinstance(event, Loaded)} == {
+            loaded = until(runtime, WeightsLoaded, 2)
+            assert {
+                (event.engine, event.version) for event in loaded if isinstance(event, WeightsLoaded)
+            } == {
                 ("engine-0", version),
                 ("engine-1", version),
             }
@@ -176,7 +189,7 @@ def test_weights_that_were_brought_to_evaluate_are_not_copied_again() -> None:
 
 def test_only_what_was_offered_last_is_loaded() -> None:
     trainer = Trainer()
-    with ProcessRuntime(settings(""), Judge(), trainer.named_tensors) as runtime:
+    with SubprocessBackend(settings(""), Judge(), trainer.named_tensors) as runtime:
         for offered, wanted in ((None, 0), (0, 1), (1, 0)):
             if offered is not None:
                 runtime.offer(offered)
@@ -185,7 +198,7 @@ def test_only_what_was_offered_last_is_loaded() -> None:
         # The weights are taken when they are offered, whoever loads them and whenever.
         assert trainer.num_asked == 1
         runtime.load("engine-0", 1)
-        assert until(runtime, Loaded) == [Loaded("engine-0", 1, 7)]
+        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 1, 7)]
         assert trainer.num_asked == 1
 
 
@@ -193,21 +206,21 @@ def test_an_engine_that_reads_for_too_long_is_lost() -> None:
     with running("mute", load_s=0.3) as runtime:
         load(runtime, "engine-0", 0)
         load(runtime, "engine-0", 1)
-        (lost,) = until(runtime, Lost)
-        assert lost == Lost("engine-0", "it was still loading 0.3 s after version 1 was there")
+        (lost,) = until(runtime, EngineLost)
+        assert lost == EngineLost("engine-0", "it was still loading 0.3 s after version 1 was there")
 
 
 def test_a_load_that_fails_is_tried_again() -> None:
     with running("clumsy") as runtime:
         load(runtime, "engine-0", 0)
-        assert until(runtime, Loaded) == [Loaded("engine-0", 0, 7)]
+        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
 
 
 def test_a_load_that_fails_twice_loses_the_engine() -> None:
     with running("liar") as runtime:
         load(runtime, "engine-0", 0)
-        (lost,) = until(runtime, Lost)
-        assert lost == Lost("engine-0", "it could not load version 0: weight differs")
+        (lost,) = until(runtime, EngineLost)
+        assert lost == EngineLost("engine-0", "it could not load version 0: weight differs")
 
 
 @pytest.mark.parametrize(
@@ -227,8 +240,8 @@ def test_a_lost_engine_says_why_and_another_one_comes(manner: str, reason: str) 
         (pid,) = pids(runtime)
         runtime.submit("engine-0", draws("a"))
         clock.now_s = 301.0 if manner == "mute" else 0.0
-        assert until(runtime, Lost) == [Lost("engine-0", reason)]
-        assert until(runtime, Joined) == [Joined("engine-1")]
+        assert until(runtime, EngineLost) == [EngineLost("engine-0", reason)]
+        assert until(runtime, EngineJoined) == [EngineJoined("engine-1")]
         assert runtime.engines() == ["engine-1"]
         assert not is_running(pid)
 
@@ -237,7 +250,7 @@ def test_an_idle_engine_may_be_silent() -> None:
     clock = Clock()
     with running(clock=clock) as runtime:
         load(runtime, "engine-0", 0)
-        until(runtime, Loaded)
+        until(runtime, WeightsLoaded)
         # One that worked would be lost as soon as it is looked at.
         clock.now_s = 1e9
         runtime._wake()
@@ -248,23 +261,25 @@ def test_an_idle_engine_may_be_silent() -> None:
 def test_what_a_killed_engine_had_is_drawn_by_the_next_one(tmp_path: Path) -> None:
     trainer, told = Trainer(), tmp_path / "told"
     manner = settings(f"until {told}")
-    with ProcessRuntime(manner, Judge(), trainer.named_tensors) as runtime:
+    with SubprocessBackend(manner, Judge(), trainer.named_tensors) as runtime:
         load(runtime, "engine-0", 0)
-        until(runtime, Loaded)
+        until(runtime, WeightsLoaded)
         runtime.submit("engine-0", draws("a"))
         os.kill(pids(runtime)[0], signal.SIGKILL)
-        assert until(runtime, Lost) == [Lost("engine-0", "its process was killed by signal 9 (SIGKILL)")]
+        assert until(runtime, EngineLost) == [
+            EngineLost("engine-0", "its process was killed by signal 9 (SIGKILL)")
+        ]
         # Orders for it are not heard any more.
         runtime.submit("engine-0", draws("b"))
         runtime.abort("engine-0", ["a"])
         runtime.load("engine-0", 0)
-        until(runtime, Joined)
+        until(runtime, EngineJoined)
         told.touch()
         runtime.load("engine-1", 0)
-        until(runtime, Loaded)
+        until(runtime, WeightsLoaded)
         runtime.submit("engine-1", draws("c"))
-        (drawn,) = until(runtime, Drawn)
-        assert isinstance(drawn, Drawn)
+        (drawn,) = until(runtime, GenerateResult)
+        assert isinstance(drawn, GenerateResult)
         assert (drawn.engine, drawn.id) == ("engine-1", "c")
         assert trainer.num_asked == 0
 
@@ -273,8 +288,8 @@ def test_an_engine_can_be_given_up() -> None:
     with running() as runtime:
         os.kill(pids(runtime)[0], signal.SIGSTOP)
         runtime.lose("engine-0", "it drew nothing in 9 s")
-        assert until(runtime, Lost) == [Lost("engine-0", "it drew nothing in 9 s")]
-        assert until(runtime, Joined) == [Joined("engine-1")]
+        assert until(runtime, EngineLost) == [EngineLost("engine-0", "it drew nothing in 9 s")]
+        assert until(runtime, EngineJoined) == [EngineJoined("engine-1")]
         runtime.lose("engine-0", "again")
         assert runtime.wait(0.2) == []
 
@@ -282,25 +297,25 @@ def test_an_engine_can_be_given_up() -> None:
 def test_engines_that_come_to_nothing_end_the_run() -> None:
     with running("crash", max_barren=1) as runtime:
         runtime.submit("engine-0", draws("a"))
-        until(runtime, Joined)
+        until(runtime, EngineJoined)
         runtime.submit("engine-1", draws("a"))
         with pytest.raises(EngineFailed, match="^2 engines were lost .* engine-1: .* printed: out of luck$"):
-            until(runtime, Joined)
+            until(runtime, EngineJoined)
 
 
 def test_an_engine_that_has_drawn_may_always_be_replaced() -> None:
     with running("fragile", max_barren=0) as runtime:
         for number in range(2):
             runtime.submit(f"engine-{number}", draws("a"))
-            until(runtime, Drawn)
+            until(runtime, GenerateResult)
             runtime.submit(f"engine-{number}", draws("fatal"))
-            until(runtime, Joined)
+            until(runtime, EngineJoined)
         assert runtime.engines() == ["engine-2"]
 
 
 def test_an_engine_that_cannot_start_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="^engine-0 could not be started: .*exit code 1.*no such model$"):
-        ProcessRuntime(settings("stillborn"), Judge(), Trainer().named_tensors)
+        SubprocessBackend(settings("stillborn"), Judge(), Trainer().named_tensors)
 
 
 def test_what_cannot_be_served_is_raised() -> None:
@@ -333,13 +348,13 @@ class Slow(Judge):
 def test_what_waits_for_the_reward_is_judged_in_one_call() -> None:
     """Groups of few answers then keep as many reward workers busy as the recipe asks for."""
     judge = Slow()
-    with ProcessRuntime(settings(""), judge, Trainer().named_tensors) as runtime:
+    with SubprocessBackend(settings(""), judge, Trainer().named_tensors) as runtime:
         for number, texts in enumerate((["right"], ["wrong", "right"], [], ["right"])):
             runtime.judge(f"call-{number}", [PROMPT] * len(texts), texts)
         judge.go.set()
-        found: list[Judged] = []
+        found: list[ScoreResult] = []
         while len(found) < 4:
-            found += [event for event in runtime.wait(LIMIT_S) if isinstance(event, Judged)]
+            found += [event for event in runtime.wait(LIMIT_S) if isinstance(event, ScoreResult)]
     values = [(event.id, [outcome.value for outcome in event.outcomes]) for event in found]
     assert values == [("call-0", [1.0]), ("call-1", [0.0, 1.0]), ("call-2", []), ("call-3", [1.0])]
     assert sum(judge.calls, []) == ["right", "wrong", "right", "right"] and len(judge.calls) <= 2
@@ -358,7 +373,7 @@ class Hanging(Judge):
 
 def test_a_reward_that_hangs_keeps_nobody_from_leaving() -> None:
     judge = Hanging()
-    with ProcessRuntime(settings(""), judge, Trainer().named_tensors) as runtime:
+    with SubprocessBackend(settings(""), judge, Trainer().named_tensors) as runtime:
         runtime.judge("call", [PROMPT], ["right"])
     assert judge.in_time
 
@@ -379,12 +394,12 @@ def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pyte
     before = held()
     children: list[int] = []
 
-    def use(runtime: ProcessRuntime) -> None:
+    def use(runtime: SubprocessBackend) -> None:
         load(runtime, "engine-0", 0)
-        until(runtime, Loaded)
+        until(runtime, WeightsLoaded)
         children.extend(pids(runtime))
         runtime.lose("engine-0", "no reason")
-        until(runtime, Joined)
+        until(runtime, EngineJoined)
         children.extend(pids(runtime))
         if ends == "error":
             raise KeyError("a mistake")
@@ -435,9 +450,9 @@ def test_nothing_is_left_of_a_trainer_that_is_killed() -> None:
 def test_orders_from_another_thread_are_heard_by_who_waits() -> None:
     with running() as runtime:
         load(runtime, "engine-0", 0)
-        until(runtime, Loaded)
+        until(runtime, WeightsLoaded)
         timer = threading.Timer(0.3, runtime.submit, ("engine-0", draws("a")))
         timer.start()
         (drawn,) = runtime.wait(LIMIT_S)
         timer.join()
-        assert isinstance(drawn, Drawn)
+        assert isinstance(drawn, GenerateResult)

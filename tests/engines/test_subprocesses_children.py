@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from millrace.engines.recorded import ReplayError, Script
-from millrace.engines.subprocesses import ProcessRuntime
-from millrace.rollout.backend import Drawn, Joined, Loaded
+from millrace.engines.recorded import RecordedCommands, ReplayError
+from millrace.engines.subprocesses import SubprocessBackend
+from millrace.rollout.backend import EngineJoined, GenerateResult, WeightsLoaded
 from millrace.types import SamplingParams
 from tests.engines.fake_engine import TOKENS
 from tests.engines.test_subprocesses import (
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.world
 __all__ = ["_fake"]
 
 
-def ask(runtime: ProcessRuntime, num: int) -> list[tuple[int, ...]]:
+def ask(runtime: SubprocessBackend, num: int) -> list[tuple[int, ...]]:
     return [c.token_ids for c in runtime.generate([(1,)] * num, [SamplingParams()] * num)]
 
 
@@ -39,9 +39,9 @@ def test_records_tell_what_engines_took_up_and_who_was_asked() -> None:
         ask(runtime, 1)
         runtime.begin()
         runtime.load("engine-0", 0)
-        until(runtime, Loaded)
+        until(runtime, WeightsLoaded)
         runtime.submit("engine-0", draws("a"))
-        until(runtime, Drawn)
+        until(runtime, GenerateResult)
         took = {"engine": "engine-0", "orders": [(2, "l"), (4, "s")]}
         assert runtime.records() == [("took", took)]
         assert runtime.records() == []
@@ -55,12 +55,12 @@ def test_records_tell_what_engines_took_up_and_who_was_asked() -> None:
 def test_in_a_replay_nobody_is_lost_but_by_the_log() -> None:
     with running() as runtime:
         runtime.send(Trainer().named_tensors(), 0)
-        runtime.begin(Script([]))
+        runtime.begin(RecordedCommands([]))
         os.kill(pids(runtime)[0], signal.SIGKILL)
         with pytest.raises(
             ReplayError, match="^engine-0 is lost, and in the run it was not lost here: .*SIGKILL"
         ):
-            until(runtime, Joined)
+            until(runtime, EngineJoined)
 
 
 def test_in_a_replay_an_engine_ends_once_it_has_drawn_what_the_run_heard_of_it() -> None:
@@ -72,7 +72,7 @@ def test_in_a_replay_an_engine_ends_once_it_has_drawn_what_the_run_heard_of_it()
     ]
     with running() as runtime:
         runtime.send(Trainer().named_tensors(), 0)
-        runtime.begin(Script(events))
+        runtime.begin(RecordedCommands(events))
         ended = threading.Thread(target=runtime.end, args=("engine-0",))
         ended.start()
         found: list[tuple[int, ...]] = []
@@ -84,11 +84,11 @@ def test_in_a_replay_an_engine_ends_once_it_has_drawn_what_the_run_heard_of_it()
         ended.join(LIMIT_S)
         assert runtime.engines() == []
         runtime.start("engine-7")
-        assert until(runtime, Joined) == [Joined("engine-7")]
+        assert until(runtime, EngineJoined) == [EngineJoined("engine-7")]
         # The draw comes first here, and passes after the load, as it did in the run.
         asked.join(0.2)
         assert found == []
         runtime.load("engine-7", 0)
-        assert until(runtime, Loaded) == [Loaded("engine-7", 0, 7)]
+        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-7", 0, 7)]
         asked.join(LIMIT_S)
         assert found == [TOKENS] * 2

@@ -14,7 +14,7 @@ import pytest
 from millrace.engines import handle as child
 from millrace.engines.ray_placement import RayTrainerError
 from millrace.engines.subprocesses import EngineFailed
-from millrace.rollout.backend import RETIRED, Joined, Loaded, Lost, Wanted
+from millrace.rollout.backend import RETIRED, EngineJoined, EngineLost, ScaleRequest, WeightsLoaded
 from millrace.types import SamplingParams
 from tests.engines.fake_engine import TOKENS
 from tests.engines.test_subprocesses import LIMIT_S, Trainer, _fake, load, pids, running, until
@@ -39,25 +39,25 @@ class Starts:
         manner = self.then.pop(0)
         if isinstance(manner, Exception):
             raise manner
-        return child.start(name, child.Settings({"manner": manner.encode()}, 1), weights, **options)
+        return child.start(name, child.EngineSettings({"manner": manner.encode()}, 1), weights, **options)
 
 
 def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wanted() -> None:
     with running() as runtime:
         runtime.want(3)
-        joined = until(runtime, Joined, 2)
-        assert set(joined) == {Joined("engine-1"), Joined("engine-2")}
+        joined = until(runtime, EngineJoined, 2)
+        assert set(joined) == {EngineJoined("engine-1"), EngineJoined("engine-2")}
         runtime.want(2)
         # Who has started is for the caller to choose.
         assert runtime.engines() == ["engine-0", "engine-1", "engine-2"]
         (first, *_) = pids(runtime)
         runtime.retire("engine-0")
-        assert until(runtime, Lost) == [Lost("engine-0", RETIRED)]
+        assert until(runtime, EngineLost) == [EngineLost("engine-0", RETIRED)]
         assert not is_running(first)
         os.kill(pids(runtime)[0], signal.SIGKILL)
-        events = until(runtime, Joined)
-        assert events[0] == Lost("engine-1", "its process was killed by signal 9 (SIGKILL)")
-        assert events[1:] == [Joined("engine-3")]
+        events = until(runtime, EngineJoined)
+        assert events[0] == EngineLost("engine-1", "its process was killed by signal 9 (SIGKILL)")
+        assert events[1:] == [EngineJoined("engine-3")]
         assert runtime.engines() == ["engine-2", "engine-3"]
         runtime.retire("engine-0")
         assert runtime.wait(0.0) == []
@@ -67,11 +67,11 @@ def test_one_that_is_lost_while_another_one_is_too_many_is_not_replaced_twice() 
     with running(num_engines=2) as runtime:
         runtime.want(1)
         os.kill(pids(runtime)[0], signal.SIGKILL)
-        assert [event.engine for event in until(runtime, Lost)] == ["engine-0"]
+        assert [event.engine for event in until(runtime, EngineLost)] == ["engine-0"]
         assert list(runtime._engines.living) == ["engine-1"]
         # By now it is the only one.
         runtime.retire("engine-1")
-        assert until(runtime, Joined) == [Lost("engine-1", RETIRED), Joined("engine-2")]
+        assert until(runtime, EngineJoined) == [EngineLost("engine-1", RETIRED), EngineJoined("engine-2")]
 
 
 def test_who_has_not_started_is_ended_where_it_is_too_many(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_who_has_not_started_is_ended_where_it_is_too_many(tmp_path: Path) -> No
         runtime.want(2)
         assert len(runtime._engines.living) == 2
         (tmp_path / "told").touch()
-        assert until(runtime, Joined) == [Joined("engine-1")]
+        assert until(runtime, EngineJoined) == [EngineJoined("engine-1")]
         assert [is_running(pid) for pid in begun] == [True, False, False]
         assert runtime.wait(0.2) == []
 
@@ -102,7 +102,7 @@ def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
         runtime._engines.living["engine-1"].held = runtime._note
         assert runtime._holder() == "engine-1"
         (tmp_path / "told").touch()
-        assert until(runtime, Lost) == [Lost("engine-0", RETIRED)]
+        assert until(runtime, EngineLost) == [EngineLost("engine-0", RETIRED)]
         waits.join(LIMIT_S)
         assert [one.token_ids for one in found] == [TOKENS]
 
@@ -122,27 +122,27 @@ def test_a_run_goes_on_without_engines_that_cannot_be_added(then: str | Exceptio
     starts = Starts(then)
     with running(start=starts) as runtime:
         runtime.want(2)
-        (wanted,) = until(runtime, Wanted)
-        assert isinstance(wanted, Wanted)
+        (wanted,) = until(runtime, ScaleRequest)
+        assert isinstance(wanted, ScaleRequest)
         assert wanted.number == 1 and wanted.reason.startswith(reason)
         load(runtime, "engine-0", 0)
-        assert until(runtime, Loaded) == [Loaded("engine-0", 0, 7)]
+        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
         # The one that was there from the beginning is replaced as ever.
         starts.good = 1
         runtime.lose("engine-0", "no reason")
-        assert until(runtime, Joined)[-1] == Joined("engine-2")
+        assert until(runtime, EngineJoined)[-1] == EngineJoined("engine-2")
 
 
 def test_a_run_goes_on_without_an_engine_that_was_added_and_never_draws() -> None:
     with running(start=Starts("crash", "crash"), max_barren=1) as runtime:
         runtime.want(2)
         for name in ("engine-1", "engine-2"):
-            assert until(runtime, Joined)[-1] == Joined(name)
+            assert until(runtime, EngineJoined)[-1] == EngineJoined(name)
             runtime.lose(name, "it hangs")
-        events = until(runtime, Wanted)
+        events = until(runtime, ScaleRequest)
         assert events == [
-            Lost("engine-2", "it hangs"),
-            Wanted(1, "2 engines were lost " + NOTHING + ", at last engine-2: it hangs"),
+            EngineLost("engine-2", "it hangs"),
+            ScaleRequest(1, "2 engines were lost " + NOTHING + ", at last engine-2: it hangs"),
         ]
         assert runtime.engines() == ["engine-0"]
 

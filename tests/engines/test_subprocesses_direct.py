@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.engines.subprocesses import EngineFailed, ProcessRuntime
-from millrace.rollout.backend import Drawn, Joined, Lost
+from millrace.engines.subprocesses import EngineFailed, SubprocessBackend
+from millrace.rollout.backend import EngineJoined, EngineLost, GenerateResult
 from millrace.types import SamplingParams
 from tests.engines.fake_engine import TOKENS
 from tests.engines.test_subprocesses import LIMIT_S, Trainer, _fake, draws, pids, running, until
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.world
 assert _fake  # every engine here is one that stands in
 
 
-def ask(runtime: ProcessRuntime, num: int) -> list[tuple[int, ...]]:
+def ask(runtime: SubprocessBackend, num: int) -> list[tuple[int, ...]]:
     return [c.token_ids for c in runtime.generate([(1,)] * num, [SamplingParams()] * num)]
 
 
@@ -34,11 +34,11 @@ def test_what_it_generates_itself_is_no_event() -> None:
         runtime.submit("engine-0", draws("a"))
         assert ask(runtime, 2) == [TOKENS, TOKENS]
         (drawn,) = runtime.wait(LIMIT_S)
-        assert isinstance(drawn, Drawn)
+        assert isinstance(drawn, GenerateResult)
         assert drawn.id == "a"
 
 
-def until_it_draws(runtime: ProcessRuntime) -> None:
+def until_it_draws(runtime: SubprocessBackend) -> None:
     while not runtime._engines.living["engine-0"].drawing:
         time.sleep(0.01)
 
@@ -52,11 +52,13 @@ def test_what_it_generates_survives_a_loss(tmp_path: Path) -> None:
         until_it_draws(runtime)
         assert found == []
         os.kill(pids(runtime)[0], signal.SIGKILL)
-        assert until(runtime, Lost) == [Lost("engine-0", "its process was killed by signal 9 (SIGKILL)")]
+        assert until(runtime, EngineLost) == [
+            EngineLost("engine-0", "its process was killed by signal 9 (SIGKILL)")
+        ]
         (tmp_path / "told").touch()
         asked.join(LIMIT_S)
         assert found == [TOKENS] * 3
-        assert runtime.wait(0.0) == [Joined("engine-1")]
+        assert runtime.wait(0.0) == [EngineJoined("engine-1")]
 
 
 def test_a_deadline_that_is_missed_has_its_name() -> None:
@@ -68,7 +70,7 @@ def test_a_deadline_that_is_missed_has_its_name() -> None:
 def test_who_waits_hears_of_the_end() -> None:
     found: list[BaseException] = []
 
-    def wait(runtime: ProcessRuntime) -> None:
+    def wait(runtime: SubprocessBackend) -> None:
         try:
             ask(runtime, 1)
         except RuntimeError as error:

@@ -13,15 +13,15 @@ import pytest
 
 from millrace.engines.wire import (
     LENGTHS,
+    Channel,
     Frame,
     FrameError,
-    Line,
     drawn_as_frame,
     drawn_of,
     draws_as_frame,
     draws_of,
 )
-from millrace.rollout.backend import Draw
+from millrace.rollout.backend import GenerateRequest
 from millrace.types import SamplingParams
 from tests.rollout.test_remote_shared import check_same, completion
 
@@ -29,10 +29,10 @@ KINDS = ("a", "b")
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, Line]]:
+def ends() -> Iterator[tuple[socket.socket, Channel]]:
     """A socket to write bytes to, and the line that reads them."""
     ours, theirs = socket.socketpair()
-    line = Line(theirs, KINDS)
+    line = Channel(theirs, KINDS)
     yield ours, line
     ours.close()
     line.close()
@@ -49,7 +49,7 @@ def raw(head: bytes, body: bytes = b"") -> bytes:
 def through(frame: tuple[dict[str, Any], dict[str, np.ndarray]]) -> Frame:
     """A frame at the other end."""
     ours, theirs = socket.socketpair()
-    sender, receiver = Line(ours, ()), Line(theirs, KINDS)
+    sender, receiver = Channel(ours, ()), Channel(theirs, KINDS)
     sender.put("a", *frame)
     frames = receiver.take()
     while not frames:
@@ -60,7 +60,7 @@ def through(frame: tuple[dict[str, Any], dict[str, np.ndarray]]) -> Frame:
     return frames[0]
 
 
-def test_frames_arrive_in_pieces_of_any_length(ends: tuple[socket.socket, Line]) -> None:
+def test_frames_arrive_in_pieces_of_any_length(ends: tuple[socket.socket, Channel]) -> None:
     ours, line = ends
     numbers = random.Random(0)
     arrays = {"x": np.arange(6, dtype=np.int64).reshape(2, 3), "empty": np.empty((0, 2), np.float32)}
@@ -83,7 +83,7 @@ def test_frames_arrive_in_pieces_of_any_length(ends: tuple[socket.socket, Line])
 
 def test_nobody_waits_for_a_full_socket() -> None:
     ours, theirs = socket.socketpair()
-    sender, receiver = Line(ours, ()), Line(theirs, KINDS)
+    sender, receiver = Channel(ours, ()), Channel(theirs, KINDS)
     large = np.arange(1 << 20, dtype=np.int32)
     sender.put("a", {"n": 1}, {"large": large})
     sender.put("b", {"n": 2})
@@ -127,7 +127,7 @@ def test_nobody_waits_for_a_full_socket() -> None:
         (raw(header(arrays=[["x", "int16", [1]]]), b"1234"), "frame a has 2 bytes that belong to no array"),
     ],
 )
-def test_what_is_no_frame_is_refused(ends: tuple[socket.socket, Line], data: bytes, words: str) -> None:
+def test_what_is_no_frame_is_refused(ends: tuple[socket.socket, Channel], data: bytes, words: str) -> None:
     ours, line = ends
     ours.sendall(data)
     with pytest.raises(FrameError, match=words):
@@ -160,11 +160,11 @@ def test_draws_arrive_as_they_were() -> None:
     for name in SamplingParams.__slots__:
         assert getattr(EVERYTHING, name) != getattr(plain, name)
     draws = [
-        Draw("a", (1, 2), EVERYTHING),
-        Draw("b", (1, 2), plain),
-        Draw("c", (), plain),
-        Draw("d", (1 << 40,), plain),
-        Draw("e", (1, 2), plain),
+        GenerateRequest("a", (1, 2), EVERYTHING),
+        GenerateRequest("b", (1, 2), plain),
+        GenerateRequest("c", (), plain),
+        GenerateRequest("d", (1 << 40,), plain),
+        GenerateRequest("e", (1, 2), plain),
     ]
     frame = through(draws_as_frame(draws))
     assert draws_of(frame) == [draws[:2], draws[2:3], draws[3:4], draws[4:]]
@@ -174,7 +174,7 @@ def test_draws_arrive_as_they_were() -> None:
 
 def test_what_was_drawn_before_arrives_with_its_draw() -> None:
     begun = [None, completion(4), None, completion(7)]
-    draws = [Draw(f"{i}", (i // 2,), SamplingParams(), drawn) for i, drawn in enumerate(begun)]
+    draws = [GenerateRequest(f"{i}", (i // 2,), SamplingParams(), drawn) for i, drawn in enumerate(begun)]
     found = [draw for group in draws_of(through(draws_as_frame(draws))) for draw in group]
     assert [draw.id for draw in found] == ["0", "1", "2", "3"]
     assert found[0].drawn is None and found[2].drawn is None

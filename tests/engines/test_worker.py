@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from millrace.engines import worker as engine_process
-from millrace.engines.wire import ORDERS, REPORTS, Frame, Line, drawn_of, draws_as_frame
-from millrace.engines.worker import Mailbox
+from millrace.engines.wire import ORDERS, REPORTS, Channel, Frame, drawn_of, draws_as_frame
+from millrace.engines.worker import EngineWorker
 from millrace.inference.canary import sampler_logprobs
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.models.load import Model
-from millrace.rollout.backend import Draw
+from millrace.rollout.backend import GenerateRequest
 from millrace.transport.canary import Canary
 from millrace.transport.memory import SharedWeights
 from millrace.types import Completion, SamplingParams
@@ -34,14 +34,14 @@ Ended = tuple[str, int, int, Completion]
 class Trainer:
     """The other end of the line, and models whose weights it sends as versions 0, 1, ..."""
 
-    def __init__(self, line: Line, weights: SharedWeights, models: Sequence[Model]) -> None:
+    def __init__(self, line: Channel, weights: SharedWeights, models: Sequence[Model]) -> None:
         self.line, self.weights, self.models = line, weights, models
         self.frames: list[Frame] = []
 
     def load(self, version: int) -> None:
         self.line.put("load", self.weights.write(self.models[version].named_parameters(), version))
 
-    def submit(self, *draws: Draw) -> None:
+    def submit(self, *draws: GenerateRequest) -> None:
         self.line.put("submit", *draws_as_frame(draws))
 
     def hear(self, kind: str, num: int = 1) -> list[Frame]:
@@ -98,9 +98,9 @@ class Steps:
 def serving(engine: PagedEngine, kv: KvPolicy = "recompute", *, interrupt: bool = True) -> Iterator[Trainer]:
     ours, theirs = socket.socketpair()
     weights = SharedWeights()
-    box = Mailbox(engine, Line(theirs, ORDERS), weights.handle, kv=kv, interrupt=interrupt)
+    box = EngineWorker(engine, Channel(theirs, ORDERS), weights.handle, kv=kv, interrupt=interrupt)
     thread = threading.Thread(target=box.serve)
-    line = Line(ours, REPORTS)
+    line = Channel(ours, REPORTS)
     thread.start()
     try:
         yield Trainer(line, weights, [tiny_model("qwen3", seed=seed) for seed in (1, 2)])
@@ -116,9 +116,11 @@ def engine(**sizes: Any) -> PagedEngine:
     return paged(tiny_model("qwen3"), **sizes)
 
 
-def long_draws(num: int, *, seed: int = 0, max_tokens: int = 90) -> list[Draw]:
+def long_draws(num: int, *, seed: int = 0, max_tokens: int = 90) -> list[GenerateRequest]:
     return [
-        Draw(f"{seed}-{i}", (5, 6, 7 + seed), SamplingParams(max_tokens=max_tokens, seed=100 * seed + i))
+        GenerateRequest(
+            f"{seed}-{i}", (5, 6, 7 + seed), SamplingParams(max_tokens=max_tokens, seed=100 * seed + i)
+        )
         for i in range(num)
     ]
 
@@ -141,7 +143,7 @@ def test_nothing_is_drawn_before_weights_are_proved() -> None:
         (loaded,) = trainer.hear("loaded")
         assert loaded.note["error"].endswith(f"the first being {name}")
         # It answers this a turn later: in between it would have drawn.
-        trainer.submit(Draw("bad", (99,), SamplingParams(max_tokens=2)))
+        trainer.submit(GenerateRequest("bad", (99,), SamplingParams(max_tokens=2)))
         trainer.hear("refused")
         assert steps.num_begun == 0
         steps.let_go()
@@ -172,7 +174,10 @@ def test_it_draws_what_the_engine_draws() -> None:
     with serving(engine()) as trainer:
         trainer.load(0)
         trainer.submit(
-            *[Draw(f"{i}", p, wanted) for i, (p, wanted) in enumerate(zip(prompts, params, strict=True))]
+            *[
+                GenerateRequest(f"{i}", p, wanted)
+                for i, (p, wanted) in enumerate(zip(prompts, params, strict=True))
+            ]
         )
         ours = {id: completion for id, _, _, completion in trainer.drawn(12)}
     twin = paged(tiny_model("qwen3", seed=1))
@@ -210,7 +215,7 @@ def test_what_was_aborted_goes_on_in_another_engine() -> None:
 def test_what_cannot_be_served_is_refused_and_the_rest_goes_on() -> None:
     with serving(engine()) as trainer:
         trainer.load(0)
-        bad = Draw("bad", (99,), SamplingParams(max_tokens=2))
+        bad = GenerateRequest("bad", (99,), SamplingParams(max_tokens=2))
         trainer.submit(bad, *long_draws(1, max_tokens=2))
         (refused,) = trainer.hear("refused")
         assert refused.note["ids"] == ["bad"]
@@ -231,7 +236,7 @@ def replayed(
     twin: PagedEngine,
     models: Sequence[Model],
     loads: Sequence[tuple[int, int]],
-    draws: Sequence[Draw],
+    draws: Sequence[GenerateRequest],
     told: dict[str, Ended],
     kv: KvPolicy,
 ) -> dict[str, Completion]:
@@ -364,8 +369,8 @@ def test_an_engine_that_waits_for_an_order_of_its_script_is_heard_of(
 def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> None:
     ours, theirs = socket.socketpair()
     weights = SharedWeights()
-    line = Line(ours, REPORTS)
-    box = Mailbox(engine(), Line(theirs, ORDERS), weights.handle, kv="keep", interrupt=True)
+    line = Channel(ours, REPORTS)
+    box = EngineWorker(engine(), Channel(theirs, ORDERS), weights.handle, kv="keep", interrupt=True)
     line.put("begin", {"script": [(5, 1)]})
     with pytest.raises(RuntimeError, match="turn 0 has nothing to do, .* order came before turn 5$"):
         box.serve()

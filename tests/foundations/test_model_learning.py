@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.foundations.episodes import Episode, sample_episodes
+from millrace.foundations.episodes import Walk, sample_episodes
 from millrace.foundations.mdp import uniform
 from millrace.foundations.model_learning import Model, learn_model
 from millrace.foundations.solve import evaluate, policy_iteration
@@ -11,11 +11,9 @@ from tests.close import close_fp64
 from tests.foundations.worlds import random_mdp
 
 EPISODES = [
-    Episode(np.array([0, 1, 0]), np.array([1, 0, 1]), np.array([1.0, 3.0, 2.0]), last_state=2, ended=True),
-    Episode(np.array([0, 0]), np.array([1, 1]), np.array([0.5, 6.0]), last_state=1, ended=False),
-    Episode(
-        np.array([], dtype=np.int64), np.array([], dtype=np.int64), np.array([]), last_state=2, ended=True
-    ),
+    Walk(np.array([0, 1, 0]), np.array([1, 0, 1]), np.array([1.0, 3.0, 2.0]), last_state=2, ended=True),
+    Walk(np.array([0, 0]), np.array([1, 1]), np.array([0.5, 6.0]), last_state=1, ended=False),
+    Walk(np.array([], dtype=np.int64), np.array([], dtype=np.int64), np.array([]), last_state=2, ended=True),
 ]
 
 
@@ -78,7 +76,7 @@ def test_a_model_of_many_episodes_plans_nearly_as_well_as_the_world() -> None:
     ],
 )
 def test_what_lies_beyond_the_given_numbers_is_refused(state: int, action: int, sentence: str) -> None:
-    bad = Episode(np.array([0]), np.array([action]), np.array([1.0]), last_state=state, ended=True)
+    bad = Walk(np.array([0]), np.array([action]), np.array([1.0]), last_state=state, ended=True)
     with pytest.raises(ValueError) as caught:
         learn_model([EPISODES[0], bad], 3, 2)
     assert str(caught.value) == sentence

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.foundations.episodes import Episode, sample_episodes
+from millrace.foundations.episodes import Walk, sample_episodes
 from millrace.foundations.mdp import uniform
 from millrace.foundations.monte_carlo import (
     constant,
@@ -20,9 +20,9 @@ from tests.foundations.worlds import random_mdp, random_policy
 NAN = float("nan")
 
 
-def episode(states: list[int], rewards: list[float], *, actions: list[int] | None = None) -> Episode:
+def episode(states: list[int], rewards: list[float], *, actions: list[int] | None = None) -> Walk:
     words = np.zeros(len(states), dtype=np.int64) if actions is None else np.array(actions)
-    return Episode(np.array(states), words, np.array(rewards), last_state=3, ended=True)
+    return Walk(np.array(states), words, np.array(rewards), last_state=3, ended=True)
 
 
 # Returns at discount 1/2: (0: 3, 1: 4, 0: 2) and (1: -2). State 2 is never visited.
@@ -120,7 +120,7 @@ def test_both_kinds_of_importance_sampling_find_the_value_of_the_other_policy() 
 
 
 def test_bad_input_is_refused_by_name() -> None:
-    cut = Episode(np.array([0, 1]), np.array([0, 0]), np.array([1.0, 2.0]), last_state=1, ended=False)
+    cut = Walk(np.array([0, 1]), np.array([0, 0]), np.array([1.0, 2.0]), last_state=1, ended=False)
     for method in (first_visit, every_visit, incremental):
         with pytest.raises(ValueError, match=r"^episodes\[2\] was cut off after 2 steps$"):
             method([*TWO, cut], 3, discount=0.5)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.foundations.episodes import Episode, returns, sample_episodes
+from millrace.foundations.episodes import Walk, returns, sample_episodes
 from millrace.foundations.mdp import Mdp, uniform
 from millrace.foundations.model_learning import learn_model
 from millrace.foundations.monte_carlo import constant, incremental, one_over_n
@@ -23,7 +23,7 @@ from tests.foundations.worlds import corridor, random_mdp, random_policy
 SEEDS = range(6)
 
 
-def random_episodes(seed: int, num: int = 4) -> list[Episode]:
+def random_episodes(seed: int, num: int = 4) -> list[Walk]:
     """Whole episodes and one that was cut off."""
     mdp = random_mdp(seed, terminal=True)
     whole = sample_episodes(mdp, random_policy(seed, 5, 3), num, seed=seed)
@@ -32,7 +32,7 @@ def random_episodes(seed: int, num: int = 4) -> list[Episode]:
 
 
 # 0 -> 1 -> 0 -> end, rewards 1, 3, 2.
-ONE = [Episode(np.array([0, 1, 0]), np.zeros(3, dtype=np.int64), np.array([1.0, 3, 2]), 2, True)]
+ONE = [Walk(np.array([0, 1, 0]), np.zeros(3, dtype=np.int64), np.array([1.0, 3, 2]), 2, True)]
 
 
 def test_td_zero_by_hand() -> None:
@@ -51,7 +51,7 @@ def test_two_steps_by_hand() -> None:
 
 
 def test_an_episode_that_was_cut_off_is_bootstrapped() -> None:
-    cut = [Episode(np.array([0]), np.array([0]), np.array([1.0]), last_state=1, ended=False)]
+    cut = [Walk(np.array([0]), np.array([0]), np.array([1.0]), last_state=1, ended=False)]
     for found_S in (
         td_zero(cut, 2, discount=0.5, step=constant(1.0), initial_S=[0, 6]),
         n_step_td(cut, 2, num_steps=9, discount=0.5, step=constant(1.0), initial_S=[0, 6]),

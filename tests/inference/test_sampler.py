@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.inference.sampler import Drawn, SamplingTable, check_vocabulary, uniform
+from millrace.inference.sampler import SampledTokens, SamplingTable, check_vocabulary, uniform
 from millrace.types import SamplingParams
 from tests.close import close_fp32, close_fp64
 
@@ -26,7 +26,7 @@ def no_history(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def drawn_by(
     params: Sequence[SamplingParams], logit_NV: Tensor, position: int = 0, history: Any = None
-) -> Drawn:
+) -> SampledTokens:
     """One token for each of the parameters."""
     table = SamplingTable(len(params), logit_NV.shape[1], CPU)
     table.put(range(len(params)), params)
@@ -281,7 +281,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None
     row_N = np.random.default_rng(0).permutation(60)[:50]
     table.put(row_N.tolist(), params)
 
-    def draw(chosen: list[int]) -> Drawn:
+    def draw(chosen: list[int]) -> SampledTokens:
         def history(n: int) -> tuple[np.ndarray, np.ndarray]:
             return np.array([1, 2, chosen[n]]), np.array([7, 7, chosen[n] // 2])
 

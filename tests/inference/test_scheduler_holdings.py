@@ -3,16 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.inference.scheduler import Holdings, Start
+from millrace.inference.scheduler import KVAllocator, RequestStart
 from tests.inference.pool import new_request
 
 
-def new_holdings(num_blocks: int = 20, *, max_requests: int = 5, prefix_caching: bool = True) -> Holdings:
+def new_holdings(num_blocks: int = 20, *, max_requests: int = 5, prefix_caching: bool = True) -> KVAllocator:
     sizes = {"num_blocks": num_blocks, "block_size": 4, "max_requests": max_requests}
-    return Holdings(**sizes, prefix_caching=prefix_caching)
+    return KVAllocator(**sizes, prefix_caching=prefix_caching)
 
 
-def begin(holdings: Holdings, *prompts: range, arrival: int = 0) -> list[Start]:
+def begin(holdings: KVAllocator, *prompts: range, arrival: int = 0) -> list[RequestStart]:
     """Start requests together, as one step of the scheduler does."""
     starts = []
     for number, prompt in enumerate(prompts, arrival):
@@ -25,7 +25,7 @@ def begin(holdings: Holdings, *prompts: range, arrival: int = 0) -> list[Start]:
     return starts
 
 
-def compute(holdings: Holdings, rows: list[int]) -> None:
+def compute(holdings: KVAllocator, rows: list[int]) -> None:
     """All prompts of these rows are computed, and each row draws token 9."""
     table = holdings.table
     table.num_computed_R[rows] = table.num_prompt_R[rows]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from millrace.kernels import product_cpu as cpu
 from millrace.kernels.compiled import compiled, memory
-from millrace.kernels.product_cpu import ADD, GATE, WRITE, Packed, kinds, pack, place_of, product
+from millrace.kernels.product_cpu import ADD, GATE, WRITE, PackedWeight, kinds, pack, place_of, product
 from millrace.kernels.product_tile import PANEL_BYTES
 from tests.close import close_bf16, close_fp32, close_fp64
 
@@ -134,7 +134,7 @@ def multiplied(lies: Any, place: Any, sizes: Any, kinds: Any, then: Any) -> None
 
 
 def done(
-    x: Tensor, packed: Packed, y_MN: Tensor, bias_N: Tensor | None, purpose: int, threads: int = 1
+    x: Tensor, packed: PackedWeight, y_MN: Tensor, bias_N: Tensor | None, purpose: int, threads: int = 1
 ) -> Tensor:
     """A product into a copy of y."""
     y_MN, kind = y_MN.clone(), kinds(x.dtype)

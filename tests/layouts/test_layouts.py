@@ -22,8 +22,8 @@ from millrace.models.facts import experts_of
 from millrace.models.heads import scalar_model
 from millrace.models.load import Model
 from millrace.models.saving import whole
-from millrace.rollout.sampling import Sampled
-from millrace.run.train_step import Learner, train_on
+from millrace.rollout.sampling import SampledBatch
+from millrace.run.train_step import TrainStep, train_on
 from millrace.training.method import build_control, build_method, build_objective
 from millrace.training.optimizer import adamw
 from millrace.training.policy import BaseScorer, PolicyTrainer
@@ -167,7 +167,7 @@ def model_of(architecture: str, seed: int = 0) -> Model:
     return model
 
 
-def learner(case: Case) -> Learner:
+def learner(case: Case) -> TrainStep:
     """As `run.build` makes one, over tiny models."""
     config = config_of(case)
     mesh, control = mesh_of(config.mesh, CPU), build_control(config)
@@ -199,7 +199,7 @@ def learner(case: Case) -> Learner:
         critic = ValueTrainer(
             made, optimizer_of(made), clip=config.critic.clip, coefficient=0.5, spread=held, **options
         )
-    return Learner(policy, build_method(config), critic, reference if control else None, None, control)
+    return TrainStep(policy, build_method(config), critic, reference if control else None, None, control)
 
 
 def optimizer_of(model: Model) -> torch.optim.Optimizer:
@@ -218,7 +218,7 @@ def learned(case: Case) -> dict[str, Tensor]:
     for name, trainer in trainers.items():
         keep_gradients(name, trainer, told)
     for step in range(STEPS):
-        result = train_on(one, Sampled(groups(step), frozenset(), None), seed=5, step=step)
+        result = train_on(one, SampledBatch(groups(step), frozenset(), None), seed=5, step=step)
         told |= {f"step {step}/{name}": torch.tensor(value) for name, value in result.record.items()}
     for name, trainer in trainers.items():
         told |= {f"{name}/{weight}": tensor.clone() for weight, tensor in trainer.named_tensors()}

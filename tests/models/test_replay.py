@@ -27,7 +27,7 @@ from millrace.training.objective import Predicted, surrogate
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import Spread, mesh_of, spread_over
+from millrace.training.spread import ParallelModel, mesh_of, spread_over
 from millrace.transport.fingerprint import fingerprint
 from millrace.transport.local import prove
 from millrace.types import Outcome, SamplingParams, Trajectory, Turn
@@ -243,7 +243,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         one.scorer.logprobs(batch)
 
 
-def dealt(architecture: str, mesh: dict[str, Any]) -> Spread:
+def dealt(architecture: str, mesh: dict[str, Any]) -> ParallelModel:
     model = mixture(architecture)
     # The same sums, whether experts are dealt out or not.
     expert.register()

@@ -13,7 +13,7 @@ from millrace.planner.layout import Layout
 from millrace.planner.memory import Workload, memory_per_rank
 from millrace.planner.model_shape import ModelShape
 from millrace.planner.simulate import (
-    Service,
+    StepCost,
     constant,
     exponential,
     lognormal,
@@ -72,12 +72,12 @@ def test_what_is_no_duration_is_refused(make):
 
 
 def test_a_step_costs_more_the_more_run():
-    service = Service(step_s=0.5, row_s=0.25, prompt_token_s=0.0)
+    service = StepCost(step_s=0.5, row_s=0.25, prompt_token_s=0.0)
     close_fp64([service.token_s(1), service.token_s(6)], [0.75, 2.0])
 
 
 def test_a_step_is_bound_by_products_where_those_take_longer():
-    service = Service(step_s=0.5, row_s=0.25, prompt_token_s=0.0, product_s=0.5)
+    service = StepCost(step_s=0.5, row_s=0.25, prompt_token_s=0.0, product_s=0.5)
     close_fp64([service.token_s(1), service.token_s(2), service.token_s(8)], [0.75, 1.0, 4.0])
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.engines.recorded import ReplayError, Script
-from millrace.replay.backend import Replaying
-from millrace.rollout.backend import Event, Joined, Judged, Loaded, Lost, Wanted
+from millrace.engines.recorded import RecordedCommands, ReplayError
+from millrace.replay.backend import ReplayBackend
+from millrace.rollout.backend import EngineJoined, EngineLost, Event, ScaleRequest, ScoreResult, WeightsLoaded
 
 
 class Engines:
@@ -23,7 +23,7 @@ class Engines:
     def engines(self) -> list[str]:
         return self.alive
 
-    def begin(self, script: Script) -> None:
+    def begin(self, script: RecordedCommands) -> None:
         self.script = script
 
     def end(self, engine: str) -> None:
@@ -48,7 +48,7 @@ class Score:
 
     def __init__(self, *lines: list[str] | str) -> None:
         self.lines = list(lines)
-        self.script = Script([])
+        self.script = RecordedCommands([])
 
     @property
     def head(self):
@@ -60,18 +60,18 @@ class Score:
 
 def test_what_comes_early_is_kept_until_its_turn():
     engines, score = Engines(), Score(["judged b", "loaded e 3"], "take", ["judged a"])
-    runtime = Replaying(engines, score, limit_s=10.0)
+    runtime = ReplayBackend(engines, score, limit_s=10.0)
     runtime.begin()
     assert engines.script is score.script
-    engines.events = [Judged("a", ()), Judged("b", ())]
+    engines.events = [ScoreResult("a", ()), ScoreResult("b", ())]
     assert runtime.wait(0.1) == []
-    engines.events = [Loaded("e", 3, 8)]
-    assert runtime.wait(0.1) == [Judged("b", ()), Loaded("e", 3, 8)]
+    engines.events = [WeightsLoaded("e", 3, 8)]
+    assert runtime.wait(0.1) == [ScoreResult("b", ()), WeightsLoaded("e", 3, 8)]
     score.lines.pop(0)
     # It has happened, but the trainer took a batch before it was heard.
     assert runtime.wait(0.1) == []
     score.lines.pop(0)
-    assert runtime.wait(0.1) == [Judged("a", ())]
+    assert runtime.wait(0.1) == [ScoreResult("a", ())]
     score.lines.pop(0)
     assert runtime.wait(0.1) == []
     # The records are the run's.
@@ -81,17 +81,17 @@ def test_what_comes_early_is_kept_until_its_turn():
 def test_engines_end_and_start_where_the_log_says_so():
     engines = Engines("e", "f")
     score = Score(["judged a", "lost e it hangs, for long", "joined g"], ["lost e it hangs, for long"])
-    runtime = Replaying(engines, score, limit_s=10.0)
+    runtime = ReplayBackend(engines, score, limit_s=10.0)
     assert runtime.wait(0.1) == []
     # It must have said first what was heard of it first.
     assert engines.told == []
-    engines.events = [Judged("a", ())]
+    engines.events = [ScoreResult("a", ())]
     assert runtime.wait(0.1) == []
     assert runtime.wait(0.1) == []
     assert engines.told == [("end", "e"), ("start", "g")]
-    engines.events = [Joined("g")]
-    lost = Lost("e", "it hangs, for long")
-    assert runtime.wait(0.1) == [Judged("a", ()), lost, Joined("g")]
+    engines.events = [EngineJoined("g")]
+    lost = EngineLost("e", "it hangs, for long")
+    assert runtime.wait(0.1) == [ScoreResult("a", ()), lost, EngineJoined("g")]
     score.lines.pop(0)
     # Given up and then found dead: heard twice.
     assert runtime.wait(0.1) == [lost]
@@ -100,7 +100,7 @@ def test_engines_end_and_start_where_the_log_says_so():
 
 def test_what_never_happens_is_named():
     engines = Engines()
-    runtime = Replaying(engines, Score("take", ["drawn 3.1.7"]), limit_s=10.0)
+    runtime = ReplayBackend(engines, Score("take", ["drawn 3.1.7"]), limit_s=10.0)
     engines.now_s = 1000.0
     # While the trainer works, nothing is missing.
     assert runtime.wait(0.1) == []
@@ -119,15 +119,15 @@ def test_what_never_happens_is_named():
 
 def test_what_was_asked_is_heard_when_the_run_heard_it_and_only_the_log_starts_and_ends_engines():
     engines = Engines("e", "f")
-    runtime = Replaying(
+    runtime = ReplayBackend(
         engines, Score("take", ["wanted 3", "wanted 2 there is no room"], ["lost f it left"]), limit_s=9
     )
     assert runtime.wait(0.1) == []
     runtime._score.lines.pop(0)
-    assert runtime.wait(0.1) == [Wanted(3), Wanted(2, "there is no room")]
+    assert runtime.wait(0.1) == [ScaleRequest(3), ScaleRequest(2, "there is no room")]
     runtime.want(3)
     runtime.retire("f")
     assert engines.told == []
     runtime._score.lines.pop(0)
-    assert runtime.wait(0.1) == [Lost("f", "it left")]
+    assert runtime.wait(0.1) == [EngineLost("f", "it left")]
     assert engines.told == [("end", "f")]

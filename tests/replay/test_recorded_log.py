@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from millrace.engines.recorded import ReplayError, Script
+from millrace.engines.recorded import RecordedCommands, ReplayError
 from millrace.eventlog.log import check_log, read_events
-from millrace.replay.recorded_log import Part, Replayed, parts_of
+from millrace.replay.recorded_log import RecordedLog, RunSegment, parts_of
 from tests.rollout.manual import Manual, rollouts_over, serving
 
 
@@ -92,8 +92,8 @@ def test_each_part_is_repeated_with_the_threads_that_its_ranks_had():
         assert older.threads == []
 
 
-def replayed(folder: Path, recorded: list[dict[str, Any]]) -> Replayed:
-    return Replayed(folder / "events.log", lambda: 7.0, Part(recorded, 40, Script([]), 0))
+def replayed(folder: Path, recorded: list[dict[str, Any]]) -> RecordedLog:
+    return RecordedLog(folder / "events.log", lambda: 7.0, RunSegment(recorded, 40, RecordedCommands([]), 0))
 
 
 TAKEN: dict[str, Any] = {"batch": 0, "numbers": [3], "staleness": [0], "left_out": [], "withheld": {}}

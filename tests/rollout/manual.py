@@ -11,9 +11,16 @@ import numpy as np
 
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
-from millrace.rollout.backend import Draw, Drawn, Event, Judged, Loaded, Record
-from millrace.rollout.manager import Rollouts
-from millrace.rollout.staleness import Flow, FlowRules
+from millrace.rollout.backend import (
+    Event,
+    GenerateRequest,
+    GenerateResult,
+    Record,
+    ScoreResult,
+    WeightsLoaded,
+)
+from millrace.rollout.manager import RolloutManager
+from millrace.rollout.staleness import StalenessController, StalenessPolicy
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 5), f"text {i}") for i in range(6)}
@@ -26,7 +33,7 @@ class Manual:
         self.alive = list(engines)
         self.orders: list[tuple[Any, ...]] = []
         self.events: list[Event] = []
-        self.draws: dict[str, tuple[str, Draw]] = {}
+        self.draws: dict[str, tuple[str, GenerateRequest]] = {}
         self.calls: dict[str, list[tuple[str, str]]] = {}
         self.now_s, self.sleeps = 0.0, sleeps
 
@@ -36,7 +43,7 @@ class Manual:
     def engines(self) -> list[str]:
         return list(self.alive)
 
-    def submit(self, engine: str, draws: Sequence[Draw]) -> None:
+    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
         self.orders.append(("submit", engine, [draw.id for draw in draws]))
         self.draws |= {draw.id: (engine, draw) for draw in draws}
 
@@ -88,21 +95,23 @@ class Manual:
 
     def drawn(
         self, id: str, *, version: int | tuple[int, int] = 0, text: str | None = None, reason: str = "stop"
-    ) -> Drawn:
+    ) -> GenerateResult:
         """The draw is over: two tokens, of which the first is the seed, of one version or two."""
         engine, draw = self.draws[id]
-        return Drawn(engine, id, completion(draw, version, text, reason), 3, 5)
+        return GenerateResult(engine, id, completion(draw, version, text, reason), 3, 5)
 
-    def judged(self, id: str) -> Judged:
+    def judged(self, id: str) -> ScoreResult:
         """An answer to each text."""
-        return Judged(id, tuple(Outcome("score", worth(text)) for _, text in self.calls[id]))
+        return ScoreResult(id, tuple(Outcome("score", worth(text)) for _, text in self.calls[id]))
 
 
 def worth(text: str) -> float:
     return float(sum(text.encode()))
 
 
-def completion(draw: Draw, version: Any = 0, text: str | None = None, reason: Any = "stop") -> Completion:
+def completion(
+    draw: GenerateRequest, version: Any = 0, text: str | None = None, reason: Any = "stop"
+) -> Completion:
     seed = draw.params.seed
     return Completion(
         token_ids=(seed, 9),
@@ -138,13 +147,13 @@ def rollouts_over(
     notes: Notes | None = None,
     rules: dict[str, Any] | None = None,
     **given: Any,
-) -> tuple[Rollouts, Flow, Notes]:
+) -> tuple[RolloutManager, StalenessController, Notes]:
     notes = Notes() if notes is None else notes
-    kept = FlowRules(groups_per_step=groups_per_step, staleness=staleness, **rules or {})
+    kept = StalenessPolicy(groups_per_step=groups_per_step, staleness=staleness, **rules or {})
     if not notes:
         notes.add("begin", rules=asdict(kept), num_batches=num_batches)
-    flow = Flow(kept, num_batches=num_batches, note=notes.add)
-    rollouts = Rollouts(
+    flow = StalenessController(kept, num_batches=num_batches, note=notes.add)
+    rollouts = RolloutManager(
         flow,
         runtime,
         PromptStream(list(PROMPTS.values()), seed=0, shuffle=False),
@@ -163,4 +172,4 @@ def rollouts_over(
 
 
 def serving(*engines: str, version: int = 0) -> list[Event]:
-    return [Loaded(engine, version) for engine in engines]
+    return [WeightsLoaded(engine, version) for engine in engines]

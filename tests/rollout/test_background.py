@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from millrace.rollout.backend import Wanted
-from millrace.rollout.background import Pump
+from millrace.rollout.backend import ScaleRequest
+from millrace.rollout.background import BackgroundRollouts
 from millrace.rollout.engine_pool import DrawFailed
 from millrace.rollout.manager import Stalled
 from tests.rollout.manual import Manual, rollouts_over, serving
@@ -51,7 +51,7 @@ def test_batches_come_while_nobody_advances():
     runtime = Quick("a", "b")
     rollouts, flow, _ = rollouts_over(runtime, staleness=1)
     numbers = []
-    with Pump(rollouts, runtime) as pump:
+    with BackgroundRollouts(rollouts, runtime) as pump:
         for version in range(1, 4):
             numbers += pump.next_batch(PATIENCE_S).taken.numbers
             pump.published(version)
@@ -66,7 +66,7 @@ def test_batches_come_while_nobody_advances():
 def test_errors_of_the_thread_are_raised_where_somebody_waits():
     runtime = Quick("a", reason="error")
     rollouts, _, _ = rollouts_over(runtime)
-    with Pump(rollouts, runtime) as pump:
+    with BackgroundRollouts(rollouts, runtime) as pump:
         for _ in range(2):
             with pytest.raises(DrawFailed, match="the logits are not finite"):
                 pump.next_batch(PATIENCE_S)
@@ -95,7 +95,7 @@ def test_what_was_half_decided_is_not_looked_at_before_its_error_is_told(monkeyp
     rollouts, _, _ = rollouts_over(runtime)
     monkeypatch.setattr(rollouts, "handle", failing)
     monkeypatch.setattr("millrace.rollout.background.threading.Condition", Slow)
-    with Pump(rollouts, runtime) as pump, pytest.raises(OSError, match="the disk is full"):
+    with BackgroundRollouts(rollouts, runtime) as pump, pytest.raises(OSError, match="the disk is full"):
         pump.until(look, "something", PATIENCE_S)
     assert decided == ["half"]
 
@@ -104,7 +104,7 @@ def test_what_was_half_decided_is_not_looked_at_before_its_error_is_told(monkeyp
 def test_a_stall_is_found_by_who_waits():
     runtime = Quick()
     rollouts, _, _ = rollouts_over(runtime)
-    with Pump(rollouts, runtime) as pump:
+    with BackgroundRollouts(rollouts, runtime) as pump:
         with pytest.raises(Stalled, match="trainer waits for batch 0 .* an engine that serves"):
             pump.next_batch(0.05)
         assert pump.blockers()[0] == "an engine that serves"
@@ -114,7 +114,7 @@ def test_a_stall_is_found_by_who_waits():
 def test_nothing_is_decided_while_it_is_paused():
     runtime = Quick("a")
     rollouts, _, notes = rollouts_over(runtime, staleness=1)
-    with Pump(rollouts, runtime) as pump:
+    with BackgroundRollouts(rollouts, runtime) as pump:
         pump.next_batch(PATIENCE_S)
         with pump.paused():
             words, _ = pump.state()
@@ -129,9 +129,9 @@ def test_nothing_is_decided_while_it_is_paused():
 
 @pytest.mark.world
 def test_what_is_asked_from_outside_is_heard_with_the_rest():
-    runtime, asked = Quick("a"), [[Wanted(2)]]
+    runtime, asked = Quick("a"), [[ScaleRequest(2)]]
     rollouts, _, notes = rollouts_over(runtime, staleness=1)
-    with Pump(rollouts, runtime, lambda: asked.pop() if asked else []) as pump:
+    with BackgroundRollouts(rollouts, runtime, lambda: asked.pop() if asked else []) as pump:
         pump.next_batch(PATIENCE_S)
         begun_s = time.monotonic()
         while (found := pump.engines()).wanted != 2:
@@ -158,7 +158,7 @@ def test_a_thread_that_is_stuck_is_named():
     release = threading.Event()
     runtime = Quick("a")
     rollouts, _, _ = rollouts_over(runtime, environment=Stuck)
-    with Pump(rollouts, runtime) as pump:
+    with BackgroundRollouts(rollouts, runtime) as pump:
         begun_s = time.monotonic()
         while pump.blockers() != ["millrace-pump (handles what happened)"]:
             assert time.monotonic() - begun_s < PATIENCE_S

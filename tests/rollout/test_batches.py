@@ -12,15 +12,15 @@ import pytest
 
 from millrace.data.prompts import PromptStream
 from millrace.distributed.ranks import Ranks
-from millrace.engines.in_process import InlineRuntime
-from millrace.engines.recorded import Script
+from millrace.engines.in_process import InProcessBackend
+from millrace.engines.recorded import RecordedCommands
 from millrace.eventlog.log import EventLog, read_events
 from millrace.observability.metrics import Spans
-from millrace.replay.recorded_log import Part, Replayed
-from millrace.rollout.batches import Source, as_sampled, flow_rules, rollouts_of
-from millrace.rollout.manager import Rolled
-from millrace.rollout.sampling import Sampled, completion_seed
-from millrace.rollout.staleness import Taken
+from millrace.replay.recorded_log import RecordedLog, RunSegment
+from millrace.rollout.batches import BatchSource, as_sampled, flow_rules, rollouts_of
+from millrace.rollout.manager import RolloutBatch
+from millrace.rollout.sampling import SampledBatch, completion_seed
+from millrace.rollout.staleness import TakenBatch
 from millrace.training.method import build_method
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64
@@ -80,7 +80,7 @@ def sampled(rows: dict, *, rounds: int = 0, greedy=None, num_batches: int = 1, *
     config = recipe(rollout=rollout, seed=11, **sections)
     engine, stream = Echo(), PromptStream(prompts(8), seed=0, shuffle=False)
     given = parts(method=build_method(config), train_prompts=prompts(8))
-    runtime = InlineRuntime(engine, Table(rows, greedy), engine.load)
+    runtime = InProcessBackend(engine, Table(rows, greedy), engine.load)
     rollouts = rollouts_of(config, given, stream, runtime, num_batches=num_batches)
     rollouts.begin(0)
     for version in range(1, num_batches):
@@ -103,7 +103,7 @@ def test_without_refilling_every_group_is_kept_whatever_its_rewards():
     batch, engine, following = sampled({"p0": EQUAL, "p1": DIFFERENT, "p2": FAILED})
     assert [group.prompt.id for group in batch.groups] == ["p0", "p1", "p2"]
     assert (batch.left_out, batch.num_rounds, batch.baselines) == (frozenset(), 0, None)
-    assert batch.num_greedy_tokens == Sampled([]).num_rounds == 0
+    assert batch.num_greedy_tokens == SampledBatch([]).num_rounds == 0
     assert (len(engine.asked), following) == (1, "p3")
     # Written down, because a resumed run of another version must draw the same tokens.
     assert seeds_of(batch)["p1"] == [completion_seed(11, 1, 0, 0), completion_seed(11, 1, 1, 0)]
@@ -174,8 +174,8 @@ def test_baselines_belong_to_the_groups_of_every_round():
 
 def test_what_is_withheld_is_not_trained_on():
     groups = scored([1.0, 0.0, 2.0], [3.0, 4.0, 5.0])
-    taken = Taken(0, (4, 7), (1, 2), frozenset({1}), {7: (0, 2)}, 1, ())
-    batch = as_sampled(Rolled(taken, groups, [(), ()], []))
+    taken = TakenBatch(0, (4, 7), (1, 2), frozenset({1}), {7: (0, 2)}, 1, ())
+    batch = as_sampled(RolloutBatch(taken, groups, [(), ()], []))
     rewards = [[t.outcome.value for t in group.trajectories] for group in batch.groups]
     assert rewards == [[1.0, 0.0, 2.0], [4.0]]
     assert (batch.left_out, batch.num_rounds, batch.baselines) == (frozenset({1}), 1, None)
@@ -185,11 +185,11 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 2}
     config = recipe(steps=1, rollout=rollout, flow={"order": "completion", "spare_groups": 1})
     engine, rows = Echo(), {"p0": DIFFERENT, "p1": DIFFERENT, "p2": [0.0, 0.0]}
-    source = Source(
+    source = BatchSource(
         config,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
-        runtime=InlineRuntime(engine, Table(rows), engine.load),
+        runtime=InProcessBackend(engine, Table(rows), engine.load),
         log=EventLog(tmp_path / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),
@@ -223,11 +223,11 @@ def told_of(folder, rows, **sections):
     """What two batches of two prompts record, where nothing is dropped for being slow, and the warning."""
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 2}
     config, engine = recipe(steps=2, rollout=rollout, **sections), Long()
-    source = Source(
+    source = BatchSource(
         config,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
-        runtime=InlineRuntime(engine, Table(rows, dict.fromkeys(rows, 0.5) | {"p3": None}), engine.load),
+        runtime=InProcessBackend(engine, Table(rows, dict.fromkeys(rows, 0.5) | {"p3": None}), engine.load),
         log=EventLog(folder / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),
@@ -260,7 +260,7 @@ def test_a_group_whose_greedy_answer_has_no_reward_is_not_trained_on(tmp_path):
     close_fp64(second["bias/length"], (2 - 2.5) / 1.25**0.5)
 
 
-class Ending(Replayed):
+class Ending(RecordedLog):
     """The last of it happens while the trainer waits for its turn."""
 
     ended = False
@@ -275,8 +275,8 @@ class Ending(Replayed):
 def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     """In the run they were asked for something else next, or for nothing."""
     runtime, config = Manual("a", sleeps=True), recipe(steps=4, flow={"staleness": 1})
-    log = Ending(tmp_path / "events.log", lambda: 0.0, Part([], 1, Script([]), 2))
-    source = Source(
+    log = Ending(tmp_path / "events.log", lambda: 0.0, RunSegment([], 1, RecordedCommands([]), 2))
+    source = BatchSource(
         config,
         parts(runtime=runtime, method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),

@@ -12,11 +12,11 @@ import pytest
 
 from millrace.data.prompts import PromptStream
 from millrace.distributed.ranks import Ranks
-from millrace.engines.in_process import InlineRuntime
+from millrace.engines.in_process import InProcessBackend
 from millrace.errors import CheckpointError
 from millrace.eventlog.log import EventLog, read_events
 from millrace.observability.metrics import Spans
-from millrace.rollout.batches import Source
+from millrace.rollout.batches import BatchSource
 from millrace.training.method import build_method
 from tests.event_logs import change_events
 from tests.rollout.test_batches import DIFFERENT, Echo, Table, prompts
@@ -25,14 +25,14 @@ from tests.run.pieces import parts, recipe
 CONFIG = {"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}, "flow": {"staleness": 1}, "steps": 4}
 
 
-def source_in(folder: Path) -> Source:
+def source_in(folder: Path) -> BatchSource:
     """Of a run that samples one batch ahead, in this thread."""
     config, engine = recipe(**CONFIG), Echo()
-    return Source(
+    return BatchSource(
         config,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
-        runtime=InlineRuntime(engine, Table({f"p{n}": DIFFERENT for n in range(8)}), engine.load),
+        runtime=InProcessBackend(engine, Table({f"p{n}": DIFFERENT for n in range(8)}), engine.load),
         log=EventLog(folder / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.eventlog.log import check_log
-from millrace.rollout.backend import RETIRED, Joined, Loaded, Lost, Wanted
+from millrace.rollout.backend import RETIRED, EngineJoined, EngineLost, ScaleRequest, WeightsLoaded
 from millrace.rollout.engine_pool import DrawFailed, Engines
 from tests.rollout.manual import Manual, rollouts_over, serving
 
@@ -33,10 +33,10 @@ def test_tickets_are_free_once_every_engine_has_proved_the_weights():
     runtime.orders.clear()
     rollouts.published(7)
     assert runtime.orders == [("load", "a", 7), ("load", "b", 7)]
-    rollouts.handle([Loaded("a", 7, at=4)])
+    rollouts.handle([WeightsLoaded("a", 7, at=4)])
     assert flow.num_published == 0
     assert submitted(runtime) == {}
-    rollouts.handle([Loaded("b", 7, at=6), Loaded("b", 7, at=6)])
+    rollouts.handle([WeightsLoaded("b", 7, at=6), WeightsLoaded("b", 7, at=6)])
     assert flow.num_published == 1
     assert sorted(submitted(runtime)) == ["a", "b"]
     assert [(e["engine"], e["version"], e["at"]) for e in notes.of("load")[2:]] == [("a", 1, 4), ("b", 1, 6)]
@@ -50,7 +50,7 @@ def test_nobody_waits_for_an_engine_that_is_lost():
     rollouts.handle(serving("a", "b"))
     train(rollouts, runtime, sum(submitted(runtime).values(), []))
     rollouts.published(7)
-    rollouts.handle([*serving("a", version=7), Lost("b", "it died")])
+    rollouts.handle([*serving("a", version=7), EngineLost("b", "it died")])
     assert flow.num_published == 1
     assert list(submitted(runtime)) == ["a"]
 
@@ -59,7 +59,7 @@ def test_a_new_engine_draws_nothing_before_it_has_the_newest_weights():
     runtime = Manual("a")
     rollouts, flow, notes = rollouts_over(runtime, staleness=1)
     rollouts.handle(serving("a"))
-    rollouts.handle([Joined("b")])
+    rollouts.handle([EngineJoined("b")])
     train(rollouts, runtime, submitted(runtime)["a"][:4])
     rollouts.published(1)
     rollouts.handle(serving("a", version=1))
@@ -67,7 +67,7 @@ def test_a_new_engine_draws_nothing_before_it_has_the_newest_weights():
     rollouts.handle(serving("b", version=0))
     assert list(submitted(runtime)) == ["a"]
     assert flow.num_published == 1
-    rollouts.handle([*serving("b", version=1), Lost("a", "it died")])
+    rollouts.handle([*serving("b", version=1), EngineLost("a", "it died")])
     assert list(submitted(runtime)) == ["b"]
     assert check_log(notes) == [2, 3, 4, 5]
 
@@ -76,7 +76,7 @@ def test_an_engine_that_was_lost_does_not_join_again():
     """Its messages may come in another order than they were sent."""
     runtime = Manual("a")
     rollouts, _, _ = rollouts_over(runtime)
-    rollouts.handle([Lost("b", "it died"), Joined("b"), Joined("c"), Joined("c")])
+    rollouts.handle([EngineLost("b", "it died"), EngineJoined("b"), EngineJoined("c"), EngineJoined("c")])
     assert runtime.taken("load") == [("load", "a", 0), ("load", "c", 0)]
 
 
@@ -103,7 +103,7 @@ def test_what_an_engine_drew_without_proof_is_drawn_again_when_it_is_lost():
     train(rollouts, runtime, ids[:2])
     rollouts.published(1)
     rollouts.handle([runtime.drawn(id, version=1) for id in ids[2:]])
-    rollouts.handle([Lost("a", "it does not hold version 1"), *serving("b", version=1)])
+    rollouts.handle([EngineLost("a", "it does not hold version 1"), *serving("b", version=1)])
     assert len(submitted(runtime)["b"]) == 4
     assert len(notes.of("arrive")) == 2
 
@@ -127,7 +127,7 @@ def test_a_step_that_was_left_out_sends_nothing():
     assert runtime.taken("load") == []
     assert flow.num_published == 1
     # The one that had not proved them yet serves as well once it has.
-    rollouts.handle([*serving("b"), Lost("a", "it died")])
+    rollouts.handle([*serving("b"), EngineLost("a", "it died")])
     assert list(submitted(runtime)) == ["a", "b"]
     assert [(e["engine"], e["version"]) for e in notes.of("load")] == [("a", 0), ("a", 1), ("b", 1)]
     assert check_log(notes) == [2, 3]
@@ -177,7 +177,7 @@ def test_who_does_not_answer_in_time_is_given_up(late, reason):
     assert runtime.now_s == expected_s
     assert runtime.taken("lose") == [("lose", "a", reason)]
     # The runtime says so as well.
-    rollouts.handle([Lost("a", reason)])
+    rollouts.handle([EngineLost("a", reason)])
     assert [(e["engine"], e["reason"]) for e in notes.of("lost")] == [("a", reason)]
     if late == "draw":
         assert list(submitted(runtime)) == ["b"]
@@ -187,7 +187,7 @@ def test_only_those_who_are_late_are_given_up():
     runtime = Manual("a")
     rollouts, _, notes = rollouts_over(runtime, load_s=4.0, draw_s=9.0)
     runtime.now_s = 3.0
-    rollouts.handle([Joined("b")])
+    rollouts.handle([EngineJoined("b")])
     runtime.now_s = 5.0
     assert rollouts.patience_s(100.0) == 0.0
     rollouts.handle([])
@@ -220,7 +220,7 @@ def test_the_oldest_and_the_newest_token_of_a_draw_count():
 def test_newer_weights_are_no_excuse_for_who_proves_none():
     runtime = Manual("a")
     rollouts, _, notes = rollouts_over(runtime, groups_per_step=1, load_s=4.0)
-    rollouts.handle([*serving("a"), Joined("b"), Joined("c")])
+    rollouts.handle([*serving("a"), EngineJoined("b"), EngineJoined("c")])
     for version, now_s in ((1, 3.0), (2, 5.0)):
         train(rollouts, runtime, submitted(runtime)["a"], version=version - 1)
         runtime.now_s = now_s
@@ -242,11 +242,11 @@ def test_weights_are_taken_when_they_are_published_also_while_no_engine_is_there
     rollouts, _, _ = rollouts_over(runtime, staleness=1)
     rollouts.handle(serving("a"))
     train(rollouts, runtime, submitted(runtime)["a"][:4])
-    rollouts.handle([Lost("a", "it died")])
+    rollouts.handle([EngineLost("a", "it died")])
     assert runtime.offered == 0
     rollouts.published(5)
     assert (runtime.offered, runtime.taken("load")) == (5, [("load", "a", 0)])
-    rollouts.handle([Joined("b")])
+    rollouts.handle([EngineJoined("b")])
     assert runtime.taken("load") == [("load", "b", 5)]
 
 
@@ -259,15 +259,15 @@ def test_an_engine_that_is_added_draws_and_one_that_leaves_hands_over_what_it_ha
     rollouts, _, notes = rollouts_over(runtime, num_batches=4, groups_per_step=1, staleness=2)
     rollouts.handle(serving("a"))
     first = submitted(runtime)["a"]
-    rollouts.handle([Wanted(2)])
+    rollouts.handle([ScaleRequest(2)])
     assert runtime.taken("want") == [("want", 2)]
-    rollouts.handle([Joined("b"), *serving("b")])
+    rollouts.handle([EngineJoined("b"), *serving("b")])
     train(rollouts, runtime, first[:2])
     rollouts.published(1)
     rollouts.handle([*serving("a", version=1), *serving("b", version=1)])
     (ids,) = submitted(runtime).values()
     assert rollouts.engines().doing == {"a": "draws 4 answers", "b": "draws 2 answers"}
-    rollouts.handle([Wanted(1)])
+    rollouts.handle([ScaleRequest(1)])
     # Who draws least leaves; the other one gets nothing before it was handed over.
     assert (runtime.taken("abort"), runtime.taken("retire")) == ([("abort", "b", ids)], [])
     assert rollouts.engines().doing["b"] == "leaves, hands over 2 answers"
@@ -277,7 +277,7 @@ def test_an_engine_that_is_added_draws_and_one_that_leaves_hands_over_what_it_ha
     assert runtime.draws[again][1].drawn.token_ids == (runtime.draws[ids[0]][1].params.seed, 9)
     rollouts.handle([runtime.drawn(ids[1], version=1)])
     assert runtime.taken("retire") == [("retire", "b")]
-    rollouts.handle([Lost("b", RETIRED)])
+    rollouts.handle([EngineLost("b", RETIRED)])
     assert rollouts.engines().doing.keys() == {"a"}
     assert wants(notes) == [(2, [], ""), (1, ["b"], "")]
     assert [event["kind"] for event in notes.of("part", "lost")] == ["part", "lost"]
@@ -289,10 +289,10 @@ def test_who_leaves_stays_where_another_one_is_lost():
     rollouts, _, notes = rollouts_over(runtime)
     rollouts.handle(serving("a", "b"))
     ids = submitted(runtime)
-    rollouts.handle([Wanted(1)])
+    rollouts.handle([ScaleRequest(1)])
     ((_, leaving, _),) = runtime.taken("abort")
     other = "a" if leaving == "b" else "b"
-    rollouts.handle([Lost(other, "it died")])
+    rollouts.handle([EngineLost(other, "it died")])
     assert list(submitted(runtime)) == [leaving]
     rollouts.handle([runtime.drawn(id, reason="abort") for id in ids[leaving]])
     assert list(submitted(runtime)) == [leaving]
@@ -306,14 +306,14 @@ def test_who_draws_nothing_leaves_first_and_the_newest_of_those():
     rollouts, _, notes = rollouts_over(runtime, groups_per_step=1)
     rollouts.handle(serving("a", "b"))
     (drawer,) = submitted(runtime)
-    rollouts.handle([Joined("c"), Joined("d"), *serving("c"), Wanted(2)])
+    rollouts.handle([EngineJoined("c"), EngineJoined("d"), *serving("c"), ScaleRequest(2)])
     assert runtime.taken("retire") == [("retire", "d"), ("retire", "c")]
     assert runtime.taken("abort") == []
-    rollouts.handle([Wanted(1)])
+    rollouts.handle([ScaleRequest(1)])
     (idle,) = {"a", "b"} - {drawer}
     assert runtime.taken("retire") == [("retire", idle)]
     # It had started before anybody heard that it is too many.
-    rollouts.handle([Joined("e")])
+    rollouts.handle([EngineJoined("e")])
     assert runtime.taken("retire") == [("retire", "e")]
     assert wants(notes)[-1] == (1, sorted([idle, "c", "d", "e"], key="abcde".index), "")
     assert check_log(notes) == [0]
@@ -323,7 +323,7 @@ def test_what_cannot_be_had_is_told():
     runtime = Manual("a")
     rollouts, _, notes = rollouts_over(runtime)
     assert rollouts.engines() == Engines(0, {"a": "loads its first weights"})
-    rollouts.handle([*serving("a"), Wanted(3), Wanted(1, "there is no room")])
+    rollouts.handle([*serving("a"), ScaleRequest(3), ScaleRequest(1, "there is no room")])
     found = rollouts.engines()
     assert (found.wanted, found.reason) == (1, "there is no room")
     assert found.lines("r") == [
@@ -331,7 +331,7 @@ def test_what_cannot_be_had_is_told():
         "  a draws 4 answers",
         "  no more: there is no room",
     ]
-    rollouts.handle([Wanted(2)])
+    rollouts.handle([ScaleRequest(2)])
     assert rollouts.engines().lines("r")[2:] == ["  1 starting"]
     assert wants(notes) == [(3, [], ""), (1, [], "there is no room"), (2, [], "")]
 
@@ -347,7 +347,7 @@ def test_nobody_with_older_weights_goes_on_from_what_was_handed_over():
     rollouts.handle(serving("b", version=1))
     rollouts.hold()
     handed_over = [runtime.drawn(id, version=(0, 1), reason="abort") for id in ids["b"]]
-    rollouts.handle([*handed_over, Lost("b", "it died")])
+    rollouts.handle([*handed_over, EngineLost("b", "it died")])
     rollouts.release()
     assert submitted(runtime) == {}
     rollouts.handle(serving("a", version=1))

@@ -11,10 +11,10 @@ import pytest
 from millrace.data.prompts import PromptStream
 from millrace.eventlog.log import check_log
 from millrace.planner.simulate import lognormal
-from millrace.rollout.backend import Joined, Lost
+from millrace.rollout.backend import EngineJoined, EngineLost
 from millrace.rollout.engine_pool import DrawFailed
 from millrace.rollout.manager import Stalled
-from millrace.simulation.backend import VirtualRuntime
+from millrace.simulation.backend import SimulatedBackend
 from millrace.simulation.engine import Costs
 from millrace.types import Outcome
 from tests.environments.rollout import rollout
@@ -58,7 +58,7 @@ def test_siblings_go_together_to_the_engine_with_least_to_do():
     orders = [(name, len(ids)) for _, name, ids in runtime.taken("submit")]
     assert orders == [("a", 2), ("b", 2), ("a", 2), ("b", 2)]
     # Engine a has four draws, c none.
-    rollouts.handle([*serving("c"), Lost("b", "it died")])
+    rollouts.handle([*serving("c"), EngineLost("b", "it died")])
     orders = [(name, len(ids)) for _, name, ids in runtime.taken("submit")]
     assert orders == [("c", 2), ("c", 2)]
 
@@ -177,7 +177,7 @@ def test_others_draw_again_what_a_lost_engine_had():
     rollouts.handle([runtime.drawn(first), *serving("b")])
     ((_, _, (second,)),) = runtime.taken("submit")
     had = [runtime.draws[id][1] for id in (other, second)]
-    rollouts.handle([Lost("a", "it died"), Lost("a", "it died")])
+    rollouts.handle([EngineLost("a", "it died"), EngineLost("a", "it died")])
     again = runtime.taken("submit")
     assert [engine for _, engine, _ in again] == ["b", "b"]
     drawn = [runtime.draws[id][1] for _, _, ids in again for id in ids]
@@ -286,7 +286,7 @@ def test_a_stall_says_who_waits_for_whom():
     with pytest.raises(Stalled, match=r"waits for publish 1 .*: a \(loads version 1 since 5 s\)$"):
         rollouts.wait_until_published(5.0)
     rollouts.handle(serving("a", version=1))
-    rollouts.handle([Lost("a", "it died")])
+    rollouts.handle([EngineLost("a", "it died")])
     with pytest.raises(Stalled, match=r"an engine that serves; group 1 \(an engine\)$"):
         rollouts.next_batch(5.0)
 
@@ -326,7 +326,7 @@ def test_a_trajectory_is_as_old_as_its_oldest_turn():
 def test_a_new_engine_takes_up_what_waits():
     runtime = Manual("a")
     rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
-    rollouts.handle([Lost("a", "it died"), Joined("b")])
+    rollouts.handle([EngineLost("a", "it died"), EngineJoined("b")])
     assert runtime.taken("submit") == []
     rollouts.handle(serving("b"))
     assert [order[1] for order in runtime.taken("submit")] == ["b"]
@@ -348,7 +348,7 @@ def test_a_run_goes_on_from_what_was_saved():
     """Finished groups come back bit for bit; the others start again under their number and seeds."""
     costs = Costs(num_tokens=lognormal(20, 1.0))
     given = {"num_batches": 4, "staleness": 1}
-    runtime = VirtualRuntime(2, costs)
+    runtime = SimulatedBackend(2, costs)
     rollouts, flow, notes = rollouts_over(runtime, **given)
     rollouts.next_batch(1e6)
     rollouts.published(1)
@@ -358,7 +358,9 @@ def test_a_run_goes_on_from_what_was_saved():
     kept = list(notes)
     expected = finish_run(rollouts, flow, runtime, 1)
 
-    again, flow, notes = rollouts_over(VirtualRuntime(3, costs), begin=None, notes=type(notes)(kept), **given)
+    again, flow, notes = rollouts_over(
+        SimulatedBackend(3, costs), begin=None, notes=type(notes)(kept), **given
+    )
     again.load_state(json.loads(json.dumps(words)), {name: c.copy() for name, c in columns.items()})
     assert again.state()[0] == words
     assert all(np.array_equal(column, columns[name]) for name, column in again.state()[1].items())

@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 
 from millrace.eventlog.log import check_log
-from millrace.rollout.dispatcher import Dispatch
-from millrace.rollout.engine_pool import Fleet, _Engine
-from millrace.rollout.manager import Rollouts
+from millrace.rollout.dispatcher import Dispatcher
+from millrace.rollout.engine_pool import EnginePool, _Engine
+from millrace.rollout.manager import RolloutManager
 from tests.house.scripts import load_script
 from tests.house.source import ROOT
 
@@ -73,16 +73,16 @@ def test_a_schedule_repeats_itself_and_its_log_is_plain(chaos):
 
 
 def lose_a_draw(monkeypatch):
-    lost = Fleet.lost
-    monkeypatch.setattr(Fleet, "lost", lambda self, event: lost(self, event)[1:])
+    lost = EnginePool.lost
+    monkeypatch.setattr(EnginePool, "lost", lambda self, event: lost(self, event)[1:])
 
 
 def free_tickets_too_early(monkeypatch):
-    monkeypatch.setattr(Fleet, "in_force", property(lambda self: self.newest))
+    monkeypatch.setattr(EnginePool, "in_force", property(lambda self: self.newest))
 
 
 def accept_answers_twice(monkeypatch):
-    drawn = Dispatch.drawn
+    drawn = Dispatcher.drawn
 
     def twice(self, event):
         before = self._drawing.get(event.id)
@@ -92,11 +92,11 @@ def accept_answers_twice(monkeypatch):
             self._fleet._engines[event.engine].draws[event.id] = 0.0
         return sample
 
-    monkeypatch.setattr(Dispatch, "drawn", twice)
+    monkeypatch.setattr(Dispatcher, "drawn", twice)
 
 
 def draw_again_with_other_seeds(monkeypatch):
-    submit = Fleet.submit
+    submit = EnginePool.submit
 
     def other(self, name, draws):
         seeds = [hash((draw.params.seed, name)) for draw in draws]
@@ -106,7 +106,7 @@ def draw_again_with_other_seeds(monkeypatch):
             [replace(d, params=replace(d.params, seed=s)) for d, s in zip(draws, seeds, strict=True)],
         )
 
-    monkeypatch.setattr(Fleet, "submit", other)
+    monkeypatch.setattr(EnginePool, "submit", other)
 
 
 def serve_without_proof(monkeypatch):
@@ -114,17 +114,17 @@ def serve_without_proof(monkeypatch):
         self._engines[event.engine].draws.pop(event.id)
         return True
 
-    monkeypatch.setattr(Fleet, "accept", accept)
+    monkeypatch.setattr(EnginePool, "accept", accept)
 
 
 def let_new_engines_draw_with_old_weights(monkeypatch):
-    prove = Fleet._prove
+    prove = EnginePool._prove
 
     def at_once(self, name, version, *, at):
         self._engines[name].serves = True
         prove(self, name, version, at=at)
 
-    monkeypatch.setattr(Fleet, "_prove", at_once)
+    monkeypatch.setattr(EnginePool, "_prove", at_once)
 
 
 def forget_what_was_unfinished(monkeypatch):
@@ -132,11 +132,11 @@ def forget_what_was_unfinished(monkeypatch):
         self._fleet.begin(version, self._flow.num_published)
         self.start()
 
-    monkeypatch.setattr(Rollouts, "begin", begin)
+    monkeypatch.setattr(RolloutManager, "begin", begin)
 
 
 def never_give_up(monkeypatch):
-    monkeypatch.setattr(Fleet, "overdue", lambda self: setattr(self, "_due_s", float("inf")) or [])
+    monkeypatch.setattr(EnginePool, "overdue", lambda self: setattr(self, "_due_s", float("inf")) or [])
 
 
 def keep_asking_who_leaves(monkeypatch):
@@ -151,11 +151,11 @@ def retire_at_once(monkeypatch):
             self._engines[name].draws.clear()
             self._runtime.retire(name)
 
-    monkeypatch.setattr(Fleet, "_let_go", let_go)
+    monkeypatch.setattr(EnginePool, "_let_go", let_go)
 
 
 def take_the_wrong_group(monkeypatch):
-    finish = Rollouts._finish
+    finish = RolloutManager._finish
 
     def swapped(self, number, outcomes):
         finish(self, number, outcomes)
@@ -164,7 +164,7 @@ def take_the_wrong_group(monkeypatch):
             a, b = self._finished[others[0]], self._finished[number]
             self._finished[others[0]], self._finished[number] = b, a
 
-    monkeypatch.setattr(Rollouts, "_finish", swapped)
+    monkeypatch.setattr(RolloutManager, "_finish", swapped)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from millrace.eventlog.log import check_log
-from millrace.rollout.backend import Lost
+from millrace.rollout.backend import EngineLost
 from tests.rollout.manual import Manual, Notes, rollouts_over, serving, worth
 from tests.rollout.test_manager import ThreeTurns, draw_all
 
@@ -76,7 +76,7 @@ def test_an_engine_that_dies_takes_nothing_that_was_handed_over():
     rollouts.handle(serving("a", "b"))
     ((_, engine, (first, second)),) = runtime.taken("submit")
     rollouts.hold()
-    rollouts.handle([runtime.drawn(first, reason="abort"), Lost(engine, "it died")])
+    rollouts.handle([runtime.drawn(first, reason="abort"), EngineLost(engine, "it died")])
     assert rollouts.handed_over
     rollouts.release()
     orders = runtime.taken("submit")

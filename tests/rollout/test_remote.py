@@ -15,9 +15,9 @@ from torch import Tensor
 
 from millrace.distributed.ranks import Ranks
 from millrace.observability.metrics import Spans
-from millrace.rollout.policy_weights import Newest
-from millrace.rollout.remote import Follower, pack_batch, unpack_batch
-from millrace.rollout.sampling import Sampled
+from millrace.rollout.policy_weights import PolicyWeights
+from millrace.rollout.remote import RemoteBatchSource, pack_batch, unpack_batch
+from millrace.rollout.sampling import SampledBatch
 from millrace.types import Group
 from tests.ranks import run_ranks
 from tests.run.pieces import scored
@@ -25,10 +25,10 @@ from tests.run.pieces import scored
 TOLD = {"staleness/mean": 1 / 3, "bias/reward": math.nan}
 
 
-def batch(num_groups: int = 3) -> Sampled:
+def batch(num_groups: int = 3) -> SampledBatch:
     groups = scored(*([1 / 3, None, -2.0], [5.0, 0.0], [0.25, 0.5])[:num_groups])
     baselines = [0.1, math.nan, 0.3][:num_groups]
-    return Sampled(groups, frozenset({num_groups - 1}), baselines, 7, 2)
+    return SampledBatch(groups, frozenset({num_groups - 1}), baselines, 7, 2)
 
 
 def plain(groups: list[Group]) -> str:
@@ -36,7 +36,7 @@ def plain(groups: list[Group]) -> str:
     return json.dumps([asdict(group) for group in groups], default=np.ndarray.tolist)
 
 
-def check_same(one: Sampled, other: Sampled) -> None:
+def check_same(one: SampledBatch, other: SampledBatch) -> None:
     assert plain(one.groups) == plain(other.groups)
     for ours, theirs in zip(one.groups, other.groups, strict=True):
         for a, b in zip(ours.trajectories, theirs.trajectories, strict=True):
@@ -76,9 +76,9 @@ class Trainer:
 
 
 def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None:
-    newest, trainer = Newest((1, 2), 0.0), Trainer(Ranks())
+    newest, trainer = PolicyWeights((1, 2), 0.0), Trainer(Ranks())
     newest.trainer = cast(Any, trainer)
-    follower = Follower([], newest, ranks=Ranks(), spans=Spans(), version=4)
+    follower = RemoteBatchSource([], newest, ranks=Ranks(), spans=Spans(), version=4)
     for version, passes in ((4, 0), (5, 1), (5, 1), (6, 2)):
         follower.begin(None, version) if version == 4 else follower.published(version)
         assert trainer.passes == passes
@@ -86,7 +86,7 @@ def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None
 
 
 def on_ranks(rank: int) -> dict[str, Tensor]:
-    ranks, newest = Ranks(rank, 2), Newest((1, 2), 0.0)
+    ranks, newest = Ranks(rank, 2), PolicyWeights((1, 2), 0.0)
     trainer: Any = Trainer(ranks)
     newest.trainer = trainer
     if ranks.first:
@@ -101,7 +101,7 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     else:
         spans = Spans()
         prompts = [group.prompt for group in batch().groups]
-        with Follower(prompts, newest, ranks=ranks, spans=spans) as source:
+        with RemoteBatchSource(prompts, newest, ranks=ranks, spans=spans) as source:
             source.begin(None, 4)
             sampled, told = source.next_batch()
             check_same(sampled, batch())

@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.distributed.ranks import Ranks
 from millrace.rollout.remote import (
     FirstEngine,
-    Onlooker,
+    GatherOnly,
     SharedEngine,
     SharedReward,
     pack_completions,
@@ -149,7 +149,7 @@ def check_first(ranks: Ranks, counter: Counter) -> None:
             seen.append(name)
             yield name, torch.zeros(1)
 
-    Onlooker(lambda: seen.append("canary")).send(named_tensors(), 9)
+    GatherOnly(lambda: seen.append("canary")).send(named_tensors(), 9)
     assert seen == ["a", "b", "canary"]
 
 

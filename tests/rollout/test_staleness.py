@@ -11,7 +11,7 @@ import pytest
 
 from millrace.eventlog.log import check_log, flow_after
 from millrace.rollout.batches import check_resumed
-from millrace.rollout.staleness import Flow, FlowRules, Line, Taken, TooStale
+from millrace.rollout.staleness import GroupQueue, StalenessController, StalenessPolicy, TakenBatch, TooStale
 
 ORDERS = [("submission", "wait"), *(("completion", stale) for stale in ("wait", "drop", "keep", "withhold"))]
 
@@ -19,11 +19,11 @@ ORDERS = [("submission", "wait"), *(("completion", stale) for stale in ("wait", 
 class World:
     """Drives a flow as engines, rewards, a trainer and crashes would, with chance in place of time."""
 
-    def __init__(self, rules: FlowRules, rng: random.Random, *, num_batches: int = 6) -> None:
+    def __init__(self, rules: StalenessPolicy, rng: random.Random, *, num_batches: int = 6) -> None:
         self.rules, self.rng, self.num_batches = rules, rng, num_batches
         self.lines: list[dict[str, Any]] = []
         self.running: dict[int, int] = {}
-        self.batches: list[Taken] = []
+        self.batches: list[TakenBatch] = []
         self.num_new = 0
         self.equal_share = rng.choice([0.0, 0.3, 0.9])
         self.newest_first = rng.choice([0.0, 0.9])
@@ -31,8 +31,8 @@ class World:
         self.note("begin", rules=self.flow.state()["rules"], num_batches=num_batches)
         self.note("load", engine="0", version=0)
 
-    def new_flow(self) -> Flow:
-        return Flow(self.rules, num_batches=self.num_batches, note=self.note)
+    def new_flow(self) -> StalenessController:
+        return StalenessController(self.rules, num_batches=self.num_batches, note=self.note)
 
     def note(self, kind: str, /, **facts: Any) -> None:
         self.lines.append({"kind": kind, **json.loads(json.dumps(facts))})
@@ -99,10 +99,10 @@ class World:
         raise AssertionError(f"no end: waits for {self.flow.waits_for()}, {self.flow.num_free} free")
 
 
-def random_rules(rng: random.Random) -> FlowRules:
+def random_rules(rng: random.Random) -> StalenessPolicy:
     order, stale = rng.choice(ORDERS)
     staleness = rng.choice([0, 1, 2, 4]) if stale == "wait" else rng.choice([1, 2, 4])
-    return FlowRules(
+    return StalenessPolicy(
         groups_per_step=rng.choice([1, 2, 5]),
         staleness=staleness,
         order=order,
@@ -140,7 +140,7 @@ def test_no_schedule_loses_doubles_or_ages_a_group(part):
             raise AssertionError(f"seed {seed}, {world.rules}: {error}") from error
 
 
-def synchronous(rules: FlowRules, equal: set[int]) -> tuple[list[int], set[int], int]:
+def synchronous(rules: StalenessPolicy, equal: set[int]) -> tuple[list[int], set[int], int]:
     """A batch as a loop makes it that starts a round, waits for all of it, and starts the next one.
 
     `equal` says which prompts, numbered in the order they are asked, get equal rewards. The groups, places of
@@ -163,8 +163,8 @@ def synchronous(rules: FlowRules, equal: set[int]) -> tuple[list[int], set[int],
 def test_at_staleness_0_a_batch_is_what_the_synchronous_loop_takes(refill_rounds):
     for seed in range(300):
         rng = random.Random(seed)
-        rules = FlowRules(rng.choice([1, 3, 4]), 0, refill_rounds=refill_rounds)
-        flow, running, first = Flow(rules, num_batches=3), [], 0
+        rules = StalenessPolicy(rng.choice([1, 3, 4]), 0, refill_rounds=refill_rounds)
+        flow, running, first = StalenessController(rules, num_batches=3), [], 0
         for batch in range(3):
             equal = {n for n in range(40) if rng.random() < 0.5}
             while (taken := flow.take()) is None:
@@ -181,21 +181,23 @@ def test_at_staleness_0_a_batch_is_what_the_synchronous_loop_takes(refill_rounds
             flow.published()
 
 
-def started(rules: FlowRules, count: int, **given: Any) -> Flow:
+def started(rules: StalenessPolicy, count: int, **given: Any) -> StalenessController:
     """A flow in which so many groups run."""
-    flow = Flow(rules, num_batches=given.pop("num_batches", 9), **given)
+    flow = StalenessController(rules, num_batches=given.pop("num_batches", 9), **given)
     for number in range(count):
         flow.start(f"p{number}")
     return flow
 
 
-def finish(flow: Flow, *numbers: int, births: tuple[int, ...] = (0, 0), equal: bool = False) -> None:
+def finish(
+    flow: StalenessController, *numbers: int, births: tuple[int, ...] = (0, 0), equal: bool = False
+) -> None:
     for number in numbers:
         flow.finish(number, births, equal=equal)
 
 
 def test_tickets_are_freed_when_the_weights_are_in_force():
-    flow = started(FlowRules(2, 1), 4)
+    flow = started(StalenessPolicy(2, 1), 4)
     assert flow.num_free == 0
     finish(flow, 1, 2, 3)
     assert flow.take() is None and flow.waits_for() == [0]
@@ -212,7 +214,7 @@ def test_tickets_are_freed_when_the_weights_are_in_force():
 
 
 def test_nothing_starts_that_no_batch_has_a_place_for():
-    flow = started(FlowRules(2, 3), 4, num_batches=2)
+    flow = started(StalenessPolicy(2, 3), 4, num_batches=2)
     assert flow.num_free == 0
     finish(flow, 0, 1)
     assert flow.take() is not None
@@ -226,7 +228,7 @@ def test_nothing_starts_that_no_batch_has_a_place_for():
 
 
 def test_an_equal_group_is_replaced_before_its_round_has_ended():
-    flow = started(FlowRules(2, 0, refill_rounds=1), 2)
+    flow = started(StalenessPolicy(2, 0, refill_rounds=1), 2)
     finish(flow, 1, equal=True)
     assert flow.num_free == 1 and flow.start("p2") == 2
     # The one round is used up: what is equal now is a place that teaches nothing.
@@ -238,9 +240,9 @@ def test_an_equal_group_is_replaced_before_its_round_has_ended():
     assert taken.num_rounds == 1
 
 
-def overtaken(stale: str, *, births: tuple[int, ...] = (0, 0)) -> Flow:
+def overtaken(stale: str, *, births: tuple[int, ...] = (0, 0)) -> StalenessController:
     """Group 0 is still running at a staleness of 1, when groups started later are ready for batch 2."""
-    flow = started(FlowRules(1, 1, order="completion", stale=stale), 2)
+    flow = started(StalenessPolicy(1, 1, order="completion", stale=stale), 2)
     finish(flow, 1)
     assert flow.take() is not None
     flow.published()
@@ -264,9 +266,9 @@ def test_wait_leaves_no_group_behind_that_would_be_too_old():
 
 @pytest.mark.parametrize("order", ["submission", "completion"])
 def test_a_batch_that_is_too_old_is_refused_also_where_tickets_failed_to_prevent_it(order, monkeypatch):
-    monkeypatch.setattr(Flow, "num_free", 1)
-    monkeypatch.setattr(Line, "due", lambda line, batch: set())
-    flow = started(FlowRules(1, 1, order=order), 3)
+    monkeypatch.setattr(StalenessController, "num_free", 1)
+    monkeypatch.setattr(GroupQueue, "due", lambda line, batch: set())
+    flow = started(StalenessPolicy(1, 1, order=order), 3)
     finish(flow, 0, 1, 2)
     for number, age in enumerate((0, 1)):
         taken = flow.take()
@@ -305,7 +307,7 @@ def test_withhold_leaves_out_the_trajectories_that_are_too_old():
 
 
 def test_spare_groups_are_ended_when_the_batch_is_full():
-    flow = started(FlowRules(2, 0, order="completion", spare_groups=2), 4)
+    flow = started(StalenessPolicy(2, 0, order="completion", spare_groups=2), 4)
     assert flow.num_free == 0
     finish(flow, 3)
     assert flow.take() is None and flow.waits_for() == [0, 1, 2]
@@ -319,11 +321,11 @@ def test_spare_groups_are_ended_when_the_batch_is_full():
 
 
 def test_a_flow_continues_from_its_state():
-    rules, noted = FlowRules(1, 1, order="completion", stale="drop"), []
+    rules, noted = StalenessPolicy(1, 1, order="completion", stale="drop"), []
     flow = overtaken("drop")
     flow.start("p0")
     state = json.loads(json.dumps(flow.state()))
-    again = Flow(rules, num_batches=9, note=lambda kind, **facts: noted.append((kind, facts)))
+    again = StalenessController(rules, num_batches=9, note=lambda kind, **facts: noted.append((kind, facts)))
     again.load_state(state)
     assert again.unfinished == {3: "p0"} and again.num_published == again.num_taken == 2
     assert noted == [("resume", {"numbers": [3], "taken": 2, "num_batches": 9})]
@@ -334,11 +336,11 @@ def test_a_flow_continues_from_its_state():
     # What was dropped before it was saved is told with the first batch after.
     assert [d.reason for d in taken.dropped] == ["stale"]
     with pytest.raises(ValueError, match="saved under"):
-        Flow(FlowRules(3, 1), num_batches=9).load_state(state)
+        StalenessController(StalenessPolicy(3, 1), num_batches=9).load_state(state)
 
 
 def test_what_cannot_be_is_refused():
-    flow = started(FlowRules(1, 0), 1)
+    flow = started(StalenessPolicy(1, 0), 1)
     with pytest.raises(ValueError, match="p1 cannot start: 1 places are held and none is free"):
         flow.start("p1")
     with pytest.raises(ValueError, match="publish 1 has no batch; 0 are taken"):
@@ -371,9 +373,9 @@ def test_what_cannot_be_is_refused():
 )
 def test_rules_without_effect_are_refused(given, why):
     with pytest.raises(ValueError, match=why):
-        FlowRules(**{"groups_per_step": 2, "staleness": 1, **given})
+        StalenessPolicy(**{"groups_per_step": 2, "staleness": 1, **given})
 
 
 def test_nothing_is_replaced_or_spare_unless_asked_for():
-    rules = FlowRules(4, 0)
+    rules = StalenessPolicy(4, 0)
     assert (rules.order, rules.stale, rules.refill_rounds, rules.spare_groups) == ("submission", "wait", 0, 0)

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from millrace.rollout.staleness import Line, Waiting
+from millrace.rollout.staleness import GroupQueue, QueuedGroup
 
 
-def line(size: int, staleness: int, *, refill_rounds: int = 0, order: str = "start") -> Line:
+def line(size: int, staleness: int, *, refill_rounds: int = 0, order: str = "start") -> GroupQueue:
     """`order` is `start`, `finish` or `none late`."""
-    return Line(
+    return GroupQueue(
         size=size,
         staleness=staleness,
         refill_rounds=refill_rounds,
@@ -22,13 +22,13 @@ def line(size: int, staleness: int, *, refill_rounds: int = 0, order: str = "sta
     )
 
 
-def add(to: Line, *started: int) -> None:
+def add(to: GroupQueue, *started: int) -> None:
     for publishes in started:
         number = max(to.groups, default=-1) + 1
-        to.add(number, Waiting(f"p{number}", publishes))
+        to.add(number, QueuedGroup(f"p{number}", publishes))
 
 
-def finish(to: Line, *numbers: int, equal: bool = False) -> None:
+def finish(to: GroupQueue, *numbers: int, equal: bool = False) -> None:
     for number in numbers:
         to.finish(number, [to.groups[number].started], equal=equal)
 
@@ -135,7 +135,7 @@ def test_the_batch_after_next_must_have_room_for_all_that_are_due_in_it():
     assert groups.choose(1) == ([2, 0], [])
 
 
-def leaves_room(groups: Line, taken: Iterable[int], *, size: int, staleness: int, batch: int) -> bool:
+def leaves_room(groups: GroupQueue, taken: Iterable[int], *, size: int, staleness: int, batch: int) -> bool:
     """Whether later batches can still train on every group before it is too old."""
     left = [groups.due(later) - {*taken} for later in range(batch, batch + staleness + 1)]
     return all(len(due) <= size * ahead for ahead, due in enumerate(left))

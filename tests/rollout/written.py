@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from millrace.planner.simulate import Service, constant, exponential, lognormal
-from millrace.rollout.staleness import FlowRules
+from millrace.planner.simulate import StepCost, constant, exponential, lognormal
+from millrace.rollout.staleness import StalenessPolicy
 from millrace.simulation import simulate as simulation
-from millrace.simulation.backend import VirtualRuntime
+from millrace.simulation.backend import SimulatedBackend
 from millrace.simulation.engine import Costs
 from millrace.simulation.simulate import Work, simulate
 from tests.event_logs import write_events
@@ -21,7 +21,7 @@ flow: {{staleness: {staleness}}}
 rewards: [{{kind: exact}}]
 """
 COSTS = Costs(
-    service=Service(step_s=0.5, row_s=0.03, prompt_token_s=0.2),
+    service=StepCost(step_s=0.5, row_s=0.03, prompt_token_s=0.2),
     num_tokens=lognormal(20, 0.6),
     judge_s=exponential(0.4),
     load_s=constant(1.25),
@@ -35,7 +35,7 @@ def write_run(folder, monkeypatch, *, staleness=0, steps=30, processes=1, num_en
     """The folder of a run that a simulation went through."""
     clocks, events = [], []
 
-    class Clocked(VirtualRuntime):
+    class Clocked(SimulatedBackend):
         def __init__(self, *given, **named):
             super().__init__(*given, **named)
             clocks.append(self)
@@ -44,10 +44,16 @@ def write_run(folder, monkeypatch, *, staleness=0, steps=30, processes=1, num_en
         events.append({"kind": kind, "time_s": clocks[-1].now(), **facts})
 
     work = Work(
-        FlowRules(4, staleness), num_engines, 3, 5, 64, COSTS, lambda num_tokens, share: 0.1 * num_tokens
+        StalenessPolicy(4, staleness),
+        num_engines,
+        3,
+        5,
+        64,
+        COSTS,
+        lambda num_tokens, share: 0.1 * num_tokens,
     )
     with monkeypatch.context() as patch:
-        patch.setattr(simulation, "VirtualRuntime", Clocked)
+        patch.setattr(simulation, "SimulatedBackend", Clocked)
         run = simulate(work, num_batches=steps, ends=True, note=note)
     records = [{"stage": "evaluation", "during": "reinforcement", "step": 0}]
     for number, step in enumerate(run.steps, start=1):

@@ -13,9 +13,9 @@ from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.environments.single_turn import SingleTurn
 from millrace.models.heads import scalar_model
-from millrace.rollout.sampling import Sampled
-from millrace.run.components import Parts
-from millrace.run.train_step import BatchResult, Learner, estimated, train_on
+from millrace.rollout.sampling import SampledBatch
+from millrace.run.components import Components
+from millrace.run.train_step import BatchResult, TrainStep, estimated, train_on
 from millrace.training.method import build_control, build_method, build_objective
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
@@ -36,16 +36,16 @@ def recipe(**sections: Any) -> RunConfig:
     return validate(tree | sections, "test")
 
 
-def parts(**given: Any) -> Parts:
-    names = {field.name: None for field in fields(Parts)}
-    return Parts(**names | {"environment": SingleTurn, "stop_token_ids": (0,)} | given)
+def parts(**given: Any) -> Components:
+    names = {field.name: None for field in fields(Components)}
+    return Components(**names | {"environment": SingleTurn, "stop_token_ids": (0,)} | given)
 
 
 def reference(seed: int = 9, dtype: torch.dtype = torch.float32) -> ModelScorer:
     return ModelScorer(tiny_model(seed, dtype), temperature=1.0, max_tokens=1000)
 
 
-def learner(config: RunConfig, *, max_tokens: int = 1000, teacher: ModelScorer | None = None) -> Learner:
+def learner(config: RunConfig, *, max_tokens: int = 1000, teacher: ModelScorer | None = None) -> TrainStep:
     """What `build` would make of a recipe, over tiny models; the reference is not where the policy begins."""
     control = build_control(config)
     frozen = reference() if control else None
@@ -60,7 +60,7 @@ def learner(config: RunConfig, *, max_tokens: int = 1000, teacher: ModelScorer |
         max_gradient_norm=1.0,
         reference=frozen if config.policy.kl and config.policy.kl.estimator == "full" else None,
     )
-    return Learner(trainer, build_method(config), critic(config), frozen, teacher, control)
+    return TrainStep(trainer, build_method(config), critic(config), frozen, teacher, control)
 
 
 def critic(config: RunConfig) -> ValueTrainer | None:
@@ -117,7 +117,7 @@ def group_of(*answers: tuple[tuple[int, ...], float], cut: tuple[int, ...] = ())
     return Group(Prompt("train:0", (5, 6), "text"), tuple(made))
 
 
-def before_update(one: Learner, *groups: Group, baselines: list[float] | None = None) -> Batch:
+def before_update(one: TrainStep, *groups: Group, baselines: list[float] | None = None) -> Batch:
     """The whole packed batch with all that is computed of it."""
     members = [(t, g) for g, group in enumerate(groups) for t in group.trajectories]
     group_N = torch.tensor([g for _, g in members])
@@ -125,7 +125,7 @@ def before_update(one: Learner, *groups: Group, baselines: list[float] | None = 
 
 
 def run(
-    one: Learner,
+    one: TrainStep,
     groups: list[Group],
     *,
     baselines: list[float] | None = None,
@@ -133,7 +133,7 @@ def run(
     policy_moves: bool = True,
     step: int = 3,
 ) -> BatchResult:
-    sampled = Sampled(groups, frozenset(left_out), baselines)
+    sampled = SampledBatch(groups, frozenset(left_out), baselines)
     return train_on(one, sampled, seed=5, step=step, policy_moves=policy_moves)
 
 

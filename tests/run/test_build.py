@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.config.rewards import FunctionReward
+from millrace.config.rewards import FunctionRewardConfig
 from millrace.data.rows import DataError
 from millrace.errors import SetupError
 from millrace.models.heads import save_scalar_model
@@ -271,7 +271,7 @@ def test_what_a_reward_function_may_do_is_what_the_recipe_says(tmp_path, monkeyp
     monkeypatch.setenv("MY_KEY", "x")
     monkeypatch.chdir(tmp_path)
     given = {"env_vars": ["MY_KEY"], "writable": ["."], "network": True, "memory_gb": 0.5}
-    found = function_permissions(FunctionReward(kind="function", function="a:b", **given))
+    found = function_permissions(FunctionRewardConfig(kind="function", function="a:b", **given))
     assert found == Permissions(True, ("MY_KEY",), (str(tmp_path),), 2**29, 2**30)
 
 
@@ -287,7 +287,7 @@ def test_what_a_reward_function_may_do_is_what_the_recipe_says(tmp_path, monkeyp
 )
 def test_a_permission_that_cannot_be_given_is_refused(given, message):
     with pytest.raises(RewardError, match=message):
-        function_permissions(FunctionReward(kind="function", function="a:b", **given))
+        function_permissions(FunctionRewardConfig(kind="function", function="a:b", **given))
 
 
 def test_cuda_where_there_is_none_is_refused(monkeypatch):

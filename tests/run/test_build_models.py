@@ -21,7 +21,7 @@ from millrace.models.saving import save_config
 from millrace.run.build import build
 from millrace.run.build_models import CRITIC
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
-from millrace.run.components import Parts
+from millrace.run.components import Components
 from millrace.training.checkpoint import write_state
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
@@ -113,7 +113,7 @@ def in_stages(rank: int, folder: str) -> dict[str, Tensor]:
     return found
 
 
-def save(folder: Path, parts: Parts, trainers: dict[str, Any], ranks: Ranks) -> None:
+def save(folder: Path, parts: Components, trainers: dict[str, Any], ranks: Ranks) -> None:
     def begin(aside: Path) -> None:
         parts.save_model(aside / POLICY, weights=False)
         save_config(trainers[CRITIC].model, aside / CRITIC)

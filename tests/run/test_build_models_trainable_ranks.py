@@ -20,7 +20,7 @@ from millrace.models.load import ModelError, load_model
 from millrace.run.build import build
 from millrace.run.build_models import ADAPTER
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
-from millrace.run.components import Parts
+from millrace.run.components import Components
 from millrace.training.checkpoint import write_state
 from millrace.training.policy import PolicyTrainer
 from tests.close import close_fp32
@@ -46,7 +46,7 @@ def recipe(folder: Path, num_ranks: int) -> RunConfig:
     return load_recipe(path, {"name": "run", "output": str(folder / "runs")})
 
 
-def trainer_of(parts: Parts) -> PolicyTrainer:
+def trainer_of(parts: Components) -> PolicyTrainer:
     trainer = parts.reinforcer(0, parts.control, None)
     for group in trainer.optimizer.param_groups:
         # With the usual eps, a gradient of nothing but rounding would move a weight as far as any other.
@@ -61,7 +61,7 @@ def step(trainer: PolicyTrainer, seed: int) -> None:
     assert not trainer.optim_step().skipped
 
 
-def save(folder: Path, parts: Parts, trainer: PolicyTrainer, ranks: Ranks) -> None:
+def save(folder: Path, parts: Components, trainer: PolicyTrainer, ranks: Ranks) -> None:
     def begin(aside: Path) -> None:
         parts.save_model(aside / POLICY, weights=False)
         write_state(aside, {"order": 1})

@@ -15,7 +15,7 @@ from millrace import resume, train
 from millrace.inference.engine import PagedEngine
 from millrace.run import loop as loops
 from millrace.run import run as controller
-from millrace.run.colocation import Turns
+from millrace.run.colocation import Colocation
 from millrace.run.run import Controller
 from tests.end_to_end.runs import OVERRIDES, check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
@@ -39,10 +39,12 @@ class Sleeping:
         return {}
 
 
-def turns_of(linear: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Turns, list[str]]:
+def turns_of(
+    linear: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Colocation, list[str]]:
     """Turns that say what they do, over one layer."""
     said: list[str] = []
-    turns = Turns(Sleeping(said), cuda=False, folder=folder)
+    turns = Colocation(Sleeping(said), cuda=False, folder=folder)
     turns.own([("the policy", linear, None)])
     said.clear()
     for name in ("sleep", "wake"):
@@ -65,7 +67,7 @@ def test_whoever_leaves_does_so_before_the_other_comes(tmp_path, monkeypatch):
 def test_those_that_were_the_trainers_are_there_when_others_become_it(tmp_path):
     first, second = nn.Linear(64, 64), nn.Linear(64, 64)
     expected = first.weight.detach().clone()
-    turns = Turns(Sleeping([]), cuda=False, folder=tmp_path)
+    turns = Colocation(Sleeping([]), cuda=False, folder=tmp_path)
     turns.own([("the policy", first, None)])
     turns.sample()
     assert not torch.equal(first.weight, expected)
@@ -78,7 +80,7 @@ def test_those_that_were_the_trainers_are_there_when_others_become_it(tmp_path):
 def test_without_an_engine_that_takes_turns_nothing_moves(tmp_path):
     linear = nn.Linear(64, 64)
     expected = linear.weight.detach().clone()
-    turns = Turns(None, cuda=False, folder=tmp_path)
+    turns = Colocation(None, cuda=False, folder=tmp_path)
     turns.own([("the policy", linear, None)])
     for move in (turns.sample, turns.train, turns.meet):
         move()

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from millrace.rollout.backend import Wanted
-from millrace.run.scaling import Asked
+from millrace.rollout.backend import ScaleRequest
+from millrace.run.scaling import ScaleRequestFile
 
 
 def test_a_request_is_heard_once_and_the_file_read_each_second(tmp_path: Path) -> None:
     path, now_s = tmp_path / "wanted.json", [0.0]
     path.write_text(json.dumps({"id": "old", "engines": 9}))
-    asked = Asked(path, lambda: now_s[0])
+    asked = ScaleRequestFile(path, lambda: now_s[0])
     # What was asked of an earlier process of the run is forgotten.
     assert not path.exists()
     found = []
@@ -25,7 +25,7 @@ def test_a_request_is_heard_once_and_the_file_read_each_second(tmp_path: Path) -
             path.write_text(json.dumps({"id": "b", "engines": 3}))
         found.append((asked.look(), asked.heard))
     nothing = [([], "")] * 3
-    assert found == [*nothing, ([Wanted(3)], "a"), ([], "a"), ([Wanted(3)], "b"), ([], "b")]
+    assert found == [*nothing, ([ScaleRequest(3)], "a"), ([], "a"), ([ScaleRequest(3)], "b"), ([], "b")]
     asked.close()
     assert not path.exists()
 
@@ -35,7 +35,7 @@ def test_a_request_is_heard_once_and_the_file_read_each_second(tmp_path: Path) -
 )
 def test_what_nobody_asked_so_ends_no_run(text: str, tmp_path: Path) -> None:
     now_s = [0.0]
-    asked = Asked(tmp_path / "wanted.json", lambda: now_s[0])
+    asked = ScaleRequestFile(tmp_path / "wanted.json", lambda: now_s[0])
     (tmp_path / "wanted.json").write_text(text)
     now_s[0] = 2.0
     assert (asked.look(), asked.heard) == ([], "")

@@ -9,7 +9,7 @@ import torch
 
 from millrace.data.packing import pack
 from millrace.models.logprobs import chosen_logprobs
-from millrace.rollout.sampling import Sampled
+from millrace.rollout.sampling import SampledBatch
 from millrace.run import train_step as learn
 from millrace.types import Group, Outcome
 from tests.close import close_fp32, close_fp64
@@ -335,7 +335,7 @@ def test_equal_rewards_have_a_deviation_of_exactly_zero(value):
 
 def test_rounds_and_greedy_tokens_are_recorded():
     one = learner(centred())
-    sampled = Sampled(scored([1.0, 0.0]), num_greedy_tokens=5, num_rounds=2)
+    sampled = SampledBatch(scored([1.0, 0.0]), num_greedy_tokens=5, num_rounds=2)
     result = learn.train_on(one, sampled, seed=0, step=1)
     assert result.record["group/refill_rounds"] == 2
     assert result.tokens_sampled == result.record["tokens/sampled"] == 2 + 5

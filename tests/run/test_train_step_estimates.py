@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from millrace.run.train_step import Learner
+from millrace.run.train_step import TrainStep
 from millrace.types import Group, Outcome, Turn
 from tests.close import close_fp32, close_fp64
 from tests.data.pieces import drawn_among
@@ -153,7 +153,7 @@ def test_without_any_greedy_reward_nothing_moves():
 GAE = {"kind": "gae", "gamma": 0.9, "lam": 0.8, "whiten": False}
 
 
-def valued(policy: dict | None = None, **more) -> Learner:
+def valued(policy: dict | None = None, **more) -> TrainStep:
     return learner(recipe(advantage=GAE | more, critic={}, policy=policy or {}))
 
 

@@ -10,7 +10,7 @@ import torch
 from millrace.algorithms import losses
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
-from millrace.run.train_step import Learner
+from millrace.run.train_step import TrainStep
 from tests.close import close_fp32, close_fp64
 from tests.run.pieces import (
     CENTRED,
@@ -26,7 +26,7 @@ from tests.run.pieces import (
 )
 
 
-def recomputed(correction: dict | None = None) -> Learner:
+def recomputed(correction: dict | None = None) -> TrainStep:
     policy = TWO | {"proximal": "recompute"} | ({"correction": correction} if correction else {})
     return learner(recipe(advantage=CENTRED, policy=policy))
 
@@ -116,7 +116,7 @@ def selecting(kind: str, **more) -> RunConfig:
     return recipe(advantage=CENTRED, policy=TWO | {"loss": {"kind": kind, "share": 0.3, **more}})
 
 
-def covariances(one: Learner, batch: Batch) -> torch.Tensor:
+def covariances(one: TrainStep, batch: Batch) -> torch.Tensor:
     logprob_N = one.trainer.scorer.logprobs(batch)[batch.action_mask_T]
     return losses.covariance(logprob_N, batch.advantage_T[batch.action_mask_T])
 

@@ -13,7 +13,7 @@ from millrace.planner.hardware import GPUS
 from millrace.planner.memory import Workload, cache_bytes_per_token
 from millrace.planner.model_shape import ModelShape
 from millrace.planner.step_time import step_time
-from millrace.rollout.staleness import FlowRules
+from millrace.rollout.staleness import StalenessPolicy
 from millrace.simulation.calibrate import read_measured
 from millrace.simulation.from_plan import (
     check_simulated,
@@ -49,11 +49,11 @@ def planned(gpus, config=None, lengths=None, refuse=lambda layout: None):
 
 def test_a_recipes_flow_at_another_bound_keeps_what_has_a_meaning_there():
     config = recipe(flow={"staleness": 3, "order": "completion", "stale": "drop"})
-    assert rules(config, 3) == FlowRules(8, 3, "completion", "drop")
-    assert rules(config, 0) == FlowRules(8, 0)
+    assert rules(config, 3) == StalenessPolicy(8, 3, "completion", "drop")
+    assert rules(config, 0) == StalenessPolicy(8, 0)
     config = recipe(flow={"order": "completion", "spare_groups": 2})
-    assert rules(config, 0) == FlowRules(8, 0, "completion", spare_groups=2)
-    assert rules(config, 1) == FlowRules(8, 1, "completion")
+    assert rules(config, 0) == StalenessPolicy(8, 0, "completion", spare_groups=2)
+    assert rules(config, 1) == StalenessPolicy(8, 1, "completion")
 
 
 def test_greedy_baselines_are_answers_too():
@@ -96,7 +96,7 @@ def test_planned_durations_are_those_of_a_plan():
     close_fp64(run.train_s(64 * 200, 0.5), times.training)
     close_fp64(run.train_s(32 * 200, 0.5), times.training / 2)
     assert (run.num_engines, run.num_samples, run.prompt_tokens, run.max_tokens) == (3, 8, 512, 1024)
-    assert run.rules == FlowRules(8, 2)
+    assert run.rules == StalenessPolicy(8, 2)
     kept = recipe(flow={"kv": "keep", "staleness": 2})
     assert run.costs.recompute and not planned("8xH200", kept).work(2, 3, 5).costs.recompute
     assert machines.num_gpus == 8
@@ -143,7 +143,7 @@ def test_measured_durations_are_shared_by_more_machines(tmp_path, monkeypatch):
     machines = measured_machines(found.config, found, "16", None)
     one, many = machines.work(0, 8, 1), machines.work(4, 8, 8)
     close_fp64(one.train_s(100, 0.5) - many.train_s(100, 0.5), 0.1 * 100 * 7 / 8)
-    assert many.costs == found.costs and many.rules == FlowRules(4, 4)
+    assert many.costs == found.costs and many.rules == StalenessPolicy(4, 4)
     longer = measured_machines(found.config, found, "16", "40,0").work(0, 8, 8)
     close_fp64(longer.costs.num_tokens(0.1), 40.0)
     for wrong in ("16xH100", "0", "-3"):

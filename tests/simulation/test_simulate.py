@@ -8,22 +8,22 @@ from functools import partial
 import pytest
 
 from millrace.eventlog.log import check_log
-from millrace.planner.simulate import Service, constant, lognormal
-from millrace.rollout.staleness import FlowRules
+from millrace.planner.simulate import StepCost, constant, lognormal
+from millrace.rollout.staleness import StalenessPolicy
 from millrace.simulation.engine import Costs
-from millrace.simulation.simulate import Simulated, Step, Stretch, Work, best_split, simulate
+from millrace.simulation.simulate import Simulated, SimulatedStep, Stretch, Work, best_split, simulate
 from tests.close import close_fp64
 
 # Ten tokens of 2 + 4 x 0.25 s each for the four answers of a batch, after 5 tokens of each prompt at 0.1 s.
 COSTS = Costs(
-    service=Service(step_s=2.0, row_s=0.25, prompt_token_s=0.1),
+    service=StepCost(step_s=2.0, row_s=0.25, prompt_token_s=0.1),
     num_tokens=constant(10),
     judge_s=constant(0.5),
     load_s=constant(1.5),
     message_s=constant(0.0),
 )
 WORK = Work(
-    rules=FlowRules(2, 0),
+    rules=StalenessPolicy(2, 0),
     num_engines=1,
     num_samples=2,
     prompt_tokens=5,
@@ -36,9 +36,9 @@ SAMPLE_S = 2 * 5 * 0.1 + 10 * (2.0 + 4 * 0.25) + 0.5
 
 def at_once(staleness, train_s):
     """An engine that takes a second for each group, one after the other, whatever the number of requests."""
-    costs = Costs(Service(0.0, 0.0, 0.0, product_s=1.0), constant(1), constant(0.0), constant(0.0), slots=1)
+    costs = Costs(StepCost(0.0, 0.0, 0.0, product_s=1.0), constant(1), constant(0.0), constant(0.0), slots=1)
     costs = replace(costs, message_s=constant(0.0))
-    return Work(FlowRules(4, staleness), 1, 1, 1, 1, costs, lambda num_tokens, share: train_s)
+    return Work(StalenessPolicy(4, staleness), 1, 1, 1, 1, costs, lambda num_tokens, share: train_s)
 
 
 def test_a_synchronous_step_is_sampling_then_training_then_publishing():
@@ -65,7 +65,7 @@ def test_ahead_of_training_a_step_is_the_longer_of_both(train_s, staleness):
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_the_bound_holds_and_is_reached_where_sampling_is_quick(staleness):
     costs = replace(COSTS, num_tokens=lognormal(8, 0.8))
-    work = replace(WORK, rules=FlowRules(2, staleness), num_engines=3, max_tokens=40, costs=costs)
+    work = replace(WORK, rules=StalenessPolicy(2, staleness), num_engines=3, max_tokens=40, costs=costs)
     run = simulate(replace(work, train_s=lambda *_: 500.0), num_batches=20)
     assert run.staleness[1] == staleness
     assert run.trainer_busy > 0.9
@@ -75,7 +75,7 @@ def test_the_bound_holds_and_is_reached_where_sampling_is_quick(staleness):
 def test_it_is_the_controller_of_every_run():
     """Its log proves what that of a real run must."""
     log = [{"kind": "begin", "rules": {}, "num_batches": 6}]
-    rules = FlowRules(3, 2, "completion", "drop")
+    rules = StalenessPolicy(3, 2, "completion", "drop")
     log[0]["rules"] = {"groups_per_step": 3, "staleness": 2, "order": "completion", "stale": "drop"} | {
         "refill_rounds": 0
     }
@@ -94,7 +94,7 @@ def test_a_run_that_ends_starts_nothing_in_vain():
     def note(kind, /, **facts):
         begun.append(kind)
 
-    work = replace(WORK, rules=FlowRules(2, 3))
+    work = replace(WORK, rules=StalenessPolicy(2, 3))
     simulate(work, num_batches=5, ends=True, note=note)
     assert begun.count("start") == 5 * 2
     begun.clear()
@@ -106,7 +106,7 @@ def test_a_run_that_ends_starts_nothing_in_vain():
 def test_long_answers_in_units_take_as_long():
     """Of 2,560 tokens a unit has ten: the same run as with a tenth of the tokens, each ten times as slow."""
     long = replace(WORK, prompt_tokens=50, max_tokens=2560, costs=replace(COSTS, num_tokens=constant(100)))
-    service = Service(step_s=20.0, row_s=2.5, prompt_token_s=1.0)
+    service = StepCost(step_s=20.0, row_s=2.5, prompt_token_s=1.0)
     short = replace(WORK, costs=replace(COSTS, service=service))
     one, other = (simulate(work, num_batches=3) for work in (long, replace(short, max_tokens=256)))
     assert [step.num_tokens for step in one.steps] == [400] * 3
@@ -124,7 +124,7 @@ def test_a_simulation_is_a_function_of_its_seed():
 
 def test_a_thousand_engines_share_the_groups():
     costs = replace(COSTS, num_tokens=lognormal(300, 0.7))
-    work = Work(FlowRules(500, 1), 1000, 8, 100, 1000, costs, lambda num_tokens, share: 100.0)
+    work = Work(StalenessPolicy(500, 1), 1000, 8, 100, 1000, costs, lambda num_tokens, share: 100.0)
     run = simulate(work, num_batches=3, num_first=1)
     assert run.staleness[1] == 1
     assert len({stretch.engine for stretch in run.stretches if stretch.num_running}) == 1000
@@ -133,12 +133,12 @@ def test_a_thousand_engines_share_the_groups():
 def test_engines_that_never_rest_are_busy_all_the_time():
     """Whatever they do: they draw, compute prompts and what runs again, and take weights."""
     costs = replace(COSTS, num_tokens=lognormal(30, 0.7), recompute=True, slots=3)
-    work = Work(FlowRules(6, 4), 2, 4, 5, 100, costs, lambda num_tokens, share: 30.0)
+    work = Work(StalenessPolicy(6, 4), 2, 4, 5, 100, costs, lambda num_tokens, share: 30.0)
     close_fp64(simulate(work, num_batches=20, num_first=5).engines_busy, 1.0)
 
 
 def test_busy_time_counts_within_the_steps_alone():
-    steps = (Step(10.0, 12.0, 18.0, 20.0, 5, (0,)), Step(20.0, 21.0, 29.0, 30.0, 5, (2,)))
+    steps = (SimulatedStep(10.0, 12.0, 18.0, 20.0, 5, (0,)), SimulatedStep(20.0, 21.0, 29.0, 30.0, 5, (2,)))
     stretches = (Stretch("engine-0", 0.0, 14.0, 3), Stretch("engine-1", 28.0, 40.0, 1))
     run = Simulated(2, steps, stretches)
     assert [stretch[1:3] for stretch in run.within()] == [(10.0, 14.0), (28.0, 30.0)]

@@ -7,11 +7,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from millrace.simulation.simulate import Simulated, Step, Stretch
+from millrace.simulation.simulate import Simulated, SimulatedStep, Stretch
 from millrace.simulation.timeline import LEFT, MOST_LANES, NUM_BINS, RIGHT, WIDTH, timeline_svg
 from tests.close import close_fp64
 
-STEPS = tuple(Step(t, t + 4.0, t + 8.0, t + 10.0, 50, (0,)) for t in (100.0, 110.0, 120.0, 130.0))
+STEPS = tuple(SimulatedStep(t, t + 4.0, t + 8.0, t + 10.0, 50, (0,)) for t in (100.0, 110.0, 120.0, 130.0))
 SPACE = WIDTH - LEFT - RIGHT
 
 
@@ -49,7 +49,7 @@ def test_bars_are_where_things_happen():
 
 
 def test_many_engines_share_lanes_and_runs_share_seconds():
-    short = tuple(Step(t, t + 1.0, t + 1.5, t + 2.0, 50, (0,)) for t in range(0, 40, 2))
+    short = tuple(SimulatedStep(t, t + 1.0, t + 1.5, t + 2.0, 50, (0,)) for t in range(0, 40, 2))
     stretches = tuple(Stretch(f"engine-{n}", 0.0, 5.0, 4) for n in range(10))
     runs = {"one": Simulated(20, short, stretches), "two <b>": Simulated(1, STEPS, ())}
     svg = timeline_svg(runs, title="a & b")

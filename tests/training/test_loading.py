@@ -26,7 +26,7 @@ from millrace.training.loading import loaded, taken
 from millrace.training.objective import imitation
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
-from millrace.training.spread import Spread, mesh_of, spread_over
+from millrace.training.spread import ParallelModel, mesh_of, spread_over
 from tests.close import close_fp32
 from tests.models.deep import deep_model, weighted_batch
 from tests.models.families import bold_family
@@ -86,7 +86,7 @@ def held_bytes(model: torch.nn.Module) -> int:
     return sum(local(parameter).nbytes for parameter in model.parameters())
 
 
-def weights(name: str, spread: Spread) -> dict[str, Tensor]:
+def weights(name: str, spread: ParallelModel) -> dict[str, Tensor]:
     return {f"{name}|{weight}": tensor.clone() for weight, tensor in spread.named_tensors()}
 
 
@@ -97,7 +97,7 @@ def settle(model: Model) -> None:
         torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(weight)))
 
 
-def learned(name: str, spread: Spread) -> dict[str, Tensor]:
+def learned(name: str, spread: ParallelModel) -> dict[str, Tensor]:
     """Log-probabilities, and weights after a step."""
     trainer = PolicyTrainer(
         spread.model,
@@ -173,7 +173,7 @@ def read_on_two(rank: int, folder: str) -> dict[str, Tensor]:
 def of_deep(folder: Path, mesh: Any, options: MeshConfig) -> dict[str, Tensor]:
     """Bytes that a rank holds, and that it had at most on the way."""
 
-    def load_whole() -> Spread:
+    def load_whole() -> ParallelModel:
         return spread_over(load_model(folder, dtype=torch.float32), mesh, options)
 
     deep, peak = peak_bytes(lambda: loaded(folder, mesh, options, **FLOAT), folder)
@@ -227,7 +227,7 @@ def test_in_each_layout_ranks_hold_together_what_one_process_loads(name, folder,
 
 @pytest.mark.parametrize("family", FURTHER)
 def test_models_that_need_a_cache_learn_in_parts_and_by_computing_layers_again(family, folder, two):
-    whole = learned(family, Spread(load_model(folder / family, dtype=torch.float32)))
+    whole = learned(family, ParallelModel(load_model(folder / family, dtype=torch.float32)))
     for found in two:
         for name, tensor in whole.items():
             close_fp32(found[name], tensor, rtol=1e-4, atol=1e-4)

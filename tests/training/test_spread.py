@@ -20,7 +20,7 @@ from millrace.planner.layout import Layout
 from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
-from millrace.training.spread import Spread
+from millrace.training.spread import ParallelModel
 from millrace.training.value import ValueTrainer
 from tests.close import close_fp32
 from tests.data.pieces import random_tree, truncated
@@ -104,7 +104,7 @@ def test_samples_of_a_prompt_stay_on_a_rank_where_they_share_it(layout: Layout, 
     if exact:
         set_deterministic(model)
     # The first rank's share; nothing is computed, so nobody is asked.
-    spread = Spread(model, mesh=Mesh(layout, "cpu", None))
+    spread = ParallelModel(model, mesh=Mesh(layout, "cpu", None))
     (micro,) = (micro for micro, _ in spread.micro_batches(batch, 1000))
     drawn = micro.token_T[micro.position_T == 6].tolist()
     assert drawn == ([8, 9, 10, 11] if together else [8, 10, 12, 14])

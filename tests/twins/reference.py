@@ -17,7 +17,7 @@ from torch import Tensor
 
 from millrace.inference.canary import sampler_logprobs
 from millrace.inference.results import first_stop, joined
-from millrace.inference.sampler import Drawn, SamplingTable, check_vocabulary
+from millrace.inference.sampler import SampledTokens, SamplingTable, check_vocabulary
 from millrace.inference.weights import load_in_place
 from millrace.kernels.packed_attention import Segments
 from millrace.kernels.token_logprob import token_logprob
@@ -254,7 +254,7 @@ class ReferenceEngine:
         logprob_N, _ = token_logprob(hidden_TD[:-1], head, token_T[1:], temperature=temperature)
         return logprob_N.float().cpu().numpy()
 
-    def _append(self, requests: list[_Request], drawn: Drawn) -> None:
+    def _append(self, requests: list[_Request], drawn: SampledTokens) -> None:
         """Give each unfinished request its token, and end those that are done."""
         for n, request in enumerate(requests):
             if request.finish_reason is not None:

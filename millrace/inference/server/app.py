@@ -18,13 +18,13 @@ from millrace.inference.server.openai import OpenAI
 from millrace.inference.server.prompts import check_model, checked_turns
 from millrace.inference.server.rl import Verbs
 from millrace.inference.server.schemas import DetokenizeBody, TokenizeBody
-from millrace.inference.server.service import Service
+from millrace.inference.server.service import GenerationService
 from millrace.version import __version__
 
 HEALTH_TIMEOUT_S = 30.0
 
 
-def create_app(service: Service, limits: Limits) -> FastAPI:
+def create_app(service: GenerationService, limits: Limits) -> FastAPI:
     """Create the application of a service; its lifespan starts and stops the engine."""
 
     @asynccontextmanager
@@ -61,7 +61,7 @@ def create_app(service: Service, limits: Limits) -> FastAPI:
 class _Tools:
     """Endpoints that generate no tokens."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: GenerationService) -> None:
         self._service = service
         self._served = service.served
 

@@ -10,13 +10,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from millrace.inference.async_engine import Piece
+from millrace.inference.async_engine import TokenChunk
 from millrace.inference.server.detokenize import Detokenizer
 from millrace.inference.server.errors import ApiError, Json, encode
 from millrace.inference.server.prompts import check_model, conversation, texts
 from millrace.inference.server.replies import Streamed, completed
 from millrace.inference.server.schemas import ChatBody, CompletionBody, OpenAIBody
-from millrace.inference.server.service import Samples, Service, new_id, require_success, sampling_params
+from millrace.inference.server.service import (
+    GenerationService,
+    ResponseStream,
+    new_id,
+    require_success,
+    sampling_params,
+)
 from millrace.inference.server.shapes import ChatShape, Shape, TextShape, envelope, usage
 from millrace.types import Completion
 
@@ -29,7 +35,7 @@ MAX_TURN_TOKENS = 4096
 class OpenAI:
     """OpenAI's endpoints over one service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: GenerationService) -> None:
         self._service = service
         self._served = service.served
         self._created_s = int(time.time())
@@ -105,7 +111,7 @@ class OpenAI:
         return Json(envelope(id, shape.whole, self._served.name, created_s, choices, counted))
 
     async def _chunks(
-        self, samples: Samples, shape: Shape, stop: tuple[str, ...], num_prompt_tokens: int | None
+        self, samples: ResponseStream, shape: Shape, stop: tuple[str, ...], num_prompt_tokens: int | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a response; the last has the usage, if `num_prompt_tokens` is given."""
         served, count = self._served, samples.num_samples
@@ -135,7 +141,7 @@ class OpenAI:
         if num_prompt_tokens is not None:
             yield chunk([], usage(num_prompt_tokens, num_tokens))
 
-    def _logprobs(self, shape: Shape, index: int, drawn: Piece | Completion) -> Any:
+    def _logprobs(self, shape: Shape, index: int, drawn: TokenChunk | Completion) -> Any:
         if not shape.wants_logprobs:
             return None
         texts = [str(self._served.tokenizer.decode([token])) for token in drawn.token_ids]

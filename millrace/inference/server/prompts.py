@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from millrace.data.chat import CHAT
 from millrace.inference.server.errors import ApiError, shown
 from millrace.inference.server.schemas import Message
-from millrace.inference.server.service import Served, Service
+from millrace.inference.server.service import GenerationService, ModelService
 
 
-def check_model(served: Served, name: str | None) -> None:
+def check_model(served: ModelService, name: str | None) -> None:
     """Reject a request for another model.
 
     Raises:
@@ -27,7 +27,7 @@ def check_model(served: Served, name: str | None) -> None:
 
 
 async def texts(
-    service: Service, prompt: str | list[str] | list[int] | list[list[int]], num_samples: int = 1
+    service: GenerationService, prompt: str | list[str] | list[int] | list[list[int]], num_samples: int = 1
 ) -> list[list[int]]:
     """Tokenize the prompts of a completion request: one or several, as text or as tokens.
 
@@ -52,7 +52,7 @@ async def texts(
     return prompt
 
 
-async def conversation(service: Service, messages: Sequence[Message]) -> list[int]:
+async def conversation(service: GenerationService, messages: Sequence[Message]) -> list[int]:
     """Render and tokenize a conversation, with the header of the assistant's next message.
 
     Raises:
@@ -63,7 +63,7 @@ async def conversation(service: Service, messages: Sequence[Message]) -> list[in
     return token_ids
 
 
-def checked_turns(served: Served, messages: Sequence[Message]) -> list[dict[str, str]]:
+def checked_turns(served: ModelService, messages: Sequence[Message]) -> list[dict[str, str]]:
     """Convert messages to the input of chat templates.
 
     Raises:

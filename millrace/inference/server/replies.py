@@ -12,14 +12,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from millrace.inference.server.errors import ApiError
-from millrace.inference.server.service import Samples
+from millrace.inference.server.service import ResponseStream
 from millrace.types import Completion
 
 CLIENT_GONE = 499
 T = TypeVar("T")
 
 
-async def completed(samples: Samples, request: Request) -> list[Completion]:
+async def completed(samples: ResponseStream, request: Request) -> list[Completion]:
     """Wait for all samples and return their completions.
 
     Raises:
@@ -37,7 +37,7 @@ class Streamed(Response):
     Its samples are closed when it ends, fails, or the client disconnects.
     """
 
-    def __init__(self, samples: Samples, lines: AsyncGenerator[bytes, None], media_type: str) -> None:
+    def __init__(self, samples: ResponseStream, lines: AsyncGenerator[bytes, None], media_type: str) -> None:
         """A response of these lines, each sent without buffering."""
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from safetensors import SafetensorError, safe_open
 
-from millrace.inference.async_engine import EngineClosed, Piece
+from millrace.inference.async_engine import EngineClosed, TokenChunk
 from millrace.inference.server.errors import ApiError, Json, encode, shown
 from millrace.inference.server.replies import Streamed, completed
 from millrace.inference.server.schemas import (
@@ -26,7 +26,13 @@ from millrace.inference.server.schemas import (
     PauseBody,
     TagsBody,
 )
-from millrace.inference.server.service import Samples, Service, new_id, require_success, sampling_params
+from millrace.inference.server.service import (
+    GenerationService,
+    ResponseStream,
+    new_id,
+    require_success,
+    sampling_params,
+)
 from millrace.models.load import ModelError, check_folder
 from millrace.types import Completion
 from millrace.version import __version__
@@ -38,7 +44,7 @@ T = TypeVar("T")
 class Verbs:
     """The endpoints for a trainer."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: GenerationService) -> None:
         self._service = service
         self._served = service.served
         self._engine = service.served.engine
@@ -197,7 +203,7 @@ def read_tensors(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tens
     return tensors
 
 
-async def _lines(samples: Samples) -> AsyncGenerator[bytes, None]:
+async def _lines(samples: ResponseStream) -> AsyncGenerator[bytes, None]:
     """JSON lines: pieces of all samples as generated; the last line of a sample has its finish reason."""
     async with aclosing(samples.events()) as events:
         try:
@@ -215,7 +221,7 @@ def _tree(index: int, completion: Completion) -> dict[str, Any]:
     return {"index": index} | _tokens(completion) | _end(completion)
 
 
-def _tokens(drawn: Piece | Completion) -> dict[str, Any]:
+def _tokens(drawn: TokenChunk | Completion) -> dict[str, Any]:
     return {
         "token_ids": drawn.token_ids,
         "logprobs": _numbers(drawn.logprobs),

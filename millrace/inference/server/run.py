@@ -21,7 +21,7 @@ from millrace.inference.server.connections import Connection, connection_bounds,
 from millrace.inference.server.errors import ApiError
 from millrace.inference.server.limits import Limits
 from millrace.inference.server.logs import LOG_CONFIG
-from millrace.inference.server.service import Service
+from millrace.inference.server.service import GenerationService
 
 # Seconds to send the last responses after the running requests were aborted.
 LAST_ANSWERS_S = 10
@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        service: Service,
+        service: GenerationService,
         limits: Limits,
         *,
         grace_s: float = 5.0,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from millrace.data.chat import CHAT
-from millrace.inference.async_engine import AsyncEngine, EngineClosed, EngineFull, Piece, Stream
+from millrace.inference.async_engine import AsyncEngine, EngineClosed, EngineFull, Stream, TokenChunk
 from millrace.inference.server.errors import ApiError, bad_request
 from millrace.inference.server.metrics import Meter
 from millrace.inference.server.schemas import Sampling
@@ -40,7 +40,7 @@ SHARED = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Served:
+class ModelService:
     """The served model.
 
     Attributes:
@@ -73,11 +73,11 @@ class Served:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-class Samples:
+class ResponseStream:
     """The samples of one HTTP request. Always call `close`: it aborts unfinished samples."""
 
     def __init__(
-        self, service: Service, id: str, num_prompt_tokens: list[int], streams: list[Stream]
+        self, service: GenerationService, id: str, num_prompt_tokens: list[int], streams: list[Stream]
     ) -> None:
         """In-flight samples, with the number of prompt tokens of each."""
         self.id = id
@@ -88,13 +88,13 @@ class Samples:
         self._started_s = time.monotonic()
         self._unfinished = set(range(len(streams)))
 
-    async def events(self) -> AsyncGenerator[tuple[int, Piece | Completion], None]:
+    async def events(self) -> AsyncGenerator[tuple[int, TokenChunk | Completion], None]:
         """Yield (sample index, piece) as generated; a Completion is the last event of a sample.
 
         Raises:
             ApiError: the engine has stopped.
         """
-        queue: asyncio.Queue[tuple[int, Piece | Completion | ApiError]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, TokenChunk | Completion | ApiError]] = asyncio.Queue()
         pumps = [asyncio.create_task(self._pump(i, s, queue)) for i, s in enumerate(self._streams)]
         try:
             while self._unfinished:
@@ -152,7 +152,7 @@ class Samples:
         return await asyncio.gather(*(engine.abort(self._streams[index].id) for index in indices))
 
     async def _pump(
-        self, index: int, stream: Stream, queue: asyncio.Queue[tuple[int, Piece | Completion | ApiError]]
+        self, index: int, stream: Stream, queue: asyncio.Queue[tuple[int, TokenChunk | Completion | ApiError]]
     ) -> None:
         meter, last_s = self._service.meter, None
         try:
@@ -178,7 +178,7 @@ class Samples:
         )
 
 
-class Service:
+class GenerationService:
     """The in-flight samples by request id.
 
     Attributes:
@@ -188,7 +188,7 @@ class Service:
         closing: whether new requests are rejected.
     """
 
-    def __init__(self, served: Served, *, max_samples: int, texts: TextService | None = None) -> None:
+    def __init__(self, served: ModelService, *, max_samples: int, texts: TextService | None = None) -> None:
         """A service without requests.
 
         Args:
@@ -206,7 +206,7 @@ class Service:
         self.meter = Meter(served.name, served.engine)
         self.closing = False
         self._max_samples = max_samples
-        self._running: dict[str, Samples] = {}
+        self._running: dict[str, ResponseStream] = {}
 
     async def submit(
         self,
@@ -215,7 +215,7 @@ class Service:
         params: Sequence[SamplingParams],
         *,
         priority: int,
-    ) -> Samples:
+    ) -> ResponseStream:
         """Start the samples of a request; each prompt is computed once for all its samples.
 
         Args:
@@ -249,7 +249,7 @@ class Service:
                     await engine.abort(stream.id)
             raise _refusal(error) from None
         lengths = [len(prompt) for prompt in prompts for _ in range(each)]
-        samples = self._running[id] = Samples(self, id, lengths, streams)
+        samples = self._running[id] = ResponseStream(self, id, lengths, streams)
         return samples
 
     def check_count(self, num_samples: int) -> None:
@@ -321,7 +321,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 def sampling_params(
     body: Sampling,
-    served: Served,
+    served: ModelService,
     num_samples: int,
     *,
     max_tokens: int,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 from millrace.distributed.ranks import Ranks
-from millrace.run.train_step import Learner
+from millrace.run.train_step import TrainStep
 from millrace.training.offload import Owner
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
@@ -22,7 +22,7 @@ def total_memory() -> int:
 
 
 def owners(
-    trainer: PolicyTrainer | None, learner: Learner | None, teacher: ModelScorer | None
+    trainer: PolicyTrainer | None, learner: TrainStep | None, teacher: ModelScorer | None
 ) -> list[Owner]:
     """Return everything of the trainer side that holds weights, with its optimizers."""
     found: list[Owner] = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.config.settings import RunConfig
-from millrace.run.components import Sleeper
+from millrace.run.components import SleepableEngine
 from millrace.run.health.checks import RunStopped
 from millrace.training.offload import Owner, held_tensors
 
@@ -31,7 +31,7 @@ def explained(
     *,
     phase: Callable[[], str | None] = lambda: None,
     owners: Callable[[], Sequence[Owner]] = list,
-    engine: Sleeper | None = None,
+    engine: SleepableEngine | None = None,
 ) -> Iterator[None]:
     """Turn a failed allocation within the block into a `RunStopped` with advice.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from millrace.inference.async_engine import EngineClosed, EngineFull, Piece, Stream
+from millrace.inference.async_engine import EngineClosed, EngineFull, Stream, TokenChunk
 from millrace.inference.engine import EngineStats
 from millrace.types import Completion, SamplingParams
 
@@ -155,9 +155,9 @@ class FakeEngine:
         digest = hashlib.blake2b(f"{prompt} {seed} {position}".encode()).digest()
         return int.from_bytes(digest[:8]) % self._vocab_size
 
-    def _piece(self, drawn, first) -> Piece:
+    def _piece(self, drawn, first) -> TokenChunk:
         count = len(drawn) - first
-        return Piece(
+        return TokenChunk(
             tuple(drawn[first:]), self._logprobs(drawn)[first:], np.full(count, self.version, np.int32)
         )
 

@@ -18,7 +18,7 @@ from millrace.inference.server.address import bind
 from millrace.inference.server.errors import ApiError
 from millrace.inference.server.limits import Limits
 from millrace.inference.server.run import Server
-from millrace.inference.server.service import Served, Service
+from millrace.inference.server.service import GenerationService, ModelService
 from millrace.inference.server.text_process import TextService
 from millrace.inference.server.text_worker import Refused, Texts
 from tests.inference.server.fake import FakeEngine
@@ -35,12 +35,12 @@ def tokenizer():
     return made
 
 
-def fake_served(**options) -> Served:
+def fake_served(**options) -> ModelService:
     words = tokenizer()
     engine = FakeEngine(
         lambda tokens: words.decode(list(tokens), skip_special_tokens=True), vocab_size=len(words), **options
     )
-    return Served(
+    return ModelService(
         engine=engine,
         tokenizer=words,
         name="mill",
@@ -54,7 +54,7 @@ def fake_served(**options) -> Served:
 class LocalTexts:
     """What the text process does, in the server's own process: a start takes no second."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ModelService) -> None:
         self._texts = Texts(served.tokenizer, served.template, served.max_length)
 
     async def start(self) -> None: ...
@@ -71,7 +71,7 @@ class LocalTexts:
 @dataclass
 class Running:
     url: str
-    service: Service
+    service: GenerationService
     server: Server
     thread: threading.Thread
     client: httpx.Client
@@ -106,7 +106,7 @@ def asking(mill: Running, **body) -> Iterator[httpx.Response]:
 
 @contextmanager
 def running(
-    served: Served | None = None,
+    served: ModelService | None = None,
     *,
     limits: Limits | None = None,
     grace_s=0.2,
@@ -115,7 +115,7 @@ def running(
     **changes,
 ) -> Iterator[Running]:
     served = replace(served or fake_served(), **changes)
-    service = Service(served, max_samples=8, texts=texts or LocalTexts(served))
+    service = GenerationService(served, max_samples=8, texts=texts or LocalTexts(served))
     urls: list[str] = []
     server = Server(service, limits or Limits(), grace_s=grace_s, ready=urls.append, clock=clock)
     thread = threading.Thread(target=server.run, args=([bind("127.0.0.1", 0)],))

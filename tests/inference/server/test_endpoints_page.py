@@ -10,13 +10,13 @@ import pytest
 
 from millrace.inference.server.app import create_app
 from millrace.inference.server.limits import Limits
-from millrace.inference.server.service import Service
+from millrace.inference.server.service import GenerationService
 from tests.inference.server.running import fake_served
 
 
 @pytest.fixture(scope="module")
 def page() -> httpx.Response:
-    app = create_app(Service(fake_served(), max_samples=1), Limits(token="asks"))
+    app = create_app(GenerationService(fake_served(), max_samples=1), Limits(token="asks"))
 
     async def get() -> httpx.Response:
         async with httpx.AsyncClient(

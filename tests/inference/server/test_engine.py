@@ -13,7 +13,7 @@ import torch
 
 from millrace.inference.async_engine import AsyncEngine
 from millrace.inference.engine import PagedEngine
-from millrace.inference.server.service import Served, sample_seed
+from millrace.inference.server.service import ModelService, sample_seed
 from millrace.models.load import fresh_config, fresh_model, save_model
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import SamplingParams
@@ -40,7 +40,7 @@ def engine(seed: int = 0) -> PagedEngine:
 @pytest.fixture
 def mill(tmp_path):
     save_model(model(1), tmp_path / "other")
-    served = Served(
+    served = ModelService(
         engine=AsyncEngine(engine(), max_waiting=32),
         tokenizer=tokenizer(),
         name="mill",

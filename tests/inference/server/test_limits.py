@@ -11,7 +11,7 @@ import pytest
 from millrace.inference.server import limits
 from millrace.inference.server.app import create_app
 from millrace.inference.server.limits import Limits
-from millrace.inference.server.service import Service
+from millrace.inference.server.service import GenerationService
 from tests.inference.server.running import DEADLINE_S, asking, fake_served, running, wait_until
 
 pytestmark = pytest.mark.world
@@ -70,7 +70,7 @@ def steer(mill, path, **headers):
 
 
 def test_every_route_that_steers_is_known():
-    paths = create_app(Service(fake_served(), max_samples=1), Limits()).openapi()["paths"]
+    paths = create_app(GenerationService(fake_served(), max_samples=1), Limits()).openapi()["paths"]
     asks = ("/v1/", "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/version")
     steers = {path for path in paths if not path.startswith(asks)}
     assert steers == set(limits.STEERING) == set(STEERING)

@@ -28,12 +28,12 @@ from typing import Any
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
 from millrace.eventlog.log import EventLog, check_log, read_events
-from millrace.planner.simulate import exponential, lognormal
+from millrace.planner.durations import exponential, lognormal
 from millrace.rollout.backend import Event
 from millrace.rollout.manager import RolloutManager
 from millrace.rollout.staleness import StalenessController, StalenessPolicy
-from millrace.simulation.backend import SimulatedBackend
-from millrace.simulation.engine import Costs
+from millrace.simulation.simulated_backend import SimulatedBackend
+from millrace.simulation.simulated_engine import Costs
 from millrace.types import Prompt, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"

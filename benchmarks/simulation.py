@@ -33,17 +33,17 @@ from typing import Any
 from async_overlap import QUICK_SIDES, QUICK_STEPS, train, write_recipe
 from grpo_step import processor
 
+from millrace.planner.durations import constant, lognormal, planned_service
 from millrace.planner.hardware import GPUS, Gpu
 from millrace.planner.layout import Layout
 from millrace.planner.memory import Workload, memory_per_rank
 from millrace.planner.model_shape import ModelShape
-from millrace.planner.simulate import constant, lognormal, planned_service
 from millrace.planner.step_time import step_time
 from millrace.rollout.staleness import StalenessPolicy
 from millrace.simulation.calibrate import MeasuredRun, read_measured
-from millrace.simulation.engine import Costs
 from millrace.simulation.from_plan import foreseen
 from millrace.simulation.simulate import Simulated, Work, simulate
+from millrace.simulation.simulated_engine import Costs
 
 RESULTS = Path(__file__).parent / "results"
 SIDES = ("sync, a core", "async 1", "async 4")

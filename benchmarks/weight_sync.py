@@ -50,7 +50,7 @@ from millrace.training.policy import PolicyTrainer
 from millrace.transport.canary import Canary
 from millrace.transport.fingerprint import fingerprint
 from millrace.transport.local import LocalTransport
-from millrace.transport.memory import MappedWeights, SharedWeights
+from millrace.transport.shared_memory import MappedWeights, SharedWeights
 from millrace.transport.sync import WeightReceiver
 from millrace.types import Completion, Outcome, Trajectory, Turn
 

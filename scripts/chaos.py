@@ -32,11 +32,11 @@ from typing import Any
 
 from millrace.data.prompts import PromptStream
 from millrace.eventlog.log import check_log
-from millrace.planner.simulate import StepCost, constant, exponential, lognormal, share_of
+from millrace.planner.durations import StepCost, constant, exponential, lognormal, share_of
 from millrace.rollout.manager import RolloutBatch, RolloutManager
 from millrace.rollout.staleness import StalenessController, StalenessPolicy
-from millrace.simulation.backend import EnginesGone, Faults, SimulatedBackend
-from millrace.simulation.engine import Costs
+from millrace.simulation.simulated_backend import EnginesGone, Faults, SimulatedBackend
+from millrace.simulation.simulated_engine import Costs
 from millrace.types import Completion, Group, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 3, 4), f"p{i}") for i in range(20)}

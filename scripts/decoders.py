@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from millrace.data.packing import pack_demonstrations
 from millrace.inference.engine import PagedEngine
-from millrace.inference.trial import check_engine
+from millrace.inference.engine_trial import check_engine
 from millrace.models.decoding import prepare
 from millrace.models.load import LANGUAGE, Model, ModelError, fresh_model
 from millrace.models.logprobs import chosen_logprobs

@@ -45,7 +45,7 @@ from typing import Any
 TARGETS = (
     "millrace/algorithms/*.py",
     "millrace/kernels/*.py",
-    "millrace/data/dealing.py",
+    "millrace/data/balancing.py",
     "millrace/data/packing.py",
     "millrace/inference/scheduler.py",
     "millrace/rollout/staleness.py",

@@ -31,7 +31,7 @@ from millrace.inference.async_engine import AsyncEngine
 from millrace.inference.engine import EngineStats, PagedEngine
 from millrace.inference.server.address import bind
 from millrace.inference.server.limits import Limits
-from millrace.inference.server.run import Server
+from millrace.inference.server.serve import Server
 from millrace.inference.server.service import GenerationService, ModelService
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
 

@@ -26,9 +26,9 @@ from typing import IO, Any
 import pytest
 
 from millrace.cli.main import main
+from millrace.engines import engine_worker as engine_process
 from millrace.engines import handle as child
-from millrace.engines import worker as engine_process
-from millrace.launchers import local
+from millrace.launchers import local_ranks as local
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = ["tests.preloaded"]

@@ -12,7 +12,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 for name in (
     "millrace.run.launch",
-    "millrace.engines.worker",
+    "millrace.engines.engine_worker",
     "pandas",
     "pyarrow.dataset",
     "pyarrow.pandas_compat",

@@ -14,10 +14,10 @@ from update import serve
 from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRADIENT_NORM, Sample, batch
 
 from millrace.algorithms.weights import token_mean
-from millrace.config.methods import PpoClipLoss
+from millrace.config.method_sections import PpoClipLoss
 from millrace.data.batch import Batch
-from millrace.data.beginnings import common_beginnings
 from millrace.data.packing import pack
+from millrace.data.shared_prefix import common_beginnings
 from millrace.models.load import load_model
 from millrace.training.method import build_loss
 from millrace.training.objective import surrogate

@@ -66,10 +66,10 @@ def plan(
     Exit code: 0 it fits, 1 it does not, 2 a mistake in the words.
     """
     from millrace.config.recipe import load_recipe, parse_overrides
-    from millrace.planner.errors import PlanError
     from millrace.planner.fit import choose, judge
     from millrace.planner.hardware import parse_gpus
     from millrace.planner.layout import Layout
+    from millrace.planner.plan_errors import PlanError
 
     sizes = Layout.parse(layout).settings() if layout is not None else {}
     config = load_recipe(recipe, parse_overrides(overrides or []) | sizes)
@@ -100,8 +100,8 @@ def read_shape(config: RunConfig) -> ModelShape:
         ModelError: the architecture or one of its fields is unknown.
     """
     from millrace.observability.files import RESTORE, FileError, read_json
-    from millrace.planner.errors import PlanError
     from millrace.planner.model_shape import ModelShape
+    from millrace.planner.plan_errors import PlanError
 
     if config.model.path is not None:
         path = Path(config.model.path) / "config.json"
@@ -158,9 +158,9 @@ def workload(config: RunConfig) -> Workload:
     Raises:
         PlanError: the precision is float64, or there is no reinforcement to plan.
     """
-    from millrace.planner.errors import PlanError
     from millrace.planner.hardware import NUMBER_BYTES
     from millrace.planner.memory import EIGHT_BIT_MOMENT, Workload
+    from millrace.planner.plan_errors import PlanError
 
     if config.precision not in NUMBER_BYTES:
         raise PlanError(f"precision {config.precision} is for tests; plan float32 or bfloat16")

@@ -19,7 +19,7 @@ def resume(run: Run, quiet: Quiet = False) -> None:
     from millrace.run.launch import run_config
 
     if start_ranks(run_config(run).mesh):
-        from millrace.launchers.ray import resume as continue_run
+        from millrace.launchers.ray_ranks import resume as continue_run
     else:
         from millrace.run.launch import resume as continue_run
 

@@ -124,7 +124,7 @@ def _listen(
     served: ModelService, limits: Limits, max_samples: int, listening: socket, *, show_tokens: bool
 ) -> None:
     from millrace.config.recipe import ConfigError
-    from millrace.inference.server.run import Server
+    from millrace.inference.server.serve import Server
     from millrace.inference.server.service import GenerationService
 
     def ready(url: str) -> None:
@@ -167,8 +167,8 @@ def open_served(
     from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids
     from millrace.inference.async_engine import AsyncEngine
     from millrace.inference.engine import PagedEngine
+    from millrace.inference.engine_trial import check_engine
     from millrace.inference.server.service import ModelService
-    from millrace.inference.trial import check_engine
     from millrace.models.decoding import prepare
     from millrace.models.load import load_model
     from millrace.run.build import choose_device
@@ -223,8 +223,8 @@ def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
 
 def _lengths(weights: Model, cache_tokens: int | None, max_concurrent: int) -> tuple[int, int]:
     """Tokens of the cache, and of the longest request that it and the model allow."""
-    from millrace.config.engine import EngineConfig
-    from millrace.engines.build import cache_tokens as tokens_that_fit
+    from millrace.config.engine_section import EngineConfig
+    from millrace.engines.build_engine import cache_tokens as tokens_that_fit
 
     most = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or SURE_TOKENS
     sizes = EngineConfig(cache_tokens=cache_tokens, max_requests=max_concurrent)

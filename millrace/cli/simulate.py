@@ -102,9 +102,9 @@ def simulate(
 
     Exit code: 0, or 2 for a mistake in the words.
     """
-    from millrace.config.flow import FlowConfig
+    from millrace.config.flow_section import FlowConfig
     from millrace.config.recipe import load_recipe, parse_overrides
-    from millrace.planner.errors import PlanError
+    from millrace.planner.plan_errors import PlanError
     from millrace.simulation.from_plan import check_simulated, measured_machines, planned_machines
 
     found = None
@@ -177,7 +177,7 @@ def table(config: RunConfig, machines: Machines, split: str) -> list[TableRow]:
     Raises:
         PlanError: the split leaves nothing to sample or to train on, or nothing fits.
     """
-    from millrace.planner.errors import PlanError
+    from millrace.planner.plan_errors import PlanError
     from millrace.simulation.simulate import best_split, simulate
 
     num_gpus, rows = machines.num_gpus, []
@@ -218,7 +218,7 @@ def possible_splits(num_gpus: int, split: str) -> list[int]:
     Raises:
         PlanError: it is neither search nor a number that leaves at least one to train on.
     """
-    from millrace.planner.errors import PlanError
+    from millrace.planner.plan_errors import PlanError
 
     if split == "search":
         every = -(-num_gpus // MOST_SPLITS)

@@ -13,7 +13,7 @@ import typer
 from millrace.observability.plain import plain_text
 
 if TYPE_CHECKING:
-    from millrace.config.mesh import MeshConfig
+    from millrace.config.mesh_section import MeshConfig
     from millrace.run.progress import RunReport
 
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> 
     # A mistake in the recipe shows before the seconds it takes to load torch.
     config = load_recipe(recipe, parse_overrides(overrides or []))
     if start_ranks(config.mesh):
-        from millrace.launchers.ray import train as start
+        from millrace.launchers.ray_ranks import train as start
     else:
         from millrace.run.launch import train as start
 
@@ -73,7 +73,7 @@ def start_ranks(mesh: MeshConfig) -> bool:
         return True
     if mesh.num_ranks == 1:
         return False
-    from millrace.launchers.local import run_ranks, this_command
+    from millrace.launchers.local_ranks import run_ranks, this_command
 
     raise typer.Exit(run_ranks(this_command(), mesh.num_ranks, environment={QUIETLY: "1"}))
 

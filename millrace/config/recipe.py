@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from millrace.config.explain import explain, is_echo
 from millrace.config.inputs import FRESH_MODEL, TASK_PREFIX, TRAINED_TOKENIZER
-from millrace.config.methods import DEFAULT_KIND
+from millrace.config.method_sections import DEFAULT_KIND
 from millrace.config.settings import RunConfig
 
 

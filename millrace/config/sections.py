@@ -16,7 +16,13 @@ from pydantic import (
     model_validator,
 )
 
-from millrace.config.methods import CorrectionConfig, KlConfig, LossConfig, PpoClipLoss, with_default_kind
+from millrace.config.method_sections import (
+    CorrectionConfig,
+    KlConfig,
+    LossConfig,
+    PpoClipLoss,
+    with_default_kind,
+)
 from millrace.config.section import Section
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from millrace.config.engine import EngineConfig, idle_engine
-from millrace.config.flow import FlowConfig, idle_flow
+from millrace.config.engine_section import EngineConfig, idle_engine
+from millrace.config.flow_section import FlowConfig, idle_flow
 from millrace.config.inputs import (
     FRESH_MODEL,
     TASK_PREFIX,
@@ -23,8 +23,8 @@ from millrace.config.inputs import (
     TokenizerConfig,
     idle_model,
 )
-from millrace.config.mesh import MeshConfig, idle_mesh
-from millrace.config.methods import (
+from millrace.config.mesh_section import MeshConfig, idle_mesh
+from millrace.config.method_sections import (
     ACTING,
     COMPARING,
     SCANNED,
@@ -35,7 +35,7 @@ from millrace.config.methods import (
     GroupAdvantage,
     with_default_kind,
 )
-from millrace.config.rewards import RewardConfig, reward_names
+from millrace.config.reward_sections import RewardConfig, reward_names
 from millrace.config.section import Section
 from millrace.config.sections import (
     CheckpointConfig,

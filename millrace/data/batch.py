@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.data.beginnings import LEAST_SHARE
-from millrace.data.dealing import deal
+from millrace.data.balancing import deal
+from millrace.data.shared_prefix import LEAST_SHARE
 from millrace.kernels.token_logprob import Supports, runs
 
 

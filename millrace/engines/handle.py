@@ -27,7 +27,7 @@ from millrace.engines.recorded import DIRECT, LETTERS, CommandGate, RecordedComm
 from millrace.engines.wire import REPORTS, Channel
 from millrace.keeper import keeper_command
 
-MODULE = "millrace.engines.worker"
+MODULE = "millrace.engines.engine_worker"
 # Startup timeout: import torch, build the model, load compiled kernels.
 START_S = 300.0
 # Exit timeout after the connection has closed or the process was killed.

@@ -35,7 +35,7 @@ from millrace.rollout.backend import (
     WeightsLoaded,
 )
 from millrace.transport.canary import Canary
-from millrace.transport.memory import SharedWeights
+from millrace.transport.shared_memory import SharedWeights
 from millrace.transport.sync import Note
 from millrace.types import Completion, Prompt, SamplingParams
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.foundations.episodes import returns
 from millrace.foundations.mdp import Floats, Ints, Mdp, check_distributions, check_finite, check_shape
+from millrace.foundations.walks import returns
 
 Sequence = tuple[int, ...]
 

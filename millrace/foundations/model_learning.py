@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.foundations.episodes import Walk
 from millrace.foundations.mdp import Bools, Floats, Ints, Mdp
+from millrace.foundations.walks import Walk
 
 
 @dataclass(frozen=True, eq=False, slots=True)

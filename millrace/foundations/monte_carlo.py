@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.foundations.episodes import Walk, returns
 from millrace.foundations.mdp import Floats, Ints, check_distributions, check_shape
+from millrace.foundations.walks import Walk, returns
 
 StepSize = Callable[[int], float]
 

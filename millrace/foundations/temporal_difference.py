@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from millrace.foundations.episodes import Walk
 from millrace.foundations.mdp import Floats, Mdp, check_unit, without_horizon
 from millrace.foundations.monte_carlo import StepSize, initial_values
+from millrace.foundations.walks import Walk
 
 
 def td_zero(

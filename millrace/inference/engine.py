@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.inference.canary import sampler_logprobs
-from millrace.inference.drawing import SamplerStage
+from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.request import Request
 from millrace.inference.results import Results
 from millrace.inference.runner import Runner
 from millrace.inference.sampler import check_vocabulary
+from millrace.inference.sampler_stage import SamplerStage
 from millrace.inference.scheduler import Scheduler
-from millrace.inference.weights import load_in_place, release_weights, restore_weights
+from millrace.inference.weight_loading import load_in_place, release_weights, restore_weights
 from millrace.models.fused import forget_packed
 from millrace.models.load import Model, named_weights
 from millrace.transport.fingerprint import fingerprint

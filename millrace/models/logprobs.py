@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
-from millrace.data.beginnings import common_beginnings, leading_to
+from millrace.data.shared_prefix import common_beginnings, leading_to
 from millrace.kernels.packed_attention import Places, Segments
 from millrace.kernels.token_logprob import Head, token_logprob
 from millrace.models.attention import INVARIANT_BLOCK, Context, Packed, contiguous_rows
 from millrace.models.facts import backbone, experts_of, in_context
 from millrace.models.fused import Linear
-from millrace.models.replay import Routed
+from millrace.models.router_replay import Routed
 
 
 def output_head(model: PreTrainedModel) -> Head:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from millrace.observability.memory import PeakMemory
+    from millrace.observability.peak_memory import PeakMemory
 
 
 class Spans:

@@ -9,7 +9,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from millrace.planner.errors import PlanError
+from millrace.planner.plan_errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)

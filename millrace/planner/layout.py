@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.planner.errors import PlanError
+from millrace.planner.plan_errors import PlanError
 
 # Outermost first: the dimensions with the most communication are innermost, on adjacent ranks.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

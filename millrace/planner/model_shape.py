@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millrace.planner.errors import PlanError
 from millrace.planner.layout import Sizes
+from millrace.planner.plan_errors import PlanError
 
 HeadNorms = Literal["none", "head", "row"]
 

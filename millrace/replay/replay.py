@@ -18,9 +18,9 @@ from millrace.eventlog.log import check_log, read_events
 from millrace.eventlog.verify import LogError
 from millrace.observability.files import shown
 from millrace.observability.sinks import read_records
-from millrace.replay.backend import RepeatedSegment
 from millrace.replay.compare import check_evaluations, check_weights
 from millrace.replay.recorded_log import RunSegment, parts_of
+from millrace.replay.replay_backend import RepeatedSegment
 from millrace.run import launch
 from millrace.run.build import choose_device
 from millrace.run.folder import RunFolder

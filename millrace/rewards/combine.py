@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
-from millrace.config.rewards import distinct
-from millrace.rewards.errors import RewardError
+from millrace.config.reward_sections import distinct
+from millrace.rewards.reward_errors import RewardError
 from millrace.types import Outcome, Prompt
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.rewards.errors import RewardError
 from millrace.rewards.process import RewardWorker
+from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
-from millrace.rewards.wire import encode_row
+from millrace.rewards.worker_wire import encode_row
 from millrace.types import Outcome, Prompt
 
 _START_UP_S = 60.0

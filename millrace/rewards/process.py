@@ -23,7 +23,7 @@ from typing import IO, Any
 from millrace.keeper import keeper_command
 from millrace.observability.plain import plain_text
 from millrace.rewards.sandbox import Permissions, find_bubblewrap, sandboxed, visible_environment
-from millrace.rewards.wire import encode_line, unseal
+from millrace.rewards.worker_wire import encode_line, unseal
 
 _WORKER = Path(__file__).with_name("worker.py")
 _KILL_TIMEOUT_S = 10.0

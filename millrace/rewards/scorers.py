@@ -25,7 +25,6 @@ from typing import Any
 
 from millrace.data.functions import explain
 from millrace.data.tasks import load_reasoning_gym
-from millrace.rewards.errors import RewardError
 from millrace.rewards.expressions import (
     UnreadableError,
     disarm_sympy,
@@ -33,6 +32,7 @@ from millrace.rewards.expressions import (
     read_integers,
     read_literal,
 )
+from millrace.rewards.reward_errors import RewardError
 
 Scorer = Callable[[str, dict[str, Any]], float]
 

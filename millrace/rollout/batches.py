@@ -26,7 +26,7 @@ from millrace.rollout.backend import EngineBackend, ScaleRequests
 from millrace.rollout.background import BackgroundRollouts
 from millrace.rollout.manager import RolloutBatch, RolloutManager, Stalled
 from millrace.rollout.remote import pack_batch
-from millrace.rollout.sampling import SampledBatch, completion_seed, greedy, group_rewards, sampling
+from millrace.rollout.sampled_batch import SampledBatch, completion_seed, greedy, group_rewards, sampling
 from millrace.rollout.selection_bias import BiasMeter
 from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, unheard
 from millrace.types import Group, Prompt, SamplingParams, Trajectory

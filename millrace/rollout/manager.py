@@ -29,7 +29,7 @@ from millrace.rollout.backend import (
 from millrace.rollout.dispatcher import Dispatcher
 from millrace.rollout.engine_pool import EnginePool, Engines
 from millrace.rollout.episodes import Begun, Episode, Playing, Sample
-from millrace.rollout.sampling import is_equal
+from millrace.rollout.sampled_batch import is_equal
 from millrace.rollout.serialization import pack_groups, unpack_groups
 from millrace.rollout.staleness import EventCallback, StalenessController, TakenBatch, unheard
 from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory

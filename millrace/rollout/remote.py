@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 from millrace.observability.metrics import Spans
 from millrace.protocols import Engine, NamedTensors, RankGroup, Reward
 from millrace.rollout.policy_weights import PolicyWeights
-from millrace.rollout.sampling import SampledBatch
+from millrace.rollout.sampled_batch import SampledBatch
 from millrace.rollout.serialization import from_columns, pack_groups, to_columns, unpack_groups
 from millrace.transport.canary import Canary
 from millrace.types import Completion, Outcome, Prompt, SamplingParams

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from millrace.config.inputs import TASK_PREFIX
-from millrace.config.rewards import FunctionRewardConfig, RewardConfig, reward_names
+from millrace.config.reward_sections import FunctionRewardConfig, RewardConfig, reward_names
 from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.ranks import Ranks
-from millrace.engines.build import engine_over
+from millrace.engines.build_engine import engine_over
 from millrace.engines.subprocesses import SubprocessBackend
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import SetupError
@@ -34,31 +34,31 @@ from millrace.models.load import (
     load_model,
     num_parameters,
 )
-from millrace.models.replay import Routing
+from millrace.models.router_replay import Routing
 from millrace.models.routing import Routers
 from millrace.protocols import Engine, Reward, WeightTransport
 from millrace.rewards.combine import CombinedReward
-from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.rollout.policy_weights import PolicyWeights
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
-from millrace.run.canary import canary
 from millrace.run.components import Components, longest_prompt, longest_sequence
-from millrace.run.health.memory import total_memory
+from millrace.run.health.memory_peaks import total_memory
+from millrace.run.rounding import canary
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
 from millrace.training.method import build_control, build_method, build_objective
 from millrace.training.objective import Objective, imitation
 from millrace.training.optimizer import adamw, check_eight_bit
+from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
 from millrace.training.policy import PolicyTrainer
 from millrace.training.reward_model import load_reward_model
 from millrace.training.schedule import learning_rate
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import ParallelModel, mesh_of, spread_over
 from millrace.transport.local import LocalTransport
 from millrace.types import Prompt
 

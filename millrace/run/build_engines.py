@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from millrace.config.settings import RunConfig, num_processes
 from millrace.engines import handle as child
-from millrace.engines import ray as ray_engine
-from millrace.engines.build import save_engine
+from millrace.engines import ray_engines as ray_engine
+from millrace.engines.build_engine import save_engine
 from millrace.engines.handle import EngineSettings, StartEngine, read_files
 from millrace.engines.subprocesses import SubprocessBackend
 from millrace.models.load import Model

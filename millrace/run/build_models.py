@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from millrace.config.inputs import ModelConfig
-from millrace.config.methods import TeacherAdvantage
+from millrace.config.method_sections import TeacherAdvantage
 from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer
 from millrace.distributed.mesh import Mesh
@@ -23,9 +23,9 @@ from millrace.models.saving import save_config
 from millrace.run.folder import model_folder
 from millrace.training.loading import loaded, taken
 from millrace.training.optimizer import adamw
+from millrace.training.parallel_model import ParallelModel
 from millrace.training.policy import BaseScorer
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import ParallelModel
 from millrace.training.value import ValueTrainer
 from millrace.transport.fingerprint import fingerprint
 

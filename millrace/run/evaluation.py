@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.protocols import Engine, Reward
-from millrace.rollout.sampling import completion_seed, part_columns, part_metrics, part_names
+from millrace.rollout.sampled_batch import completion_seed, part_columns, part_metrics, part_names
 from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
 
 

@@ -34,7 +34,7 @@ from millrace.run.build import build, choose_device
 from millrace.run.checkpointing import Saver
 from millrace.run.components import Components
 from millrace.run.folder import RunFolder, RunFolderError
-from millrace.run.health.checks import RunStopped
+from millrace.run.health.health_checks import RunStopped
 from millrace.run.health.out_of_memory import explained
 from millrace.run.loop import run
 from millrace.run.progress import Progress, RunReport
@@ -42,7 +42,7 @@ from millrace.run.run import Controller, Repetition
 from millrace.run.signals import Interrupted, Interrupts
 from millrace.run.status import read_summary
 from millrace.training.checkpoint import newest_checkpoint, read_state
-from millrace.training.spread import layout_of
+from millrace.training.parallel_model import layout_of
 
 # Disk errors on an open file carry no file name.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

@@ -20,10 +20,10 @@ from millrace.planner.flops import utilization
 from millrace.planner.hardware import peak_flops
 from millrace.rollout.batches import BatchSource
 from millrace.rollout.remote import RemoteBatchSource
-from millrace.run.canary import rounding
 from millrace.run.evaluation import is_right
-from millrace.run.health.checks import check_current, check_mismatch, check_rewards, check_steps
-from millrace.run.health.memory import fullest
+from millrace.run.health.health_checks import check_current, check_mismatch, check_rewards, check_steps
+from millrace.run.health.memory_peaks import fullest
+from millrace.run.rounding import rounding
 from millrace.run.run import Controller
 from millrace.run.train_step import BatchResult, TrainStep, train_on
 from millrace.training.method import build_warmup_token_weights

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from millrace.config.flow import FlowConfig
-from millrace.config.methods import SCANNED
+from millrace.config.flow_section import FlowConfig
+from millrace.config.method_sections import SCANNED
 from millrace.config.sections import KernelConfig
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
@@ -31,10 +31,10 @@ from millrace.errors import SetupError
 from millrace.kernels.dispatch import Scan
 from millrace.models.load import Model
 from millrace.rollout.batches import as_sampled, rollouts_of
-from millrace.rollout.sampling import SampledBatch
+from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run.build import build
 from millrace.run.components import Components
-from millrace.run.health.checks import check_failures
+from millrace.run.health.health_checks import check_failures
 from millrace.run.train_step import TrainStep, estimated, moving_part, one_step
 from millrace.training.estimate import usable
 from millrace.training.method import build_method

@@ -17,7 +17,7 @@ from millrace.data.tokenizers import load_tokenizer, stop_token_ids
 from millrace.errors import SetupError
 from millrace.models.load import check_folder, load_model
 from millrace.protocols import Engine
-from millrace.rollout.sampling import greedy
+from millrace.rollout.sampled_batch import greedy
 from millrace.run.build import (
     build_engine,
     build_reward,
@@ -27,7 +27,7 @@ from millrace.run.build import (
 from millrace.run.components import longest_prompt
 from millrace.run.evaluation import Evaluation, evaluate
 from millrace.run.folder import RunFolder, find_checkpoint
-from millrace.run.health.checks import check_evaluation
+from millrace.run.health.health_checks import check_evaluation
 from millrace.types import Completion, SamplingParams
 
 if TYPE_CHECKING:

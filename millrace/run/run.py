@@ -21,8 +21,8 @@ from millrace.eventlog.log import EventLog
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
 from millrace.observability.measure import measure_words
-from millrace.observability.memory import PeakMemory
 from millrace.observability.metrics import Spans
+from millrace.observability.peak_memory import PeakMemory
 from millrace.observability.report import write_report
 from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
@@ -31,15 +31,15 @@ from millrace.planner.model_shape import ModelShape
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.batches import BatchSource
 from millrace.rollout.remote import RemoteBatchSource
-from millrace.rollout.sampling import greedy
+from millrace.rollout.sampled_batch import greedy
 from millrace.run.build_models import CRITIC
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
 from millrace.run.colocation import Colocation
 from millrace.run.components import Components
 from millrace.run.evaluation import Evaluation, evaluate
 from millrace.run.folder import RunFolder
-from millrace.run.health.checks import check_collapse, check_evaluation
-from millrace.run.health.memory import owners
+from millrace.run.health.health_checks import check_collapse, check_evaluation
+from millrace.run.health.memory_peaks import owners
 from millrace.run.live_report import LiveReport
 from millrace.run.progress import Progress, RunReport, run_report
 from millrace.run.scaling import ScaleRequestFile

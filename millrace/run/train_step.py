@@ -20,7 +20,13 @@ from millrace.data.packing import once_each, pack, with_gradient, without_twins
 from millrace.planner.flops import training_operations
 from millrace.planner.model_shape import ModelShape
 from millrace.protocols import StepReport
-from millrace.rollout.sampling import SampledBatch, completion_seed, group_rewards, is_equal, part_metrics
+from millrace.rollout.sampled_batch import (
+    SampledBatch,
+    completion_seed,
+    group_rewards,
+    is_equal,
+    part_metrics,
+)
 from millrace.run.evaluation import rollout_rows
 from millrace.training.estimate import Scored, usable
 from millrace.training.kl_control import KlControl

@@ -25,9 +25,9 @@ from millrace.eventlog.log import read_events
 from millrace.observability.files import FileError
 from millrace.observability.plain import plain_text
 from millrace.observability.sinks import read_records
-from millrace.planner.errors import PlanError
-from millrace.planner.simulate import Quantile, StepCost, constant, measured
-from millrace.simulation.engine import Costs
+from millrace.planner.durations import Quantile, StepCost, constant, measured
+from millrace.planner.plan_errors import PlanError
+from millrace.simulation.simulated_engine import Costs
 
 Event = Mapping[str, Any]
 # The first batch has one-time costs: kernels are compiled, caches are empty.

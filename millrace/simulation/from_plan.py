@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.config.settings import RunConfig
-from millrace.planner.errors import PlanError
+from millrace.planner.durations import Quantile, constant, lognormal, planned_service
 from millrace.planner.fit import Refuse, choose
 from millrace.planner.hardware import Gpu, parse_gpus
 from millrace.planner.memory import Workload, cache_bytes_per_token
 from millrace.planner.model_shape import ModelShape
-from millrace.planner.simulate import Quantile, constant, lognormal, planned_service
+from millrace.planner.plan_errors import PlanError
 from millrace.planner.step_time import step_time
 from millrace.rollout.staleness import StalenessPolicy
 from millrace.simulation.calibrate import NUM_FIRST, MeasuredRun
-from millrace.simulation.engine import Costs
 from millrace.simulation.simulate import Simulated, Work, simulate
+from millrace.simulation.simulated_engine import Costs
 
 # Default standard deviation of the logarithm of answer lengths.
 SPREAD = 0.8

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
-from millrace.planner.simulate import share_of
+from millrace.planner.durations import share_of
 from millrace.rollout.manager import RolloutManager
 from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, unheard
-from millrace.simulation.backend import SimulatedBackend
-from millrace.simulation.engine import Costs
+from millrace.simulation.simulated_backend import SimulatedBackend
+from millrace.simulation.simulated_engine import Costs
 from millrace.types import Prompt, SamplingParams
 
 DEADLINE_S = 1e12

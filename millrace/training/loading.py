@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.config.mesh import MeshConfig
+from millrace.config.mesh_section import MeshConfig
 from millrace.distributed.fsdp import Root
 from millrace.distributed.load_sharded import (
     empty_model,
@@ -22,7 +22,7 @@ from millrace.distributed.load_sharded import (
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.pipeline import Pipeline
 from millrace.models.load import LANGUAGE, Model, ModelKind, load_kind, named_weights
-from millrace.training.spread import ParallelModel, spread_over
+from millrace.training.parallel_model import ParallelModel, spread_over
 
 
 def loaded(

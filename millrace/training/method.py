@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms import advantages, kl, losses, ratios, sequence_losses, weights
-from millrace.config import methods as words
+from millrace.config import method_sections as words
 from millrace.config.settings import RunConfig
 from millrace.data.packing import TokenWeights
 from millrace.kernels.dispatch import Scan

@@ -17,13 +17,13 @@ from millrace.kernels.token_logprob import Head, token_divergence, token_logprob
 from millrace.models.adapters import without_adapter
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_hidden, output_head
-from millrace.models.replay import Routing
+from millrace.models.router_replay import Routing
 from millrace.models.routing import load_metrics
 from millrace.protocols import StepReport
 from millrace.training.objective import Objective, Predicted
 from millrace.training.optimizer import optimizer_step
+from millrace.training.parallel_model import ParallelModel, TokenReadout, Which, predicting
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import ParallelModel, TokenReadout, Which, predicting
 
 
 class PolicyTrainer:

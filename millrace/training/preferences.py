@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millrace.config.recipe import ConfigError
-from millrace.data.preferences import Pair, hold_out, read_pairs
+from millrace.data.preference_pairs import Pair, hold_out, read_pairs
 from millrace.data.rows import DataError
 from millrace.data.tokenizers import load_tokenizer
 from millrace.errors import CheckpointError
@@ -26,9 +26,9 @@ from millrace.models.load import Model
 from millrace.protocols import StepReport
 from millrace.training.checkpoint import write_checkpoint
 from millrace.training.optimizer import adamw, optimizer_step
+from millrace.training.parallel_model import ParallelModel
 from millrace.training.reward_model import RewardModel
 from millrace.training.schedule import learning_rate as scheduled
-from millrace.training.spread import ParallelModel
 
 # Tokens of the chosen and of the rejected text.
 Rows = tuple[Sequence[int], Sequence[int]]

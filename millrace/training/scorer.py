@@ -14,8 +14,8 @@ from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import Head, token_logprob, token_squares
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_hidden, output_head
-from millrace.models.replay import Routing
-from millrace.training.spread import ParallelModel, TokenReadout, Which, at_chosen, predicting
+from millrace.models.router_replay import Routing
+from millrace.training.parallel_model import ParallelModel, TokenReadout, Which, at_chosen, predicting
 
 
 class ModelScorer:

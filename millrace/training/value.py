@@ -16,7 +16,7 @@ from millrace.models.heads import scores
 from millrace.models.load import Model
 from millrace.protocols import StepReport
 from millrace.training.optimizer import optimizer_step
-from millrace.training.spread import ParallelModel, TokenReadout, Which, at_chosen, predicting
+from millrace.training.parallel_model import ParallelModel, TokenReadout, Which, at_chosen, predicting
 
 
 class ValueTrainer:

@@ -6,7 +6,7 @@ import itertools
 
 import controller
 
-from millrace.simulation.engine import Costs
+from millrace.simulation.simulated_engine import Costs
 from tests.close import close_fp64
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, PositiveFloat
 from pydantic.fields import FieldInfo
 
 from millrace.cli.config import written
-from millrace.config.methods import DEFAULT_KIND, Share
+from millrace.config.method_sections import DEFAULT_KIND, Share
 from millrace.config.recipe import load_recipe
 from millrace.config.settings import RunConfig
 from tests.house.source import ROOT

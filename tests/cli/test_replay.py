@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from millrace.launchers import local
+from millrace.launchers import local_ranks as local
 
 
 def test_a_replay_says_what_it_proved_and_leaves_the_run_alone(lab):

@@ -10,10 +10,10 @@ import pytest
 import typer
 
 from millrace.cli.train import result_lines, show_result, start_ranks
-from millrace.config.mesh import MeshConfig
-from millrace.launchers import local
+from millrace.config.mesh_section import MeshConfig
+from millrace.launchers import local_ranks as local
 from millrace.observability.console import Console
-from millrace.planner.errors import PlanError
+from millrace.planner.plan_errors import PlanError
 from millrace.run.progress import RunReport
 
 

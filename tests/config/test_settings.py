@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from millrace.config.engine import EngineConfig
+from millrace.config.engine_section import EngineConfig
 from millrace.config.recipe import validate
 from millrace.config.settings import ineffective_settings
 from tests.config.trees import BASE, data, kl, message_of, task

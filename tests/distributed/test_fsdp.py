@@ -19,7 +19,7 @@ from millrace.models.logprobs import chosen_logprobs
 from millrace.models.saving import full_tensors, whole
 from millrace.planner.layout import Layout
 from millrace.training.optimizer import adamw, optimizer_step
-from millrace.training.spread import ParallelModel
+from millrace.training.parallel_model import ParallelModel
 from tests.close import close_bf16, close_fp32
 from tests.models.tiny import random_batch, tiny_model
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from safetensors.torch import load_file
 
 from millrace import train
-from millrace.config import methods as words
+from millrace.config import method_sections as words
 from millrace.config.sections import PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer, train_tokenizer

@@ -18,7 +18,7 @@ from typing import Any
 
 from millrace.config.recipe import load_recipe, to_yaml
 from millrace.engines import ray_placement as ray_room
-from millrace.launchers import ray as ray_trainer
+from millrace.launchers import ray_ranks as ray_trainer
 
 CONFIG = load_recipe("quickstart", {"mesh.dp_shard": 2, "device": "cpu"})
 LISTENS = "0A"
@@ -56,7 +56,7 @@ def ancestors(process: Path) -> list[str]:
 
 def knock(ray: Any, token: str) -> str:
     """What another process is told that has some token, and this Ray's address as a user gives it."""
-    code = "from millrace.launchers.ray import _cluster\n"
+    code = "from millrace.launchers.ray_ranks import _cluster\n"
     code += "with _cluster(2) as ray: print('nodes', len(ray.nodes()))"
     given = {
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.config.engine import EngineConfig
+from millrace.config.engine_section import EngineConfig
 from millrace.data.tokenizers import train_tokenizer
-from millrace.engines.build import open_engine, save_engine
+from millrace.engines.build_engine import open_engine, save_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.subprocesses import SubprocessBackend
 from millrace.inference.engine import PagedEngine

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.kl import k1, straight_through
-from millrace.config.methods import PpoClipLoss
+from millrace.config.method_sections import PpoClipLoss
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.foundations.enumerate import TokenTree

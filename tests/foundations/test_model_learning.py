@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.foundations.episodes import Walk, sample_episodes
 from millrace.foundations.mdp import uniform
 from millrace.foundations.model_learning import Model, learn_model
 from millrace.foundations.solve import evaluate, policy_iteration
+from millrace.foundations.walks import Walk, sample_episodes
 from tests.close import close_fp64
 from tests.foundations.worlds import random_mdp
 

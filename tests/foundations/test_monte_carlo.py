@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.foundations.episodes import Walk, sample_episodes
 from millrace.foundations.mdp import uniform
 from millrace.foundations.monte_carlo import (
     constant,
@@ -14,6 +13,7 @@ from millrace.foundations.monte_carlo import (
     one_over_n,
 )
 from millrace.foundations.solve import evaluate, return_variance
+from millrace.foundations.walks import Walk, sample_episodes
 from tests.close import close_fp64
 from tests.foundations.worlds import random_mdp, random_policy
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.foundations.episodes import Walk, returns, sample_episodes
 from millrace.foundations.mdp import Mdp, uniform
 from millrace.foundations.model_learning import learn_model
 from millrace.foundations.monte_carlo import constant, incremental, one_over_n
@@ -17,6 +16,7 @@ from millrace.foundations.temporal_difference import (
     td_lambda,
     td_zero,
 )
+from millrace.foundations.walks import Walk, returns, sample_episodes
 from tests.close import close_fp64
 from tests.foundations.worlds import corridor, random_mdp, random_policy
 

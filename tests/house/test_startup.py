@@ -50,7 +50,7 @@ def test_help_brings_nothing_heavy():
 
 def test_a_task_of_ray_that_passes_a_signal_on_starts_at_once():
     """Its process imports the module; a rank must hear of Ctrl-C before the run has ended."""
-    assert heavy(modules_after("import millrace.launchers.ray")) == []
+    assert heavy(modules_after("import millrace.launchers.ray_ranks")) == []
 
 
 def test_a_heavy_import_is_found(tmp_path):

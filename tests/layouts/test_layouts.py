@@ -22,13 +22,13 @@ from millrace.models.facts import experts_of
 from millrace.models.heads import scalar_model
 from millrace.models.load import Model
 from millrace.models.saving import whole
-from millrace.rollout.sampling import SampledBatch
+from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run.train_step import TrainStep, train_on
 from millrace.training.method import build_control, build_method, build_objective
 from millrace.training.optimizer import adamw
+from millrace.training.parallel_model import mesh_of, spread_over
 from millrace.training.policy import BaseScorer, PolicyTrainer
 from millrace.training.scorer import ModelScorer
-from millrace.training.spread import mesh_of, spread_over
 from millrace.training.value import ValueTrainer
 from millrace.types import Completion, Group, Outcome, Prompt, Trajectory, Turn
 from tests.close import close_fp32

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModel, AutoModelForCausalLM, CohereConfig
 
 from millrace.data.batch import Batch
-from millrace.data.beginnings import common_beginnings
+from millrace.data.shared_prefix import common_beginnings
 from millrace.distributed.fsdp import Sharding, shard
 from millrace.distributed.mesh import make_mesh
 from millrace.kernels.token_logprob import token_divergence, token_logprob

@@ -14,14 +14,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.distributed.fsdp import PRODUCTS
-from millrace.engines.build import SHARE
+from millrace.engines.build_engine import SHARE
 from millrace.kernels import packed_attention, token_logprob
 from millrace.kernels.norm import rms_norm_plain
 from millrace.models.facts import experts_of
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.models.logprobs import chosen_hidden, output_head
 from millrace.planner import memory as planned
-from millrace.planner.errors import PlanError
 from millrace.planner.layout import Layout
 from millrace.planner.memory import (
     EIGHT_BIT_MOMENT,
@@ -31,6 +30,7 @@ from millrace.planner.memory import (
     rows_per_chunk,
 )
 from millrace.planner.model_shape import ModelShape
+from millrace.planner.plan_errors import PlanError
 from millrace.training.optimizer import adamw, start_optimizer
 from millrace.types import Completion, Outcome, Trajectory, Turn
 from tests.close import close_fp64

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from millrace.rewards.combine import CombinedReward
-from millrace.rewards.errors import RewardError
+from millrace.rewards.reward_errors import RewardError
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64
 from tests.rewards.helpers import LIMIT_S

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from millrace.rewards import isolated, process
-from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import Permissions
 from millrace.types import Outcome
 from tests.rewards.helpers import LIMIT_S, Clock, calls, ends_within, hangs, is_running, prompts, score

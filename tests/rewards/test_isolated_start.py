@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from millrace.data.tasks import load_reasoning_gym
-from millrace.rewards.errors import RewardError
 from millrace.rewards.isolated import IsolatedReward
+from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import Permissions, visible_environment
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64

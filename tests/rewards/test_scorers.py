@@ -18,9 +18,9 @@ from sympy.parsing import sympy_parser
 
 from millrace.data.tasks import load_reasoning_gym
 from millrace.rewards import scorers
-from millrace.rewards.errors import RewardError
-from millrace.rewards.judges import Invalid, task_judge
+from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.scorers import PARSERS, REVIEWED, check_reviewed, open_scorer
+from millrace.rewards.verifiers import Invalid, task_judge
 from tests.close import close_fp64
 
 # A package of one of the tasks leaves files open.

@@ -19,7 +19,7 @@ from millrace.observability.metrics import Spans
 from millrace.replay.recorded_log import RecordedLog, RunSegment
 from millrace.rollout.batches import BatchSource, as_sampled, flow_rules, rollouts_of
 from millrace.rollout.manager import RolloutBatch
-from millrace.rollout.sampling import SampledBatch, completion_seed
+from millrace.rollout.sampled_batch import SampledBatch, completion_seed
 from millrace.rollout.staleness import TakenBatch
 from millrace.training.method import build_method
 from millrace.types import Outcome, Prompt

@@ -10,12 +10,12 @@ import pytest
 
 from millrace.data.prompts import PromptStream
 from millrace.eventlog.log import check_log
-from millrace.planner.simulate import lognormal
+from millrace.planner.durations import lognormal
 from millrace.rollout.backend import EngineJoined, EngineLost
 from millrace.rollout.engine_pool import DrawFailed
 from millrace.rollout.manager import Stalled
-from millrace.simulation.backend import SimulatedBackend
-from millrace.simulation.engine import Costs
+from millrace.simulation.simulated_backend import SimulatedBackend
+from millrace.simulation.simulated_engine import Costs
 from millrace.types import Outcome
 from tests.environments.rollout import rollout
 from tests.rollout.manual import (

@@ -17,7 +17,7 @@ from millrace.distributed.ranks import Ranks
 from millrace.observability.metrics import Spans
 from millrace.rollout.policy_weights import PolicyWeights
 from millrace.rollout.remote import RemoteBatchSource, pack_batch, unpack_batch
-from millrace.rollout.sampling import SampledBatch
+from millrace.rollout.sampled_batch import SampledBatch
 from millrace.types import Group
 from tests.ranks import run_ranks
 from tests.run.pieces import scored

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from millrace.planner.simulate import StepCost, constant, exponential, lognormal
+from millrace.planner.durations import StepCost, constant, exponential, lognormal
 from millrace.rollout.staleness import StalenessPolicy
 from millrace.simulation import simulate as simulation
-from millrace.simulation.backend import SimulatedBackend
-from millrace.simulation.engine import Costs
 from millrace.simulation.simulate import Work, simulate
+from millrace.simulation.simulated_backend import SimulatedBackend
+from millrace.simulation.simulated_engine import Costs
 from tests.event_logs import write_events
 
 RECIPE = """steps: {steps}

@@ -13,7 +13,7 @@ from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.environments.single_turn import SingleTurn
 from millrace.models.heads import scalar_model
-from millrace.rollout.sampling import SampledBatch
+from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run.components import Components
 from millrace.run.train_step import BatchResult, TrainStep, estimated, train_on
 from millrace.training.method import build_control, build_method, build_objective

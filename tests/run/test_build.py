@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.config.rewards import FunctionRewardConfig
+from millrace.config.reward_sections import FunctionRewardConfig
 from millrace.data.rows import DataError
 from millrace.errors import SetupError
 from millrace.models.heads import save_scalar_model
 from millrace.models.load import ModelError
-from millrace.rewards.errors import RewardError
+from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import Permissions
 from millrace.run.build import build, build_reward, choose_device, function_permissions
 from millrace.run.build_models import CRITIC

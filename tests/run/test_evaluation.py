@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from millrace.rollout.sampling import completion_seed
+from millrace.rollout.sampled_batch import completion_seed
 from millrace.run.evaluation import evaluate, is_right, rollout_rows, summarise
-from millrace.run.health.checks import RunStopped, check_evaluation
+from millrace.run.health.health_checks import RunStopped, check_evaluation
 from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams, Trajectory, Turn
 from tests.close import close_fp64
 from tests.training.pieces import completion, prompt, trajectory

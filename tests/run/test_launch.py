@@ -22,7 +22,7 @@ from millrace.run import checkpointing as saving
 from millrace.run import launch
 from millrace.run import run as controller
 from millrace.run.folder import RunFolder, RunFolderError
-from millrace.run.health.checks import RunStopped
+from millrace.run.health.health_checks import RunStopped
 from millrace.run.run import Controller
 from millrace.training.policy import PolicyTrainer
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times

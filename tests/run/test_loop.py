@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from millrace import resume, train
 from millrace.observability.tables import read_table
 from millrace.run import run as controller
-from millrace.run.health import checks as alarms
-from millrace.run.health.checks import RunStopped
+from millrace.run.health import health_checks as alarms
+from millrace.run.health.health_checks import RunStopped
 from millrace.training.objective import imitation
 from millrace.training.policy import PolicyTrainer
 from millrace.transport.local import WeightSyncError

@@ -15,7 +15,7 @@ from millrace.kernels import linear_scan_cpu
 from millrace.rewards.text import ExactReward
 from millrace.run import build, numerics
 from millrace.run import train_step as learn
-from millrace.run.health.checks import RunStopped
+from millrace.run.health.health_checks import RunStopped
 from millrace.run.numerics import Check, check_numerics
 from millrace.training import method as methods
 from millrace.training import objective, value

@@ -9,7 +9,7 @@ import torch
 
 from millrace.data.packing import pack
 from millrace.models.logprobs import chosen_logprobs
-from millrace.rollout.sampling import SampledBatch
+from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run import train_step as learn
 from millrace.types import Group, Outcome
 from tests.close import close_fp32, close_fp64

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from millrace.eventlog.log import check_log
-from millrace.planner.simulate import StepCost, constant, lognormal
+from millrace.planner.durations import StepCost, constant, lognormal
 from millrace.rollout.staleness import StalenessPolicy
-from millrace.simulation.engine import Costs
 from millrace.simulation.simulate import Simulated, SimulatedStep, Stretch, Work, best_split, simulate
+from millrace.simulation.simulated_engine import Costs
 from tests.close import close_fp64
 
 # Ten tokens of 2 + 4 x 0.25 s each for the four answers of a batch, after 5 tokens of each prompt at 0.1 s.

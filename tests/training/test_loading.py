@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from millrace.config.mesh import MeshConfig
+from millrace.config.mesh_section import MeshConfig
 from millrace.distributed.fsdp import local
 from millrace.models.adapter_folder import adapter_pairs
 from millrace.models.adapters import add_adapter, base_tensors, freeze, merged, trained_weights
@@ -25,8 +25,8 @@ from millrace.models.load import Model, ModelError, fresh_config, fresh_model, l
 from millrace.training.loading import loaded, taken
 from millrace.training.objective import imitation
 from millrace.training.optimizer import adamw
+from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
 from millrace.training.policy import PolicyTrainer
-from millrace.training.spread import ParallelModel, mesh_of, spread_over
 from tests.close import close_fp32
 from tests.models.deep import deep_model, weighted_batch
 from tests.models.families import bold_family

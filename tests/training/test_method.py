@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms import advantages, kl, losses, ratios, sequence_losses, weights
-from millrace.config import methods as words
+from millrace.config import method_sections as words
 from millrace.training import estimate
 from millrace.training.estimate import Scored
 from millrace.training.method import (

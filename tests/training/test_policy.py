@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms import kl, ratios, weights
-from millrace.config import methods as words
+from millrace.config import method_sections as words
 from millrace.config.sections import PolicyConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import pack_demonstrations

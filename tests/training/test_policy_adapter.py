@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from millrace.config.methods import PpoClipLoss
+from millrace.config.method_sections import PpoClipLoss
 from millrace.models.adapters import adapted_layers, add_adapter, freeze, merged, trained_weights
 from millrace.models.logprobs import output_head
 from millrace.training.kl_control import KlControl

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from millrace.inference.weights import load_in_place
+from millrace.inference.weight_loading import load_in_place
 from millrace.transport.fingerprint import fingerprint
-from millrace.transport.memory import MappedWeights, SharedWeights, pieces
+from millrace.transport.shared_memory import MappedWeights, SharedWeights, pieces
 from millrace.transport.sync import Note, WeightReceiver
 
 Named = Sequence[tuple[str, Tensor]]

@@ -16,7 +16,7 @@ from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
 from millrace.transport.delta import BLOCK, apply_changes, changes
 from millrace.transport.local import WeightSyncError
-from millrace.transport.memory import SharedWeights
+from millrace.transport.shared_memory import SharedWeights
 from tests.models.tiny import random_batch, tiny_model
 from tests.transport.pieces import Elsewhere, bits
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from millrace.transport.local import WeightSyncError
-from millrace.transport.memory import MappedWeights, SharedWeights
+from millrace.transport.shared_memory import MappedWeights, SharedWeights
 from millrace.transport.sync import Note, WeightReceiver
 from tests.transport.pieces import Named, Sampler, awkward
 

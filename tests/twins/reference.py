@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.inference.canary import sampler_logprobs
+from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.results import first_stop, joined
 from millrace.inference.sampler import SampledTokens, SamplingTable, check_vocabulary
-from millrace.inference.weights import load_in_place
+from millrace.inference.weight_loading import load_in_place
 from millrace.kernels.packed_attention import Segments
 from millrace.kernels.token_logprob import token_logprob
 from millrace.models.attention import Context, Decode, DenseCache, Packed

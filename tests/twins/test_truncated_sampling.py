@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millrace.algorithms.weights import token_mean
-from millrace.config.methods import PpoClipLoss
+from millrace.config.method_sections import PpoClipLoss
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.training.method import build_loss

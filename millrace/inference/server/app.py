@@ -12,10 +12,10 @@ from fastapi.responses import Response
 
 from millrace.inference.async_engine import EngineClosed
 from millrace.inference.server.endpoints_page import endpoints_page
-from millrace.inference.server.errors import ApiError, Json, install
+from millrace.inference.server.http_errors import ApiError, Json, install
 from millrace.inference.server.limits import AccessControl, Limits
 from millrace.inference.server.openai import OpenAI
-from millrace.inference.server.prompts import check_model, checked_turns
+from millrace.inference.server.request_prompts import check_model, checked_turns
 from millrace.inference.server.rl import Verbs
 from millrace.inference.server.schemas import DetokenizeBody, TokenizeBody
 from millrace.inference.server.service import GenerationService

@@ -11,7 +11,7 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from millrace.inference.server.errors import ApiError
+from millrace.inference.server.http_errors import ApiError
 from millrace.inference.server.limits import Limits
 
 # More than one client needs; each takes some 20 KiB.

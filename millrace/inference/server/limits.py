@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millrace.inference.server.address import is_allowed_host
-from millrace.inference.server.errors import ApiError, shown
+from millrace.inference.server.http_errors import ApiError, shown
 
 # They need no token: neither reveals anything about the model or its requests.
 OPEN = ("/health", "/docs")

@@ -12,9 +12,9 @@ from fastapi.responses import Response
 
 from millrace.inference.async_engine import TokenChunk
 from millrace.inference.server.detokenize import Detokenizer
-from millrace.inference.server.errors import ApiError, Json, encode
-from millrace.inference.server.prompts import check_model, conversation, texts
+from millrace.inference.server.http_errors import ApiError, Json, encode
 from millrace.inference.server.replies import Streamed, completed
+from millrace.inference.server.request_prompts import check_model, conversation, texts
 from millrace.inference.server.schemas import ChatBody, CompletionBody, OpenAIBody
 from millrace.inference.server.service import (
     GenerationService,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from millrace.inference.server.errors import ApiError
+from millrace.inference.server.http_errors import ApiError
 from millrace.inference.server.service import ResponseStream
 from millrace.types import Completion
 

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from safetensors import SafetensorError, safe_open
 
 from millrace.inference.async_engine import EngineClosed, TokenChunk
-from millrace.inference.server.errors import ApiError, Json, encode, shown
+from millrace.inference.server.http_errors import ApiError, Json, encode, shown
 from millrace.inference.server.replies import Streamed, completed
 from millrace.inference.server.schemas import (
     AbortBody,

@@ -16,8 +16,8 @@ import torch
 
 from millrace.data.chat import CHAT
 from millrace.inference.async_engine import AsyncEngine, EngineClosed, EngineFull, Stream, TokenChunk
-from millrace.inference.server.errors import ApiError, bad_request
-from millrace.inference.server.metrics import Meter
+from millrace.inference.server.http_errors import ApiError, bad_request
+from millrace.inference.server.prometheus import Meter
 from millrace.inference.server.schemas import Sampling
 from millrace.inference.server.text_process import TextProcess, TextService
 from millrace.types import Completion, SamplingParams

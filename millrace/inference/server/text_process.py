@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from millrace.inference.server.errors import ApiError
+from millrace.inference.server.http_errors import ApiError
 from millrace.inference.server.text_worker import (
     DIED,
     DONE,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from millrace.config.settings import RunConfig
 from millrace.run.components import SleepableEngine
-from millrace.run.health.checks import RunStopped
+from millrace.run.health.health_checks import RunStopped
 from millrace.training.offload import Owner, held_tensors
 
 # Messages of errors without a type of their own: torch's CPU allocator and CUDA's libraries.

@@ -15,9 +15,9 @@ import torch
 
 from millrace.data.tokenizers import train_tokenizer
 from millrace.inference.server.address import bind
-from millrace.inference.server.errors import ApiError
+from millrace.inference.server.http_errors import ApiError
 from millrace.inference.server.limits import Limits
-from millrace.inference.server.run import Server
+from millrace.inference.server.serve import Server
 from millrace.inference.server.service import GenerationService, ModelService
 from millrace.inference.server.text_process import TextService
 from millrace.inference.server.text_worker import Refused, Texts

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from millrace.data.chat import CHAT
-from millrace.inference.server import run
+from millrace.inference.server import serve as run
 from millrace.inference.server.limits import Limits
 from millrace.inference.server.text_process import TextProcess
 from tests.house.source import ROOT

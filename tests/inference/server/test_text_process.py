@@ -15,7 +15,7 @@ import pytest
 
 from millrace.data.chat import CHAT
 from millrace.inference.server import text_process
-from millrace.inference.server.errors import ApiError
+from millrace.inference.server.http_errors import ApiError
 from millrace.inference.server.text_process import TextProcess
 from tests.house.source import ROOT
 from tests.inference.server.attacks import GROWING, LOOPING

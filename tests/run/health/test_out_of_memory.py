@@ -14,7 +14,7 @@ from torch import nn
 from millrace import train
 from millrace.cli.main import main
 from millrace.run.health import out_of_memory
-from millrace.run.health.checks import RunStopped
+from millrace.run.health.health_checks import RunStopped
 from millrace.run.health.out_of_memory import explained, is_out_of_memory, sentence
 from millrace.training.policy import PolicyTrainer
 from tests.end_to_end.tiny import tiny_recipe

@@ -1,0 +1,121 @@
+"""Run the application in uvicorn, with a graceful shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import uvicorn
+
+from millrace.inference.server.address import url_of
+from millrace.inference.server.app import create_app
+from millrace.inference.server.connections import Connection, connection_bounds, open_descriptors
+from millrace.inference.server.http_errors import ApiError
+from millrace.inference.server.limits import Limits
+from millrace.inference.server.logs import LOG_CONFIG
+from millrace.inference.server.service import GenerationService
+
+# Seconds to send the last responses after the running requests were aborted.
+LAST_ANSWERS_S = 10
+KEPT_CONNECTIONS = 4
+
+
+class Server(uvicorn.Server):
+    """uvicorn with graceful shutdown: reject new requests, wait `grace_s`, return partial completions."""
+
+    def __init__(
+        self,
+        service: GenerationService,
+        limits: Limits,
+        *,
+        grace_s: float = 5.0,
+        ready: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A server that is not started; `run` it on sockets from `address.bind`.
+
+        Args:
+            service: the service to run.
+            limits: access control and resource limits.
+            grace_s: seconds for running requests to finish at shutdown.
+            ready: callback, called with the URL once the server listens.
+            clock: time source of the connections' deadlines, in seconds.
+
+        Raises:
+            ValueError: the limit of open files is too low.
+        """
+        max_connections, backlog = connection_bounds(*open_descriptors())
+        # Some connections are reserved for `/health` and control requests.
+        most = min(limits.max_concurrent, max_connections - KEPT_CONNECTIONS)
+        config = uvicorn.Config(
+            create_app(service, replace(limits, max_concurrent=most)),
+            log_config=LOG_CONFIG,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            backlog=backlog,
+            timeout_graceful_shutdown=round(grace_s) + LAST_ANSWERS_S,
+        )
+        super().__init__(config)
+        config.load()
+        # uvicorn calls the factory like a protocol class.
+        factory: Any = partial(Connection, limits=limits, max_connections=max_connections, clock=clock)
+        config.http_protocol_class = factory
+        self._service = service
+        self._grace_s = grace_s
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then call `ready` with the URL."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready(url_of(self.servers[0].sockets[0]))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Check the connections at every fifth of ten ticks a second."""
+        if counter % 5 == 0:
+            for connection in list(self.server_state.connections):
+                cast(Connection, connection).check()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Shut down; requests that still run after the grace period return partial completions."""
+        self._service.closing = True
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        await asyncio.sleep(self._grace_s)
+        # An engine that has stopped has ended its requests itself.
+        with contextlib.suppress(ApiError):
+            await self._service.abort_all()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the server, a second Ctrl-C at once.
+
+        uvicorn's own handlers would raise the signal again afterwards, and the process would die of it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)

@@ -1,0 +1,197 @@
+"""Scoring functions that run in a worker process, and the conversion of their results to outcomes.
+
+A scoring function takes the prompt's text, the completion, the reference answer and the source row. It
+returns a number, or `Invalid` if it cannot parse an answer. Any exception makes the outcome a failure.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Real
+from typing import Any
+
+from millrace.data.functions import FunctionError, explain, imported
+from millrace.observability.plain import plain_text
+from millrace.rewards.reward_errors import RewardError
+
+_ANCHORS = ("$", "\\boxed", "\\(", "\\[")
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """No answer could be parsed from the completion."""
+
+    reason: str
+
+
+Judge = Callable[[str, str, str, dict[str, Any]], object]
+
+
+def make_judge(spec: Mapping[str, Any]) -> Judge:
+    """Build the scoring function of a spec (for its form see `isolated.IsolatedReward`).
+
+    Raises:
+        RewardError: the task, pattern or function cannot be used; the message names the cause.
+    """
+    makers: dict[str, Callable[..., Judge]] = {
+        "number": number_judge,
+        "task": task_judge,
+        "format": format_judge,
+        "function": function_judge,
+    }
+    return makers[spec["kind"]](**{key: value for key, value in spec.items() if key != "kind"})
+
+
+def verdict(
+    judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
+) -> tuple[str, float, str]:
+    """Score one completion.
+
+    Returns:
+        kind, value and reason, as in `Outcome`; the value of a failure is 0, since JSON has no NaN.
+    """
+    kind, value, reason = _verdict(judge, prompt, completion, answer, row)
+    return kind, value, plain_text(reason)
+
+
+def _verdict(
+    judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
+) -> tuple[str, float, str]:
+    try:
+        value = judge(prompt, completion, answer, row)
+        if isinstance(value, Invalid):
+            return "invalid", 0.0, value.reason
+        if not isinstance(value, Real):
+            return (
+                "failed",
+                0.0,
+                f"returned {reprlib.repr(value)} ({type(value).__name__}), which is not a number",
+            )
+        number = float(value)
+    except BaseException as error:  # a user's function may also raise SystemExit, and that is a failure too
+        return "failed", 0.0, f"raised {explain(error)}"
+    if not math.isfinite(number):
+        return "failed", 0.0, f"returned {number}, which is not a finite number"
+    return "score", number, ""
+
+
+def number_judge() -> Judge:
+    """Score 1 if math-verify finds the completion's final expression equal to the answer, else 0."""
+    import math_verify.parser
+    import sympy
+    from math_verify import parse, verify
+
+    from millrace.rewards.expressions import disarm_sympy
+
+    disarm_sympy()
+    # math-verify imported SymPy's original function by name, so its reference is replaced too.
+    math_verify.parser.parse_expr = sympy.parse_expr
+    # The parent process enforces the deadline; math-verify would warn that its own timeout is off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    @lru_cache(maxsize=1024)
+    def parse_answer(answer: str) -> list[Any]:
+        # Math-verify takes the last number of plain text, so (1, 2) would be read as 2; within dollars it
+        # reads the whole, but takes prose for products of letters.
+        bare = not any(anchor in answer for anchor in _ANCHORS)
+        prose = re.search("[A-Za-z]{2}", answer) and not any(sign in answer for sign in "\\^{")
+        return list(parse(f"${answer}$" if bare and not prose else answer, parsing_timeout=None))
+
+    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        expected = parse_answer(answer.strip())
+        if not expected:
+            raise ValueError(
+                f"math-verify reads no expression in the answer {answer!r}; put it into $ signs if it is one"
+            )
+        if completion.strip() == answer.strip():
+            return 1.0
+        found = parse(completion, parsing_timeout=None)
+        error: Exception | None = None
+        for one in expected:
+            for other in found:
+                try:
+                    if verify(one, other, timeout_seconds=None, raise_on_error=True):
+                        return 1.0
+                except Exception as raised:  # another pair may still be equal; otherwise it is raised below
+                    error = error or raised
+        if error is not None:
+            raise error
+        if all(isinstance(other, str) for other in found):
+            return Invalid("math-verify reads no expression in the completion")
+        return 0.0
+
+    return judge
+
+
+def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
+    """Score the completion, stripped of surrounding white space, with a reasoning-gym task.
+
+    Raises:
+        RewardError: there is no such task, or it refuses the options.
+    """
+    from millrace.rewards.scorers import open_scorer
+
+    score = open_scorer(name, options)
+
+    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        if "answer" not in row:
+            raise KeyError("answer")
+        try:
+            return score(completion.strip(), row)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            return Invalid(f"reasoning-gym's scorer of {name} cannot read the completion: {explain(error)}")
+
+    return judge
+
+
+def format_judge(pattern: str) -> Judge:
+    """Score 1 if the pattern matches the whole completion (a dot matches line breaks too), else 0.
+
+    Raises:
+        RewardError: the pattern is not a regular expression.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise RewardError(f"reward format: {pattern!r} is not a regular expression: {error}") from error
+
+    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        return compiled.fullmatch(completion) is not None
+
+    return judge
+
+
+def function_judge(function: str) -> Judge:
+    """Score with a user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`.
+
+    A result of None makes the outcome invalid.
+
+    Raises:
+        RewardError: the module or function does not exist, cannot be imported or does not take these
+            arguments.
+    """
+    name = function.partition(":")[2]
+    try:
+        found = imported(function)
+    except FunctionError as error:
+        raise RewardError(f"reward function {function}: {error}") from error
+    try:
+        inspect.signature(found).bind(prompt="", completion="", answer="", row={})
+    except TypeError as error:
+        raise RewardError(
+            f"reward function {function}: {name} cannot be called with prompt, completion, answer and row "
+            f"({error}); give it these four parameters"
+        ) from error
+
+    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        value = found(prompt=prompt, completion=completion, answer=answer, row=row)
+        return Invalid(f"{function} returned None") if value is None else value
+
+    return judge

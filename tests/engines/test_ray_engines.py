@@ -1,0 +1,225 @@
+"""What engines on Ray do without Ray: calls, tokens, weights in pieces, and draws as in any other process."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.engines import ray_engines as ray_engine
+from millrace.engines.build_engine import open_engine
+from millrace.engines.handle import EngineSettings, read_files
+from millrace.engines.ray_engines import EngineActor, ListeningChannel, RayEngineHandle, inside
+from millrace.engines.wire import ORDERS, Channel, Frame, drawn_of, draws_as_frame
+from millrace.rollout.backend import GenerateRequest
+from millrace.transport.shared_memory import SharedWeights
+from tests.engines.test_engine_worker import same_bits
+from tests.engines.test_real_engines import PARAMS, PROMPTS, saved
+
+HOST = "127.0.0.1"
+LIMIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine, "TOKEN_S", LIMIT_S)
+
+
+def until(hear: Callable[[], Any]) -> Any:
+    """What is heard in the end."""
+    ends_s = time.monotonic() + LIMIT_S
+    while not (found := hear()):
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+    return found
+
+
+def call(line: ListeningChannel, said: str) -> socket.socket:
+    end = socket.create_connection((HOST, line.port), timeout=LIMIT_S)
+    end.sendall(said.encode())
+    return end
+
+
+def hung_up(end: socket.socket) -> bool:
+    """Whether the other end has closed a connection over which nothing comes."""
+    try:
+        assert end.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.world
+def test_who_does_not_say_the_token_is_hung_up_on() -> None:
+    line, another = ListeningChannel(HOST), ListeningChannel(HOST)
+    assert len(line.token) == 64 and another.token != line.token
+    another.close()
+    wrong = line.token[:-1] + ("0" if line.token[-1] != "0" else "1")
+    for said in (wrong, "{}" * 40):
+        stranger = call(line, said)
+        stranger.setblocking(False)
+        until(lambda stranger=stranger: line.take() or hung_up(stranger))
+        stranger.close()
+    line.put("abort", {"ids": ["before"]})
+    assert line.unsent and not line.ended
+    friend = Channel(call(line, line.token), ORDERS)
+
+    def heard_by_the_friend() -> list[Frame]:
+        assert line.take() == []
+        line.flush()
+        return friend.take()
+
+    assert [frame.note for frame in until(heard_by_the_friend)] == [{"ids": ["before"]}]
+    friend.put("beat")
+    assert [frame.kind for frame in until(line.take)] == ["beat"]
+    friend.close()
+    until(lambda: line.take() or line.ended)
+    line.close()
+
+
+@pytest.mark.world
+def test_what_is_large_goes_out_in_its_turn() -> None:
+    line = ListeningChannel(HOST)
+    friend = Channel(call(line, line.token), ("submit", "abort"))
+    until(lambda: line.take() or line._open)
+    many = np.arange(3_000_000, dtype=np.int32)
+    line.put("submit", {}, {"numbers": many})
+    line.put("submit", {}, {"numbers": many[::-1]})
+    line.put("abort", {"ids": ["last"]})
+    assert line.unsent
+    heard: list[Frame] = []
+
+    def all_of_it() -> bool:
+        line.flush()
+        heard.extend(friend.take())
+        return len(heard) == 3
+
+    until(all_of_it)
+    assert [frame.kind for frame in heard] == ["submit", "submit", "abort"]
+    assert np.array_equal(heard[0].arrays["numbers"], many)
+    assert np.array_equal(heard[1].arrays["numbers"], many[::-1])
+    assert not line.unsent
+    line.close()
+    friend.close()
+
+
+class There:
+    """An engine that has called, in a thread, and what it said."""
+
+    def __init__(self, folder: Path, weights: SharedWeights) -> None:
+        self.line = ListeningChannel(HOST)
+        process: Any = SimpleNamespace(poll=lambda: None)
+        self.child = RayEngineHandle(
+            "engine-0", process, self.line, -1, io.BytesIO(), 0, weights=weights.handle
+        )
+        settings = asdict(EngineSettings(read_files(folder), 1))
+        self.serve = threading.Thread(
+            target=EngineActor("engine-0").serve, args=(HOST, self.line.port, self.line.token, settings)
+        )
+        self.heard: list[Frame] = []
+
+    def __enter__(self) -> There:
+        self.serve.start()
+        self.hear("ready")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.line.close()
+        self.serve.join(LIMIT_S)
+        assert not self.serve.is_alive()
+
+    def hear(self, kind: str) -> Frame:
+        """The next frame of a kind; all before it are kept."""
+
+        def found() -> Frame | None:
+            self.line.flush()
+            self.heard.extend(self.line.take())
+            return next((frame for frame in self.heard if frame.kind == kind), None)
+
+        frame: Frame = until(found)
+        self.heard.remove(frame)
+        return frame
+
+    def load(self, note: Mapping[str, Any]) -> tuple[str, int]:
+        """What it says of weights, and in how many pieces they came."""
+        self.heard.clear()
+        self.child.give("load", note)
+        error = self.hear("loaded").note["error"]
+        if not error:
+            self.child.held = note
+        return error, sum(frame.kind == "beat" for frame in self.heard)
+
+
+@pytest.mark.world
+@pytest.mark.timeout(300)
+def test_an_engine_that_called_proves_its_weights_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "PIECE_BYTES", 5000)
+    models = saved(tmp_path)
+    with closing(SharedWeights()) as weights, There(tmp_path, weights) as there:
+        twin = open_engine(tmp_path)
+        for version, model in enumerate(models):
+            error, num_pieces = there.load(weights.write(model.named_parameters(), version))
+            assert error == "" and num_pieces > 10
+            draws = [GenerateRequest(f"{version}-{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
+            there.child.give("submit", *draws_as_frame(draws))
+            drawn = []
+            while len(drawn) < 4:
+                drawn += drawn_of(there.hear("drawn"))
+            twin.load_weights(model.named_parameters(), version)
+            ours = {id: completion for id, _, _, completion in drawn}
+            for draw, theirs in zip(draws, twin.generate(PROMPTS, PARAMS), strict=True):
+                assert same_bits(ours[draw.id], theirs)
+
+
+@pytest.mark.world
+@pytest.mark.timeout(300)
+def test_an_engine_that_holds_the_last_version_is_sent_what_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "PIECE_BYTES", 5000)
+    model = saved(tmp_path)[0]
+
+    def step() -> None:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[:3] += 1
+
+    with closing(SharedWeights(delta=True)) as weights, There(tmp_path, weights) as there:
+        error, num_whole = there.load(weights.write(model.named_parameters(), 0))
+        assert error == "" and num_whole > 10
+        for version in (1, 2):
+            step()
+            error, num_pieces = there.load(weights.write(model.named_parameters(), version))
+            assert error == "" and num_pieces < num_whole / 2
+        # Who missed a version holds other weights than those from which anything is known to have changed.
+        for version in (3, 4):
+            step()
+            note = weights.write(model.named_parameters(), version)
+        assert there.load(note) == ("", num_whole)
+        # What was refused is sent whole, as everything is that nobody knows the state of.
+        step()
+        note = weights.write(model.named_parameters(), 5)
+        begin, end = next(iter(note["changes"]["packed"].values()))
+        os.pwrite(weights.handle, b"\xff" * (end - begin), begin)
+        assert "do not fit" in there.load(note)[0]
+        there.child.failed_once = True
+        assert there.load(note) == ("", num_whole)
+
+
+def test_a_process_that_ray_did_not_start_says_so() -> None:
+    assert not inside()

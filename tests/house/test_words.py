@@ -1,0 +1,134 @@
+"""The code speaks the language of the field: few private words, and each name for one thing."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import PACKAGE, parse, python_files, write
+
+# Private words of docstrings and comments, and how many of 1,000 words they may be. What the field says instead
+# is in brackets.
+FAMILIES = {
+    "a person (the engine, the caller, the worker)": ("who whom whoever nobody somebody anybody", 1.2),
+    "to say (report, return, log, raise)": ("says told tells hears heard", 0.6),
+    "to draw (sample, generate)": ("draw draws drawn drew", 0.6),
+    "to judge (score)": ("judge judges judged", 0.6),
+    "to stand or lie (is in, is at)": ("stands lies", 0.6),
+    "to hand over (send, update)": ("handed hands", 0.6),
+}
+# Words that classes and files were named after, with the field's term.
+GONE = {
+    "fleet": "engine pool",
+    "pump": "background rollouts",
+    "mailbox": "engine worker",
+    "parcel": "weight update",
+    "onlooker": "gather only",
+    "holdings": "KV allocator",
+    "orchestration": "run, rollout, engines",
+    "tabular": "foundations",
+    "newest": "policy weights",
+    "follower": "remote batch source",
+    "obituary": "exit reason",
+    "judge": "score, verifier, reward worker",
+}
+# Commands are named after what a user types.
+COMMANDS = "cli"
+
+
+def texts(folder: Path) -> Iterator[str]:
+    """Every docstring and comment."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path in python_files(folder):
+        yield from (ast.get_docstring(node) or "" for node in ast.walk(parse(path)) if isinstance(node, kinds))
+        readline = io.StringIO(path.read_text(encoding="utf-8")).readline
+        yield from (
+            token.string for token in tokenize.generate_tokens(readline) if token.type == tokenize.COMMENT
+        )
+
+
+def private_words(folder: Path) -> list[str]:
+    count = Counter(word for text in texts(folder) for word in re.findall(r"[a-z]+", text.lower()))
+    found = []
+    for family, (words, most) in FAMILIES.items():
+        rate = 1000 * sum(count[word] for word in words.split()) / max(1, count.total())
+        if rate > most:
+            found.append(f"{family}: {rate:.2f} of 1,000 words of docstrings and comments; at most {most:g}")
+    return found
+
+
+def classes(folder: Path) -> Iterator[tuple[str, str]]:
+    """Name and file of every class that others may import."""
+    for path in python_files(folder):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield node.name, path.relative_to(folder).as_posix()
+
+
+def doubled_classes(folder: Path) -> list[str]:
+    files: dict[str, list[str]] = {}
+    for name, file in classes(folder):
+        files.setdefault(name, []).append(file)
+    return [f"class {name}: {', '.join(where)}" for name, where in sorted(files.items()) if len(where) > 1]
+
+
+def doubled_files(folder: Path) -> list[str]:
+    files: dict[str, list[str]] = {}
+    for path in python_files(folder):
+        where = path.relative_to(folder)
+        if path.name != "__init__.py" and where.parts[0] != COMMANDS:
+            files.setdefault(path.name, []).append(where.as_posix())
+    return [f"{name}: {', '.join(where)}" for name, where in sorted(files.items()) if len(where) > 1]
+
+
+def gone_names(folder: Path) -> list[str]:
+    """Classes and files whose name has a word that was given up."""
+    named = [(name, file, re.findall(r"[A-Z]?[a-z]+", name)) for name, file in classes(folder)]
+    for path in python_files(folder):
+        where = path.relative_to(folder).as_posix()
+        named += [(where, where, re.findall(r"[a-z]+", where.removesuffix(".py")))]
+    return [
+        f"{file}: {name} is named after {word!r}; the field says {GONE[word]}"
+        for name, file, words in named
+        for word in map(str.lower, words)
+        if word in GONE
+    ]
+
+
+CHECKS = [private_words, doubled_classes, doubled_files, gone_names]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_code_speaks_the_language_of_the_field(check):
+    assert check(PACKAGE) == []
+
+
+def test_private_words_are_found(tmp_path):
+    files = {"a.py": '"""Sample tokens of each prompt."""\n', "b.py": "# Whoever waits for what was drawn.\n"}
+    assert private_words(write(tmp_path, files)) == [
+        "a person (the engine, the caller, the worker): 90.91 of 1,000 words of docstrings and comments; at most 1.2",
+        "to draw (sample, generate): 90.91 of 1,000 words of docstrings and comments; at most 0.6",
+    ]
+
+
+def test_names_that_stand_twice_or_came_back_are_found(tmp_path):
+    files = {
+        "a/one.py": "class Batch: ...\nclass _Own: ...\n",
+        "b/one.py": "class Batch: ...\nclass _Own: ...\n",
+        "b/fleet.py": "class EnginePump: ...\n",
+        "cli/one.py": "",
+    }
+    folder = write(tmp_path, files)
+    assert doubled_classes(folder) == ["class Batch: a/one.py, b/one.py"]
+    assert doubled_files(folder) == ["one.py: a/one.py, b/one.py"]
+    assert gone_names(folder) == [
+        "b/fleet.py: EnginePump is named after 'pump'; the field says background rollouts",
+        "b/fleet.py: b/fleet.py is named after 'fleet'; the field says engine pool",
+    ]

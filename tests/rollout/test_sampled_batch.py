@@ -1,0 +1,28 @@
+"""How a batch is sampled, and which groups teach nothing."""
+
+from __future__ import annotations
+
+from millrace.config.sections import RolloutConfig
+from millrace.rollout.sampled_batch import completion_seed, greedy, is_equal, sampling
+from millrace.types import SamplingParams
+from tests.run.pieces import scored
+
+
+def test_a_seed_is_64_bits_of_all_its_parts():
+    seeds = {completion_seed(a, b) for a in range(60) for b in range(60)}
+    assert len(seeds) == 3600
+    assert 2**63 < max(seeds) < 2**64
+    assert completion_seed(1, 11) != completion_seed(11, 1)
+    # Written down, because a resumed run of another version must draw the same tokens.
+    assert completion_seed(0, 0, 0, 0, 0) == 12532686007686991089
+
+
+def test_evaluation_is_greedy_and_training_samples():
+    config = RolloutConfig(max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, stop=("\n",))
+    assert sampling(config, (0, 2)) == SamplingParams(9, 0.7, 5, 0.9, (0, 2), ("\n",), 0)
+    assert greedy(config, (0, 2)) == SamplingParams(9, 0.0, 0, 1.0, (0, 2), ("\n",), 0)
+
+
+def test_a_group_is_equal_where_fewer_than_two_rewards_differ():
+    groups = scored([1.0, 0.0], [2.0, 2.0], [None, None], [3.0, None], [3.0, None, 3.0], [3.0, None, 4.0])
+    assert [is_equal(group) for group in groups] == [False, True, True, True, True, False]

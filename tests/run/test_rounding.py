@@ -1,0 +1,25 @@
+"""Which tokens are judged at a hand-over, and how alike the judgements must be."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.run.rounding import canary
+from tests.close import close_fp64
+from tests.end_to_end.tiny import tiny_recipe
+from tests.models.tiny import VOCABULARY, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({}, 4 * 2**-11.5),
+        ({"precision": "float64"}, 4 * 2**-11.5),
+        ({"precision": "bfloat16"}, 4 * 2**-3.5),
+        ({"precision": "bfloat16", "limits.canary": 0.5}, 0.5),
+    ],
+)
+def test_rounding_of_the_dtype_or_the_recipe_says_how_alike_they_must_be(tmp_path, changes, most):
+    tokens, allowed = canary(tiny_recipe(tmp_path, changes), tiny_model("qwen3"))
+    close_fp64(allowed, most)
+    assert len(tokens) == len(set(tokens)) == 8 and all(0 <= token < VOCABULARY for token in tokens)

@@ -25,7 +25,7 @@ NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort"
 
 
 class InProcessBackend(Unrecorded):
-    """A `backend.Runtime` over one `protocols.Engine`, which may be data-parallel over all ranks of a run.
+    """An `EngineBackend` over one `protocols.Engine`, which may be data-parallel over all ranks of a run.
 
     `wait` generates all submitted requests in one `generate` call, in the order of submission, and scores all
     pending texts in one `score` call. An engine step is a `generate` call here.

@@ -1,8 +1,9 @@
 """Recorded engine commands, so that a replay sends the same commands at the same turns. No torch.
 
 An engine is a deterministic function of its weights, its commands and the turns before which it starts them
-(see `worker.Mailbox`). Each command has a one-letter code: `s` submit, `a` abort, `l` load, and `d` for the
-submit of blocking requests (`subprocesses.Direct`), which come from another thread than the rest.
+(see `engine_worker.EngineWorker`). Each command has a one-letter code: `s` submit, `a` abort, `l` load, and
+`d` for the submit of blocking requests (`engines.subprocesses.BlockingRequests`), which come from another
+thread than the rest.
 """
 
 from __future__ import annotations

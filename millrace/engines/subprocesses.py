@@ -1,7 +1,7 @@
 """Engines in subprocesses, which generate while the trainer trains; scoring runs in a thread of this process.
 
-`EngineSupervisor` starts and replaces the processes, `BlockingRequests` keeps the blocking requests. One thread receives the
-messages of all engines, and every wait is for something that this thread has processed.
+`EngineSupervisor` starts and replaces the processes, `BlockingRequests` keeps the blocking requests. One
+thread receives the messages of all engines, and every wait is for something that this thread has processed.
 """
 
 from __future__ import annotations
@@ -372,10 +372,10 @@ LOOK_S = 1.0
 
 
 class SubprocessBackend:
-    """A `backend.Runtime` over subprocesses, to be closed or used as a context manager.
+    """An `EngineBackend` over subprocesses, to be closed or used as a context manager.
 
-    It is also a `protocols.Engine` and its `WeightTransport`. Its `generate` runs concurrently with the other
-    requests on an engine with the newest weights, and emits no events. It is thread-safe.
+    It is also a `protocols.Engine` and its `WeightTransport`. Its `generate` runs concurrently with the
+    other requests on an engine with the newest weights, and emits no events. It is thread-safe.
     """
 
     def __init__(
@@ -463,7 +463,7 @@ class SubprocessBackend:
         self._bell.close()
         self._ring.close()
 
-    # ---- Runtime
+    # ---- EngineBackend
 
     def now(self) -> float:
         """Return the time of `clock` in seconds."""
@@ -484,7 +484,7 @@ class SubprocessBackend:
             self._engines.begin(script)
 
     def records(self) -> list[Record]:
-        """Return new records, which a replay needs besides the events; see `backend.Runtime`."""
+        """Return new records, which a replay needs besides the events; see `EngineBackend`."""
         with self._news:
             found = self._engines.records or []
             if found:
@@ -505,7 +505,7 @@ class SubprocessBackend:
             self._engines.start(name=engine)
 
     def submit(self, engine: str, draws: Sequence[GenerateRequest], *, direct: bool = False) -> None:
-        """Submit requests; see `backend.Runtime`. If an engine refuses one, `wait` raises ValueError.
+        """Submit requests; see `EngineBackend`. If an engine refuses one, `wait` raises ValueError.
 
         Args:
             engine: its name.
@@ -524,14 +524,14 @@ class SubprocessBackend:
     def offer(self, version: int) -> None:
         """Copy the trainer's weights to the shared memory, after all engines have loaded the previous ones.
 
-        See `backend.Runtime`. If `send` has written this version already, nothing is copied.
+        See `EngineBackend`. If `send` has written this version already, nothing is copied.
         """
         with self._writing:
             if self._note is None or self._note["version"] != version:
                 self._write(self._named_tensors(), version)
 
     def load(self, engine: str, version: int) -> None:
-        """Command an engine to load the weights of the last `offer`; see `backend.Runtime`."""
+        """Command an engine to load the weights of the last `offer`; see `EngineBackend`."""
         with self._writing, self._changing():
             assert self._note is not None and self._note["version"] == version, "it was not offered last"
             if (child := self._engines.living.get(engine)) is not None:
@@ -539,18 +539,18 @@ class SubprocessBackend:
                 self._order_load(child)
 
     def lose(self, engine: str, reason: str) -> None:
-        """Kill an engine and replace it; see `backend.Runtime`."""
+        """Kill an engine and replace it; see `EngineBackend`."""
         with self._changing():
             if (child := self._engines.living.get(engine)) is not None:
                 self._engines.lose(child, reason)
 
     def want(self, number: int) -> None:
-        """Scale to a number of engines; see `backend.Runtime`."""
+        """Scale to a number of engines; see `EngineBackend`."""
         with self._changing():
             self._engines.want(number)
 
     def retire(self, engine: str) -> None:
-        """Drain an engine: end it after its in-flight requests; see `backend.Runtime`."""
+        """Drain an engine: end it after its in-flight requests; see `EngineBackend`."""
         with self._changing():
             self._engines.retire(engine)
 

@@ -11,7 +11,7 @@
 | judge | `call` of the reward, `numbers` of the groups |
 | finish | `number`, `births`: `oldest` of each sample in order, `equal`: whether its rewards are equal |
 | drop | `number`, `reason`; its prompt starts again, before new ones |
-| take | `batch`, `numbers`, `staleness` of each, `left_out`, `withheld`: as in `staleness.Taken` |
+| take | `batch`, `numbers`, `staleness` of each, `left_out`, `withheld`: as in `TakenBatch` |
 | publish | `version`: policy version that is in force from here on |
 | load | `engine`, `version`: policy version that it samples with from here on, starting with its first |
 | lost | `engine`, `reason` |
@@ -27,8 +27,8 @@
 | took | `engine`, `orders`: letters of its commands, with the engine step before which each was started |
 | asked | `engine`, `draws`: blocking requests, such as those of an evaluation |
 
-A `Flow` logs start, finish, drop, take, publish and resume itself; its caller logs the others. Threads and
-the last four are for `replayed`. Events may have further fields.
+A `StalenessController` logs start, finish, drop, take, publish and resume itself; its caller logs the others.
+`threads` and the last four are for replays. Events may have further fields.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ uncomputed tokens, then waiting ones by (priority, arrival) while budget, rows a
 decoding is numpy over all rows; Python objects are touched when a request starts, forks, fills a block, is
 preempted or ends.
 
-Requests with an equal prompt that are admitted before the prompt is computed form a prompt group (`PromptGroup`).
-The leader computes the prompt. The followers hold a row but no blocks until then. Afterwards they share the
-leader's blocks and sample their first tokens from its logits. If the last block is not full, each request
+Requests with an equal prompt that are admitted before the prompt is computed form a `PromptGroup`. The leader
+computes the prompt. The followers hold a row but no blocks until then. Afterwards they share the leader's
+blocks and sample their first tokens from its logits. If the last block is not full, each request
 copies it before its first write to it (copy on write); the last writer needs no copy.
 
 B = rows that compute, N = rows that sample.

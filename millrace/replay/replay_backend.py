@@ -29,7 +29,7 @@ LOOK_S = 0.01
 
 
 class ReplayBackend:
-    """A `backend.EngineBackend` over worker processes that returns events in the batches of the recorded run.
+    """An `EngineBackend` over worker processes that returns events in the batches of the recorded run.
 
     Early events are buffered. Engines stop and start where the log has their loss and their join.
     """
@@ -156,7 +156,7 @@ class ReplayBackend:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedSegment:
-    """A segment of a run that another process replays; a `run.run.Repeats`.
+    """A segment of a run that another process replays; a `run.run.Repetition`.
 
     Attributes:
         original: the run's folder.

@@ -1,7 +1,7 @@
 """The worker process of an isolated reward: reads requests, scores them sequentially, writes results.
 
-`process.JudgeProcess` starts this file as a script. Only the standard library is imported until the parent
-has sent the module search path.
+`rewards.process.RewardWorker` starts this file as a script. Only the standard library is imported until the
+parent has sent the module search path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where engines and rewards run: in this thread, in processes, on a cluster, or on a virtual clock. No torch.
 
-`rollout/manager.py` makes the decisions. A `EngineBackend` executes its commands and reports events. A command
-returns at once or after a copy; its result arrives later as an event from `wait`.
+`rollout/manager.py` makes the decisions. An `EngineBackend` executes its commands and reports events. A
+command returns at once or after a copy; its result arrives later as an event from `wait`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class EngineBackend(Protocol):
         ...
 
     def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
-        """Submit requests; samples of one prompt share a call. Each ends in `GenerateResult`, or all end in `EngineLost`."""
+        """Submit requests, those of one prompt together; each ends in `GenerateResult` or `EngineLost`."""
         ...
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
@@ -170,8 +170,9 @@ class EngineBackend(Protocol):
     def want(self, number: int) -> None:
         """Set the target number of engines, also for replacing engines that are lost later.
 
-        Scaling up starts the missing engines; each ends in `EngineJoined`, or in `ScaleRequest` if it cannot be started.
-        Scaling down stops engines that have not joined; the caller picks the others with `retire`.
+        Scaling up starts the missing engines; each ends in `EngineJoined`, or in `ScaleRequest` if it cannot
+        be started. Scaling down stops engines that have not joined; the caller picks the others with
+        `retire`.
         """
         ...
 
@@ -196,7 +197,7 @@ class EngineBackend(Protocol):
         ...
 
     def records(self) -> list[Record]:
-        """Return what a replay needs besides events, since the last call: see `recorded.Script`."""
+        """Return what a replay needs besides events, since the last call; see `RecordedCommands`."""
         ...
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ _LOOK_S = 0.1
 
 
 class BackgroundRollouts:
-    """`RolloutManager` for the trainer's thread, as a context manager; a background thread handles the events."""
+    """`RolloutManager` for the trainer's thread, as a context manager; a thread of its own handles events."""
 
     def __init__(
         self, rollouts: RolloutManager, runtime: EngineBackend, asked: Callable[[], Sequence[Event]] = tuple

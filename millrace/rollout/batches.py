@@ -106,7 +106,7 @@ class _Method(Protocol):
 
 
 class RolloutComponents(Protocol):
-    """The components of a run that rollouts need; see `run.components.Parts`."""
+    """The components of a run that rollouts need; see `run.run.components.Components`."""
 
     @property
     def runtime(self) -> EngineBackend | None:
@@ -223,8 +223,8 @@ class BatchSource:
             stream: yields prompts.
             runtime: backend for generation and scoring.
             log: receives every decision.
-            ranks: of the run. If every rank has an engine, every rank has a `BatchSource` and rank 0 keeps the
-                log; otherwise the other ranks have a `Follower`.
+            ranks: of the run. If every rank has an engine, every rank has a `BatchSource` and rank 0 keeps
+                the log; otherwise the other ranks have a `RemoteBatchSource`.
             spans: of the trainer's thread.
             watchdog: is notified of the waits of that thread.
             asked: scale requests; None if the run accepts none, as in a replay.

@@ -13,7 +13,7 @@ from millrace.types import SamplingParams
 
 
 class Dispatcher:
-    """Submits samples to the engines of a `EnginePool` and maps each request id to its sample.
+    """Submits samples to the engines of an `EnginePool` and maps each request id to its sample.
 
     Attributes:
         num_draws: requests so far, including those before the run was resumed.

@@ -1,7 +1,8 @@
 """The rollout manager: turns prompts into scored groups, on any engine backend. No torch.
 
-`StalenessController` controls which groups may start and which are trained on. `EnginePool` manages the engines, `Dispatcher` the
-in-flight requests, and a `EngineBackend` generates and scores. This file connects them and runs the episodes.
+`StalenessController` controls which groups may start and which are trained on. `EnginePool` manages the
+engines, `Dispatcher` the in-flight requests, and an `EngineBackend` generates and scores. This file connects
+them and runs the episodes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """A batch: its `TakenBatch` of `StalenessController`, its scored groups in that order, and the baselines of each.
+    """A batch: what `StalenessController` took, its scored groups in that order, and the baselines of each.
 
     `dropped` has the generated turns of the dropped groups, with scores if they were finished.
     """
@@ -55,7 +56,7 @@ class RolloutBatch:
 
 
 class RolloutManager:
-    """Starts groups, runs them to completion and returns batches. Not thread-safe; `Pump` adds a thread."""
+    """Start groups, run them to completion and return batches; `BackgroundRollouts` adds a thread."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Staleness control: admission, batch selection and dropping of rollout groups.
 
-No clock, no threads, no tensors: real engines or a simulation may drive a `StalenessController`. `GroupQueue` is the queue of
-groups that have started and are not in a batch yet, in order.
+No clock, no threads, no tensors: real engines or a simulation may drive a `StalenessController`. `GroupQueue`
+is the queue of groups that have started and are not in a batch yet, in order.
 
 Letters: `g` groups_per_step, `eta` the staleness bound, `p` weight updates so far, `t` batches taken so far.
 Batch `t` trains the weights of policy version `t`, so a token of policy version `b` has staleness `t - b`
@@ -275,8 +275,8 @@ class StalenessController:
     """The staleness controller: tracks every group from its start to its batch or drop.
 
     **Tickets.** A group starts only while fewer than `(eta + 1) g` places are held. The queue of groups that
-    no batch has taken holds places (`GroupQueue`; a replaced group holds none), and so does each batch that is
-    taken and whose weight update is not in force yet: `g`.
+    no batch has taken holds places (`GroupQueue`; a replaced group holds none), and so does each batch that
+    is taken and whose weight update is not in force yet: `g`.
 
     **In submission order the staleness is at most eta.** Let a group start after `p` weight updates, when `t`
     batches are taken; let `n` be the length of the queue with it and `end` the groups of batch `t` as far as
@@ -287,7 +287,7 @@ class StalenessController:
     refills only raise `end`, and a group that is regenerated on another engine is younger.
 
     **So it is in completion order with `wait`.** At most `g (d + 1 - t)` groups of the queue must be trained
-    on by batch `d`, for every `d >= t`. A batch is complete only if it keeps that invariant (`GroupQueue`). A start
+    on by batch `d`, for every `d >= t`. A batch is complete only if it keeps that (`GroupQueue`). A start
     after `p` weight updates keeps it too: it counts from `d = p + eta` on, and by its ticket the whole queue
     then holds at most `(eta + 1) g - g (t - p) <= g (d + 1 - t)`. With `d = t`: batch `t` has room for all
     due groups.

@@ -51,7 +51,7 @@ from millrace.training.policy import PolicyTrainer
 
 
 class Repetition(Protocol):
-    """A segment of an earlier run that this run replays; see `replay.backend.Repeated`."""
+    """A segment of an earlier run that this run replays; see `replay.replay_backend.RepeatedSegment`."""
 
     @property
     def threads(self) -> Sequence[int]:

@@ -1,7 +1,8 @@
 """Simulation of a run on a virtual clock: the real controller, with simulated engines and trainer. No torch.
 
-`StalenessController` and `RolloutManager` are those of a real run, and the trainer takes batches, trains and updates weights in
-the order of `rollout.batches`. So the prediction has the controller's behaviour for the given durations.
+`StalenessController` and `RolloutManager` are those of a real run, and the trainer takes batches, trains and
+updates weights in the order of `rollout.batches`. So the prediction has the controller's behaviour for the
+given durations.
 
 Long answers are counted in units of several tokens, so that a simulated answer has about `UNITS` units.
 """

@@ -71,7 +71,7 @@ class Faults:
 
 
 class SimulatedBackend(Unrecorded):
-    """A `Runtime` on a virtual clock; see `backend.Runtime` for its commands."""
+    """An `EngineBackend` on a virtual clock."""
 
     def __init__(
         self,

@@ -14,10 +14,9 @@ import pytest
 
 from tests.house.source import PACKAGE, parse, python_files, write
 
-# Private words of docstrings and comments, and how many of 1,000 words they may be. What the field says instead
-# is in brackets.
+# Private words of docstrings and comments, with the field's words, and how many of 1,000 words may be such.
 FAMILIES = {
-    "a person (the engine, the caller, the worker)": ("who whom whoever nobody somebody anybody", 1.2),
+    "a person (the engine, the caller)": ("who whom whoever nobody somebody anybody", 1.2),
     "to say (report, return, log, raise)": ("says told tells hears heard", 0.6),
     "to draw (sample, generate)": ("draw draws drawn drew", 0.6),
     "to judge (score)": ("judge judges judged", 0.6),
@@ -47,7 +46,9 @@ def texts(folder: Path) -> Iterator[str]:
     """Every docstring and comment."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in python_files(folder):
-        yield from (ast.get_docstring(node) or "" for node in ast.walk(parse(path)) if isinstance(node, kinds))
+        yield from (
+            ast.get_docstring(node) or "" for node in ast.walk(parse(path)) if isinstance(node, kinds)
+        )
         readline = io.StringIO(path.read_text(encoding="utf-8")).readline
         yield from (
             token.string for token in tokenize.generate_tokens(readline) if token.type == tokenize.COMMENT
@@ -113,7 +114,7 @@ def test_the_code_speaks_the_language_of_the_field(check):
 def test_private_words_are_found(tmp_path):
     files = {"a.py": '"""Sample tokens of each prompt."""\n', "b.py": "# Whoever waits for what was drawn.\n"}
     assert private_words(write(tmp_path, files)) == [
-        "a person (the engine, the caller, the worker): 90.91 of 1,000 words of docstrings and comments; at most 1.2",
+        "a person (the engine, the caller): 90.91 of 1,000 words of docstrings and comments; at most 1.2",
         "to draw (sample, generate): 90.91 of 1,000 words of docstrings and comments; at most 0.6",
     ]
 

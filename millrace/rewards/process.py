@@ -25,7 +25,7 @@ from millrace.observability.plain import plain_text
 from millrace.rewards.sandbox import Permissions, find_bubblewrap, sandboxed, visible_environment
 from millrace.rewards.worker_wire import encode_line, unseal
 
-_WORKER = Path(__file__).with_name("worker.py")
+_WORKER = Path(__file__).with_name("reward_worker.py")
 _KILL_TIMEOUT_S = 10.0
 # Maximum number of processes of one worker, including those it starts.
 _PROCESSES = 256

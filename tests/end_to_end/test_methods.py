@@ -227,7 +227,7 @@ def test_every_word_a_method_may_hold_is_tried(folder):
     known = set().union(*map(choices, kinds))
     assert len(known) > 50
     assert known - tried == set()
-    # Sections of methods.py that this list does not know of would not be asked for.
+    # Sections of method_sections.py that this list does not know of would not be asked for.
     there = {
         value.__name__
         for value in vars(words).values()

@@ -63,9 +63,9 @@ def test_an_idle_engine_is_never_overdue() -> None:
 START = """
 import os, signal, sys
 from pathlib import Path
-from millrace.engines.handle import Settings, read_files, start
+from millrace.engines.handle import EngineSettings, read_files, start
 from tests.rewards.helpers import child_of
-one = start("engine-0", Settings(read_files(Path(sys.argv[1])), 1), 1)
+one = start("engine-0", EngineSettings(read_files(Path(sys.argv[1])), 1), 1)
 engine = child_of(one.process.pid)
 os.kill(engine, signal.SIGSTOP)
 print(engine, flush=True)

@@ -425,10 +425,10 @@ SCRIPT = f"""
 import select
 import sys
 from millrace.engines import handle as child
-from millrace.engines.handle import Settings
+from millrace.engines.handle import EngineSettings
 from tests.rewards.helpers import child_of
 child.MODULE = {FAKE!r}
-one = child.start("engine-0", Settings({{"manner": b"obedient"}}, 1), 1)
+one = child.start("engine-0", EngineSettings({{"manner": b"obedient"}}, 1), 1)
 select.select([one.line], [], [])  # it is ready, and ends with its parent
 print(child_of(one.process.pid), flush=True)
 sys.stdin.read()

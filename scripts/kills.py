@@ -131,7 +131,7 @@ class Kills:
         found = {COMMAND: command}
         first = self._first()
         for process in _below(command):
-            if _line(process).startswith(b"ray::Engine."):
+            if _line(process).startswith(b"ray::EngineActor."):
                 found[ENGINE] = process
             elif _line(process).startswith(b"ray::Rank.") and first is not None:
                 found[FIRST if process == first else SECOND] = process

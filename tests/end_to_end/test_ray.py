@@ -68,7 +68,7 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
     # Steps so small that few weights change at all.
     changed = ("engine.delta=true", "policy.optimizer.learning_rate=1e-9")
     launcher = begun(folder, "engines", *ahead, *changed, until="rollouts/step-*")
-    victim, other = actors_below(launcher.pid, "Engine")
+    victim, other = actors_below(launcher.pid, "EngineActor")
     os.kill(victim, signal.SIGKILL)
     _, told = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, told

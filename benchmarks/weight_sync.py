@@ -102,7 +102,7 @@ def sample(pipe: Connection, size_mb: int, rounds: int) -> None:
 def through_memory(
     weights: SharedWeights, pipe: Connection, sent: Mapping[str, Tensor], version: int
 ) -> dict[str, float]:
-    """Seconds of one hand-over as `engines.subprocesses` does it."""
+    """Seconds of one weight update as `engines.subprocesses` does it."""
     start = time.perf_counter()
     note = weights.write(sent.items(), version)
     put_s = time.perf_counter() - start

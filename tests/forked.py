@@ -26,9 +26,8 @@ from typing import IO, Any
 import pytest
 
 from millrace.cli.main import main
-from millrace.engines import engine_worker as engine_process
-from millrace.engines import handle as child
-from millrace.launchers import local_ranks as local
+from millrace.engines import engine_worker, handle
+from millrace.launchers import local_ranks
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = ["tests.preloaded"]
@@ -163,7 +162,7 @@ def _command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     sys.argv = ["millrace", *words]
     sys.orig_argv = [sys.executable, *COMMAND, *words]
     _start_in(environment)
-    local._start = _start_rank
+    local_ranks._start = _start_rank
     fork_engines()
     main()
 
@@ -188,7 +187,7 @@ def _start_rank(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] |
 
 def fork_engines() -> None:
     """Have this process fork its engines."""
-    child.subprocess = _subprocess(_Engine)
+    handle.subprocess = _subprocess(_Engine)
 
 
 @contextmanager
@@ -201,7 +200,7 @@ def forked_engines() -> Iterator[list[Forked]]:
         return started[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "subprocess", _subprocess(start))
+        patch.setattr(handle, "subprocess", _subprocess(start))
         yield started
 
 
@@ -244,7 +243,7 @@ class _Engine(Forked):
 
 def _engine(told: dict[str, Any], environment: Mapping[str, str], line: int, weights: int) -> None:
     _start_in(environment)
-    engine_process.main(json.dumps(told | {"line": line, "weights": weights}))
+    engine_worker.main(json.dumps(told | {"line": line, "weights": weights}))
 
 
 def _keep(engine: int, folder: str, lifeline: int) -> None:

@@ -72,7 +72,7 @@ class EngineWorker:
             line: connection to the trainer.
             weights: descriptor of the shared memory for weight updates.
             kv: see `PagedEngine.load_weights`.
-            interrupt: see `Settings`.
+            interrupt: see `EngineSettings`.
             clock: monotonic time in seconds.
         """
         self._clock = clock

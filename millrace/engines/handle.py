@@ -94,7 +94,7 @@ class EngineHandle:
         held: the weight update that it verified last.
         order: the weight update that it is loading.
         failed_once: whether loading `order` has failed once.
-        announce: whether to emit `Loaded` when `order` is loaded.
+        announce: whether to emit `WeightsLoaded` when `order` is loaded.
         clock: monotonic time in seconds.
         heard_s: time of its last message, or of the command that ended its idle time.
         given: codes of the commands that were sent and not yet acknowledged.

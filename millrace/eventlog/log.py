@@ -238,8 +238,9 @@ def flow_after(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Verify a log like `check_log`, and return the expected state of a resumed staleness controller.
 
     Returns:
-        `num_taken`, `num_started` and `repeats` as in `Flow.state`, and `groups` that are neither trained on
-        nor dropped: number, prompt, policy version when it started, and births, None until it is finished.
+        `num_taken`, `num_started` and `repeats` as in `StalenessController.state`, and `groups` that are
+        neither trained on nor dropped: number, prompt, policy version when it started, and births, None until
+        it is finished.
 
     Raises:
         LogError: as `check_log`.

@@ -130,22 +130,18 @@ class SharedReward:
 
 def pack_completions(completions: Sequence[Completion]) -> bytes:
     """Serialize completions to bytes: arrays as safetensors, with the JSON fields inside."""
-    words, columns = to_columns(completions)
-    packed: bytes = save({**columns, _WORDS: np.frombuffer(json.dumps(words).encode(), np.uint8)})
-    return packed
+    return _to_bytes(*to_columns(completions))
 
 
 def unpack_completions(data: bytes) -> list[Completion]:
     """Deserialize the completions of `pack_completions`."""
-    columns = load(data)
-    words = json.loads(columns.pop(_WORDS).tobytes())
-    return from_columns(words, columns)
+    return from_columns(*_from_bytes(data))
 
 
 class RemoteBatchSource:
-    """The `Source` of the ranks other than 0; each call is a collective with rank 0's.
+    """The batch source of the ranks other than 0; each call is a collective with rank 0's.
 
-    Use it as a context manager, like `Source`.
+    Use it as a context manager, like `BatchSource`.
     """
 
     def __init__(
@@ -204,7 +200,7 @@ class RemoteBatchSource:
 def pack_batch(sampled: SampledBatch, told: Mapping[str, float]) -> bytes:
     """Serialize a batch and its metrics to bytes: arrays as safetensors, with the JSON fields inside."""
     groups, columns = pack_groups(dict(enumerate(sampled.groups)))
-    words: dict[str, Any] = {
+    words = {
         "groups": groups,
         "told": dict(told),
         "left_out": sorted(sampled.left_out),
@@ -212,14 +208,12 @@ def pack_batch(sampled: SampledBatch, told: Mapping[str, float]) -> bytes:
         "num_greedy_tokens": sampled.num_greedy_tokens,
         "num_rounds": sampled.num_rounds,
     }
-    packed: bytes = save({**columns, _WORDS: np.frombuffer(json.dumps(words).encode(), np.uint8)})
-    return packed
+    return _to_bytes(words, columns)
 
 
 def unpack_batch(data: bytes, prompts: Mapping[str, Prompt]) -> tuple[SampledBatch, dict[str, float]]:
     """Deserialize the batch of `pack_batch`; `prompts` by id."""
-    columns = load(data)
-    words = json.loads(columns.pop(_WORDS).tobytes())
+    words, columns = _from_bytes(data)
     groups, told = words.pop("groups"), words.pop("told")
     unpacked = list(unpack_groups(groups, columns, prompts).values())
     left_out = frozenset(words.pop("left_out"))
@@ -229,3 +223,15 @@ def unpack_batch(data: bytes, prompts: Mapping[str, Prompt]) -> tuple[SampledBat
 def share_of(count: int, rank: int, size: int) -> slice:
     """Return a rank's contiguous slice of `count` items; the slices of all ranks partition the items."""
     return slice(count * rank // size, count * (rank + 1) // size)
+
+
+def _to_bytes(words: Any, columns: Mapping[str, np.ndarray]) -> bytes:
+    """Serialize JSON fields and arrays to one safetensors file."""
+    packed: bytes = save({**columns, _WORDS: np.frombuffer(json.dumps(words).encode(), np.uint8)})
+    return packed
+
+
+def _from_bytes(data: bytes) -> tuple[Any, dict[str, np.ndarray]]:
+    """Deserialize what `_to_bytes` serialized."""
+    columns = load(data)
+    return json.loads(columns.pop(_WORDS).tobytes()), columns

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.config.settings import RunConfig, num_processes
-from millrace.engines import handle as child
-from millrace.engines import ray_engines as ray_engine
+from millrace.engines import handle, ray_engines
 from millrace.engines.build_engine import save_engine
 from millrace.engines.handle import EngineSettings, StartEngine, read_files
 from millrace.engines.subprocesses import SubprocessBackend
@@ -102,9 +101,9 @@ def start_engines(
         delta=config.engine.delta,
     )
     number = num_processes(config)
-    start: StartEngine = child.start
-    if config.mesh.launcher == "ray" and ray_engine.inside():
-        actors = ray_engine.Actors(number, on_gpu=model.device.type == "cuda")
+    start: StartEngine = handle.start
+    if config.mesh.launcher == "ray" and ray_engines.inside():
+        actors = ray_engines.Actors(number, on_gpu=model.device.type == "cuda")
         start = held.enter_context(actors).start
     runtime = SubprocessBackend(
         settings,

@@ -11,10 +11,9 @@ from typing import Any
 
 import yaml
 
-from millrace.engines import handle as child
-from millrace.engines import ray_placement as ray_room
+from millrace.engines import handle, ray_placement
 from millrace.rollout.backend import ScaleRequest
-from millrace.run import scaling as wanted
+from millrace.run import scaling
 from millrace.run.scaling import ScaleRequestFile
 from tests.cli.lab import Lab, Result
 from tests.forked import forked_engines
@@ -51,31 +50,31 @@ def killed(lab: Lab) -> Result:
 def unheard(lab: Lab) -> Result:
     seconds = iter(range(0, 1000, 50))
     clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda seconds: None)
-    lab.patch.setattr(wanted, "time", clock)
+    lab.patch.setattr(scaling, "time", clock)
     aside(lab)
     return going_on(lab, TOLD)
 
 
 def ends_meanwhile(lab: Lab) -> Result:
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: Path(RUN, "status.json").unlink())
-    lab.patch.setattr(wanted, "time", clock)
+    lab.patch.setattr(scaling, "time", clock)
     aside(lab)
     return going_on(lab, TOLD)
 
 
 def no_room(lab: Lab) -> Result:
     """The run is asked at its first look, and each engine but the first needs room on a full cluster."""
-    real, asked = child.start, [[ScaleRequest(2)]]
+    real, asked = handle.start, [[ScaleRequest(2)]]
     group = SimpleNamespace(wait=lambda limit_s: False)
     util = SimpleNamespace(placement_group=lambda shares: group, remove_placement_group=lambda group: None)
     ray = SimpleNamespace(util=util, available_resources=dict)
 
-    def start(name: str, *given: Any, **options: Any) -> child.EngineHandle:
+    def start(name: str, *given: Any, **options: Any) -> handle.EngineHandle:
         if name != "engine-0":
-            ray_room.one_more(ray, {"CPU": 1})
+            ray_placement.one_more(ray, {"CPU": 1})
         return real(name, *given, **options)
 
-    lab.patch.setattr(child, "start", start)
+    lab.patch.setattr(handle, "start", start)
     lab.patch.setattr(ScaleRequestFile, "look", lambda self: asked.pop() if asked else [])
     with forked_engines():
         return lab.train("steps=2", "engine.processes=1")
@@ -109,7 +108,7 @@ def test_what_is_asked_is_said_once_the_run_has_heard_it(lab):
         told["engines"] |= {"wanted": 3, "asked": request["id"]}
         Path(RUN, "status.json").write_text(json.dumps(told))
 
-    lab.patch.setattr(wanted, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=answer))
+    lab.patch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=answer))
     aside(lab)
     result = going_on(lab, TOLD)
     assert result.err == f"waiting for run {RUN} to hear it, at most 60 s\n"

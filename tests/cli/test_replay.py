@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from millrace.launchers import local_ranks as local
+from millrace.launchers import local_ranks
 
 
 def test_a_replay_says_what_it_proved_and_leaves_the_run_alone(lab):
@@ -44,7 +44,7 @@ def test_ranks_of_a_run_are_repeated_by_processes_of_this_machine_whoever_starte
         started.append((command[1:], num_ranks))
         return 7
 
-    lab.patch.setattr(local, "run_ranks", run_ranks)
+    lab.patch.setattr(local_ranks, "run_ranks", run_ranks)
     assert lab("replay", "runs/tiny-1", "--quiet").code == 7
     assert started == [(["-m", "millrace.cli.main", "replay", "runs/tiny-1", "--quiet"], 3)]
     # What can be said before is said once.

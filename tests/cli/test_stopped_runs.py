@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from millrace.engines import handle as child
+from millrace.engines import handle
 from millrace.engines.in_process import InProcessBackend
 from tests.cli.lab import Lab, Result
 
 
 def no_engine(lab: Lab) -> Result:
     lab.write("broken.py", ["raise SystemExit(3)"])
-    lab.patch.setattr(child, "MODULE", "broken")
+    lab.patch.setattr(handle, "MODULE", "broken")
     return lab.train("engine.processes=1")
 
 

@@ -11,7 +11,7 @@ import typer
 
 from millrace.cli.train import result_lines, show_result, start_ranks
 from millrace.config.mesh_section import MeshConfig
-from millrace.launchers import local_ranks as local
+from millrace.launchers import local_ranks
 from millrace.observability.console import Console
 from millrace.planner.plan_errors import PlanError
 from millrace.run.progress import RunReport
@@ -109,7 +109,7 @@ def test_a_run_of_limited_time_leaves_saved_and_comes_to_its_end_when_resumed(la
 
 def test_a_layout_that_cannot_be_is_refused_before_a_process_is_started(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(local, "run_ranks", lambda *given, **more: pytest.fail("ranks were started"))
+    monkeypatch.setattr(local_ranks, "run_ranks", lambda *given, **more: pytest.fail("ranks were started"))
     with pytest.raises(PlanError, match="^mesh.ep is 2, which does not divide mesh.dp_shard 3"):
         start_ranks(MeshConfig(dp_shard=3, ep=2))
 

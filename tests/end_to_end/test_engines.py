@@ -12,7 +12,7 @@ import pytest
 from millrace.observability import watchdog
 from millrace.rollout.backend import RETIRED, Event, ScaleRequest
 from millrace.rollout.manager import RolloutManager
-from millrace.run import scaling as wanted
+from millrace.run import scaling
 from millrace.run.run import Controller
 from millrace.run.scaling import ask, engines_of
 from millrace.run.status import read_status
@@ -60,7 +60,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(RolloutManager, "handle", late)
         patch.setattr(watchdog, "LOOK_S", 0.1)
         patch.setattr(Controller, "record", asking)
-        patch.setattr(wanted, "LOOK_S", 0.02)
+        patch.setattr(scaling, "LOOK_S", 0.02)
         assert run(folder, path.name, **AHEAD).status == "finished"
     assert said == [f"waiting for run {path} to hear it, at most 60 s"] * 2
     return path

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.recipe import load_recipe, to_yaml
-from millrace.engines import ray_placement as ray_room
-from millrace.launchers import ray_ranks as ray_trainer
+from millrace.engines import ray_placement
+from millrace.launchers import ray_ranks
 
 CONFIG = load_recipe("quickstart", {"mesh.dp_shard": 2, "device": "cpu"})
 LISTENS = "0A"
@@ -97,12 +97,12 @@ def check(ray: Any) -> dict[str, Any]:
         yield ray
 
     def run(begin: Callable[[Any], Any]) -> str:
-        return error_of(lambda: ray_trainer._run(CONFIG, begin))
+        return error_of(lambda: ray_ranks._run(CONFIG, begin))
 
     def reserve(num_ranks: int, **share: int) -> str:
-        return error_of(lambda: ray_room.reserved(ray, num_ranks, share))
+        return error_of(lambda: ray_placement.reserved(ray, num_ranks, share))
 
-    ray_trainer._cluster = this_one  # type: ignore[assignment]
+    ray_ranks._cluster = this_one  # type: ignore[assignment]
     cores = int(ray.cluster_resources()["CPU"])
     found = {
         "cores": cores,
@@ -119,11 +119,11 @@ def check(ray: Any) -> dict[str, Any]:
         "more than cores": reserve(cores + 1, CPU=1),
         "gpus": reserve(2, CPU=1, GPU=1),
     }
-    held = ray_room.reserved(ray, cores, {"CPU": 1})
+    held = ray_placement.reserved(ray, cores, {"CPU": 1})
     # Ray counts a moment later what is free.
     while ray.available_resources().get("CPU"):
         time.sleep(0.05)
-    ray_room.PLACING_S = 1
+    ray_placement.PLACING_S = 1
     found["held"] = reserve(1, CPU=1)
     ray.util.remove_placement_group(held)
     return found
@@ -131,6 +131,6 @@ def check(ray: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     before = dict(os.environ)
-    with ray_trainer._cluster(2) as started:
+    with ray_ranks._cluster(2) as started:
         told = check(started)
     print(json.dumps({**told, "environment kept": dict(os.environ) == before}))

@@ -10,7 +10,7 @@ import torch
 
 from millrace.config.engine_section import EngineConfig
 from millrace.data.tokenizers import train_tokenizer
-from millrace.engines import build_engine as build
+from millrace.engines import build_engine
 from millrace.engines.build_engine import engine_over, open_engine, save_engine
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
@@ -66,19 +66,19 @@ TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
 
 def test_the_cache_holds_what_the_requests_can_need_and_no_more():
     config = EngineConfig(max_requests=10, block_size=4)
-    assert build.cache_tokens(config, tiny_model("llama"), 50) == 10 * 54
+    assert build_engine.cache_tokens(config, tiny_model("llama"), 50) == 10 * 54
 
 
 @pytest.mark.parametrize(("free", "tokens"), [(TOKEN_BYTES * 4 * 100, 100), (TOKEN_BYTES * 4 * 3, 54)])
 def test_where_memory_is_short_it_takes_a_quarter_of_it_but_always_one_sequence(monkeypatch, free, tokens):
-    monkeypatch.setattr(build, "free_bytes", lambda device: free)
+    monkeypatch.setattr(build_engine, "free_bytes", lambda device: free)
     config = EngineConfig(max_requests=10, block_size=4)
-    assert build.cache_tokens(config, tiny_model("llama"), 50) == tokens
+    assert build_engine.cache_tokens(config, tiny_model("llama"), 50) == tokens
 
 
 def test_what_the_recipe_says_is_taken_as_it_is():
-    assert build.cache_tokens(EngineConfig(cache_tokens=77), tiny_model("llama"), 50) == 77
+    assert build_engine.cache_tokens(EngineConfig(cache_tokens=77), tiny_model("llama"), 50) == 77
 
 
 def test_some_memory_is_free():
-    assert 1 << 20 < build.free_bytes(torch.device("cpu")) < 1 << 50
+    assert 1 << 20 < build_engine.free_bytes(torch.device("cpu")) < 1 << 50

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engines import engine_worker as engine_process
+from millrace.engines import engine_worker
 from millrace.engines.engine_worker import EngineWorker
 from millrace.engines.wire import ORDERS, REPORTS, Channel, Frame, drawn_of, draws_as_frame
 from millrace.inference.canary_logprobs import sampler_logprobs
@@ -224,7 +224,7 @@ def test_what_cannot_be_served_is_refused_and_the_rest_goes_on() -> None:
 
 
 def test_it_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "BEAT_S", 0.01)
+    monkeypatch.setattr(engine_worker, "BEAT_S", 0.01)
     with serving(engine()) as trainer:
         trainer.load(0)
         trainer.submit(*long_draws(2))
@@ -342,7 +342,7 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
         trainer.hear("loaded")
         trainer.load(2)
         # It has to wait for the last order.
-        monkeypatch.setattr(engine_process, "BEAT_S", 0.01)
+        monkeypatch.setattr(engine_worker, "BEAT_S", 0.01)
         trainer.frames.clear()
         trainer.hear("beat", 5)
         trainer.submit(*third)
@@ -355,7 +355,7 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
 def test_an_engine_that_waits_for_an_order_of_its_script_is_heard_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_process, "BEAT_S", 0.01)
+    monkeypatch.setattr(engine_worker, "BEAT_S", 0.01)
     with serving(engine()) as trainer:
         trainer.line.put("begin", {"script": [(0, 1), (0, 2)]})
         trainer.load(0)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.engines import handle as child
+from millrace.engines import handle
 from millrace.engines.handle import EngineSettings
 from millrace.engines.subprocesses import EngineFailed, SubprocessBackend
 from millrace.rollout.backend import (
@@ -71,7 +71,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "MODULE", FAKE)
+    monkeypatch.setattr(handle, "MODULE", FAKE)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
 
 
@@ -424,11 +424,11 @@ def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pyte
 SCRIPT = f"""
 import select
 import sys
-from millrace.engines import handle as child
+from millrace.engines import handle
 from millrace.engines.handle import EngineSettings
 from tests.rewards.helpers import child_of
-child.MODULE = {FAKE!r}
-one = child.start("engine-0", EngineSettings({{"manner": b"obedient"}}, 1), 1)
+handle.MODULE = {FAKE!r}
+one = handle.start("engine-0", EngineSettings({{"manner": b"obedient"}}, 1), 1)
 select.select([one.line], [], [])  # it is ready, and ends with its parent
 print(child_of(one.process.pid), flush=True)
 sys.stdin.read()

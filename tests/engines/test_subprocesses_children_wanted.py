@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from millrace.engines import handle as child
+from millrace.engines import handle
 from millrace.engines.ray_placement import RayTrainerError
 from millrace.engines.subprocesses import EngineFailed
 from millrace.rollout.backend import RETIRED, EngineJoined, EngineLost, ScaleRequest, WeightsLoaded
@@ -35,11 +35,11 @@ class Starts:
     def __call__(self, name: str, settings: Any, weights: int, **options: Any) -> Any:
         if self.good:
             self.good -= 1
-            return child.start(name, settings, weights, **options)
+            return handle.start(name, settings, weights, **options)
         manner = self.then.pop(0)
         if isinstance(manner, Exception):
             raise manner
-        return child.start(name, child.EngineSettings({"manner": manner.encode()}, 1), weights, **options)
+        return handle.start(name, handle.EngineSettings({"manner": manner.encode()}, 1), weights, **options)
 
 
 def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wanted() -> None:

@@ -50,6 +50,7 @@ BY_NAME = ("import_module", "__import__")
 WITHOUT_TORCH = [
     "types.py",
     "errors.py",
+    "protocols.py",
     "config/*",
     "planner/*",
     "foundations/*",

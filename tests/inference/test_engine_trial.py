@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from millrace.inference import engine_trial as trial
+from millrace.inference import engine_trial
 from millrace.inference.engine import PagedEngine
 from millrace.inference.engine_trial import check_engine, try_engine
 from millrace.inference.runner import Runner
@@ -59,18 +59,18 @@ def test_a_wrong_engine_is_found(mistral: Any, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_without_power_it_does_not_count(mistral: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "POWER", 1e9)
+    monkeypatch.setattr(engine_trial, "POWER", 1e9)
     assert try_engine(mistral, READING).startswith(
         "the trial of the engine has no power: it does not see where"
     )
-    monkeypatch.setattr(trial, "CACHE_TOKENS", 512)
+    monkeypatch.setattr(engine_trial, "CACHE_TOKENS", 512)
     assert "no request was preempted" in try_engine(mistral, READING)
 
 
 def test_a_model_that_cannot_be_sampled_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     check_engine(model)
-    monkeypatch.setattr(trial, "answer", lambda *_: "the engine is wrong")
+    monkeypatch.setattr(engine_trial, "answer", lambda *_: "the engine is wrong")
     with pytest.raises(ModelError) as error:
         check_engine(model)
     assert str(error.value) == "model type llama cannot be sampled by millrace: the engine is wrong"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.launchers import local_ranks as local
+from millrace.launchers import local_ranks
 from millrace.launchers import supervise as watching
 from millrace.launchers.local_ranks import run_ranks
 from millrace.launchers.supervise import INTERRUPTED, LOST, RankFailed
@@ -63,7 +63,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_quoted(
     monkeypatch.chdir(tmp_path)
     # The first rank only lost the others and the last one hangs: nothing more will be told.
     monkeypatch.setattr(watching, "TELLING_S", 0.05)
-    monkeypatch.setattr(local, "GRACE_S", 0.05)
+    monkeypatch.setattr(local_ranks, "GRACE_S", 0.05)
     body = f"""
 if rank == 0:
     sys.exit({LOST})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from millrace.config.recipe import load_recipe
-from millrace.launchers import ray_ranks as ray_trainer
+from millrace.launchers import ray_ranks
 from millrace.launchers.ray_ranks import RayTrainerError
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace-rl[ray]'")
@@ -95,7 +95,7 @@ def test_each_rank_has_a_gpu_where_the_recipe_says_so_or_there_are_enough(
         def cluster_resources() -> dict[str, float]:
             return {"GPU": float(gpus)}
 
-    assert ray_trainer._gpus_of_each(Resources, 2, device) == each
+    assert ray_ranks._gpus_of_each(Resources, 2, device) == each
 
 
 def test_without_ray_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +109,5 @@ def test_without_ray_the_user_is_told_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(builtins, "__import__", without_ray)
     before = dict(os.environ)
     with pytest.raises(RayTrainerError, match="pip install 'millrace-rl\\[ray\\]'"):
-        ray_trainer.train(load_recipe("quickstart", {"mesh.dp_shard": 2}))
+        ray_ranks.train(load_recipe("quickstart", {"mesh.dp_shard": 2}))
     assert dict(os.environ) == before

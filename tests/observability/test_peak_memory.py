@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.observability import peak_memory as memory
+from millrace.observability import peak_memory
 from millrace.observability.metrics import Spans
 from millrace.observability.peak_memory import PeakMemory
 
@@ -31,7 +31,7 @@ def test_a_phase_has_its_own_peak_whatever_came_before():
 
 @pytest.mark.parametrize("path", ["/proc/self/gone", "/proc/version"])
 def test_where_the_system_keeps_its_record_nothing_is_said(path, monkeypatch):
-    monkeypatch.setattr(memory, "_RESTART", (Path(path), "5"))
+    monkeypatch.setattr(peak_memory, "_RESTART", (Path(path), "5"))
     peaks = PeakMemory(cuda=False)
     phase(peaks, "train", MB)
     assert peaks.take() == {}

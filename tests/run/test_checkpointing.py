@@ -29,7 +29,7 @@ from millrace.errors import CheckpointError
 from millrace.models.load import fresh_config, fresh_model, load_model
 from millrace.models.saving import full_tensors, save_config
 from millrace.planner.layout import Layout
-from millrace.run import checkpointing as saving
+from millrace.run import checkpointing
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
 from millrace.run.run import Controller
 from millrace.training.checkpoint import newest_checkpoint, verify_checkpoint, write_state
@@ -164,14 +164,14 @@ def write_gone_wrong(rank: int, folder: str) -> None:
     """One rank's disk is full: all say so, and the next checkpoint is whole. Then that rank is killed."""
     ranks, learner, root = Ranks(rank, 2), made(dp_shard=2), Path(folder)
     save(root / "step-1", learner, ranks)
-    real = saving.write_parts
+    real = checkpointing.write_parts
 
     def full(*arguments: Any, **named: Any) -> list[Path]:
         if rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*arguments, **named)
 
-    saving.write_parts = full
+    checkpointing.write_parts = full
     with pytest.raises(CheckpointError) as caught:
         save(root / "step-2", learner, ranks)
     assert str(caught.value) == (
@@ -181,9 +181,9 @@ def write_gone_wrong(rank: int, folder: str) -> None:
     ranks.wait()
     assert sorted(path.name for path in root.iterdir()) == ["step-1"]
     ranks.wait()
-    saving.write_parts = real
+    checkpointing.write_parts = real
     save(root / "step-3", learner, ranks)
-    saving.write_parts = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else []
+    checkpointing.write_parts = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else []
     save(root / "step-4", learner, ranks)
 
 
@@ -200,7 +200,7 @@ def test_what_one_rank_cannot_write_fails_for_all_and_a_killed_rank_leaves_what_
 
 def test_a_rank_whose_file_the_first_does_not_see_is_told_of(tmp_path, monkeypatch):
     # As the entries that another machine would tell of.
-    monkeypatch.setattr(saving, "flushed", lambda aside, files: {"model/model-2.safetensors": {}})
+    monkeypatch.setattr(checkpointing, "flushed", lambda aside, files: {"model/model-2.safetensors": {}})
     with pytest.raises(
         CheckpointError, match="another rank wrote model/model-2.safetensors and the first one"
     ):
@@ -226,7 +226,7 @@ def test_nothing_is_unpickled_from_a_checkpoint(tmp_path, monkeypatch):
 
 def blocked(monkeypatch: pytest.MonkeyPatch, number: int) -> threading.Event:
     """Let the writing of a run's n-th checkpoint, from 1, wait for the event that is given back."""
-    go, calls, real = threading.Event(), [0], saving.write_weights
+    go, calls, real = threading.Event(), [0], checkpointing.write_weights
 
     def waiting(*arguments: Any, **named: Any) -> list[Path]:
         calls[0] += 1
@@ -234,7 +234,7 @@ def blocked(monkeypatch: pytest.MonkeyPatch, number: int) -> threading.Event:
             raise AssertionError("the run did not go on while its checkpoint was written")
         return real(*arguments, **named)
 
-    monkeypatch.setattr(saving, "write_weights", waiting)
+    monkeypatch.setattr(checkpointing, "write_weights", waiting)
     return go
 
 
@@ -286,7 +286,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_numbers_are_the_
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_those_before(tmp_path, monkeypatch):
-    calls, real = [0], saving.seal_checkpoint
+    calls, real = [0], checkpointing.seal_checkpoint
 
     def full(*arguments: Any) -> None:
         calls[0] += 1
@@ -295,7 +295,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_those_befor
         real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "seal_checkpoint", full)
+        patch.setattr(checkpointing, "seal_checkpoint", full)
         # Until then the run does not know.
         at_step(patch, 3, lambda controller: controller._saver.wait())
         with pytest.raises(CheckpointError) as caught:
@@ -317,7 +317,7 @@ def test_a_mistake_in_the_thread_is_not_lost(tmp_path, monkeypatch):
     def mistaken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("here")
 
-    monkeypatch.setattr(saving, "write_parts", mistaken)
+    monkeypatch.setattr(checkpointing, "write_parts", mistaken)
     with pytest.raises(ZeroDivisionError, match="here"):
         save(tmp_path / "step-1", made(), Ranks())
     assert list(tmp_path.iterdir()) == []
@@ -348,7 +348,7 @@ def test_a_run_that_is_left_waits_for_what_is_being_written(times, tmp_path, mon
 
 def killed_while_saving(folder: str) -> None:
     """A run that dies when its second checkpoint is written and not yet in its place."""
-    calls, real = [0], saving.seal_checkpoint
+    calls, real = [0], checkpointing.seal_checkpoint
 
     def dying(*arguments: Any) -> None:
         calls[0] += 1
@@ -356,7 +356,7 @@ def killed_while_saving(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(*arguments)
 
-    saving.seal_checkpoint = dying
+    checkpointing.seal_checkpoint = dying
     train(tiny_recipe(Path(folder), QUICK), quiet=True)
 
 

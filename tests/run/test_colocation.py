@@ -13,8 +13,7 @@ from torch import nn
 
 from millrace import resume, train
 from millrace.inference.engine import PagedEngine
-from millrace.run import loop as loops
-from millrace.run import run as controller
+from millrace.run import loop, run
 from millrace.run.colocation import Colocation
 from millrace.run.run import Controller
 from tests.end_to_end.runs import OVERRIDES, check_equal
@@ -113,10 +112,10 @@ def test_taken_up_it_has_the_same_bits(runs, tmp_path):
     check_equal(again, runs / "together")
 
 
-def share_there(controller: Controller) -> float:
+def share_there(run: Controller) -> float:
     """How much of the widest weight is in memory: given back, it reads as 0."""
-    assert controller.trainer is not None
-    widest = max(controller.trainer.model.parameters(), key=torch.numel)
+    assert run.trainer is not None
+    widest = max(run.trainer.model.parameters(), key=torch.numel)
     return float(widest.count_nonzero()) / widest.numel()
 
 
@@ -141,9 +140,9 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
         self.parts.transport.send = looking("sync", self.parts.transport.send)
 
     monkeypatch.setattr(Controller, "__init__", made)
-    monkeypatch.setattr(loops, "train_on", looking("train", loops.train_on))
+    monkeypatch.setattr(loop, "train_on", looking("train", loop.train_on))
     monkeypatch.setattr(PagedEngine, "generate", looking("sample", PagedEngine.generate))
-    monkeypatch.setattr(controller, "snapshot", looking("save", controller.snapshot))
+    monkeypatch.setattr(run, "snapshot", looking("save", run.snapshot))
     train(tiny_recipe(tmp_path, {"steps": 2, "warmup": None, "engine.take_turns": True}), quiet=True)
     assert seen == {
         ("train", True, False, False),

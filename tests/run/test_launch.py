@@ -18,9 +18,7 @@ from millrace.inference.engine import PagedEngine
 from millrace.observability import watchdog
 from millrace.observability.sinks import read_metrics
 from millrace.observability.watchdog import Watchdog
-from millrace.run import checkpointing as saving
-from millrace.run import launch
-from millrace.run import run as controller
+from millrace.run import checkpointing, launch, run
 from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.health.health_checks import RunStopped
 from millrace.run.run import Controller
@@ -154,7 +152,7 @@ def test_a_rank_of_its_own_notes_names_the_folder_of_the_run(tmp_path):
 
 def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
     """Also after the run was left in the midst of writing: no checkpoint is whole before the run waits."""
-    record, waiting, seal, told = Controller.record, Watchdog.waiting, saving.seal_checkpoint, []
+    record, waiting, seal, told = Controller.record, Watchdog.waiting, checkpointing.seal_checkpoint, []
     waited = threading.Event()
 
     def leave(self, stage, numbers):
@@ -177,7 +175,7 @@ def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Controller, "record", leave)
     monkeypatch.setattr(Watchdog, "waiting", watched)
-    monkeypatch.setattr(saving, "seal_checkpoint", slow)
+    monkeypatch.setattr(checkpointing, "seal_checkpoint", slow)
     monkeypatch.setattr(watchdog, "LONG_S", 0.0)
     config = tiny_recipe(tmp_path, {"limits.phase_s": 900, "checkpoint.every": 1})
     with pytest.raises(KeyboardInterrupt):
@@ -309,7 +307,7 @@ def test_a_start_that_fails_before_anything_is_recorded_leaves_no_folder(fresh, 
     def gone(*arguments, **named):
         raise EngineFailed("the engine is gone")
 
-    monkeypatch.setattr(controller, "evaluate", gone)
+    monkeypatch.setattr(run, "evaluate", gone)
     monkeypatch.setattr(Controller, "stream", gone)
     with pytest.raises(RunStopped) as caught:
         train(config, quiet=True) if fresh else resume(folder, quiet=True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from millrace import resume, train
 from millrace.observability.tables import read_table
 from millrace.run import run as controller
-from millrace.run.health import health_checks as alarms
+from millrace.run.health import health_checks
 from millrace.run.health.health_checks import RunStopped
 from millrace.training.objective import imitation
 from millrace.training.policy import PolicyTrainer
@@ -270,7 +270,7 @@ def test_a_collapse_is_said(tmp_path, monkeypatch):
 
 @pytest.mark.world
 def test_equal_rewards_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(alarms, "EQUAL_BATCHES", 3)
+    monkeypatch.setattr(health_checks, "EQUAL_BATCHES", 3)
     report = run(tmp_path, rewards=[{"kind": "format", "pattern": "(?s).*", "weight": 0.5}])
     assert report.warnings == [
         "all rewards have been 0.5 for 3 batches, so nothing is learned; "

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millrace import train
-from millrace.run import loop as utilization
+from millrace.run import loop
 from millrace.run.loop import reached
 from millrace.training.policy import PolicyTrainer
 from millrace.training.value import ValueTrainer
@@ -53,7 +53,7 @@ def test_utilization_is_what_a_batch_took_of_the_peak(tmp_path, monkeypatch):
 
     counted(PolicyTrainer, True)
     counted(ValueTrainer, False)
-    monkeypatch.setattr(utilization, "peak_flops", lambda *named: asked.append(named) or 2e9)
+    monkeypatch.setattr(loop, "peak_flops", lambda *named: asked.append(named) or 2e9)
     critic = {"advantage.kind": "gae", "critic": {"warmup_steps": 1}}
     critic["rewards"] = [{"kind": "format", "pattern": "(?s).*[a-z].*"}]
     batches = [record for record in metrics_of(run(tmp_path, **critic)) if record["stage"] == "reinforcement"]

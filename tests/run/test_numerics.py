@@ -13,12 +13,10 @@ from millrace.data.batch import Batch
 from millrace.errors import SetupError
 from millrace.kernels import linear_scan_cpu
 from millrace.rewards.text import ExactReward
-from millrace.run import build, numerics
-from millrace.run import train_step as learn
+from millrace.run import build, numerics, train_step
 from millrace.run.health.health_checks import RunStopped
 from millrace.run.numerics import Check, check_numerics
-from millrace.training import method as methods
-from millrace.training import objective, value
+from millrace.training import method, objective, value
 from millrace.training.scorer import ModelScorer
 from millrace.types import Outcome
 from tests.end_to_end.tiny import tiny_recipe
@@ -161,19 +159,19 @@ def test_a_loss_divided_by_the_tokens_of_its_micro_batch_is_found(tmp_path, monk
 
 
 def test_so_is_a_penalty_because_the_weights_are_off_the_reference(tmp_path, monkeypatch):
-    real = methods.kl_penalty
-    monkeypatch.setattr(methods, "kl_penalty", lambda *given: divided_by_tokens(real(*given)))
+    real = method.kl_penalty
+    monkeypatch.setattr(method, "kl_penalty", lambda *given: divided_by_tokens(real(*given)))
     assert set(rows(*CUTS, RANKS, of=("gradient",))) <= set(wrong(tmp_path, KL))
 
 
 def test_so_is_a_clip_because_ratios_are_not_1(tmp_path, monkeypatch):
-    real = methods.losses.ppo_clip
+    real = method.losses.ppo_clip
 
     def tighter_on_short_rows(*tensors, low, high, dual):
         room = 1e-3 * len(tensors[0])
         return real(*tensors, low=room, high=room, dual=dual)
 
-    monkeypatch.setattr(methods.losses, "ppo_clip", tighter_on_short_rows)
+    monkeypatch.setattr(method.losses, "ppo_clip", tighter_on_short_rows)
     assert set(rows(*CUTS, RANKS)) <= set(wrong(tmp_path))
 
 
@@ -209,7 +207,9 @@ def test_twins_whose_shares_are_lost_are_found(tmp_path, monkeypatch):
 
 
 def test_a_sequence_that_should_not_have_been_left_out_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(learn, "with_gradient", lambda batch: batch.select([*range(2, batch.num_segments)]))
+    monkeypatch.setattr(
+        train_step, "with_gradient", lambda batch: batch.select([*range(2, batch.num_segments)])
+    )
     assert wrong(tmp_path) == rows(LEFT_OUT)
 
 

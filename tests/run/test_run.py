@@ -11,7 +11,7 @@ import pytest
 
 from millrace import resume, train
 from millrace.run import run as controller
-from millrace.run import train_step as learn
+from millrace.run import train_step
 from millrace.run.progress import versions
 from millrace.run.run import Controller
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
@@ -130,7 +130,7 @@ def test_a_warning_is_kept_once_however_often_the_run_is_resumed(tmp_path):
 
 def test_a_run_warns_by_each_limit_of_what_comes_between_trainer_and_sampler(tmp_path, monkeypatch):
     apart = {"mismatch/k3": 0.5, "mismatch/effective_share": 0.2}
-    monkeypatch.setattr(learn, "_mismatch", lambda *batch: (apart, 0))
+    monkeypatch.setattr(train_step, "_mismatch", lambda *batch: (apart, 0))
     limits = {"limits.mismatch_k3": 0.4, "limits.effective_share": 0.3, "limits.bounded_share": 0.9}
     # Every weight is about 1, and so is cut.
     bounds = {"policy.proximal": "recompute", "policy.correction": {"high": 0.1}}

@@ -10,7 +10,7 @@ import torch
 from millrace.data.packing import pack
 from millrace.models.logprobs import chosen_logprobs
 from millrace.rollout.sampled_batch import SampledBatch
-from millrace.run import train_step as learn
+from millrace.run import train_step
 from millrace.types import Group, Outcome
 from tests.close import close_fp32, close_fp64
 from tests.run.pieces import (
@@ -109,7 +109,7 @@ def test_trajectories_without_advantage_are_left_out_and_change_no_weight(monkey
     left_out, kept = learner(centred()), learner(centred())
     ours, theirs = watched(left_out.trainer), watched(kept.trainer)
     result = run(left_out, groups)
-    monkeypatch.setattr(learn, "with_gradient", lambda batch: batch)
+    monkeypatch.setattr(train_step, "with_gradient", lambda batch: batch)
     run(kept, groups)
     assert [first_actions(batch) for batch in ours] == [[1, 2, 9, 10]]
     assert [first_actions(batch) for batch in theirs] == [[1, 2, 5, 6, 9, 10]]
@@ -186,11 +186,13 @@ def test_only_segments_of_the_current_weights_alone_are_judged(versions, expecte
         ]
     )
     # The largest of the three differences is left out where all are judged.
-    found, count = learn._mismatch(torch.tensor([-3.0, -9.0, -2.0]), batch, 4)
+    found, count = train_step._mismatch(torch.tensor([-3.0, -9.0, -2.0]), batch, 4)
     assert count == (3 if versions == (4, 4) else 1 if expected else 0)
     assert found.get("mismatch/current") == expected
     batch.version_T[1] = 3
-    assert learn._mismatch(torch.tensor([-3.0, -9.0, -2.0]), batch, 4)[1] == (1 if versions[1] == 4 else 0)
+    assert train_step._mismatch(torch.tensor([-3.0, -9.0, -2.0]), batch, 4)[1] == (
+        1 if versions[1] == 4 else 0
+    )
 
 
 def test_what_is_said_twice_in_a_group_is_computed_once_with_both_shares():
@@ -336,6 +338,6 @@ def test_equal_rewards_have_a_deviation_of_exactly_zero(value):
 def test_rounds_and_greedy_tokens_are_recorded():
     one = learner(centred())
     sampled = SampledBatch(scored([1.0, 0.0]), num_greedy_tokens=5, num_rounds=2)
-    result = learn.train_on(one, sampled, seed=0, step=1)
+    result = train_step.train_on(one, sampled, seed=0, step=1)
     assert result.record["group/refill_rounds"] == 2
     assert result.tokens_sampled == result.record["tokens/sampled"] == 2 + 5

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from millrace.data.chat import CHAT
-from millrace.inference.server import serve as run
+from millrace.inference.server import serve
 from millrace.inference.server.limits import Limits
 from millrace.inference.server.text_process import TextProcess
 from tests.house.source import ROOT
@@ -79,7 +79,7 @@ def test_silent_clients_are_cut_off():
 @pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_connections_beyond_the_most_take_no_descriptors(monkeypatch):
     """60 connections to a server that has descriptors for 16."""
-    monkeypatch.setattr(run, "open_descriptors", lambda: (64, 20))
+    monkeypatch.setattr(serve, "open_descriptors", lambda: (64, 20))
     with running() as mill, silent_clients(mill.url, 60):
         assert mill.get("/health").status_code == 200
         wait_until(lambda: len(mill.server.server_state.connections) <= 16)

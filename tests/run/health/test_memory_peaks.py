@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 from millrace.distributed.ranks import Ranks
-from millrace.run.health import memory_peaks as memory
+from millrace.run.health import memory_peaks
 from tests.run.pieces import learner, recipe, reference
 
 
@@ -11,10 +11,10 @@ def test_everyone_on_the_trainers_side_is_an_owner():
     config = recipe(advantage={"kind": "gae"}, critic={}, policy={"kl": {"coefficient": 0.1}})
     teacher, whole = reference(seed=3), learner(config)
     trainer, critic = whole.trainer, whole.critic
-    assert memory.owners(None, None, None) == []
+    assert memory_peaks.owners(None, None, None) == []
     policy = ("the policy", trainer.model, trainer.optimizer)
-    assert memory.owners(trainer, None, teacher) == [policy, ("the teacher", teacher.model, None)]
-    assert memory.owners(trainer, whole, None) == [
+    assert memory_peaks.owners(trainer, None, teacher) == [policy, ("the teacher", teacher.model, None)]
+    assert memory_peaks.owners(trainer, whole, None) == [
         policy,
         ("the critic", critic.model, critic.optimizer),
         ("the reference", whole.reference.model, None),
@@ -30,8 +30,11 @@ class TwoRanks(Ranks):
 
 def test_a_peak_is_that_of_the_fullest_rank_where_all_know_theirs():
     peaks = {"sample": 8, "train": 5, "score": 7, "save": 9}
-    assert memory.fullest(TwoRanks(), peaks) == {"memory/sample_peak_bytes": 9, "memory/train_peak_bytes": 5}
-    assert memory.fullest(Ranks(), peaks) == {
+    assert memory_peaks.fullest(TwoRanks(), peaks) == {
+        "memory/sample_peak_bytes": 9,
+        "memory/train_peak_bytes": 5,
+    }
+    assert memory_peaks.fullest(Ranks(), peaks) == {
         "memory/sample_peak_bytes": 8,
         "memory/score_peak_bytes": 7,
         "memory/train_peak_bytes": 5,

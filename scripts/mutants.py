@@ -55,6 +55,7 @@ ALLOWED = "tests/mutants_allowed.txt"
 # Without a branch of its own, a change is what was committed within so many seconds before the last commit.
 CHANGE_S = 4 * 3600
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+UNCHANGED_S = 300.0  # for a file's tests without a change
 NOT_RUN = (3, 4, 5)  # pytest's words for an internal error, a wrong command line, and no tests
 PRELOADED = ("numpy", "torch", "torch.testing", "hypothesis", "pytest")
 
@@ -407,8 +408,11 @@ class Hunt:
 class _Queue:
     """What runs next: a mutant, otherwise another file's unchanged tests, after which its mutants are due."""
 
-    def __init__(self, root: Path, shop: Workshop, chosen: list[Mutant], found: Hunt, seed: int) -> None:
+    def __init__(
+        self, root: Path, shop: Workshop, chosen: list[Mutant], found: Hunt, *, seed: int, ends_s: float
+    ) -> None:
         self._root, self._shop, self._chosen, self._found = root, shop, chosen, found
+        self._ends_s = ends_s
         # Kernels last: as Python, their tests take minutes.
         files = {mutant.file for mutant in chosen}
         self._files = deque(sorted(files, key=lambda file: ("/kernels/" in file, _lot(seed, file))))
@@ -425,7 +429,9 @@ class _Queue:
             file, start_s = self._files.popleft(), time.monotonic()
             source = (self._root / file).read_text(encoding="utf-8")
             done = partial(self._unchanged, file, bench, start_s)
-            self._shop.start(file, source, tests_of(self._root, file), 300, done)
+            # Beyond the end none of the file's mutants would be started.
+            limit_s = min(UNCHANGED_S, self._ends_s - start_s)
+            self._shop.start(file, source, tests_of(self._root, file), limit_s, done)
         else:
             return False
         return True
@@ -437,6 +443,8 @@ class _Queue:
             SystemExit: its tests fail without any change.
         """
         tests = " ".join(tests_of(self._root, file))
+        if status is None and time.monotonic() >= self._ends_s:
+            return
         if status != 0:
             output = (bench / "output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
             raise SystemExit(f"{output}\n{tests} fail before anything is changed; mend them first")
@@ -455,7 +463,7 @@ def hunt(
         chosen: the mutants, of any files.
         num_workers: how many run at once.
         seed: chooses the order of the files.
-        budget_s: seconds after which no other mutant is started.
+        budget_s: seconds after which no other mutant is started, and unchanged tests are ended.
 
     Raises:
         SystemExit: a file has no tests, or they fail without any change.
@@ -469,7 +477,7 @@ def hunt(
     found, ends_s = Hunt(), math.inf if budget_s is None else time.monotonic() + budget_s
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         shop = Workshop(root, Path(folder), num_workers)
-        queue = _Queue(root, shop, chosen, found, seed)
+        queue = _Queue(root, shop, chosen, found, seed=seed, ends_s=ends_s)
         try:
             # What ends may line up more.
             while time.monotonic() < ends_s and (queue.start_next() or shop.wait()):

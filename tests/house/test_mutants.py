@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -223,3 +224,11 @@ def test_what_only_moved_has_not_changed(script, toy):
     assert script.changed_functions(toy, there, "HEAD") == {"clip", "g"}
     (toy / there).write_text("LIMIT = 3\n" + TOY)
     assert script.changed_functions(toy, there, "HEAD") == {"module"}
+
+
+@pytest.mark.world
+def test_unchanged_tests_end_with_the_time_of_their_mutants(toy):
+    write(toy, {"tests/algorithms/test_toy.py": "import time\ndef test_clip(): time.sleep(90)\n"})
+    done = hunt(toy, "--budget-s", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d mutants: 0 caught, 0 survived, \d not tried for want of time", done.stdout)

@@ -32,7 +32,7 @@ FLAKY = ROOT / "runs" / "flaky.json"
 TAIL_LINES = 60
 DRAIN_S = 5.0
 # So many stages of a group run at once; the next begins when one ends.
-MOST_AT_ONCE = 4
+MOST_AT_ONCE = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class RequestStart:
     row: int
     token_L: np.ndarray
     held: list[int] | None
-    num_hits: int = 0
+    num_hits: int
 
 
 class KVAllocator:
@@ -113,7 +113,7 @@ class KVAllocator:
             row = self.table.free_rows.pop()
             family.rows.append(row)
             self.families[row] = family
-            return RequestStart(request, row, family.token_L, None)
+            return RequestStart(request, row, family.token_L, None, 0)
         if not may_compute:
             return None
         token_L = request.known_tokens()

@@ -8,8 +8,8 @@ their lengths have an exponential tail. Sides take turns, and medians over the t
 
 - `sync`: staleness 0, the engine in a process of its own, all cores for whoever is at work.
 - `sync, a core`: the same with one thread. `async n`: staleness n; sampling and training have a core each.
-- `async 4, keys kept`: with `flow.kv` keep, the keys and values of what runs are not computed again.
-- `async 4, uninterrupted`: with `flow.interrupt` false, new weights wait until all that runs has ended.
+- `async 4, keys kept`: with `rollout.kv_on_update` keep, running completions keep their KV cache.
+- `async 4, uninterrupted`: with `rollout.partial_rollout` false, new weights wait for running completions.
 - `sampling`: `async 4` where nobody trains and no weights change. `training`: its seconds in `sync, a core`.
   Each has a core, and nothing else is at work.
 
@@ -50,7 +50,7 @@ GROUPS, SAMPLES, LONGEST = 8, 8, 256
 FIRST, LAST = 5, 5
 RECIPE: dict[str, Any] = {
     "device": "cpu",
-    "trackers": [],
+    "loggers": [],
     "data": {"eval_size": 2},
     "tokenizer": {"vocab_size": 64, "alphabet": "seen"},
     "model": {
@@ -75,12 +75,12 @@ RECIPE: dict[str, Any] = {
     "checkpoint": {"every": 10_000},
 }
 SIDES: dict[str, dict[str, Any]] = {
-    "sync": {"engine": {"processes": 1}},
-    "sync, a core": {"engine": {"processes": 1}, "threads": 1},
-    "async 1": {"flow": {"staleness": 1}, "threads": 1},
-    "async 4": {"flow": {"staleness": 4}, "threads": 1},
-    "async 4, keys kept": {"flow": {"staleness": 4, "kv": "keep"}, "threads": 1},
-    "async 4, uninterrupted": {"flow": {"staleness": 4, "interrupt": False}, "threads": 1},
+    "sync": {"engine": {"num_engines": 1}},
+    "sync, a core": {"engine": {"num_engines": 1}, "threads": 1},
+    "async 1": {"rollout": {"max_staleness": 1}, "threads": 1},
+    "async 4": {"rollout": {"max_staleness": 4}, "threads": 1},
+    "async 4, keys kept": {"rollout": {"max_staleness": 4, "kv_on_update": "keep"}, "threads": 1},
+    "async 4, uninterrupted": {"rollout": {"max_staleness": 4, "partial_rollout": False}, "threads": 1},
 }
 # Of a quick run: its sides, what it changes of the recipe, its batches, and those of them that do not count.
 QUICK_SIDES = ("sync, a core", "async 1")
@@ -167,7 +167,7 @@ def sample_alone(recipe: Path, num_batches: int) -> float:
     assert parts.runtime is not None
     parts.newest.trainer = parts.reinforcer(0, None, None)
     stream = PromptStream(parts.train_prompts, seed=0, shuffle=True)
-    wave, taken_s = config.flow.staleness + 1, []
+    wave, taken_s = config.rollout.max_staleness + 1, []
     try:
         # Some follow the last one that is taken, so that the engine is at work to the end.
         rollouts = rollouts_of(config, parts, stream, parts.runtime, num_batches=num_batches + wave)

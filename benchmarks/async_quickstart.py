@@ -4,7 +4,7 @@
     python benchmarks/async_quickstart.py --seeds 1 --staleness 0 4
     python benchmarks/async_quickstart.py --quick                  # two batches of two runs, writes nothing
 
-All runs start from the weights of one supervised warm-up, that of `method.py`, at about half of the held-out
+All runs start from the weights of one SFT run, that of `method.py`, at about half of the held-out
 sums, and train on the same number of batches, one run at a time: sampling and training have a core each.
 
 - `plain`: the ratio is taken to the sampler's log-probabilities, and clipped, as in the quickstart.
@@ -13,7 +13,7 @@ sums, and train on the same number of batches, one run at a time: sampling and t
 
 At staleness 4 also:
 
-- `keys kept`: running answers keep the keys and values of the old weights (`flow.kv=keep`).
+- `keys kept`: running answers keep the keys and values of the old weights (`rollout.kv_on_update=keep`).
 - `on Ray`: trainer and engine are Ray actors (`mesh.launcher=ray`).
 - `faster`: three times the learning rate.
 
@@ -41,7 +41,7 @@ WARM = ROOT / "runs" / "methods"
 BOUNDS = (0, 1, 2, 4, 8)
 RATE = 3e-4
 DECOUPLED = {"policy.proximal": "recompute", "policy.correction": {}}
-KEPT, ON_RAY = {"flow.kv": "keep"}, {"mesh.launcher": "ray"}
+KEPT, ON_RAY = {"rollout.kv_on_update": "keep"}, {"mesh.launcher": "ray"}
 FASTER = {"policy.optimizer.learning_rate": 3 * RATE}
 # What a kind changes of the recipe; those behind the first two run at one bound alone.
 KINDS: dict[str, dict[str, Any]] = {
@@ -83,9 +83,9 @@ class Run:
         return figures(self.folder)
 
     def _words(self, start: Path, changes: Mapping[str, Any]) -> list[str]:
-        given = REDUCED | {"policy.optimizer.learning_rate": RATE, "policy.optimizer.ramp_steps": 20}
+        given = REDUCED | {"policy.optimizer.learning_rate": RATE, "policy.optimizer.warmup_steps": 20}
         given |= {**changes, "model.path": str(start), "seed": self.seed} | KINDS[self.kind]
-        given |= {"output": str(self.work), "name": self.folder.name, "flow.staleness": self.staleness}
+        given |= {"output": str(self.work), "name": self.folder.name, "rollout.max_staleness": self.staleness}
         return words_of(given)
 
 
@@ -163,7 +163,7 @@ def picture(told: list[dict[str, Any]]) -> str:
     return curve_svg(
         curves,
         title="The quickstart, reduced: what staleness does to learning",
-        x_label="flow.staleness",
+        x_label="rollout.max_staleness",
         y_label="right answers to held-out sums at the end",
         width=640,
         height=300,

@@ -4,7 +4,7 @@
     python benchmarks/methods.py --only ppo grpo    # some of them; what is finished is not run again
     python benchmarks/methods.py --quick            # two batches of one method, writes nothing
 
-One supervised warm-up is shared: every run starts from the same weights, at about half of the held-out sums,
+One supervised SFT is shared: every run starts from the same weights, at about half of the held-out sums,
 and has the same number of batches of 128 prompts. A run that was stopped goes on where it was; when all are
 done, the table goes to docs/algorithms/results.md, the pictures to docs/algorithms/pictures and the figures
 to benchmarks/results/methods.json.
@@ -42,22 +42,22 @@ TEACHER = "grpo"  # distillation learns from the best checkpoint of its first se
 BATCHES = 60
 REDUCED = {
     "threads": 1,
-    "trackers": [],
-    "warmup": None,
+    "loggers": [],
+    "sft": None,
     "steps": BATCHES,
     "rollout.prompts_per_step": 128,
     "data.eval_size": 512,
     "evaluation.every": 5,
     "checkpoint.every": 20,
     "policy.optimizer.learning_rate": 1e-3,
-    "policy.optimizer.ramp_steps": 5,
+    "policy.optimizer.warmup_steps": 5,
 }
 # What this task changes in methods whose settings are for pretrained models, long answers and large batches.
 HERE: Mapping[str, Mapping[str, Any]] = {
-    "clip_cov": {"policy.loss.share": 2e-3},
+    "clip_cov": {"policy.loss.fraction": 2e-3},
     "distillation": {"rollout.samples_per_prompt": 4},
-    "gmpo": {"policy.loss.low": 0.3, "policy.loss.high": 0.3},
-    "gspo": {"policy.loss.low": 0.2, "policy.loss.high": 0.28},
+    "gmpo": {"policy.loss.clip_low": 0.3, "policy.loss.clip_high": 0.3},
+    "gspo": {"policy.loss.clip_low": 0.2, "policy.loss.clip_high": 0.28},
     "kl_cov": {"policy.loss.coefficient": 0.5},
     "ppo": {"rollout.samples_per_prompt": 4, "critic.learning_rate": 2e-3},
     "remax": {"rollout.samples_per_prompt": 4},
@@ -68,7 +68,7 @@ HERE: Mapping[str, Mapping[str, Any]] = {
         "advantage.length_adaptive": 3.0,
     },
 }
-# Of a quick run: what it changes of a run, and of the warm-up. Weights that have learned nothing earn this
+# Of a quick run: what it changes of a run, and of SFT. Weights that have learned nothing earn this
 # reward about every other time, so that there is something to train on.
 QUICK = {
     "steps": 2,
@@ -77,7 +77,7 @@ QUICK = {
     "data.task_size": 64,
     "rewards": [{"kind": "format", "pattern": ".*[0-4].*"}],
 }
-QUICK_WARM = {"warmup.steps": 2, "warmup.gate": None, **QUICK}
+QUICK_WARM = {"sft.steps": 2, "sft.stop_accuracy": None, **QUICK}
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ def words_of(given: Mapping[str, Any]) -> list[str]:
 
 def warm_up(work: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Path:
     """The weights every run starts from."""
-    folder = work / "warmup"
+    folder = work / "sft"
     checkpoint = folder / "checkpoints" / "step-000000"
     if not checkpoint.is_dir():
         if folder.exists():
             millrace("resume", str(folder))
         else:
-            given = {"steps": 1, "threads": 1, "name": "warmup", "output": str(work), **changes}
+            given = {"steps": 1, "threads": 1, "name": "sft", "output": str(work), **changes}
             millrace("train", "quickstart", *words_of(given))
     return checkpoint / "model"
 
@@ -184,7 +184,7 @@ def table(found: list[dict[str, Any]], facts: dict[str, str]) -> str:
         "# All methods on one task",
         "",
         "Two-digit addition (the quickstart, reduced): held-out accuracy before and after, three seeds, all",
-        "from the same warm-up. Made by `python benchmarks/methods.py` on",
+        "from the same SFT. Made by `python benchmarks/methods.py` on",
         f"{facts['cpu']}, torch {facts['torch']}, {facts['date']}; two runs at once, one thread each.",
         "A task this small tells whether a method works here, not which one is better for yours. Seconds are",
         "wall time on a shared machine; samples do not count those of refilled groups and greedy baselines.",

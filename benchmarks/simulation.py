@@ -7,7 +7,7 @@
 Real runs are those of async_overlap.py: random weights, long-tailed answers, an engine in a process of its
 own, one thread each for engine and trainer. Each is foreseen twice: with the durations of its parts as it had
 them itself (what is tried is the controller's overlap), and with those of the synchronous run (what a user
-would do before changing flow.staleness).
+would do before changing rollout.max_staleness).
 
 Published ratios of verl: the seconds of a synchronous step and its parts, and those that an asynchronous one
 spends on anything but waiting for samples, are those published. Answers have the mean length with which the

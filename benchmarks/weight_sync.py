@@ -201,7 +201,7 @@ def policy(learning_rate: float) -> tuple[PolicyTrainer, Any]:
         learning_rate=lambda step: learning_rate,
         temperature=1.0,
         max_tokens=1 << 14,
-        max_gradient_norm=1.0,
+        max_grad_norm=1.0,
     )
     return trainer, batch
 

@@ -83,7 +83,7 @@ class Outcome:
 def groups(digest: str) -> list[list[Stage]]:
     """All stages, in order, for a tree with this hexadecimal hash; those of one group run at once."""
     number = int(digest[:8], 16)
-    kills = f"--kills 4 --apart 1 --accuracy 0 --seed {number} steps=12 checkpoint.every=1 warmup.steps=20"
+    kills = f"--kills 4 --apart 1 --accuracy 0 --seed {number} steps=12 checkpoint.every=1 sft.steps=20"
     mutants = f"--changed --most 40 --drawn 10 --seed {number} --budget-s 80"
     return [
         [Stage("setup", 900)],

@@ -31,7 +31,13 @@ from pathlib import Path
 from millrace.eventlog.log import check_log, read_events
 
 MILLRACE = [sys.executable, "-m", "millrace.cli.main"]
-SETTINGS = ["mesh.launcher=ray", "mesh.dp_shard=2", "flow.staleness=2", "engine.processes=1", "trackers=[]"]
+SETTINGS = [
+    "mesh.launcher=ray",
+    "mesh.dp_shard=2",
+    "rollout.max_staleness=2",
+    "engine.num_engines=1",
+    "loggers=[]",
+]
 ENGINE, SECOND, FIRST, COMMAND = VICTIMS = ("engine", "second rank", "first rank", "command")
 # Until a run has a new batch, until one that must end has ended, and until all its processes have: Ray's
 # agents look for their parent once in a while.

@@ -13,17 +13,17 @@ from millrace.observability.sinks import read_metrics
 
 
 def main(run: Path) -> None:
-    """Held-out accuracy over time, the warm-up shaded, to docs/pictures/quickstart.svg."""
+    """Held-out accuracy over time, SFT shaded, to docs/pictures/quickstart.svg."""
     records = read_metrics(run / "metrics.jsonl")
     points = [(one["time/wall_s"], one["accuracy"]) for one in records if one["stage"] == "evaluation"]
-    warm_s = max(one["time/wall_s"] for one in records if one["stage"] == "warmup")
+    warm_s = max(one["time/wall_s"] for one in records if one["stage"] == "sft")
     picture = curve_svg(
         [Series("held-out accuracy", points)],
         title="Quickstart: accuracy on held-out sums",
         x_label="seconds",
         y_label="share of right answers",
         y_range=(0.0, 1.0),
-        shade=Shade(0.0, warm_s, "warm-up"),
+        shade=Shade(0.0, warm_s, "SFT"),
         width=720,
         height=300,
         standalone=True,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from update import serve
-from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRADIENT_NORM, Sample, batch
+from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRAD_NORM, Sample, batch
 
 
 class Columns:
@@ -74,7 +74,7 @@ class Loop:
         """One turn of the loop."""
         loss = self._loss()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRADIENT_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.item(), norm.item()

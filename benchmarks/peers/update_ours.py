@@ -11,7 +11,7 @@ import torch
 from products import Call, product, quickest
 from torch import Tensor, nn
 from update import serve
-from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRADIENT_NORM, Sample, batch
+from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRAD_NORM, Sample, batch
 
 from millrace.algorithms.weights import token_mean
 from millrace.config.method_sections import PpoClipLoss
@@ -51,12 +51,12 @@ class Ours:
         self._batch = packed(batch())
         self._trainer = PolicyTrainer(
             model,
-            surrogate(build_loss(PpoClipLoss(low=CLIP, high=CLIP))),
+            surrogate(build_loss(PpoClipLoss(clip_low=CLIP, clip_high=CLIP))),
             adamw(model, betas=BETAS, weight_decay=0.0),
             learning_rate=lambda step: LEARNING_RATE,
             temperature=1.0,
             max_tokens=self._batch.num_tokens,
-            max_gradient_norm=MAX_GRADIENT_NORM,
+            max_grad_norm=MAX_GRAD_NORM,
         )
 
     def step(self) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 SHAPE, QUICK_SHAPE, VOCAB_SIZE = "rollout", "small", 8192
 GROUPS, SAMPLES, LONGEST = 2, 8, 256
-CLIP, LEARNING_RATE, BETAS, MAX_GRADIENT_NORM = 0.2, 1e-4, (0.9, 0.999), 1.0
+CLIP, LEARNING_RATE, BETAS, MAX_GRAD_NORM = 0.2, 1e-4, (0.9, 0.999), 1.0
 
 
 @dataclass(frozen=True)

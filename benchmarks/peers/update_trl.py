@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 from update import serve
-from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRADIENT_NORM, SAMPLES, Sample, batch
+from update_task import BETAS, CLIP, LEARNING_RATE, MAX_GRAD_NORM, SAMPLES, Sample, batch
 
 
 def inputs(samples: list[Sample]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def options(folder: str, num_samples: int, compiled: bool) -> GRPOConfig:
         lr_scheduler_type="constant",
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],
-        max_grad_norm=MAX_GRADIENT_NORM,
+        max_grad_norm=MAX_GRAD_NORM,
         gradient_checkpointing=False,
         torch_compile=compiled,
         use_cpu=True,
@@ -86,7 +86,7 @@ class Trl:
     def step(self) -> tuple[float, float]:
         """One step of the optimizer."""
         loss = self._trainer.training_step(self._model, {}, None)
-        norm = self._trainer.accelerator.clip_grad_norm_(self._model.parameters(), MAX_GRADIENT_NORM)
+        norm = self._trainer.accelerator.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
         self._model.zero_grad()
         return loss.item(), norm.item()

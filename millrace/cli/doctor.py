@@ -19,21 +19,21 @@ LEAST_DISK_BYTES = LEAST_MEMORY_BYTES = GIB
 OUTPUT = "runs"
 DISTRIBUTION = "millrace-rl"  # on the package index; the import and the command are millrace
 
-# The quickstart recipe in small: one step of the warm-up, which always has a gradient, and one batch.
+# The quickstart recipe in small: one step of SFT, which always has a gradient, and one batch.
 SELF_CHECK: dict[str, Any] = {
     "steps": 1,
-    "trackers": [],
+    "loggers": [],
     "data.task_size": 64,
     "data.eval_size": 4,
     "model.shape.hidden_size": 16,
     "model.shape.intermediate_size": 32,
     "model.shape.head_dim": 8,
-    "warmup.steps": 1,
-    "warmup.gate": None,
-    "warmup.sequences_per_step": 4,
+    "sft.steps": 1,
+    "sft.stop_accuracy": None,
+    "sft.sequences_per_step": 4,
     "rollout.prompts_per_step": 2,
     "rollout.samples_per_prompt": 2,
-    "policy.optimizer.ramp_steps": 0,
+    "policy.optimizer.warmup_steps": 0,
 }
 
 

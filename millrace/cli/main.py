@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ from millrace.cli.status import status
 from millrace.cli.trace import trace
 from millrace.cli.train import train
 from millrace.cli.warm import warm
+from millrace.config.renamed import RenamedSettingWarning
 from millrace.observability.plain import plain_text
 from millrace.version import __version__
 
@@ -210,6 +212,18 @@ def in_utf8(encoding: str, words: list[str]) -> list[str] | None:
     return [sys.executable, *UTF8, *words[1:]]
 
 
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Format the warning about a renamed setting as one line; any other as Python does."""
+    if issubclass(category, RenamedSettingWarning):
+        return f"warning: {plain_text(str(message), MAX_SHOWN)}\n"
+    return _format_any(message, category, filename, lineno, line)
+
+
+_format_any = warnings.formatwarning
+
+
 def main() -> None:
     """What `millrace` runs."""
     # Modules are 400,000 objects that stay: to look through them again and again is an eighth of a start.
@@ -221,6 +235,7 @@ def main() -> None:
     if (command := in_utf8(sys.getfilesystemencoding(), sys.orig_argv)) is not None:
         told = f"{sys.stdout.encoding}:backslashreplace"
         os.execve(command[0], command, {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": told})
+    warnings.formatwarning = format_warning
     app(prog_name="millrace")
 
 

@@ -176,9 +176,9 @@ def workload(config: RunConfig) -> Workload:
         samples_per_prompt=rollout.samples_per_prompt,
         micro_batch_tokens=policy.tokens_per_micro_batch,
         weight_bytes=weight_bytes,
-        compute_bytes=NUMBER_BYTES[mesh.compute or config.precision],
+        compute_bytes=NUMBER_BYTES[mesh.compute_dtype or config.precision],
         moment_bytes=EIGHT_BIT_MOMENT if policy.optimizer.eight_bit else weight_bytes,
-        checkpointing=mesh.checkpointing,
+        checkpointing=mesh.activation_checkpointing,
         reshard_after_forward=mesh.reshard_after_forward,
         sequence=mesh.sequence_parallel,
         num_chunks=mesh.pp_chunks,
@@ -187,11 +187,11 @@ def workload(config: RunConfig) -> Workload:
         frozen_beside=policy.kl is not None and policy.kl.estimator == "full",
         num_scorings=num_frozen + (policy.proximal == "recompute"),
         critic=config.critic is not None,
-        max_requests=engine.max_requests,
+        max_requests=engine.max_num_seqs,
         cache_tokens=engine.cache_tokens,
         block_size=engine.block_size,
-        step_tokens=engine.tokens_per_step,
-        take_turns=engine.take_turns,
+        step_tokens=engine.max_num_batched_tokens,
+        colocated=engine.colocated,
     )
 
 
@@ -216,7 +216,7 @@ def plan_lines(
     phases = {"while training": memory.training, "while sampling": memory.sampling}
     lines += [f"  {name:{NAME_WIDTH}}{gigabytes(size):>{NUMBER_WIDTH}}" for name, size in phases.items()]
     if memory.host:
-        what = WAITING if memory.take_turns else OFFLOADED
+        what = WAITING if memory.colocated else OFFLOADED
         lines.append(f"  {'in the host':{NAME_WIDTH}}{gigabytes(memory.host):>{NUMBER_WIDTH}}  {what}")
     verdict = "it fits" if fit.fits else "it does not fit"
     lines += [f"{verdict}: {gigabytes(memory.peak)} of {usable} GB that may be used", ""]

@@ -227,7 +227,7 @@ def _lengths(weights: Model, cache_tokens: int | None, max_concurrent: int) -> t
     from millrace.engines.build_engine import cache_tokens as tokens_that_fit
 
     most = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or SURE_TOKENS
-    sizes = EngineConfig(cache_tokens=cache_tokens, max_requests=max_concurrent)
+    sizes = EngineConfig(cache_tokens=cache_tokens, max_num_seqs=max_concurrent)
     num_slots = tokens_that_fit(sizes, weights, min(most, SURE_TOKENS))
     num_slots -= num_slots % sizes.block_size
     return num_slots, min(most, num_slots)

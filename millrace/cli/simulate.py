@@ -102,8 +102,8 @@ def simulate(
 
     Exit code: 0, or 2 for a mistake in the words.
     """
-    from millrace.config.flow_section import FlowConfig
     from millrace.config.recipe import load_recipe, parse_overrides
+    from millrace.config.rollout_section import synchronous
     from millrace.planner.plan_errors import PlanError
     from millrace.simulation.from_plan import check_simulated, measured_machines, planned_machines
 
@@ -131,8 +131,8 @@ def simulate(
         machines = measured_machines(config, found, gpus, lengths)
     else:
         shape, work = read_shape(config), workload(config)
-        # How many ranks may train ahead is not a matter of the layout.
-        refuse = partial(refusal, config.model_copy(update={"flow": FlowConfig()}), shape)
+        # The layout of ranks does not depend on how far sampling runs ahead.
+        refuse = partial(refusal, config.model_copy(update={"rollout": synchronous(config.rollout)}), shape)
         machines = planned_machines(config, gpus, lengths, shape=shape, work=work, refuse=refuse, mfu=mfu)
     rows = table(config, machines, split)
     for line in table_lines(config, machines, rows):
@@ -152,7 +152,7 @@ def comparison(run: str, found: MeasuredRun) -> Iterator[str]:
     check_simulated(found.config)
     runs = foreseen(found, found)
     yield (
-        f"{run}: {found.num_batches} batches at staleness {found.config.flow.staleness}, "
+        f"{run}: {found.num_batches} batches at staleness {found.config.rollout.max_staleness}, "
         f"{found.num_engines} engines, {found.num_ranks} ranks"
     )
     yield f"  {'':16}{'simulated':>12}{'measured':>12}{'error':>9}"
@@ -201,7 +201,7 @@ def table(config: RunConfig, machines: Machines, split: str) -> list[TableRow]:
             "trained; ask millrace plan what to change"
         )
     tried("colocated", 0, num_gpus)
-    far = config.flow.staleness if config.flow.staleness > 1 else FAR_AHEAD
+    far = config.rollout.max_staleness if config.rollout.max_staleness > 1 else FAR_AHEAD
     for mode, staleness in {"synchronous": 0, "one step off": 1, f"{far} steps ahead": far}.items():
         if fitting:
             best_split(fitting, partial(tried, mode, staleness))

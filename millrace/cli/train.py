@@ -122,10 +122,10 @@ def result_lines(report: RunReport) -> list[str]:
 
     run = shlex.quote(report.run)
     spent = clock_text(report.wall_s)
-    warmed = report.warmup_steps and not report.steps
-    done = f"step {report.warmup_steps} of the warm-up" if warmed else f"batch {report.steps}"
+    warmed = report.sft_steps and not report.steps
+    done = f"step {report.sft_steps} of SFT" if warmed else f"batch {report.steps}"
     if report.status == "interrupted":
-        why = "out of time (limits.run_s)" if report.out_of_time else "interrupted"
+        why = "out of time (timeouts.walltime_s)" if report.out_of_time else "interrupted"
         return [
             f"{why} after {done} at {spent}; everything is saved",
             f"continue: millrace resume {run}",

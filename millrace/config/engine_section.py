@@ -1,4 +1,4 @@
-"""Settings of the engine: what it may hold, and where it runs."""
+"""Settings of the engine: its memory, its batches, and where it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.config.section import Section
 
 
 class EngineConfig(Section):
-    """What draws completions."""
+    """What generates completions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -23,31 +23,33 @@ class EngineConfig(Section):
 
     cache_tokens: PositiveInt | None = Field(
         None,
-        description="tokens whose keys and values are kept; null takes what max_requests of the longest "
-        "sequences need, at most a quarter of the free memory",
+        description="tokens that the KV cache holds; null is enough for max_num_seqs of the longest "
+        "sequences, at most a quarter of the free memory",
     )
-    max_requests: PositiveInt = Field(1024, description="completions drawn at once; the others wait")
-    tokens_per_step: PositiveInt = Field(
-        8192, description="tokens of one forward; a longer prompt takes several"
+    max_num_seqs: PositiveInt = Field(
+        1024, description="completions generated at the same time; others wait (vLLM's name)"
+    )
+    max_num_batched_tokens: PositiveInt = Field(
+        8192, description="tokens of one forward; a longer prompt takes several (vLLM's name)"
     )
     cuda_graphs: bool = Field(
         False, description="replay decode steps as CUDA graphs (written for CUDA, not yet measured on a GPU)"
     )
-    block_size: PositiveInt = Field(16, description="tokens of a block of the paged cache")
-    processes: NonNegativeInt | None = Field(
+    block_size: PositiveInt = Field(16, description="tokens of a block of the paged KV cache")
+    num_engines: NonNegativeInt | None = Field(
         None,
-        description="engines in processes of their own, which draw while the trainer trains; 0 draws in the "
-        "trainer's; null is 1 with flow.staleness above 0, else 0",
+        description="engines in processes of their own, which generate while the trainer trains; 0 "
+        "generates in the trainer's process; null is 1 with rollout.max_staleness above 0, else 0",
     )
-    delta: bool = Field(
+    delta_updates: bool = Field(
         False,
-        description="send engines on Ray only what changed since the version that they hold, bit for bit; it "
+        description="send to engines on Ray only the bits that changed since the version that they have; it "
         "saves most with policies in bfloat16 and small learning rates",
     )
-    take_turns: bool = Field(
+    colocated: bool = Field(
         False,
-        description="trainer and engine share the device's memory in turns: what the trainer holds waits in "
-        "the host's memory while the engine samples (on a CPU in a file of the run folder)",
+        description="trainer and engine use the device's memory in turns: the trainer's tensors are "
+        "offloaded to host memory while the engine generates (on a CPU to a file in the run folder)",
     )
 
 

@@ -138,7 +138,7 @@ class DataConfig(Section):
         None, description="regular expression whose first group is the answer within its column"
     )
     demonstration_column: str | None = Field(
-        None, description="column that holds a completion to imitate in the warm-up; null uses the answer"
+        None, description="column that holds a completion to imitate in SFT; null uses the answer"
     )
     identity_column: str | None = Field(
         None, description="column that tells problems apart, dotted into objects; null is the prompt"

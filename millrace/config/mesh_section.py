@@ -1,4 +1,4 @@
-"""How a run is spread over ranks."""
+"""Settings of distributed training: how many ranks, and what each of them shards."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ UNDIVIDED = {
 
 
 class MeshConfig(Section):
-    """How many ranks a run has and what each of them holds; one rank is this process alone."""
+    """Ranks of the run and their parallelism; one rank is this process alone."""
 
     launcher: Literal["processes", "ray"] = Field(
         "processes",
-        description="who starts the ranks, unless torchrun did: millrace on this machine, or Ray",
+        description="what starts the ranks, unless torchrun did: millrace on this machine, or Ray",
     )
     dp_shard: PositiveInt = Field(
-        1, description="ranks that share out a batch, weights, gradients and optimizer states (FSDP2)"
+        1, description="ranks that shard batch, weights, gradients and optimizer states (FSDP2)"
     )
     dp_replicate: PositiveInt = Field(
         1,
-        description="groups of such ranks, each of which holds all weights (HSDP)",
+        description="replicas of such a group of ranks, each with all weights (HSDP)",
     )
-    tp: PositiveInt = Field(1, description="ranks that share out each layer's matrices (tensor parallel)")
-    pp: PositiveInt = Field(1, description="ranks that share out the layers (pipeline)")
-    cp: PositiveInt = Field(1, description="ranks that share out each sequence (context parallel)")
-    ep: PositiveInt = Field(1, description="ranks of dp_shard that share out the experts of a mixture")
-    sequence_parallel: bool = Field(False, description="with tp, share out the tokens between matrices too")
+    tp: PositiveInt = Field(1, description="ranks that shard each layer's matrices (tensor parallel)")
+    pp: PositiveInt = Field(1, description="ranks that divide the layers (pipeline parallel)")
+    cp: PositiveInt = Field(1, description="ranks that divide each sequence (context parallel)")
+    ep: PositiveInt = Field(1, description="ranks of dp_shard that divide the experts (expert parallel)")
+    sequence_parallel: bool = Field(False, description="with tp, shard the tokens between matrices too")
     pp_chunks: PositiveInt = Field(1, description="with pp, stages of each rank; more than 1 is interleaved")
     cp_kind: Literal["ulysses", "ring"] = Field(
         "ulysses", description="with cp, exchange heads (ulysses) or keys and values (ring)"
     )
-    compute: Literal["float32", "bfloat16"] | None = Field(
-        None, description="dtype of forward and backward where weights are sharded; null is the precision"
+    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="dtype of forward and backward with sharded weights; null is the precision"
     )
     reshard_after_forward: bool = Field(
-        True, description="give a layer's gathered weights back between its forward and its backward"
+        True, description="free a layer's gathered weights between its forward and its backward"
     )
     offload: bool = Field(False, description="keep weights, gradients and optimizer states in host memory")
-    checkpointing: Literal["none", "full", "selective"] = Field(
-        "none", description="recompute layers in the backward: all of them, or all but matrix products"
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none", description="recompute layers in the backward: all of each, or all but matrix products"
     )
 
     @property
@@ -77,7 +77,7 @@ def idle_mesh(mesh: MeshConfig, *, precision: str, used: Mapping[str, bool]) -> 
         if getattr(mesh, name) != type(mesh).model_fields[name].default and getattr(mesh, needs) == 1:
             yield f"mesh.{name} has no effect with mesh.{needs} 1; remove it, or raise mesh.{needs}"
     if mesh.num_ranks == 1:
-        for name in ("compute", "reshard_after_forward", "offload", "checkpointing"):
+        for name in ("compute_dtype", "reshard_after_forward", "offload", "activation_checkpointing"):
             if getattr(mesh, name) != type(mesh).model_fields[name].default:
                 yield f"mesh.{name} has no effect with one rank; remove it, or raise mesh.dp_shard"
     for key, names in UNDIVIDED.items():
@@ -86,5 +86,5 @@ def idle_mesh(mesh: MeshConfig, *, precision: str, used: Mapping[str, bool]) -> 
                 yield f"{key} does not go with mesh.{name} above 1; set that to 1, or remove {key}"
     if mesh.cp > 1 and mesh.cp_kind == "ring" and used["deterministic"]:
         yield "deterministic does not go with mesh.cp_kind ring; set ulysses, or remove deterministic"
-    if mesh.compute is not None and precision != "float32":
-        yield f"mesh.compute needs weights in float32, and precision is {precision}; remove one of them"
+    if mesh.compute_dtype is not None and precision != "float32":
+        yield f"mesh.compute_dtype needs weights in float32, and precision is {precision}; remove one of them"

@@ -184,9 +184,9 @@ class PpoClipLoss(Section):
     """The clipped surrogate objective of PPO."""
 
     kind: Literal["ppo_clip"] = "ppo_clip"
-    low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped at 1 - low")
-    high: PositiveFloat = Field(0.2, description="the ratio is clipped at 1 + high")
-    dual: float | None = Field(
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped at 1 - clip_low")
+    clip_high: PositiveFloat = Field(0.2, description="the ratio is clipped at 1 + clip_high")
+    dual_clip: float | None = Field(
         None, gt=1, description="bound of the loss for negative advantages; null is off"
     )
 
@@ -201,8 +201,8 @@ class GspoLoss(Section):
     """PPO's clipped objective on the ratio of whole sequences: GSPO."""
 
     kind: Literal["gspo"]
-    low: float = Field(3e-4, gt=0, lt=1, description="the ratio is clipped at 1 - low")
-    high: PositiveFloat = Field(4e-4, description="the ratio is clipped at 1 + high")
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="the ratio is clipped at 1 - clip_low")
+    clip_high: PositiveFloat = Field(4e-4, description="the ratio is clipped at 1 + clip_high")
     gradient: Literal["sequence", "token"] = Field(
         "sequence", description="through the sequence's mean, or through each token alone (GSPO-token)"
     )
@@ -212,16 +212,16 @@ class GmpoLoss(Section):
     """The geometric mean of a sequence's ratios, each clipped before: GMPO."""
 
     kind: Literal["gmpo"]
-    low: PositiveFloat = Field(0.4, description="the log-ratio is clipped at -low")
-    high: PositiveFloat = Field(0.4, description="the log-ratio is clipped at high")
+    clip_low: PositiveFloat = Field(0.4, description="the log-ratio is clipped at -clip_low")
+    clip_high: PositiveFloat = Field(0.4, description="the log-ratio is clipped at clip_high")
 
 
 class CispoLoss(Section):
     """Clipped importance weights that keep every token's gradient: CISPO."""
 
     kind: Literal["cispo"]
-    low: float = Field(0.2, gt=0, le=1, description="the weight is at least 1 - low")
-    high: PositiveFloat = Field(0.28, description="the weight is at most 1 + high")
+    clip_low: float = Field(0.2, gt=0, le=1, description="the weight is at least 1 - clip_low")
+    clip_high: PositiveFloat = Field(0.28, description="the weight is at most 1 + clip_high")
 
 
 class SapoLoss(Section):
@@ -237,8 +237,8 @@ class DppoLoss(Section):
 
     kind: Literal["dppo"]
     divergence: Literal["tv", "kl"] = Field("tv", description="difference of probabilities, or binary KL")
-    low: float = Field(0.2, gt=0, lt=1, description="bound where the advantage is negative")
-    high: float = Field(0.2, gt=0, lt=1, description="bound where the advantage is positive")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="bound where the advantage is negative")
+    clip_high: float = Field(0.2, gt=0, lt=1, description="bound where the advantage is positive")
     cap: PositiveFloat = Field(20.0, description="bound of the importance weight")
 
 
@@ -259,11 +259,11 @@ class ClipCovLoss(Section):
     """PPO's clipped objective without some tokens that would lower the entropy most: Clip-Cov."""
 
     kind: Literal["clip_cov"]
-    low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped at 1 - low")
-    high: PositiveFloat = Field(0.2, description="the ratio is clipped at 1 + high")
-    share: float = Field(2e-4, gt=0, le=1, description="share of tokens left out")
-    covariance_low: float = Field(1.0, description="tokens are drawn from above this covariance")
-    covariance_high: float = Field(5.0, description="tokens are drawn from below this covariance")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped at 1 - clip_low")
+    clip_high: PositiveFloat = Field(0.2, description="the ratio is clipped at 1 + clip_high")
+    fraction: float = Field(2e-4, gt=0, le=1, description="fraction of tokens left out")
+    covariance_low: float = Field(1.0, description="tokens are chosen from above this covariance")
+    covariance_high: float = Field(5.0, description="tokens are chosen from below this covariance")
 
     @model_validator(mode="after")
     def _band(self) -> ClipCovLoss:
@@ -279,7 +279,7 @@ class KlCovLoss(Section):
     """The plain surrogate with a penalty on the tokens that would lower the entropy most: KL-Cov."""
 
     kind: Literal["kl_cov"]
-    share: float = Field(2e-4, gt=0, le=1, description="share of tokens penalised")
+    fraction: float = Field(2e-4, gt=0, le=1, description="fraction of tokens penalised")
     coefficient: PositiveFloat = Field(0.1, description="strength of the penalty")
 
 
@@ -299,7 +299,7 @@ LossConfig = Annotated[
 ]
 
 # Settings of a loss that act at a ratio of 1 too.
-ACTING = {"clip_cov": ("share", "covariance_low", "covariance_high"), "gspo": ("gradient",)}
+ACTING = {"clip_cov": ("fraction", "covariance_low", "covariance_high"), "gspo": ("gradient",)}
 
 
 class RejectionConfig(Section):

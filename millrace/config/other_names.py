@@ -5,6 +5,8 @@ A name is matched by its last parts, the longest match first: `actor_rollout_ref
 
 from __future__ import annotations
 
+from millrace.config.renamed import RENAMED
+
 # By setting: the names in TRL, verl, OpenRLHF, vLLM and transformers.
 NAMES: dict[str, str] = {
     "model.path": "model_name_or_path pretrain pretrained_model_name_or_path actor.model.path "
@@ -29,8 +31,8 @@ NAMES: dict[str, str] = {
     "name": "run_name experiment_name",
     "output": "output_dir save_path ckpt_path default_local_dir",
     "precision": "bf16 fp16 dtype torch_dtype param_dtype",
-    "trackers": "report_to logger use_wandb",
-    "warmup.steps": "sft_steps",
+    "loggers": "report_to logger use_wandb",
+    "sft.steps": "sft_steps",
     "rollout.prompts_per_step": "train_batch_size per_device_train_batch_size rollout_batch_size batch_size "
     "generation_batch_size gen_batch_size",
     "rollout.samples_per_prompt": "num_generations n_samples_per_prompt rollout.n num_return_sequences n "
@@ -40,20 +42,20 @@ NAMES: dict[str, str] = {
     "rollout.temperature": "actor_rollout_ref.rollout.temperature",
     "rollout.top_p": "actor_rollout_ref.rollout.top_p",
     "rollout.top_k": "actor_rollout_ref.rollout.top_k",
-    "rollout.refill_rounds": "filter_groups.enable dynamic_filtering dynamic_sampling",
+    "rollout.dynamic_sampling_rounds": "filter_groups.enable dynamic_filtering dynamic_sampling",
     "rollout.overlong_fraction": "overlong_tokens overlong_buffer_cfg.enable overlong_buffer_cfg.len "
     "overlong_buffer_len soft_punish_cache",
     "engine.cache_tokens": "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static "
     "num_gpu_blocks_override",
-    "engine.max_requests": "max_num_seqs max_running_requests",
-    "engine.tokens_per_step": "max_num_batched_tokens chunked_prefill_size",
+    "engine.max_num_seqs": "max_num_seqs max_running_requests",
+    "engine.max_num_batched_tokens": "max_num_batched_tokens chunked_prefill_size",
     "engine.cuda_graphs": "enforce_eager vllm_enforce_eager",
-    "engine.take_turns": "free_cache_engine vllm_mode vllm_enable_sleep vllm_enable_sleep_mode "
+    "engine.colocated": "free_cache_engine vllm_mode vllm_enable_sleep vllm_enable_sleep_mode "
     "colocate_all_models enable_sleep_mode hybrid_engine",
-    "engine.processes": "vllm_num_engines num_engines data_parallel_size rollout.nnodes "
+    "engine.num_engines": "vllm_num_engines num_engines data_parallel_size rollout.nnodes "
     "rollout.n_gpus_per_node",
-    "flow.staleness": "staleness_threshold max_staleness max_head_offpolicyness async_queue_size",
-    "flow.interrupt": "partial_rollout",
+    "rollout.max_staleness": "staleness_threshold max_staleness max_head_offpolicyness async_queue_size",
+    "rollout.partial_rollout": "partial_rollout",
     "rewards": "reward_funcs reward_weights reward_function reward_fn reward_model reward_pretrain "
     "remote_rm_url custom_reward_function.path reward_manager reward_manager.name",
     "advantage.kind": "adv_estimator advantage_estimator",
@@ -66,9 +68,9 @@ NAMES: dict[str, str] = {
     "critic.coefficient": "vf_coef value_loss_coef",
     "critic.warmup_steps": "critic_warmup freezing_actor_steps",
     "policy.loss.kind": "loss_mode importance_sampling_level",
-    "policy.loss.low": "clip_ratio clip_ratio_low eps_clip epsilon clip_range cliprange epsilon_low",
-    "policy.loss.high": "clip_ratio_high epsilon_high eps_clip_high",
-    "policy.loss.dual": "clip_ratio_c dual_clip",
+    "policy.loss.clip_low": "clip_ratio clip_ratio_low eps_clip epsilon clip_range cliprange epsilon_low",
+    "policy.loss.clip_high": "clip_ratio_high epsilon_high eps_clip_high",
+    "policy.loss.dual_clip": "clip_ratio_c dual_clip",
     "policy.correction.high": "rollout_is_threshold vllm_importance_sampling_cap tis_imp_ratio_cap "
     "vllm_importance_sampling_max",
     "policy.correction.level": "rollout_is vllm_importance_sampling_correction vllm_importance_sampling_mode",
@@ -80,7 +82,7 @@ NAMES: dict[str, str] = {
     "policy.kl.target": "kl_target target_kl kl_ctrl.type",
     "policy.kl.horizon": "kl_horizon kl_ctrl.horizon",
     "policy.entropy_coefficient": "entropy_coeff entropy_coef entropy_loss_coef",
-    "policy.token_weights": "loss_agg_mode loss_type loss_aggregation",
+    "policy.loss_aggregation": "loss_agg_mode loss_type loss_aggregation",
     "policy.optimizer_steps_per_batch": "ppo_mini_batch_size steps_per_generation num_mini_batches "
     "trigger_parameter_sync_step require_batches",
     "policy.tokens_per_micro_batch": "ppo_micro_batch_size_per_gpu ppo_micro_batch_size micro_batch_size "
@@ -89,10 +91,10 @@ NAMES: dict[str, str] = {
     "policy.optimizer.learning_rate": "learning_rate lr actor_learning_rate optim.lr",
     "policy.optimizer.betas": "adam_beta1 adam_beta2 adam_betas betas",
     "policy.optimizer.weight_decay": "weight_decay l2",
-    "policy.optimizer.max_gradient_norm": "max_grad_norm grad_clip clip_grad max_norm",
+    "policy.optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm",
     "policy.optimizer.eight_bit": "adam_8bit use_8bit_adam optim",
     "policy.optimizer.schedule": "lr_scheduler_type lr_scheduler",
-    "policy.optimizer.ramp_steps": "warmup_ratio warmup_steps lr_warmup_steps lr_warmup_ratio "
+    "policy.optimizer.warmup_steps": "warmup_ratio warmup_steps lr_warmup_steps lr_warmup_ratio "
     "lr_warmup_steps_ratio",
     "policy.router_replay": "router_replay.mode",
     "policy.router_aux_coefficient": "aux_loss_coef router_aux_loss_coef",
@@ -105,8 +107,8 @@ NAMES: dict[str, str] = {
     "mesh.ep": "expert_parallel_size expert_model_parallel_size",
     "mesh.reshard_after_forward": "reshard_after_forward",
     "mesh.offload": "param_offload optimizer_offload adam_offload grad_offload",
-    "mesh.checkpointing": "gradient_checkpointing enable_gradient_checkpointing recompute_granularity "
-    "recompute_method recompute_num_layers",
+    "mesh.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing "
+    "recompute_granularity recompute_method recompute_num_layers",
     "evaluation.every": "eval_steps test_freq",
     "checkpoint.every": "save_steps save_freq",
     "checkpoint.keep": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
@@ -117,7 +119,7 @@ NOTES: dict[str, str] = {
     "steps": "in batches: epochs x prompts / rollout.prompts_per_step",
     "engine.cache_tokens": "in tokens",
     "engine.cuda_graphs": "true where enforce_eager would be false",
-    "policy.optimizer.ramp_steps": "in optimizer steps",
+    "policy.optimizer.warmup_steps": "in optimizer steps",
     "policy.optimizer_steps_per_batch": "into how many optimizer steps a batch is divided",
     "policy.tokens_per_micro_batch": "in tokens; it changes no number",
     "rollout.prompts_per_step": "in prompts of the whole batch, each with rollout.samples_per_prompt answers",
@@ -153,6 +155,8 @@ def key_of(name: str) -> str | None:
 
 def hint(name: str) -> str:
     """What to write instead of another system's name; empty if it is none of them."""
+    if name in RENAMED:
+        return f"it is now called {RENAMED[name]}"
     reason = next((_REASON_OF[suffix] for suffix in _suffixes(name) if suffix in _REASON_OF), None)
     if reason is not None:
         return f"leave it out: {reason}"

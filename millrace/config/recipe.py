@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from millrace.config.explain import explain, is_echo
 from millrace.config.inputs import FRESH_MODEL, TASK_PREFIX, TRAINED_TOKENIZER
 from millrace.config.method_sections import DEFAULT_KIND
+from millrace.config.renamed import renamed, renamed_overrides
 from millrace.config.settings import RunConfig
 
 
@@ -107,7 +108,7 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[Setting]]:
     """As `load_recipe`, and every setting with its meaning and source."""
-    given = dict(overrides or {})
+    given = renamed_overrides(overrides or {})
     tree = _with_base(name, base=given.pop("base")) if "base" in given else _with_base(name)
     tree = _without_replaced(tree, _inputs(given))
     _assign_all(tree, given)
@@ -148,7 +149,7 @@ def _with_base(
     """
     if str(name) in above:
         raise ConfigError(f"recipe {name} is its own base: {' -> '.join((*above, str(name)))}")
-    tree = _parse(recipe_text(name), str(name))
+    tree = renamed(_parse(recipe_text(name), str(name)), str(name))
     own = tree.pop("base", None)
     below = own if base == OWN_BASE else base
     if below is None:
@@ -248,7 +249,7 @@ def from_settings(given: Mapping[str, Any], name: str) -> RunConfig:
         ConfigError: as `load_recipe`.
     """
     tree: dict[str, Any] = {}
-    _assign_all(tree, given)
+    _assign_all(tree, renamed_overrides(given))
     return validate(tree, name)
 
 
@@ -275,12 +276,11 @@ def settings(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
 def derivation(config: RunConfig) -> list[str]:
     """How the sizes of a step follow from the settings, one line each."""
     lines = []
-    if config.warmup:
-        warmup = config.warmup
-        gate = f" or held-out accuracy in {list(warmup.gate)}" if warmup.gate else ""
+    if config.sft:
+        sft = config.sft
+        until = f" or held-out accuracy in {list(sft.stop_accuracy)}" if sft.stop_accuracy else ""
         lines.append(
-            f"warm-up: {warmup.sequences_per_step} sequences per optimizer step, "
-            f"until {warmup.steps} steps{gate}"
+            f"SFT: {sft.sequences_per_step} sequences per optimizer step, until {sft.steps} steps{until}"
         )
     if config.steps:
         rollout, policy = config.rollout, config.policy
@@ -322,7 +322,7 @@ def from_yaml(text: str, name: str) -> RunConfig:
     Raises:
         ConfigError: as `load_recipe`.
     """
-    return validate(_parse(text, name), name)
+    return validate(renamed(_parse(text, name), name, quiet=True), name)
 
 
 def _read(text: str) -> Any:

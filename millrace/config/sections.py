@@ -1,8 +1,7 @@
-"""The sections of a recipe that need no file of their own: how a run samples, learns, looks after itself."""
+"""Settings of supervised fine-tuning, optimization, evaluation, checkpoints, limits and timeouts."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from pydantic import (
@@ -26,70 +25,31 @@ from millrace.config.method_sections import (
 from millrace.config.section import Section
 
 
-class WarmupConfig(Section):
-    """Supervised training on demonstrations before reinforcement."""
+class SftConfig(Section):
+    """Supervised fine-tuning on demonstrations before reinforcement learning."""
 
     steps: PositiveInt = Field(description="most optimizer steps")
     sequences_per_step: PositiveInt = Field(128, description="demonstrations per optimizer step")
     learning_rate: PositiveFloat = Field(
         1e-5,
-        description="peak learning rate of the warm-up's own optimizer; pretrained models are tuned at 1e-5 "
-        "(verl) to 2e-5 (TRL), a small fresh one learns at 1e-3 and above",
+        description="peak learning rate of its own optimizer; 1e-5 (verl) to 2e-5 (TRL) for pretrained "
+        "models, 1e-3 and above for small fresh ones",
     )
-    token_weights: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum"] = Field(
-        "token_mean", description="how tokens share the loss of an optimizer step of the warm-up"
+    loss_aggregation: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum"] = Field(
+        "token_mean", description="how the losses of tokens add up in an optimizer step"
     )
-    gate: tuple[float, float] | None = Field(
+    stop_accuracy: tuple[float, float] | None = Field(
         None,
-        description="stop once held-out accuracy, seen at evaluation.every, is in this band; null runs all",
+        description="stop once held-out accuracy, measured every evaluation.every steps, is within [low, "
+        "high]; null runs all steps",
     )
 
     @model_validator(mode="after")
-    def _band(self) -> WarmupConfig:
-        if self.gate is not None and not 0 <= self.gate[0] < self.gate[1] <= 1:
-            raise ValueError(f"gate {list(self.gate)} is not a band of accuracies [low, high] within 0 and 1")
+    def _band(self) -> SftConfig:
+        band = self.stop_accuracy
+        if band is not None and not 0 <= band[0] < band[1] <= 1:
+            raise ValueError(f"stop_accuracy {list(band)} is not a range [low, high] within 0 and 1")
         return self
-
-
-class RolloutConfig(Section):
-    """How the policy is sampled while it trains."""
-
-    prompts_per_step: PositiveInt = Field(
-        32,
-        description="prompts in a batch; each becomes a group. 256 answers with 8 samples each suit one "
-        "device (verl's defaults: 1024 prompts with 1; TRL's: 8 answers a device)",
-    )
-    samples_per_prompt: PositiveInt = Field(
-        8, description="completions drawn for each prompt; as TRL, few waste less than many and still differ"
-    )
-    max_tokens: PositiveInt = Field(
-        1024,
-        description="longest completion; one that is cut off earns little, and pretrained models explain "
-        "before they answer (verl: 512, TRL: 256, both raise it to reason)",
-    )
-    temperature: PositiveFloat = Field(
-        1.0, description="sampling temperature; 1 samples what is trained, as verl and TRL"
-    )
-    top_k: NonNegativeInt = Field(0, description="draw among the k most likely tokens; 0 is off")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw among the tokens that hold this mass; 1 is off")
-    stop: tuple[str, ...] = Field(
-        (), description="texts that end a completion, besides the end-of-text token"
-    )
-    refill_rounds: NonNegativeInt = Field(
-        0,
-        description="times new prompts replace groups whose rewards are all equal (DAPO's dynamic sampling)",
-    )
-    overlong_fraction: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="over this last part of max_tokens the reward sinks by up to 1 (DAPO: 0.2)",
-    )
-
-    @property
-    def overlong_tokens(self) -> int:
-        """Tokens before `max_tokens` over which the reward sinks."""
-        return math.ceil(round(self.overlong_fraction * self.max_tokens, 6))
 
 
 class OptimizerConfig(Section):
@@ -102,14 +62,14 @@ class OptimizerConfig(Section):
     )
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the first and second moments")
     weight_decay: NonNegativeFloat = Field(0.0, description="decoupled decay of matrices, not of vectors")
-    max_gradient_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
+    max_grad_norm: PositiveFloat = Field(1.0, description="gradients are clipped to this norm")
     eight_bit: bool = Field(False, description="keep moments as 8-bit codes (needs bitsandbytes)")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="shape after the ramp; constant (as verl) lets a run be prolonged, linear and cosine end "
-        "at a tenth of the peak",
+        description="shape after warmup_steps; constant (as verl) lets a run be prolonged, linear and "
+        "cosine end at a tenth of the peak",
     )
-    ramp_steps: NonNegativeInt = Field(
+    warmup_steps: NonNegativeInt = Field(
         0, description="optimizer steps over which the learning rate rises from 0"
     )
 
@@ -128,8 +88,8 @@ class PolicyConfig(Section):
     )
     kl: KlConfig | None = Field(None, description="penalty on the distance from the reference; null is none")
     entropy_coefficient: FiniteFloat = Field(0.0, description="factor of an entropy bonus")
-    token_weights: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum", "fixed_length"] = (
-        Field("token_mean", description="how tokens share the loss of an optimizer step")
+    loss_aggregation: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum", "fixed_length"] = (
+        Field("token_mean", description="how the losses of tokens add up in an optimizer step")
     )
     optimizer_steps_per_batch: PositiveInt = Field(
         1, description="optimizer steps a batch of groups is divided into"
@@ -167,79 +127,85 @@ class KernelConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy answers to held-out prompts, before, during and after."""
+    """Greedy completions of held-out prompts: before, during and after training."""
 
     every: PositiveInt = Field(
-        20, description="batches (in the warm-up: optimizer steps) between evaluations"
+        20, description="batches (in supervised fine-tuning: optimizer steps) between evaluations"
     )
     measure: str = Field(
         "reward/mean",
-        description="metric that decides which checkpoint is the best and that is reported: reward/mean; "
-        "accuracy, the share of answers with full marks; or of several rewards the mean of one, such as "
+        description="metric that selects the best checkpoint and that is reported: reward/mean; accuracy, "
+        "the fraction of completions with full reward; or with several rewards the mean of one, such as "
         "reward/format/mean",
     )
 
 
 class CheckpointConfig(Section):
-    """What is kept to resume from and to load."""
+    """Checkpoints to resume from and to load."""
 
     every: PositiveInt = Field(
-        50, description="batches (in the warm-up: optimizer steps) between checkpoints"
+        50, description="batches (in supervised fine-tuning: optimizer steps) between checkpoints"
     )
-    keep: PositiveInt = Field(2, description="newest checkpoints kept, the best one besides")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept, besides the best one")
 
 
 class LimitConfig(Section):
-    """When a run that goes wrong stops."""
+    """Limits beyond which a run stops, warns or keeps evidence."""
 
     nonfinite_steps: PositiveInt = Field(
-        5, description="optimizer steps in a row without a finite gradient, then stop"
+        5, description="consecutive optimizer steps with a non-finite gradient after which a run stops"
     )
     failed_rewards: float = Field(
-        0.2, ge=0, le=1, description="share of a batch whose rewards may fail, else stop"
+        0.2, ge=0, le=1, description="fraction of a batch's rewards that may fail before a run stops"
     )
     mismatch: PositiveFloat | None = Field(
         None,
         description="mean difference between the trainer's and the sampler's log-probabilities of tokens "
-        "that the current weights sampled (mismatch/current) above which a run with flow.staleness 0 stops, "
-        "in nats; null is what rounding in the recipe's dtypes explains: 0.0014, in bfloat16 0.35",
+        "sampled by the current weights (mismatch/current), in nats, above which a run with "
+        "rollout.max_staleness 0 stops; null is what rounding in the recipe's dtypes explains: 0.0014, in "
+        "bfloat16 0.35",
     )
     mismatch_warning: PositiveFloat | None = Field(
         None,
-        description="likewise, above which a run warns, also with flow.staleness above 0; null is a quarter "
-        "of limits.mismatch",
+        description="the same difference above which a run warns, also with rollout.max_staleness above 0; "
+        "null is a quarter of limits.mismatch",
     )
     mismatch_k3: PositiveFloat | None = Field(
         None,
-        description="divergence between trainer and sampler (mismatch/k3) above which a batch is kept as "
-        "evidence, with a warning; null never is",
+        description="divergence between trainer and sampler (mismatch/k3) above which a run warns and keeps "
+        "the batch as evidence; null is never",
     )
-    effective_share: float | None = Field(
+    ess: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of tokens that importance weights would leave in effect "
-        "(mismatch/effective_share) below which a batch is kept likewise; null never is",
+        description="effective sample size of the importance weights, as a fraction of the tokens "
+        "(mismatch/ess), below which a run warns and keeps the batch; null is never",
     )
-    bounded_share: float | None = Field(
+    correction_clip_fraction: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="share of tokens whose importance weight policy.correction cuts (policy/bounded_share) "
-        "above which a batch is kept likewise; null never is",
+        description="fraction of tokens whose importance weight policy.correction clips "
+        "(policy/correction_clip_fraction) above which a run warns and keeps the batch; null is never",
     )
     canary: PositiveFloat | None = Field(
         None,
-        description="how far trainer and sampler may lie apart over the canary of a hand-over, in nats a "
-        "token; null is what rounding in the recipe's dtypes explains",
+        description="difference between trainer and sampler on the canary of a weight update, in nats per "
+        "token, above which the update fails; null is what rounding in the recipe's dtypes explains",
     )
-    run_s: PositiveFloat | None = Field(
-        None,
-        description="seconds from start or resumption within which a run saves and leaves, as after Ctrl-C: "
-        "after a step, when less is left than its longest step and longest save have taken; null is any",
-    )
+
+
+class TimeoutConfig(Section):
+    """Deadlines, in seconds."""
+
     phase_s: PositiveFloat = Field(
         3_600.0,
-        description="seconds that sampling, scoring, training or any other phase of a step may take; a run "
-        "that stalls longer ends and says who waits for whom",
+        description="longest time of a phase of a step, such as sampling, scoring or training; a run that "
+        "stalls longer stops and names what it waited for",
+    )
+    walltime_s: PositiveFloat | None = Field(
+        None,
+        description="time from start or resume within which a run saves and exits, as after Ctrl-C: after "
+        "the step when less is left than the longest step and save have taken; null is unlimited",
     )

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from millrace.config.engine_section import EngineConfig, idle_engine
-from millrace.config.flow_section import FlowConfig, idle_flow
 from millrace.config.inputs import (
     FRESH_MODEL,
     TASK_PREFIX,
@@ -36,6 +35,7 @@ from millrace.config.method_sections import (
     with_default_kind,
 )
 from millrace.config.reward_sections import RewardConfig, reward_names
+from millrace.config.rollout_section import RolloutConfig, idle_rollout
 from millrace.config.section import Section
 from millrace.config.sections import (
     CheckpointConfig,
@@ -43,25 +43,28 @@ from millrace.config.sections import (
     KernelConfig,
     LimitConfig,
     PolicyConfig,
-    RolloutConfig,
-    WarmupConfig,
+    SftConfig,
+    TimeoutConfig,
 )
 
 NOTHING_TRAINED = (
-    "steps is 0, so that the warm-up alone would be trained, and there is no warmup; set warmup.steps, or "
-    "steps above 0"
+    "steps is 0, so there is no reinforcement, and the recipe has no sft section; set sft.steps, or steps "
+    "above 0"
 )
 
 
 class RunConfig(Section):
-    """One run: warm-up, then reinforcement. Sizes derive as `recipe.derivation` prints them."""
+    """One run: supervised fine-tuning, then reinforcement learning.
+
+    `recipe.derivation` prints how the sizes of a step follow.
+    """
 
     name: str | None = Field(None, description="folder of the run; null takes recipe-1, recipe-2, ...")
     output: str = Field("runs", description="folder that holds run folders")
     seed: NonNegativeInt = Field(0, description="of weights, data order and sampling")
     steps: NonNegativeInt = Field(
         200,
-        description="batches of reinforcement; 0 is the warm-up alone (supervised training). Some hundreds "
+        description="batches of reinforcement learning; 0 is supervised fine-tuning alone. Some hundreds "
         "show whether a method works",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
@@ -77,7 +80,7 @@ class RunConfig(Section):
     profile_steps: tuple[PositiveInt, ...] = Field(
         (), description="batches of reinforcement that torch's profiler records, in the run's folder profile"
     )
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
         ("tensorboard",), description="where metrics go besides metrics.jsonl"
     )
     model: ModelConfig = Field(
@@ -85,12 +88,12 @@ class RunConfig(Section):
     )
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="which tokenizer")
     data: DataConfig = Field(description="prompts, their answers, and how they are split")
-    warmup: WarmupConfig | None = Field(None, description="supervised training first; null starts at once")
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how the policy is sampled")
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="what draws completions")
-    flow: FlowConfig = Field(
-        default_factory=FlowConfig, description="how far sampling runs ahead of training"
+    sft: SftConfig | None = Field(None, description="supervised fine-tuning first; null is none")
+    rollout: RolloutConfig = Field(
+        default_factory=RolloutConfig,
+        description="how completions are sampled, and how far ahead of training",
     )
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="what generates completions")
     rewards: tuple[RewardConfig, ...] = Field(
         description="what an answer is worth: the sum of these", min_length=1
     )
@@ -107,7 +110,10 @@ class RunConfig(Section):
     kernels: KernelConfig = Field(
         default_factory=KernelConfig, description="implementations of the arithmetic"
     )
-    limits: LimitConfig = Field(default_factory=LimitConfig, description="when a run that goes wrong stops")
+    limits: LimitConfig = Field(
+        default_factory=LimitConfig, description="when a run stops, warns or keeps evidence"
+    )
+    timeouts: TimeoutConfig = Field(default_factory=TimeoutConfig, description="deadlines")
 
     @field_validator("advantage", mode="before")
     @classmethod
@@ -130,8 +136,8 @@ class RunConfig(Section):
 
 def num_processes(config: RunConfig) -> int:
     """Engines in processes of their own; none where sampling and training take turns."""
-    wanted = config.engine.processes
-    return int(config.flow.staleness > 0) if wanted is None else wanted
+    wanted = config.engine.num_engines
+    return int(config.rollout.max_staleness > 0) if wanted is None else wanted
 
 
 def ineffective_settings(config: RunConfig) -> list[str]:
@@ -152,20 +158,20 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     }
     found += idle_mesh(config.mesh, precision=config.precision, used=used)
     if config.steps == 0:
-        # All that belongs to reinforcement waits, so that steps=0 over any recipe is its warm-up alone.
-        return [*found, *([] if config.warmup else [NOTHING_TRAINED])]
+        # All that belongs to reinforcement waits, so that steps=0 over any recipe is SFT alone.
+        return [*found, *([] if config.sft else [NOTHING_TRAINED])]
     limits = config.limits
     if limits.mismatch is not None and limits.mismatch < (limits.mismatch_warning or 0.0):
         found.append(
             f"limits.mismatch_warning {limits.mismatch_warning:g} is above limits.mismatch "
             f"{limits.mismatch:g}, at which a run stops; lower it"
         )
-    if limits.mismatch is not None and config.flow.staleness:
+    if limits.mismatch is not None and config.rollout.max_staleness:
         found.append(
-            "limits.mismatch has no effect with flow.staleness above 0, where a mismatch alone stops no run; "
-            "set limits.mismatch_warning"
+            "limits.mismatch has no effect with rollout.max_staleness above 0, where a mismatch alone stops "
+            "no run; set limits.mismatch_warning"
         )
-    found += idle_flow(config.flow, corrected=config.policy.correction is not None)
+    found += idle_rollout(config.rollout, corrected=config.policy.correction is not None)
     return [
         *found,
         *_idle_ahead(config),
@@ -191,8 +197,8 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
         ),
         f"because data.train is not a {TASK_PREFIX} task": (not is_task, ("data.task", "data.task_size")),
         "without data.answer_column": (config.data.answer_column is None, ("data.answer_pattern",)),
-        "without a warmup": (
-            config.warmup is None and config.steps > 0,
+        "without an sft section": (
+            config.sft is None and config.steps > 0,
             ("data.demonstration_column",),
         ),
         "because a task's held-out problems are drawn from the task itself": (is_task, ("data.eval",)),
@@ -216,19 +222,22 @@ def _unknown_measure(config: RunConfig) -> Iterator[str]:
 
 def _idle_ahead(config: RunConfig) -> Iterator[str]:
     """Require engine processes for engines that generate while the trainer trains."""
-    ahead, processes = config.flow.staleness > 0, config.engine.processes
-    if config.engine.delta and not (config.mesh.launcher == "ray" and (ahead or processes)):
+    ahead, processes = config.rollout.max_staleness > 0, config.engine.num_engines
+    if config.engine.delta_updates and not (config.mesh.launcher == "ray" and (ahead or processes)):
         yield (
-            "engine.delta is for engines that Ray starts; remove it, or set mesh.launcher ray and "
-            "engine.processes"
+            "engine.delta_updates is for engines that Ray starts; remove it, or set mesh.launcher ray and "
+            "engine.num_engines"
         )
     if ahead and processes == 0:
-        yield "flow.staleness above 0 needs engines in processes of their own; remove engine.processes 0"
+        yield (
+            "rollout.max_staleness above 0 needs engines in processes of their own; remove "
+            "engine.num_engines 0"
+        )
     if not (ahead or processes):
         return
-    why = "flow.staleness above 0" if ahead else f"engine.processes {processes}"
-    if config.engine.take_turns:
-        yield f"engine.take_turns does not go with {why}, where nobody takes turns; remove one of them"
+    why = "rollout.max_staleness above 0" if ahead else f"engine.num_engines {processes}"
+    if config.engine.colocated:
+        yield f"engine.colocated does not go with {why}, where nobody takes turns; remove one of them"
 
 
 def _idle_sampling(config: RunConfig) -> Iterator[str]:
@@ -238,10 +247,10 @@ def _idle_sampling(config: RunConfig) -> Iterator[str]:
             f"rollout.samples_per_prompt is 1, but advantage kind {kind} compares the samples of a prompt; "
             "raise it to 2 or more, or choose another kind"
         )
-    if rollout.samples_per_prompt == 1 and rollout.refill_rounds:
+    if rollout.samples_per_prompt == 1 and rollout.dynamic_sampling_rounds:
         yield (
-            "rollout.refill_rounds replaces groups whose rewards are all equal, which is every group of one "
-            "sample; remove it, or raise rollout.samples_per_prompt"
+            "rollout.dynamic_sampling_rounds replaces groups whose rewards are all equal, which is every "
+            "group of one sample; remove it, or raise rollout.samples_per_prompt"
         )
     batch, parts = rollout.prompts_per_step, config.policy.optimizer_steps_per_batch
     if batch % parts:
@@ -284,7 +293,7 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
 
 def _idle_policy(config: RunConfig) -> Iterator[str]:
     policy = config.policy
-    num_steps, staleness = policy.optimizer_steps_per_batch, config.flow.staleness
+    num_steps, staleness = policy.optimizer_steps_per_batch, config.rollout.max_staleness
     if num_steps == 1 and (staleness == 0 or policy.proximal == "recompute"):
         # The first optimizer step after what the ratio is taken to has a ratio of 1, which no bound touches.
         for name in sorted(_given(policy.loss) - {"kind", *ACTING.get(policy.loss.kind, ())}):
@@ -301,15 +310,18 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
         yield (
             "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, "
             "whose tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch "
-            "or flow.staleness"
+            "or rollout.max_staleness"
         )
     if policy.proximal == "sampler" and policy.correction is not None:
         yield (
             "policy.correction weighs the proximal weights against the sampler's, which are the same with "
             "policy.proximal sampler; set policy.proximal: recompute"
         )
-    if config.limits.bounded_share is not None and policy.correction is None:
-        yield "limits.bounded_share has no effect without policy.correction, which cuts weights; remove it"
+    if config.limits.correction_clip_fraction is not None and policy.correction is None:
+        yield (
+            "limits.correction_clip_fraction has no effect without policy.correction, which cuts weights; "
+            "remove it"
+        )
     if policy.proximal == "interpolate" and policy.correction is not None and policy.correction.normalise:
         yield (
             "policy.correction.normalise needs the weights of the whole optimizer step beforehand; set "

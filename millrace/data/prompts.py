@@ -170,8 +170,7 @@ def make_demonstrations(
     for prompt in prompts:
         if not prompt.demonstration:
             raise DataError(
-                f"prompt {prompt.id} has no demonstration to imitate in the warm-up; "
-                "set data.demonstration_column"
+                f"prompt {prompt.id} has no demonstration to imitate in SFT; set data.demonstration_column"
             )
         token_ids = tokenizer(prompt.demonstration, add_special_tokens=False, verbose=False)["input_ids"]
         length = len(prompt.token_ids) + len(token_ids) + 1

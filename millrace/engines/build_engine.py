@@ -69,8 +69,8 @@ def engine_over(
         decode,
         max_cache_tokens=tokens,
         block_size=options.block_size,
-        max_batch_tokens=options.tokens_per_step,
-        max_requests=options.max_requests,
+        max_batch_tokens=options.max_num_batched_tokens,
+        max_requests=options.max_num_seqs,
         cuda_graphs=options.cuda_graphs,
         record_experts=record_experts,
     )
@@ -142,7 +142,7 @@ def cache_tokens(config: EngineConfig, model: Model, longest: int) -> int:
         return config.cache_tokens
     token_bytes = facts_of(model).token_numbers * model.dtype.itemsize
     # The last block of a sequence may be almost empty.
-    wanted = config.max_requests * (longest + config.block_size)
+    wanted = config.max_num_seqs * (longest + config.block_size)
     return max(longest + config.block_size, min(wanted, int(SHARE * free_bytes(model.device)) // token_bytes))
 
 

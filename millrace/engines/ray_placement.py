@@ -29,7 +29,7 @@ def reserved(ray: Any, count: int, share: Mapping[str, int], *, what: str = "ran
         RayTrainerError: the cluster has too few resources.
     """
     have = ray.cluster_resources()
-    lower = "engine.processes" if what == "engines" else "the settings of mesh"
+    lower = "engine.num_engines" if what == "engines" else "the settings of mesh"
     for kind, each in share.items():
         if have.get(kind, 0) < count * each:
             raise RayTrainerError(

@@ -333,9 +333,7 @@ def _time_left(stage: _Stage, now: float) -> str:
 
 def _evaluation_line(record: Mapping[str, float | int | str]) -> str:
     measure = str(record["measure"])
-    done = (
-        f"step {record['step']} of the warm-up" if record["during"] == "warmup" else f"batch {record['step']}"
-    )
+    done = f"step {record['step']} of SFT" if record["during"] == "sft" else f"batch {record['step']}"
     words = [f"held-out {measure_words(measure)} {float(record[measure]):.3f} after {done}"]
     if "time/wall_s" in record:
         words.append(f"at {clock_text(float(record['time/wall_s']))}")

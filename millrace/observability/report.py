@@ -37,7 +37,7 @@ SUPERVISED_CURVES = (
 )
 TIME_COLOURS = {
     "start": 8,
-    "warm-up": 6,
+    "SFT": 6,
     "supervised": 2,
     "sample": 1,
     "score": 5,
@@ -81,7 +81,7 @@ class RunRecord:
         name: of the run.
         recipe: the resolved configuration, as YAML.
         summary: of `summary.json`; empty while the run goes on.
-        warmup: records of the warm-up, in order.
+        sft: records of SFT, in order.
         reinforcement: records of reinforcement, in order.
         evaluations: records of evaluations, in order.
         before: evaluation rows before reinforcement (before training, where there is none).
@@ -91,16 +91,16 @@ class RunRecord:
     name: str
     recipe: str
     summary: Mapping[str, Any]
-    warmup: Sequence[Mapping[str, Any]]
+    sft: Sequence[Mapping[str, Any]]
     reinforcement: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]]
     before: Sequence[Mapping[str, Any]]
     after: Sequence[Mapping[str, Any]]
 
     @property
-    def num_warmup_steps(self) -> int:
-        """Optimizer steps of the warm-up."""
-        return int(max((record["step"] for record in self.warmup), default=0))
+    def num_sft_steps(self) -> int:
+        """Optimizer steps of SFT."""
+        return int(max((record["step"] for record in self.sft), default=0))
 
     @property
     def num_batches(self) -> int:
@@ -111,7 +111,7 @@ class RunRecord:
     def wall_s(self) -> float:
         """Seconds the run took, or has taken so far."""
         walls = [
-            _number(one.get("time/wall_s")) for one in (*self.warmup, *self.reinforcement, *self.evaluations)
+            _number(one.get("time/wall_s")) for one in (*self.sft, *self.reinforcement, *self.evaluations)
         ]
         return max(
             [_number(self.summary.get("wall_s")) or 0.0, *(wall for wall in walls if wall is not None)]
@@ -136,9 +136,9 @@ class RunRecord:
         return self.summary.get("status") == "finished"
 
     def position(self, record: Mapping[str, Any]) -> int:
-        """Return the position of a record on the step axis: the warm-up first, then batches."""
+        """Return the position of a record on the step axis: SFT first, then batches."""
         stage = record.get("during", record["stage"])
-        return int(record["step"]) + (0 if stage == "warmup" else self.num_warmup_steps)
+        return int(record["step"]) + (0 if stage == "sft" else self.num_sft_steps)
 
 
 def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: str = "") -> Path:
@@ -199,7 +199,7 @@ def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
         name=str(told.get("name") or run.resolve().name),
         recipe=read_text(recipe) if recipe.is_file() else "",
         summary=told,
-        warmup=[record for record in records if record["stage"] == "warmup"],
+        sft=[record for record in records if record["stage"] == "sft"],
         reinforcement=[record for record in records if record["stage"] == "reinforcement"],
         evaluations=[record for record in records if record["stage"] == "evaluation"],
         **tables,
@@ -243,12 +243,12 @@ def result_sentence(record: RunRecord) -> str:
 def before_and_after(record: RunRecord) -> tuple[float | None, float | None]:
     """Return the evaluation metric before and after, from the summary or else from the evaluations so far.
 
-    Before is where reinforcement began, or where the warm-up began if there is no reinforcement.
+    Before is where reinforcement began, or where SFT began if there is no reinforcement.
     """
     told = record.summary
-    stage = "reinforcement" if record.num_batches else "warmup"
+    stage = "reinforcement" if record.num_batches else "sft"
     seen = record.measured
-    # The last evaluation of the warm-up is used as the start of reinforcement if none was made there.
+    # The last evaluation of SFT is used as the start of reinforcement if none was made there.
     earlier = [one for one in seen if one["during"] != stage][-1:] if stage == "reinforcement" else []
     within = [one for one in seen if one["during"] == stage]
     line = within if within and within[0]["step"] == 0 else [*earlier, *within]
@@ -263,9 +263,9 @@ def before_and_after(record: RunRecord) -> tuple[float | None, float | None]:
 
 def _work(record: RunRecord) -> str:
     """What the run has done, in words; empty if nothing yet."""
-    batches, steps = record.num_batches, record.num_warmup_steps
+    batches, steps = record.num_batches, record.num_sft_steps
     if batches and steps:
-        return f"{_counted(batches, 'batch')} after {_counted(steps, 'warm-up step')}"
+        return f"{_counted(batches, 'batch')} after {_counted(steps, 'SFT step')}"
     if batches:
         return _counted(batches, "batch")
     return f"{_counted(steps, 'step')} of supervised training" if steps else ""
@@ -301,20 +301,20 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _measured(record: RunRecord) -> str:
-    """Plot the evaluation metric over time and over steps, the warm-up shaded."""
+    """Plot the evaluation metric over time and over steps, SFT shaded."""
     seen, words, right = record.measured, measure_words(record.measure), record.measure == "accuracy"
     name = f"{words[0].upper()}{words[1:]}"
-    warm = [*record.warmup, *(one for one in seen if one["during"] == "warmup")]
+    warm = [*record.sft, *(one for one in seen if one["during"] == "sft")]
     warm_s = max((_number(one.get("time/wall_s")) or 0.0 for one in warm), default=0.0)
     over = (
         ("over time", "seconds", warm_s, lambda one: _number(one.get("time/wall_s"))),
-        ("over steps", _step_label(record), float(record.num_warmup_steps), record.position),
+        ("over steps", _step_label(record), float(record.num_sft_steps), record.position),
     )
     figures = []
     for what, x_label, warm_end, place in over:
         points: list[Point] = [(x, one[record.measure]) for one in seen if (x := place(one)) is not None]
         if points:
-            shade = Shade(0, warm_end, "warm-up") if warm_end and record.reinforcement else None
+            shade = Shade(0, warm_end, "SFT") if warm_end and record.reinforcement else None
             svg = curve_svg(
                 [Series(words, points, marked=True)],
                 title=f"Held-out {words} {what}",
@@ -332,18 +332,18 @@ def _measured(record: RunRecord) -> str:
 def _step_label(record: RunRecord) -> str:
     if not record.reinforcement:
         return "optimizer steps"
-    return "warm-up steps, then batches" if record.warmup else "batches"
+    return "SFT steps, then batches" if record.sft else "batches"
 
 
 def _curves(record: RunRecord) -> str:
     """Everything else that was measured at each step."""
     figures = []
     loss = SUPERVISED_CURVES[0]
-    # Next to reinforcement, only the loss of the warm-up is shown, under its own name.
-    supervised = ((loss[0], "Loss of the warm-up", *loss[2:]),) if record.reinforcement else SUPERVISED_CURVES
+    # Next to reinforcement, only the loss of SFT is shown, under its own name.
+    supervised = ((loss[0], "Loss of SFT", *loss[2:]),) if record.reinforcement else SUPERVISED_CURVES
     for records, curves, x_label in (
         (record.reinforcement, _with_parts(record), "batches"),
-        (record.warmup, supervised, "optimizer steps"),
+        (record.sft, supervised, "optimizer steps"),
     ):
         for key, title, y_label, colour in curves:
             points: list[Point] = [(one["step"], _number(one[key])) for one in records if key in one]
@@ -351,7 +351,7 @@ def _curves(record: RunRecord) -> str:
                 series = _with_smooth(points, title, colour)
                 svg = curve_svg(series, title=title, x_label=x_label, y_label=y_label, width=360, height=210)
                 figures.append(page.figure(title, "", svg))
-    longest = max(len(record.reinforcement), len(record.warmup))
+    longest = max(len(record.reinforcement), len(record.sft))
     note = "Thin: each step. Thick: the mean of the steps around it." if longest >= SMOOTH_FROM else ""
     return page.charts("How training went", note, figures, wide=False)
 
@@ -379,9 +379,9 @@ def _with_smooth(points: list[Point], label: str, colour: int) -> list[Series]:
 
 def _time_parts(record: RunRecord) -> list[tuple[str, float, int]]:
     """Name, seconds and colour of what the run's time went to; the rest of the clock is `other`."""
-    first = "warm-up" if record.reinforcement else "supervised"
-    seconds = {"start": 0.0, first: sum(_number(one.get("time/step_s")) or 0.0 for one in record.warmup)}
-    for one in (*record.warmup, *record.reinforcement, *record.evaluations):
+    first = "SFT" if record.reinforcement else "supervised"
+    seconds = {"start": 0.0, first: sum(_number(one.get("time/step_s")) or 0.0 for one in record.sft)}
+    for one in (*record.sft, *record.reinforcement, *record.evaluations):
         for key, value in one.items():
             if key.startswith("time/") and key.endswith("_s") and key not in NOT_PARTS:
                 part = key.removeprefix("time/").removesuffix("_s")

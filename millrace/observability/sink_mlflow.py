@@ -29,7 +29,7 @@ class MlflowSink:
         except ModuleNotFoundError:
             raise TrackerError(
                 "the tracker mlflow needs a package that is not installed; "
-                "run `pip install 'millrace-rl[mlflow]'` or take mlflow out of trackers"
+                "run `pip install 'millrace-rl[mlflow]'` or take mlflow out of loggers"
             ) from None
         self._mlflow = mlflow
         kept = folder / "mlflow_id.txt"

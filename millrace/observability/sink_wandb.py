@@ -27,7 +27,7 @@ class WandbSink:
         except ModuleNotFoundError:
             raise TrackerError(
                 "the tracker wandb needs a package that is not installed; "
-                "run `pip install 'millrace-rl[wandb]'` or take wandb out of trackers"
+                "run `pip install 'millrace-rl[wandb]'` or take wandb out of loggers"
             ) from None
         kept = folder / "wandb_id.txt"
         known = (
@@ -47,7 +47,7 @@ class WandbSink:
     def write(self, record: Record) -> None:
         """Log every number of the record against the step of its own stage.
 
-        The steps of a run are not one rising count (the warm-up has its own), and Weights & Biases drops what
+        The steps of a run are not one rising count (SFT has its own), and Weights & Biases drops what
         is logged under a step already passed, so the step travels as a metric.
         """
         step, numbers = tagged(record)

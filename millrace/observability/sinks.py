@@ -1,6 +1,6 @@
 """Sinks of metric records: a file of JSON lines, TensorBoard, and any class with the `Sink` protocol.
 
-A record is flat and has the keys `stage` ("warmup", "reinforcement" or "evaluation") and `step`. The record
+A record is flat and has the keys `stage` ("sft", "reinforcement" or "evaluation") and `step`. The record
 of an evaluation also has `during`, the training stage in which it was made.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from millrace.observability.files import FileError, count, finite, read_json_lines, shown
 
 Record = Mapping[str, float | int | str]
-STAGES = ("warmup", "reinforcement", "evaluation")
+STAGES = ("sft", "reinforcement", "evaluation")
 
 
 class TrackerError(RuntimeError):
@@ -135,15 +135,15 @@ def _wrong_record(record: Mapping[str, Any]) -> str | None:
 
 
 def tagged(record: Record) -> tuple[int, dict[str, float]]:
-    """The step of a record and its numbers under the tags that trackers use.
+    """The step of a record and its numbers under the tags that loggers use.
 
-    Reinforcement keeps its keys (`reward/mean`); the rest go under `warmup/`, `evaluation/` and
-    `warmup_evaluation/`, so that no tag holds the numbers of two stages, which count their own steps.
+    Reinforcement keeps its keys (`reward/mean`); the rest go under `sft/`, `evaluation/` and
+    `sft_evaluation/`, so that no tag holds the numbers of two stages, which count their own steps.
     """
     stage = str(record["stage"])
     prefix = "" if stage == "reinforcement" else f"{stage}/"
-    if stage == "evaluation" and record["during"] == "warmup":
-        prefix = "warmup_evaluation/"
+    if stage == "evaluation" and record["during"] == "sft":
+        prefix = "sft_evaluation/"
     numbers = {
         f"{prefix}{key}": float(value)
         for key, value in record.items()

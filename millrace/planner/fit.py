@@ -146,15 +146,15 @@ def _changes(work: Workload, num_ranks: int) -> dict[str, dict[str, Any]]:
     requests = max(1, min(work.max_requests, work.num_sequences) // 4)
     # These act on sharded weights alone.
     shared: dict[str, dict[str, Any]] = {
-        "mesh.compute=bfloat16": {"compute_bytes": min(work.compute_bytes, 2)},
-        "mesh.checkpointing=full": {"checkpointing": "full"},
+        "mesh.compute_dtype=bfloat16": {"compute_bytes": min(work.compute_bytes, 2)},
+        "mesh.activation_checkpointing=full": {"checkpointing": "full"},
         "mesh.offload=true": {"offload": True},
     }
     # It keeps whole weights.
     alone = {"policy.optimizer.eight_bit=true": {"moment_bytes": min(work.moment_bytes, EIGHT_BIT_MOMENT)}}
     both: dict[str, dict[str, Any]] = {
         f"policy.tokens_per_micro_batch={work.longest}": {"micro_batch_tokens": work.longest},
-        f"engine.max_requests={requests} engine.cache_tokens={requests * work.longest}": {
+        f"engine.max_num_seqs={requests} engine.cache_tokens={requests * work.longest}": {
             "max_requests": requests,
             "cache_tokens": requests * work.longest,
         },

@@ -65,7 +65,7 @@ class Workload:
             free.
         block_size: slots of a block of it.
         step_tokens: of one forward of an engine.
-        take_turns: whether what trains and the engine are on the device one after the other.
+        colocated: whether what trains and the engine are on the device one after the other.
     """
 
     prompt_tokens: int
@@ -90,7 +90,7 @@ class Workload:
     cache_tokens: int | None = None
     block_size: int = 16
     step_tokens: int = 8192
-    take_turns: bool = False
+    colocated: bool = False
 
     @property
     def longest(self) -> int:
@@ -121,7 +121,7 @@ class Memory:
         drawing: logits and one forward of the engine.
         host: weights, moments, critic, frozen and gradients where they lie in the host's memory, or but for
             gradients wait there.
-        take_turns: whether what trains and the engine are on the device one after the other.
+        colocated: whether what trains and the engine are on the device one after the other.
     """
 
     weights: int
@@ -136,18 +136,18 @@ class Memory:
     cache: int
     drawing: int
     host: int
-    take_turns: bool = False
+    colocated: bool = False
 
     @property
     def training(self) -> int:
         """While it trains."""
-        engine = 0 if self.take_turns else self.sampler + self.cache
+        engine = 0 if self.colocated else self.sampler + self.cache
         return self._trained + self.gradients + self.gathered + self.activations + self.scratch + engine
 
     @property
     def sampling(self) -> int:
         """While it samples."""
-        return (0 if self.take_turns else self._trained) + self.sampler + self.cache + self.drawing
+        return (0 if self.colocated else self._trained) + self.sampler + self.cache + self.drawing
 
     @property
     def peak(self) -> int:
@@ -160,7 +160,7 @@ class Memory:
 
     def parts(self) -> dict[str, int]:
         """Every part on the device by its name."""
-        others = ("host", "take_turns")
+        others = ("host", "colocated")
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 
@@ -198,8 +198,8 @@ def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_by
         sampler=sampler,
         cache=_cache(shape, work, device_bytes - 2 * sampler),
         drawing=_drawing(shape, work),
-        host=work.offload * there + work.take_turns * waiting,
-        take_turns=work.take_turns,
+        host=work.offload * there + work.colocated * waiting,
+        colocated=work.colocated,
     )
 
 

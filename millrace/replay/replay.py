@@ -33,18 +33,18 @@ BRANCH = "branch.json"
 CHANGEABLE = (
     "steps",
     "threads",
-    "trackers",
+    "loggers",
     "profile_steps",
     "engine",
-    "flow.kv",
-    "flow.interrupt",
+    "rollout.kv_on_update",
+    "rollout.partial_rollout",
     "advantage",
     "policy.loss",
     "policy.proximal",
     "policy.correction",
     "policy.kl",
     "policy.entropy_coefficient",
-    "policy.token_weights",
+    "policy.loss_aggregation",
     "policy.optimizer_steps_per_batch",
     "policy.tokens_per_micro_batch",
     "policy.optimizer",
@@ -145,7 +145,7 @@ def check(
     changed = _branch(original, config, from_step, changes or {})
     _check_can(original, config)
     here = {"mesh": config.mesh.model_copy(update={"launcher": "processes"})}
-    repetition = config.model_copy(update={**here, "trackers": ()})
+    repetition = config.model_copy(update={**here, "loggers": ()})
     return repetition, None if changed is None else changed.model_copy(update=here)
 
 

@@ -89,14 +89,14 @@ WORDS, NUMBERS = "rollouts.json", "rollouts.safetensors"
 
 def flow_rules(config: RunConfig) -> StalenessPolicy:
     """Return the staleness policy of the recipe."""
-    flow, options = config.flow, config.rollout
+    rollout = config.rollout
     return StalenessPolicy(
-        groups_per_step=options.prompts_per_step,
-        staleness=flow.staleness,
-        order=flow.order,
-        stale=flow.stale,
-        refill_rounds=options.refill_rounds,
-        spare_groups=flow.spare_groups,
+        groups_per_step=rollout.prompts_per_step,
+        staleness=rollout.max_staleness,
+        order=rollout.batch_order,
+        stale=rollout.stale_policy,
+        refill_rounds=rollout.dynamic_sampling_rounds,
+        spare_groups=rollout.oversample_groups,
     )
 
 
@@ -155,7 +155,7 @@ def rollouts_of(
         patient: disable the timeouts of engines.
         note: receives every decision.
     """
-    limit_s = math.inf if patient else config.limits.phase_s
+    limit_s = math.inf if patient else config.timeouts.phase_s
     return RolloutManager(
         StalenessController(flow_rules(config), num_batches=num_batches, note=note),
         runtime,
@@ -231,9 +231,11 @@ class BatchSource:
         """
         self._config, self._runtime, self._log, self._ranks = config, runtime, log, ranks
         self._spans, self._watchdog, self._asked = spans, watchdog, asked
-        self._ahead = config.flow.staleness > 0
+        self._ahead = config.rollout.max_staleness > 0
         # Under the other policies only trajectories without a reward are left out.
-        self._selects = config.flow.stale in ("drop", "withhold") or config.flow.spare_groups > 0
+        self._selects = (
+            config.rollout.stale_policy in ("drop", "withhold") or config.rollout.oversample_groups > 0
+        )
         self._apart = parts.runtime is not None
         self._rollouts = rollouts_of(
             config, parts, stream, runtime, num_batches=config.steps, patient=log.replays, note=log.add
@@ -299,7 +301,7 @@ class BatchSource:
         """
         with self._waiting("sample", "its next batch"):
             self._reach("take")
-            rolled = self._verbs.next_batch(self._config.limits.phase_s)
+            rolled = self._verbs.next_batch(self._config.timeouts.phase_s)
         sampled = as_sampled(rolled)
         told = self._record(rolled, sampled.baselines)
         if self._apart and self._ranks.size > 1:
@@ -315,7 +317,7 @@ class BatchSource:
             Stalled: an update was not in force in time.
             WeightSyncError: an engine in this process failed to load the weights.
         """
-        limit_s = self._config.limits.phase_s
+        limit_s = self._config.timeouts.phase_s
         with self._waiting("sync", f"version {version} to be in force"):
             if self._ahead:
                 self._verbs.wait_until_published(limit_s)
@@ -326,7 +328,7 @@ class BatchSource:
 
     def _reach(self, kind: str) -> None:
         """In a replay, first handle the events that the recorded run handled before this action."""
-        limit_s = self._config.limits.phase_s
+        limit_s = self._config.timeouts.phase_s
         self._verbs.until(lambda: self._log.reached(kind) or None, f"its turn to {kind}", limit_s)
 
     @contextmanager
@@ -335,7 +337,7 @@ class BatchSource:
         if not self._apart:
             yield
             return
-        limit_s, on = self._config.limits.phase_s, self._verbs.blockers
+        limit_s, on = self._config.timeouts.phase_s, self._verbs.blockers
         with self._spans(span), self._watchdog.waiting("trainer", reason, deadline_s=limit_s, on=on):
             yield
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from millrace.config.sections import RolloutConfig
+from millrace.config.rollout_section import RolloutConfig
 from millrace.types import Group, Outcome, SamplingParams
 
 

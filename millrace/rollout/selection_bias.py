@@ -88,8 +88,9 @@ class BiasMeter:
         dropped = self.record()["bias/dropped_share"]
         return (
             f"what is trained on differs from what was sampled, in standard deviations: {moved} (of the last "
-            f"{len(self._groups)} groups {dropped:.0%} was not used); wait for slow groups (flow.stale wait, "
-            "flow.spare_groups 0), raise flow.staleness, or see why rewards fail (reward/failed_share)"
+            f"{len(self._groups)} groups {dropped:.0%} was not used); wait for slow groups "
+            "(rollout.stale_policy wait, rollout.oversample_groups 0), raise rollout.max_staleness, or see "
+            "why rewards fail (reward/failed_share)"
         )
 
     def state(self) -> list[Any]:

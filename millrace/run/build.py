@@ -106,7 +106,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     train_prompts, num_dropped = prompts(split.train, prefix="train")
     eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
     demonstrations = {}
-    if config.warmup:
+    if config.sft:
         longest = longest_sequence(config, model)
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
     check_batch(config, train_prompts, longest=limit + config.rollout.max_tokens)
@@ -394,7 +394,7 @@ def _trainer(
         learning_rate=rate,
         temperature=1.0 if objective is imitation else config.rollout.temperature,
         max_tokens=config.policy.tokens_per_micro_batch,
-        max_gradient_norm=options.max_gradient_norm,
+        max_grad_norm=options.max_grad_norm,
         version=version,
         spread=spread,
         reference=reference,
@@ -403,17 +403,17 @@ def _trainer(
 
 
 def _imitator(config: RunConfig, spread: ParallelModel, version: int) -> PolicyTrainer:
-    assert config.warmup is not None
-    warmup = config.warmup
+    assert config.sft is not None
+    sft = config.sft
     options = config.policy.optimizer
     rate = partial(
         learning_rate,
-        peak=warmup.learning_rate,
-        # A warm-up that ends at a gate has no known length, so its learning rate stays constant after the
+        peak=sft.learning_rate,
+        # SFT that ends at an accuracy has no known length, so its learning rate stays constant after the
         # ramp.
-        shape="constant" if warmup.gate else options.schedule,
-        ramp_steps=options.ramp_steps,
-        total_steps=warmup.steps,
+        shape="constant" if sft.stop_accuracy else options.schedule,
+        warmup_steps=options.warmup_steps,
+        total_steps=sft.steps,
     )
     return _trainer(config, spread, version, objective=imitation, rate=rate)
 
@@ -467,7 +467,7 @@ def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:
         learning_rate,
         peak=peak,
         shape=options.schedule,
-        ramp_steps=options.ramp_steps,
+        warmup_steps=options.warmup_steps,
         total_steps=config.steps * config.policy.optimizer_steps_per_batch,
     )
 

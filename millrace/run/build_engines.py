@@ -55,7 +55,7 @@ def num_threads(config: RunConfig) -> int:
     """
     if config.threads:
         return config.threads
-    ahead = num_processes(config) if config.flow.staleness else 0
+    ahead = num_processes(config) if config.rollout.max_staleness else 0
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // (neighbours + ahead))
 
@@ -96,9 +96,9 @@ def start_engines(
     settings = EngineSettings(
         files,
         threads=num_threads(config),
-        kv=config.flow.kv,
-        interrupt=config.flow.interrupt,
-        delta=config.engine.delta,
+        kv=config.rollout.kv_on_update,
+        interrupt=config.rollout.partial_rollout,
+        delta=config.engine.delta_updates,
     )
     number = num_processes(config)
     start: StartEngine = handle.start
@@ -111,7 +111,7 @@ def start_engines(
         newest,
         canary=newest.canary,
         num_engines=number,
-        load_s=config.limits.phase_s,
+        load_s=config.timeouts.phase_s,
         start=start,
     )
     return held.enter_context(runtime)

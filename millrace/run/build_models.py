@@ -181,7 +181,7 @@ def critic(
         clip=config.critic.clip,
         coefficient=config.critic.coefficient,
         max_tokens=config.policy.tokens_per_micro_batch,
-        max_gradient_norm=options.max_gradient_norm,
+        max_grad_norm=options.max_grad_norm,
         spread=own,
     )
 
@@ -191,7 +191,7 @@ def reference(
 ) -> ModelScorer:
     """Build the reference policy: a frozen copy from a folder, or the policy with its adapter off."""
     adapter = config.model.adapter
-    if adapter is None or adapter.path is not None or config.warmup is not None:
+    if adapter is None or adapter.path is not None or config.sft is not None:
         return _frozen(config, mesh, device, folder)
     # A fresh adapter is zero, so the initial policy equals its base.
     limit = config.policy.tokens_per_micro_batch

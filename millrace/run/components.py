@@ -68,7 +68,7 @@ class Components:
         eval_prompts: held-out prompts.
         num_filtered: prompts dropped because they are too long.
         stop_token_ids: tokens that end a completion.
-        imitator: makes the warm-up's trainer, given its first policy version.
+        imitator: makes SFT's trainer, given its first policy version.
         reinforcer: makes the policy's trainer, given its first policy version and what a full KL penalty
             needs.
         critic: makes the critic, from the last checkpoint or fresh; None if the recipe has none.
@@ -77,7 +77,7 @@ class Components:
         control: a KL penalty's coefficient at the start, or None without one.
         method: the arithmetic of the recipe.
         demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; empty
-            without a warm-up.
+            without SFT.
         save_model: writes the policy.
         num_parameters: number of policy weights.
         device: name of the policy's device.

@@ -38,8 +38,8 @@ from millrace.training.checkpoint import (
     verify_checkpoint,
 )
 
-# Name of a checkpoint.
-NAME = re.compile(r"^(warmup|step)-[0-9]+$")
+# Name of a checkpoint; warmup- is the earlier name of sft-.
+NAME = re.compile(r"^(sft|warmup|step)-[0-9]+$")
 
 
 class RunFolderError(RuntimeError):
@@ -210,7 +210,7 @@ class RunFolder:
         # Checkpoints after the newest complete one are damaged and will be redone; they must not count for
         # `keep`.
         there = [path.name for path in self.checkpoints.iterdir()]
-        names = [name for name in there if name.startswith(("warmup-", "step-"))]
+        names = [name for name in there if name.startswith(("sft-", "step-"))]
         names = sorted((name for name in names if place(name) <= place(newest)), key=place)
         for name in names[:-keep]:
             if name not in also:

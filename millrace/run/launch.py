@@ -243,10 +243,10 @@ def _run(start: _Start, parts: Components, folder: RunFolder, *, quiet: bool, st
     with ExitStack() as held:
         metrics = held.enter_context(closing(JsonlSink(folder.metrics)))
         metrics.rewind(start.progress.metrics_bytes if ranks.first else 0)
-        chosen = _trackers(start, folder) if ranks.first else []
+        chosen = _loggers(start, folder) if ranks.first else []
         if start.repeats is not None and ranks.first:
             chosen.append(start.repeats.comparison(folder))
-        trackers = [held.enter_context(closing(sink)) for sink in chosen]
+        loggers = [held.enter_context(closing(sink)) for sink in chosen]
         held.enter_context(console)
         if ranks.size > 1:
             console.say(layout_of(start.config.mesh).table())
@@ -262,7 +262,7 @@ def _run(start: _Start, parts: Components, folder: RunFolder, *, quiet: bool, st
             console=console,
             interrupts=interrupts,
             metrics=metrics,
-            trackers=trackers,
+            loggers=loggers,
             progress=start.progress,
             started_s=ranks.since(started_s),
         )
@@ -314,7 +314,7 @@ def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
 
 def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, config: RunConfig) -> None:
     """Report waits for ranks and checkpoints to the watchdog, and its state to the console."""
-    known = partial(watchdog.waiting, "trainer", deadline_s=config.limits.phase_s)
+    known = partial(watchdog.waiting, "trainer", deadline_s=config.timeouts.phase_s)
     ranks.waiting = partial(known, "the other ranks")
     saver.waiting = partial(known, "a checkpoint to be on disk")
     console.waiting = watchdog.line
@@ -371,11 +371,11 @@ def _is_of(path: Path, error: OSError) -> bool:
     return Path(str(error.filename)).absolute().is_relative_to(path.absolute())
 
 
-def _trackers(start: _Start, folder: RunFolder) -> list[Sink]:
+def _loggers(start: _Start, folder: RunFolder) -> list[Sink]:
     purge = start.progress.step + 1 if start.checkpoint is not None else None
     made: list[Sink] = []
     shown: dict[str, Any] = {key: value for key, value, _ in settings(start.config)}
-    for name in start.config.trackers:
+    for name in start.config.loggers:
         if name == "tensorboard":
             made.append(TensorBoardSink(folder.tensorboard, purge))
         elif name == "wandb":

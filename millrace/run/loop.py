@@ -1,4 +1,4 @@
-"""The training loops: the supervised warm-up, then reinforcement on batches from a `BatchSource`.
+"""The training loops: SFT, then reinforcement on batches from a `BatchSource`.
 
 Every random choice is a function of the recipe's seed and a counter, and every counter is in the checkpoint.
 So at staleness 0 a resumed run is bitwise equal to an uninterrupted one. At higher staleness, the same
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.config.sections import WarmupConfig
+from millrace.config.sections import SftConfig
 from millrace.data.packing import pack_demonstrations
 from millrace.observability.profile import Profiler
 from millrace.observability.tables import write_table
@@ -26,7 +26,7 @@ from millrace.run.health.memory_peaks import fullest
 from millrace.run.rounding import rounding
 from millrace.run.run import Controller
 from millrace.run.train_step import BatchResult, TrainStep, train_on
-from millrace.training.method import build_warmup_token_weights
+from millrace.training.method import build_sft_token_weights
 
 
 def reached(
@@ -66,10 +66,10 @@ def run(controller: Controller, checkpoint: Path | None) -> None:
     try_demonstrations(controller)
     if progress.order and controller.ranks.first:
         controller.tidy(progress)
-    if progress.stage == "warmup" and config.warmup is None:
+    if progress.stage == "sft" and config.sft is None:
         begin_reinforcement(controller)
-    if progress.stage == "warmup":
-        warm_up(controller, checkpoint)
+    if progress.stage == "sft":
+        supervise(controller, checkpoint)
         checkpoint = None
         if config.steps:
             begin_reinforcement(controller)
@@ -101,24 +101,24 @@ def try_demonstrations(controller: Controller) -> None:
     )
 
 
-def warm_up(controller: Controller, checkpoint: Path | None) -> None:
-    """Train on demonstrations (supervised), until the gate opens or the warm-up's steps are done."""
+def supervise(controller: Controller, checkpoint: Path | None) -> None:
+    """Train on demonstrations until the held-out accuracy is reached or all steps are done."""
     config, progress, parts = controller.config, controller.progress, controller.parts
-    warmup = config.warmup
-    assert warmup is not None
+    sft = config.sft
+    assert sft is not None
     trainer = controller.adopt(parts.imitator(progress.version), checkpoint)
-    stream, token_weights = controller.stream(), build_warmup_token_weights(config)
-    controller.console.stage("warm-up", warmup.steps, progress.step)
+    stream, token_weights = controller.stream(), build_sft_token_weights(config)
+    controller.console.stage("SFT", sft.steps, progress.step)
     if progress.step == 0 and not config.steps:
         controller.publish()
         result = controller.evaluate()
         controller.keep_answers("before", result)
         progress.eval_before = controller.measured(result)
-    while progress.step < warmup.steps and not progress.gate_open:
+    while progress.step < sft.steps and not progress.sft_done:
         with controller.spans("sync"):
             controller.turns.train()
         with controller.spans("train"):
-            prompts = stream.next(warmup.sequences_per_step)
+            prompts = stream.next(sft.sequences_per_step)
             pairs = [(prompt.token_ids, parts.demonstrations[prompt.id]) for prompt in prompts]
             batch = pack_demonstrations(pairs, token_weights)
             trainer.forward_backward(batch)
@@ -128,7 +128,7 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
         progress.tokens_trained += int(batch.action_mask_T.sum())
         spent = controller.spans.take()
         controller.record(
-            "warmup",
+            "sft",
             {
                 "loss": report.metrics["loss"],
                 "learning_rate": report.learning_rate,
@@ -141,40 +141,40 @@ def warm_up(controller: Controller, checkpoint: Path | None) -> None:
         controller.warn(
             check_steps(progress, [report], [batch], limit=limit, folder=controller.folder.evidence)
         )
-        last = progress.step == warmup.steps
+        last = progress.step == sft.steps
         improved = False
         if last or progress.step % config.evaluation.every == 0:
             controller.publish()
             result = controller.evaluate()
-            check_gate(controller, warmup, result.accuracy, last=last)
-            last = last or progress.gate_open
+            check_accuracy(controller, sft, result.accuracy, last=last)
+            last = last or progress.sft_done
             if not config.steps:
                 # If reinforcement follows, the best checkpoint is one of reinforcement.
                 improved = controller.note_best(result)
                 if last:
                     controller.keep_answers("after", result)
-                    progress.eval_after, progress.warmup_steps = controller.measured(result), progress.step
+                    progress.eval_after, progress.sft_steps = controller.measured(result), progress.step
         if improved or last or progress.step % config.checkpoint.every == 0:
             controller.checkpoint()
         controller.report()
         controller.leave_if_asked()
 
 
-def check_gate(controller: Controller, warmup: WarmupConfig, accuracy: float, *, last: bool) -> None:
+def check_accuracy(controller: Controller, sft: SftConfig, accuracy: float, *, last: bool) -> None:
     """Open the gate once accuracy has reached its band, and warn where the band was missed."""
-    if warmup.gate is None:
+    if sft.stop_accuracy is None:
         return
-    low, high = warmup.gate
-    controller.progress.gate_open = accuracy >= low
+    low, high = sft.stop_accuracy
+    controller.progress.sft_done = accuracy >= low
     if accuracy > high:
         controller.warn(
-            f"the warm-up passed its gate: accuracy {accuracy:.3f} is above {high}; evaluate more often "
-            "(evaluation.every) or lower warmup.learning_rate"
+            f"SFT ended at accuracy {accuracy:.3f}, above {high} of sft.stop_accuracy; evaluate more often "
+            "(evaluation.every) or lower sft.learning_rate"
         )
     if last and accuracy < low:
         controller.warn(
-            f"the warm-up did not reach its gate: accuracy {accuracy:.3f} is below {low} after "
-            f"{warmup.steps} steps; raise warmup.steps"
+            f"SFT ended at accuracy {accuracy:.3f}, below {low} of sft.stop_accuracy, after {sft.steps} "
+            "steps; raise sft.steps"
         )
 
 
@@ -182,7 +182,7 @@ def begin_reinforcement(controller: Controller) -> None:
     """Set up batch 0: a new optimizer, the baseline evaluation, and the first checkpoint."""
     progress, parts = controller.progress, controller.parts
     progress.version = controller.trainer.version if controller.trainer else 0
-    progress.warmup_steps = progress.step
+    progress.sft_steps = progress.step
     progress.stage, progress.step, progress.attempts = "reinforcement", 0, 0
     progress.stream, progress.nonfinite_in_row = {}, 0
     controller.adopt(parts.reinforcer(progress.version, None, None), None)
@@ -273,7 +273,7 @@ def _account(controller: Controller, learner: TrainStep, result: BatchResult, to
     times = {f"time/{part}_s": seconds for part, seconds in (parts | spent).items()}
     speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}
     if learner.shape is not None:
-        dtype, device = config.mesh.compute or config.precision, learner.trainer.model.device
+        dtype, device = config.mesh.compute_dtype or config.precision, learner.trainer.model.device
         num_ranks = controller.ranks.size
         speed |= reached(result.operations, spent["train"], num_ranks=num_ranks, device=device, dtype=dtype)
     peaks = fullest(controller.ranks, controller.memory.take())
@@ -290,8 +290,8 @@ def _account(controller: Controller, learner: TrainStep, result: BatchResult, to
         result.record,
         result.batch,
         k3=config.limits.mismatch_k3,
-        effective_share=config.limits.effective_share,
-        bounded_share=config.limits.bounded_share,
+        ess=config.limits.ess,
+        correction_clip_fraction=config.limits.correction_clip_fraction,
         folder=folder,
     ):
         controller.warn(sentence)
@@ -302,7 +302,7 @@ def _account(controller: Controller, learner: TrainStep, result: BatchResult, to
             result.compared,
             warning=config.limits.mismatch_warning or most / 4,
             # Off-policy training does not depend on it: older tokens are corrected, or reported as stale.
-            limit=math.inf if config.flow.staleness else most,
+            limit=math.inf if config.rollout.max_staleness else most,
             folder=folder,
         )
     )

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from millrace.config.flow_section import FlowConfig
 from millrace.config.method_sections import SCANNED
+from millrace.config.rollout_section import synchronous
 from millrace.config.sections import KernelConfig
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
@@ -86,13 +86,16 @@ def check_numerics(config: RunConfig) -> list[Check]:
             "steps is 0, so there is no reinforcement whose numbers could be checked; set steps=1"
         )
     few = min(MOST_PROMPTS, config.rollout.prompts_per_step)
-    rollout = config.rollout.model_copy(update={"prompts_per_step": few, "refill_rounds": 0})
+    rollout = synchronous(config.rollout).model_copy(
+        update={"prompts_per_step": few, "dynamic_sampling_rounds": 0}
+    )
     policy = config.policy.model_copy(update={"optimizer_steps_per_batch": 1})
     # For such a short row, `auto` is the plain loop, which would be compared with itself.
     fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
     # The numbers of a batch do not depend on which engine sampled it, nor on other batches.
-    here = {"flow": FlowConfig(), "engine": config.engine.model_copy(update={"processes": None})}
-    config = config.model_copy(update={"rollout": rollout, "policy": policy, **here, **_with_scan(fast)})
+    engine = config.engine.model_copy(update={"num_engines": None})
+    here = {"rollout": rollout, "policy": policy, "engine": engine, **_with_scan(fast)}
+    config = config.model_copy(update=here)
     parts = build(config, None)
     with closing(parts):
         learner = _learner(parts)
@@ -100,7 +103,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
         runtime = InProcessBackend(parts.engine, parts.reward, lambda version: None)
         rollouts = rollouts_of(config, parts, stream, runtime, num_batches=1)
         rollouts.begin(parts.engine.version)
-        sampled = as_sampled(rollouts.next_batch(config.limits.phase_s))
+        sampled = as_sampled(rollouts.next_batch(config.timeouts.phase_s))
     _check_rewards(sampled, config)
     trajectories, group_N = usable(sampled.groups)
     allowed = ALLOWED[config.precision]

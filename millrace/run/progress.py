@@ -14,7 +14,7 @@ from millrace.version import __version__
 if TYPE_CHECKING:
     from millrace.run.components import Components
 
-Stage = Literal["warmup", "reinforcement"]
+Stage = Literal["sft", "reinforcement"]
 
 
 @dataclass(slots=True)
@@ -23,14 +23,14 @@ class Progress:
 
     Attributes:
         stage: current stage.
-        step: steps done in this stage (optimizer steps of the warm-up, batches of reinforcement).
+        step: steps done in this stage (optimizer steps of SFT, batches of reinforcement).
         order: number of checkpoints so far; finds the newest without clocks.
         version: policy version, the number of optimizer steps done in all.
         attempts: optimizer steps tried in this stage, skipped ones included.
         critic_attempts: optimizer steps the critic tried.
         kl_coefficient: of the KL penalty, where it is adaptive.
-        warmup_steps: optimizer steps of the warm-up.
-        gate_open: whether the warm-up's held-out accuracy has reached its gate.
+        sft_steps: optimizer steps of SFT.
+        sft_done: whether the held-out accuracy has reached sft.stop_accuracy.
         wall_s: seconds of work, over all processes of the run.
         save_s: duration of the longest checkpoint, until it was complete.
         tokens_sampled: tokens generated for training (without evaluations).
@@ -45,19 +45,19 @@ class Progress:
         eval_best_reward: mean reward of the same evaluation; breaks ties.
         best_checkpoint: name of the checkpoint with the best value.
         metrics_bytes: length of metrics.jsonl.
-        stream: position in the warm-up's prompts; that of reinforcement is saved with its rollouts.
+        stream: position in SFT's prompts; that of reinforcement is saved with its rollouts.
         warnings: printed so far.
     """
 
-    stage: Stage = "warmup"
+    stage: Stage = "sft"
     step: int = 0
     order: int = 0
     version: int = 0
     attempts: int = 0
     critic_attempts: int = 0
     kl_coefficient: float | None = None
-    warmup_steps: int = 0
-    gate_open: bool = False
+    sft_steps: int = 0
+    sft_done: bool = False
     wall_s: float = 0.0
     save_s: float = 0.0
     tokens_sampled: int = 0
@@ -92,7 +92,7 @@ class Progress:
     @property
     def checkpoint_name(self) -> str:
         """Name of a checkpoint saved now."""
-        return f"{'warmup' if self.stage == 'warmup' else 'step'}-{self.step:06d}"
+        return f"{'sft' if self.stage == 'sft' else 'step'}-{self.step:06d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,14 @@ class RunReport:
         name: of the run.
         recipe: name of the recipe.
         status: `finished`, or `interrupted` (can be resumed), or `failed` (the reason is the last warning).
-        out_of_time: whether it was interrupted because `limits.run_s` was nearly over.
+        out_of_time: whether it was interrupted because `timeouts.walltime_s` was nearly over.
         measure: metric of the next four, as `evaluation.measure` names it.
         eval_before: before reinforcement (before training, without reinforcement).
         eval_after: with the last weights; null if the run did not finish.
         eval_best: best value of the run.
         best_checkpoint: name of its checkpoint.
         steps: batches of reinforcement done.
-        warmup_steps: optimizer steps of the warm-up done.
+        sft_steps: optimizer steps of SFT done.
         wall_s: seconds from start to end, over all processes of the run.
         tokens_sampled: tokens generated for training.
         tokens_trained: number of chosen tokens with a gradient.
@@ -120,7 +120,7 @@ class RunReport:
         num_train_prompts: number of training prompts.
         eval_size: number of held-out prompts.
         filtered_prompts: prompts dropped because they are too long.
-        filtered_demonstrations: demonstrations dropped from the warm-up because they are too long.
+        filtered_demonstrations: demonstrations dropped from SFT because they are too long.
         scored_demonstrations: held-out reference answers scored before training to test the rewards.
         right_demonstrations: number of them that earned full marks.
         device: name of the device.
@@ -139,7 +139,7 @@ class RunReport:
     eval_best: float | None
     best_checkpoint: str | None
     steps: int
-    warmup_steps: int
+    sft_steps: int
     wall_s: float
     tokens_sampled: int
     tokens_trained: int
@@ -179,7 +179,7 @@ def run_report(
         demonstrations: number of reference answers that tested the rewards, and of those with full marks.
         out_of_time: whether it was interrupted because its time was nearly over.
     """
-    warming = progress.stage == "warmup"
+    warming = progress.stage == "sft"
     return RunReport(
         run=str(run),
         name=run.name,
@@ -192,7 +192,7 @@ def run_report(
         eval_best=progress.eval_best,
         best_checkpoint=progress.best_checkpoint,
         steps=0 if warming else progress.step,
-        warmup_steps=progress.step if warming else progress.warmup_steps,
+        sft_steps=progress.step if warming else progress.sft_steps,
         wall_s=round(progress.wall_s, 2),
         tokens_sampled=progress.tokens_sampled,
         tokens_trained=progress.tokens_trained,

@@ -36,6 +36,6 @@ def rounding(config: RunConfig, temperature: float = 1.0) -> float:
         config: of the run.
         temperature: of sampling; below 1 it enlarges rounding errors of the logits.
     """
-    names = ("float32", config.precision, config.mesh.compute or "float32")
+    names = ("float32", config.precision, config.mesh.compute_dtype or "float32")
     digit = max(torch.finfo(getattr(torch, name)).eps for name in names)
     return float(ROUNDINGS * digit**0.5 / min(1.0, temperature))

@@ -103,7 +103,7 @@ class Controller:
         console: Console,
         interrupts: Interrupts,
         metrics: JsonlSink,
-        trackers: list[Sink],
+        loggers: list[Sink],
         progress: Progress,
         started_s: float,
     ) -> None:
@@ -119,7 +119,7 @@ class Controller:
             console: shows progress in the terminal.
             interrupts: whether the user asked to stop.
             metrics: the run's metrics file; always present.
-            trackers: further metric sinks.
+            loggers: further metric sinks.
             progress: stage, step and counters so far.
             started_s: `time.monotonic()` when this process started to work.
         """
@@ -131,11 +131,11 @@ class Controller:
         self.progress, self._began = progress, (progress.stage, progress.step)
         self.memory = PeakMemory(cuda=(cuda := parts.device.startswith("cuda")))
         self.spans = Spans(memory=self.memory)
-        sleeper = parts.sleeper if config.engine.take_turns else None
+        sleeper = parts.sleeper if config.engine.colocated else None
         self.turns = Colocation(sleeper, cuda=cuda, folder=folder.checkpoints.parent)
         self.watchdog = Watchdog(
             folder.status,
-            limit_s=config.limits.phase_s,
+            limit_s=config.timeouts.phase_s,
             phase=lambda: self.spans.open,
             facts=self._stands,
             stalled=self._stalled,
@@ -143,9 +143,9 @@ class Controller:
         self.trainer: PolicyTrainer | None = None
         self.learner: TrainStep | None = None
         self._saver, self._recipe, self._interrupts = saver, recipe, interrupts
-        self._metrics, self._trackers = metrics, trackers
+        self._metrics, self._loggers = metrics, loggers
         self._started_s = started_s - progress.wall_s
-        self._deadline = Deadline(config.limits.run_s, started_s)
+        self._deadline = Deadline(config.timeouts.walltime_s, started_s)
         self.repeats: Repetition | None = None  # on rank 0 of a replay only
         self.scored_demonstrations = (0, 0)  # how many, and how many of them have full marks
         self.live = LiveReport(self._report_now)
@@ -161,19 +161,19 @@ class Controller:
     def at_start(self) -> bool:
         """Whether leaving now loses nothing: this process, or reinforcement, has not done a step yet."""
         progress, (stage, step) = self.progress, self._began
-        later = self.config.warmup is not None and progress.stage != stage
+        later = self.config.sft is not None and progress.stage != stage
         first = progress.checkpoint_name == self._saved == "step-000000"
         return first or not (later or progress.step != step)
 
     def stream(self) -> PromptStream:
         """Return the prompt stream of the current stage, restored to the position in the progress."""
-        warming = self.progress.stage == "warmup"
-        # The warm-up has an order of its own, so that its length does not change what reinforcement sees.
+        warming = self.progress.stage == "sft"
+        # SFT has an order of its own, so that its length does not change what reinforcement sees.
         seed = 2 * self.config.seed + (1 if warming else 0)
         prompts = self.parts.train_prompts
         if warming:
             prompts = [prompt for prompt in prompts if prompt.id in self.parts.demonstrations]
-        # Created before the warm-up too, which does not use it: a missing function must fail at once.
+        # Created before SFT too, which does not use it: a missing function must fail at once.
         chosen, shuffle = self.config.data.curriculum, self.config.data.shuffle
         curriculum = None if chosen is None else Curriculum.of(chosen)
         stream = PromptStream(prompts, seed=seed, shuffle=shuffle, curriculum=None if warming else curriculum)
@@ -245,7 +245,7 @@ class Controller:
             parts.engine, parts.reward, lambda version: self.publish(), self.spans
         )
         # Before any file is opened, since it may fail.
-        stream, limit_s = self.stream(), self.config.limits.phase_s
+        stream, limit_s = self.stream(), self.config.timeouts.phase_s
         path = self.folder.events
         if self.repeats is None:
             log = EventLog(path, lambda: self.wall_s)
@@ -274,7 +274,7 @@ class Controller:
     def record(self, stage: str, numbers: dict[str, Any]) -> None:
         """Write one record to every sink and show it."""
         record = {"stage": stage, "step": self.progress.step, **numbers, "time/wall_s": self.wall_s}
-        for sink in (self._metrics, *self._trackers):
+        for sink in (self._metrics, *self._loggers):
             sink.write(record)
         self.console.update(record)
 
@@ -296,7 +296,7 @@ class Controller:
             )
         # Before it is recorded: answers without a score must not look like answers that earn 0.
         check_evaluation(result, limit=self.config.limits.failed_rewards)
-        during = "warmup" if self.progress.stage == "warmup" else "reinforcement"
+        during = "sft" if self.progress.stage == "sft" else "reinforcement"
         times = {f"time/{name}_s": seconds for name, seconds in self.spans.take().items()}
         measure = self.config.evaluation.measure
         self.progress.eval_last = self.measured(result)
@@ -415,7 +415,7 @@ class Controller:
             raise KeyboardInterrupt
         self._late = not self._interrupts.asked and self._out_of_time()
         if self._late:
-            self.console.say("limits.run_s is nearly over; saving, then leaving", "bold")
+            self.console.say("timeouts.walltime_s is nearly over; saving, then leaving", "bold")
         # Ctrl-C reaches the ranks at different times; they must leave after the same step.
         if self.ranks.agree(self._interrupts.asked or over or self._late):
             if self._saved != self.progress.checkpoint_name:
@@ -461,9 +461,9 @@ class Controller:
         )
 
     def _stands(self) -> dict[str, Any]:
-        warmup = self.config.warmup
+        sft = self.config.sft
         stage = self.progress.stage
-        steps = warmup.steps if warmup is not None and stage == "warmup" else self.config.steps
+        steps = sft.steps if sft is not None and stage == "sft" else self.config.steps
         best = {"value": self.progress.eval_best, "checkpoint": self.progress.best_checkpoint}
         measured = {"measure": self.config.evaluation.measure, "value": self.progress.eval_last, "best": best}
         return {"stage": stage, "step": self.progress.step, "steps": steps, "measured": measured}

@@ -83,10 +83,10 @@ def engines_of(run: str | Path) -> Engines:
         raise RunFolderError(f"run {run} is {status.state}, so it has no engines; {go_on}")
     config = folder.config()
     if not num_processes(config):
-        turns = " without engine.take_turns" if config.engine.take_turns else ""
+        turns = " without engine.colocated" if config.engine.colocated else ""
         raise RunFolderError(
             f"run {run} draws in the trainer's process, where engines are neither added nor retired; start "
-            f"one with engine.processes=1{turns}"
+            f"one with engine.num_engines=1{turns}"
         )
     if status.engines is None:
         raise RunFolderError(

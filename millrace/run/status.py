@@ -51,7 +51,7 @@ class Status:
         state: `starting`, `running`, `finished`, `interrupted` or `failed` as in its summary, or `killed`: no
             process works on it and it left no summary.
         pid: of the last process of the run; None where unknown.
-        stage: warmup or reinforcement; empty where unknown.
+        stage: sft or reinforcement; empty where unknown.
         step: steps done in the stage.
         steps: of the stage.
         measured: the last and the best evaluation.

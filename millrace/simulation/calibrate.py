@@ -85,10 +85,10 @@ def read_measured(run: str | Path) -> MeasuredRun:
             f"run {run} has finished {len(records)} of the {NUM_FIRST + 1} batches of reinforcement that "
             "durations need at least; the first does not count"
         )
-    if not (config.flow.staleness or config.engine.processes):
+    if not (config.rollout.max_staleness or config.engine.num_engines):
         raise PlanError(
             f"run {run} drew its answers in the trainer's process, so nothing tells what a step of an engine "
-            "costs; run the recipe with engine.processes=1"
+            "costs; run the recipe with engine.num_engines=1"
         )
     events = _lines(read_events, folder / "events.log")
     try:
@@ -118,7 +118,7 @@ def _measured(
         )
     step_s, row_s, prompt_s, load_s = _fitted(spans)
     step = _means(counted)
-    ahead = config.flow.staleness > 0
+    ahead = config.rollout.max_staleness > 0
     if not ahead:
         # Between batches no request is in flight, and the trainer waits for the whole weight update.
         load_s = step["sync_s"]
@@ -135,7 +135,7 @@ def _measured(
             num_tokens=measured(_lengths(events)),
             judge_s=measured(_judging(events)),
             load_s=constant(load_s),
-            slots=config.engine.max_requests,
+            slots=config.engine.max_num_seqs,
             message_s=constant(0.0),
         ),
         train_token_s=measured(seconds),

@@ -49,10 +49,14 @@ def check_simulated(config: RunConfig) -> None:
     Raises:
         PlanError: a setting is unsupported; the message has its name.
     """
-    flow, rollout = config.flow, config.rollout
+    rollout = config.rollout
     for name, given, plain in (
-        ("flow.interrupt", "false", flow.interrupt),
-        ("rollout.refill_rounds", str(rollout.refill_rounds), rollout.refill_rounds == 0),
+        ("rollout.partial_rollout", "false", rollout.partial_rollout),
+        (
+            "rollout.dynamic_sampling_rounds",
+            str(rollout.dynamic_sampling_rounds),
+            rollout.dynamic_sampling_rounds == 0,
+        ),
     ):
         if not plain:
             raise PlanError(f"{name} {given} cannot be simulated; change it for the simulation")
@@ -60,11 +64,11 @@ def check_simulated(config: RunConfig) -> None:
 
 def rules(config: RunConfig, staleness: int) -> StalenessPolicy:
     """Return the recipe's staleness policy with another bound, without options that have no effect there."""
-    flow, size = config.flow, config.rollout.prompts_per_step
+    rollout, size = config.rollout, config.rollout.prompts_per_step
     if not staleness:
-        order = flow.order if flow.spare_groups else "submission"
-        return StalenessPolicy(size, 0, order, spare_groups=flow.spare_groups)
-    return StalenessPolicy(size, staleness, flow.order, flow.stale)
+        order = rollout.batch_order if rollout.oversample_groups else "submission"
+        return StalenessPolicy(size, 0, order, spare_groups=rollout.oversample_groups)
+    return StalenessPolicy(size, staleness, rollout.batch_order, rollout.stale_policy)
 
 
 def num_samples(config: RunConfig) -> int:
@@ -129,7 +133,7 @@ def planned_machines(
     drawn = given_lengths(config, lengths)
     mean = mean_tokens(config, drawn)
     # Sampling and training use different accelerators, or the same ones in turns.
-    whole = replace(work, take_turns=True)
+    whole = replace(work, colocated=True)
     usual = replace(whole, completion_tokens=max(1, round(mean)))
     planned = _Planned(config, shape, gpu, whole, usual, drawn, refuse, mfu)
     source = f"{num_gpus} x {gpu.name}{taken}, as millrace plan counts at {mfu:.0%} of the peak"
@@ -175,7 +179,7 @@ class _Planned:
                 num_tokens=self.lengths,
                 judge_s=constant(0.0),
                 load_s=constant(0.0),
-                recompute=self.config.flow.kv == "recompute",
+                recompute=self.config.rollout.kv_on_update == "recompute",
                 slots=slots,
             ),
             train_s=lambda num_tokens, share: num_tokens * token_s,
@@ -225,7 +229,7 @@ def measured_work(
 
 def foreseen(run: MeasuredRun, durations: MeasuredRun) -> list[Simulated]:
     """Simulate a run `NUM_SEEDS` times, with its own durations or those of another run."""
-    staleness = run.config.flow.staleness
+    staleness = run.config.rollout.max_staleness
     work = measured_work(run.config, durations, staleness, run.num_engines, run.num_ranks)
     return [
         simulate(work, num_batches=run.num_batches, num_first=NUM_FIRST, ends=True, seed=seed)

@@ -142,15 +142,15 @@ def build_control(config: RunConfig) -> KlControl | None:
 
 def build_token_weights(config: RunConfig) -> TokenWeights:
     """How tokens share the loss of an optimizer step of reinforcement, in float64 where the weights are."""
-    if config.policy.token_weights == "fixed_length":
+    if config.policy.loss_aggregation == "fixed_length":
         return partial(weights.fixed_length, length=config.rollout.max_tokens, dtype=_weight_dtype(config))
-    return partial(SHARES[config.policy.token_weights], dtype=_weight_dtype(config))
+    return partial(SHARES[config.policy.loss_aggregation], dtype=_weight_dtype(config))
 
 
-def build_warmup_token_weights(config: RunConfig) -> TokenWeights:
-    """How tokens share the loss of an optimizer step of the warm-up, which the recipe has."""
-    assert config.warmup is not None
-    return partial(SHARES[config.warmup.token_weights], dtype=_weight_dtype(config))
+def build_sft_token_weights(config: RunConfig) -> TokenWeights:
+    """How tokens share the loss of an optimizer step of SFT, which the recipe has."""
+    assert config.sft is not None
+    return partial(SHARES[config.sft.loss_aggregation], dtype=_weight_dtype(config))
 
 
 def _weight_dtype(config: RunConfig) -> torch.dtype:
@@ -239,18 +239,18 @@ def build_loss(loss: words.LossConfig) -> PolicyLoss:
     """The policy loss of a token, by the recipe's kind of loss."""
     match loss:
         case words.PpoClipLoss() | words.ClipCovLoss():
-            dual = loss.dual if isinstance(loss, words.PpoClipLoss) else None
-            return partial(_ppo_clip, low=loss.low, high=loss.high, dual=dual)
+            dual = loss.dual_clip if isinstance(loss, words.PpoClipLoss) else None
+            return partial(_ppo_clip, low=loss.clip_low, high=loss.clip_high, dual=dual)
         case words.ReinforceLoss():
             return lambda t: (losses.reinforce(t.policy_N, t.advantage_N), None)
         case words.ToprLoss():
             return _by_sequence(sequence_losses.topr)
         case words.GspoLoss():
-            return partial(_gspo, token=loss.gradient == "token", low=loss.low, high=loss.high)
+            return partial(_gspo, token=loss.gradient == "token", low=loss.clip_low, high=loss.clip_high)
         case words.GmpoLoss():
-            return _by_sequence(partial(sequence_losses.gmpo, low=loss.low, high=loss.high))
+            return _by_sequence(partial(sequence_losses.gmpo, low=loss.clip_low, high=loss.clip_high))
         case words.CispoLoss():
-            return _by_token(partial(losses.cispo, low=loss.low, high=loss.high))
+            return _by_token(partial(losses.cispo, low=loss.clip_low, high=loss.clip_high))
         case words.SapoLoss():
             return _by_token(partial(losses.sapo, positive=loss.positive, negative=loss.negative))
         case words.DppoLoss():
@@ -290,8 +290,8 @@ def _dppo(terms: Terms, *, kind: words.DppoLoss) -> tuple[Tensor, Tensor]:
         (losses.dppo_tv, losses.dppo_tv_clipped) if tv else (losses.dppo_kl, losses.dppo_kl_clipped)
     )
     policy_N, start_N, advantage_N = terms.policy_N, terms.start_N, terms.advantage_N
-    loss_N = loss(policy_N, start_N, advantage_N, low=kind.low, high=kind.high, cap=kind.cap)
-    return loss_N, clipped(policy_N.detach(), start_N, advantage_N, low=kind.low, high=kind.high)
+    loss_N = loss(policy_N, start_N, advantage_N, low=kind.clip_low, high=kind.clip_high, cap=kind.cap)
+    return loss_N, clipped(policy_N.detach(), start_N, advantage_N, low=kind.clip_low, high=kind.clip_high)
 
 
 def _kl_cov(terms: Terms, *, coefficient: float) -> tuple[Tensor, None]:
@@ -303,9 +303,9 @@ def _kl_cov(terms: Terms, *, coefficient: float) -> tuple[Tensor, None]:
 
 def _selection(loss: words.LossConfig) -> Selection | None:
     if isinstance(loss, words.KlCovLoss):
-        share = loss.share
+        fraction = loss.fraction
         return lambda logprob_N, start_N, advantage_N, seed: losses.kl_cov_selection(
-            losses.covariance(logprob_N, advantage_N), share=share
+            losses.covariance(logprob_N, advantage_N), share=fraction
         )
     if not isinstance(loss, words.ClipCovLoss):
         return None
@@ -314,8 +314,8 @@ def _selection(loss: words.LossConfig) -> Selection | None:
     def select(logprob_N: Tensor, start_N: Tensor, advantage_N: Tensor, seed: int) -> Tensor:
         return losses.clip_cov_selection(
             losses.covariance(logprob_N, advantage_N),
-            losses.clipped(logprob_N, start_N, advantage_N, low=band.low, high=band.high),
-            share=band.share,
+            losses.clipped(logprob_N, start_N, advantage_N, low=band.clip_low, high=band.clip_high),
+            share=band.fraction,
             low=band.covariance_low,
             high=band.covariance_high,
             generator=torch.Generator().manual_seed(seed),

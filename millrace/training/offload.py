@@ -210,4 +210,4 @@ def _drop_pages(address: int, num_bytes: int) -> None:
     length = ctypes.c_size_t(end - start)
     if libc.madvise(ctypes.c_void_p(start), length, mmap.MADV_DONTNEED):
         why = os.strerror(ctypes.get_errno())
-        raise OffloadError(f"{end - start} bytes of memory cannot be given back: {why}; remove take_turns")
+        raise OffloadError(f"{end - start} bytes of memory cannot be given back: {why}; remove colocated")

@@ -71,7 +71,7 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     *,
     learning_rate: float,
-    max_gradient_norm: float,
+    max_grad_norm: float,
     metrics: Mapping[str, float],
     norms: Norms,
 ) -> StepReport:
@@ -83,7 +83,7 @@ def optimizer_step(
     Args:
         optimizer: from `adamw`; a missing gradient counts as 0.
         learning_rate: of this step.
-        max_gradient_norm: that the gradient is scaled down to.
+        max_grad_norm: that the gradient is scaled down to.
         metrics: to add to the report. A `loss` that is not finite skips the step too.
         norms: of the gradients of each group of weights, over all ranks; see `models.fsdp.gradient_norms`.
 
@@ -103,8 +103,8 @@ def optimizer_step(
     found = dict(metrics) | _named("gradient_norm", groups, norm_G)
     finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
     if finite:
-        if norm > max_gradient_norm:
-            torch._foreach_mul_([local(p.grad) for p in itertools.chain(*rows)], max_gradient_norm / norm)
+        if norm > max_grad_norm:
+            torch._foreach_mul_([local(p.grad) for p in itertools.chain(*rows)], max_grad_norm / norm)
         for group in groups:
             group["lr"] = learning_rate
         optimizer.step()

@@ -111,12 +111,12 @@ def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Paralle
         return ParallelModel(model)
     mesh.check(model.config)
     even_tokens = _even_tokens(model)
-    compute = getattr(torch, options.compute) if options.compute else None
+    compute = getattr(torch, options.compute_dtype) if options.compute_dtype else None
     sharding = Sharding(
         precision=compute,
         reshard_after_forward=options.reshard_after_forward,
         offload=options.offload,
-        checkpointing=options.checkpointing,
+        checkpointing=options.activation_checkpointing,
     )
 
     def dealt(part: Model) -> Root:

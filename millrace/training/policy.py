@@ -38,7 +38,7 @@ class PolicyTrainer:
         learning_rate: Callable[[int], float],
         temperature: float,
         max_tokens: int,
-        max_gradient_norm: float,
+        max_grad_norm: float,
         version: int = 0,
         spread: ParallelModel | None = None,
         reference: ModelScorer | None = None,
@@ -53,7 +53,7 @@ class PolicyTrainer:
             learning_rate: of the n-th call of `optim_step`, counted from 0.
             temperature: the sampler's; logits are divided by it.
             max_tokens: tokens of one micro-batch.
-            max_gradient_norm: gradients are scaled down to this norm.
+            max_grad_norm: gradients are scaled down to this norm.
             version: optimizer steps already done.
             spread: the parallel model; None for this rank alone.
             reference: for the divergence over the whole vocabulary, where the loss has it.
@@ -72,7 +72,7 @@ class PolicyTrainer:
         self._learning_rate = learning_rate
         self._temperature = temperature
         self._max_tokens = max_tokens
-        self._max_gradient_norm = max_gradient_norm
+        self._max_gradient_norm = max_grad_norm
         self._reference, self._routing = reference, routing
         self._load_LE: Tensor | None = None
         self._totals: dict[str, float] = {}
@@ -133,7 +133,7 @@ class PolicyTrainer:
         report = optimizer_step(
             self.optimizer,
             learning_rate=self._learning_rate(self.num_attempts),
-            max_gradient_norm=self._max_gradient_norm,
+            max_grad_norm=self._max_gradient_norm,
             metrics=self._take(),
             norms=self._spread.gradient_norms,
         )

@@ -35,7 +35,7 @@ Rows = tuple[Sequence[int], Sequence[int]]
 
 # Tokens of one forward and backward; a pair that is longer goes alone.
 MAX_TOKENS = 16_384
-MAX_GRADIENT_NORM = 1.0
+MAX_GRAD_NORM = 1.0
 NUM_REPORTS = 10
 
 
@@ -101,7 +101,7 @@ def preference_step(
     return optimizer_step(
         optimizer,
         learning_rate=learning_rate,
-        max_gradient_norm=MAX_GRADIENT_NORM,
+        max_grad_norm=MAX_GRAD_NORM,
         metrics=metrics,
         norms=ParallelModel(model).gradient_norms,
     )
@@ -155,7 +155,7 @@ def train_reward_model(
     steps = steps or -(-len(train) // pairs_per_step)
     say(f"{len(train)} pairs to train on, {len(held_out)} held out; {steps} steps")
     before = pair_accuracy(made, held_rows, max_tokens=MAX_TOKENS)
-    rate = partial(scheduled, peak=learning_rate, shape="linear", ramp_steps=0, total_steps=steps)
+    rate = partial(scheduled, peak=learning_rate, shape="linear", warmup_steps=0, total_steps=steps)
     dealt = _dealt(train_rows, seed)
     _fit(made, (list(islice(dealt, pairs_per_step)) for _ in range(steps)), rate=rate, steps=steps, say=say)
     after = pair_accuracy(made, held_rows, max_tokens=MAX_TOKENS)

@@ -14,17 +14,17 @@ def learning_rate(
     *,
     peak: float,
     shape: Literal["constant", "linear", "cosine"],
-    ramp_steps: int,
+    warmup_steps: int,
     total_steps: int,
 ) -> float:
     """Learning rate of optimizer step `step` (counted from 0).
 
-    It rises linearly to `peak` over `ramp_steps`, then stays, or falls to a tenth of it at `total_steps`.
+    It rises linearly to `peak` over `warmup_steps`, then stays, or falls to a tenth of it at `total_steps`.
     """
-    if step < ramp_steps:
-        return peak * (step + 1) / ramp_steps
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
     if shape == "constant":
         return peak
-    done = min(1.0, (step - ramp_steps) / max(1, total_steps - ramp_steps))
+    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     left = 1 - done if shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return peak * (FLOOR + (1 - FLOOR) * left)

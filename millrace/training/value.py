@@ -31,7 +31,7 @@ class ValueTrainer:
         clip: float | None,
         coefficient: float,
         max_tokens: int,
-        max_gradient_norm: float,
+        max_grad_norm: float,
         spread: ParallelModel | None = None,
     ) -> None:
         """A critic.
@@ -43,7 +43,7 @@ class ValueTrainer:
             clip: how far a value may move from the batch's `value_T` before its loss holds it; None is off.
             coefficient: factor of the squared error.
             max_tokens: tokens of one micro-batch.
-            max_gradient_norm: gradients are scaled down to this norm.
+            max_grad_norm: gradients are scaled down to this norm.
             spread: the parallel model; None for this rank alone.
         """
         self.model = model
@@ -54,7 +54,7 @@ class ValueTrainer:
         self._clip = clip
         self._coefficient = coefficient
         self._max_tokens = max_tokens
-        self._max_gradient_norm = max_gradient_norm
+        self._max_gradient_norm = max_grad_norm
         self._seen: list[Tensor] = []
 
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ class ValueTrainer:
         report = optimizer_step(
             self.optimizer,
             learning_rate=self._learning_rate(self.num_attempts),
-            max_gradient_norm=self._max_gradient_norm,
+            max_grad_norm=self._max_gradient_norm,
             metrics=metrics,
             norms=self._spread.gradient_norms,
         )

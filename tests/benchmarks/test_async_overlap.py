@@ -38,7 +38,7 @@ def test_the_share_of_the_overlap_is_of_what_could_be_saved():
 
 def test_every_side_is_a_recipe(tmp_path):
     read = {side: load_recipe(async_overlap.write_recipe(tmp_path, side, 20)) for side in async_overlap.SIDES}
-    assert [config.flow.staleness for config in read.values()] == [0, 0, 1, 4, 4, 4]
+    assert [config.rollout.max_staleness for config in read.values()] == [0, 0, 1, 4, 4, 4]
     assert [config.threads for config in read.values()] == [0, 1, 1, 1, 1, 1]  # 0 takes all cores
-    assert read["sync"].engine.processes == 1
-    assert not read["async 4, uninterrupted"].flow.interrupt
+    assert read["sync"].engine.num_engines == 1
+    assert not read["async 4, uninterrupted"].rollout.partial_rollout

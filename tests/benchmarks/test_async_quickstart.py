@@ -39,4 +39,4 @@ def test_table_and_picture_are_of_all_seeds():
     assert [(row["kind"], row["staleness"], row["before"]) for row in told] == [("plain", 4, [0.5, 0.5])]
     assert "| plain | 4 | 0.500 | 0.850 (0.800, 0.900) |" in async_quickstart.table(told)
     found[Run("decoupled", 4, 0, Path("work"))] = place
-    assert "flow.staleness" in async_quickstart.picture(async_quickstart.rows(found))
+    assert "rollout.max_staleness" in async_quickstart.picture(async_quickstart.rows(found))

@@ -100,10 +100,10 @@ def damage(path: Path, seed: int) -> str:
 
 
 def make_run(folder: Path) -> Path:
-    """A run of two batches with a warm-up; `killed` is the same one before its summary was written."""
+    """A run of two batches with SFT; `killed` is the same one before its summary was written."""
     from millrace import train
 
-    config = tiny_recipe(folder, {"steps": 4, "warmup.steps": 2})
+    config = tiny_recipe(folder, {"steps": 4, "sft.steps": 2})
     run = Path(train(config, recipe="tiny", quiet=True).run)
     shutil.copytree(run, folder / "runs" / "killed")
     (folder / "runs" / "killed" / "summary.json").unlink()

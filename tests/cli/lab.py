@@ -19,7 +19,7 @@ RECIPE = """# Sums of one digit, for tests: nothing is learned in two batches.
 steps: 2
 device: cpu
 threads: 1
-trackers: []
+loggers: []
 data: {train: sums.jsonl, eval_size: 8}
 tokenizer: {vocab_size: 270}
 model:

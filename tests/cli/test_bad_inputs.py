@@ -336,7 +336,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     **STOPPED,
     "Ctrl-C once": partial(interrupted, twice=False),
     "Ctrl-C twice": partial(interrupted, twice=True),
-    "the time of a run, `limits.run_s`, is nearly over": overridden("limits.run_s=0.001"),
+    "the time of a run, `timeouts.walltime_s`, is nearly over": overridden("timeouts.walltime_s=0.001"),
     "the name of the run is taken": taken_name,
     "it is not a run folder": after_a_run("resume", "runs"),
     "the run is finished": after_a_run("resume", "runs/tiny-1"),
@@ -372,7 +372,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the accelerators are not understood": simulated("--gpus", "8xH20"),
     "the accelerators are missing": simulated(),
     "the split leaves nobody to train": simulated("--gpus", "8xH100", "--split", "8"),
-    "what a simulation does not do": simulated("--gpus", "8xH100", "rollout.refill_rounds=1"),
+    "what a simulation does not do": simulated("--gpus", "8xH100", "rollout.dynamic_sampling_rounds=1"),
     "the run has too few finished batches": simulated_from_a_short_run,
     "the run does not tell how long an engine took": after_a_run("simulate", "--from", "runs/tiny-1"),
     "the file of pairs is not there": lambda lab: lab(
@@ -424,8 +424,8 @@ def test_two_mistakes_are_two_sentences(lab):
     assert result.code == 2
 
 
-def test_a_warm_up_without_finite_gradients_stops_too(lab):
-    result = lab.train("warmup={steps: 8, learning_rate: 1e30}")
+def test_sft_without_finite_gradients_stops_too(lab):
+    result = lab.train("sft={steps: 8, learning_rate: 1e30}")
     seen, code = PAGE["a gradient is not finite, time and again"]
     assert result.err == f"{seen}\n"
     assert result.code == code

@@ -27,7 +27,7 @@ def aside(lab: Lab) -> None:
     lab.train("steps=1")
     recipe = Path(RUN, "recipe.yaml")
     told = yaml.safe_load(recipe.read_text())
-    told["engine"]["processes"] = 1
+    told["engine"]["num_engines"] = 1
     recipe.write_text(yaml.safe_dump(told))
 
 
@@ -77,7 +77,7 @@ def no_room(lab: Lab) -> Result:
     lab.patch.setattr(handle, "start", start)
     lab.patch.setattr(ScaleRequestFile, "look", lambda self: asked.pop() if asked else [])
     with forked_engines():
-        return lab.train("steps=2", "engine.processes=1")
+        return lab.train("steps=2", "engine.num_engines=1")
 
 
 ENGINES: dict[str, Callable[[Lab], Result]] = {
@@ -85,7 +85,7 @@ ENGINES: dict[str, Callable[[Lab], Result]] = {
     "the run is over": lambda lab: (aside(lab), lab("engines", RUN, "3"))[1],
     "the run was killed": killed,
     "the trainer's process draws": lambda lab: (lab.train("steps=1"), going_on(lab))[1],
-    "trainer and engine take turns": lambda lab: (lab.train("engine.take_turns=true"), going_on(lab))[1],
+    "trainer and engine take turns": lambda lab: (lab.train("engine.colocated=true"), going_on(lab))[1],
     "the run warms up, or has just begun": lambda lab: (aside(lab), going_on(lab))[1],
     "the run does not hear it": unheard,
     "the run ends before it hears it": ends_meanwhile,

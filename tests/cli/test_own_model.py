@@ -24,7 +24,7 @@ REWARD = """def graded(prompt, completion, answer, row):
     return sum(letter in "0123456789" for letter in completion) / max(1, len(completion))
 """
 SMALL = ["steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_tokens=8"]
-SMALL += ["device=cpu", "threads=1", "trackers=[]"]
+SMALL += ["device=cpu", "threads=1", "loggers=[]"]
 
 
 def six_lines(model: str, data: str) -> list[str]:
@@ -59,7 +59,7 @@ def own(lab):
 def test_six_lines_train_report_and_serve_what_they_trained(own):
     result = own("train", "mine.yaml", *SMALL)
     assert (result.code, result.err) == (0, "")
-    assert "prompts: 36 to train on, 4 held out" in result.out and "warm-up" not in result.out
+    assert "prompts: 36 to train on, 4 held out" in result.out and "SFT" not in result.out
     run = own.folder / "runs" / "mine-1"
     records = read_metrics(run / "metrics.jsonl")
     assert {record["stage"] for record in records} == {"reinforcement", "evaluation"}
@@ -91,16 +91,16 @@ def test_supervised_training_of_the_same_model_needs_data_alone(own):
     rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(8) for b in range(5)]
     own.write("shown.jsonl", [json.dumps(row) for row in rows])
     own.write("mine.yaml", ["base: supervised", "model: {path: chat-model}", "data: {train: shown.jsonl}"])
-    result = own("train", "mine.yaml", "warmup.steps=2", "rollout.max_tokens=8", *SMALL[4:])
+    result = own("train", "mine.yaml", "sft.steps=2", "rollout.max_tokens=8", *SMALL[4:])
     assert (result.code, result.err) == (0, "")
-    assert "after step 2 of the warm-up" in result.out
+    assert "after step 2 of SFT" in result.out
 
 
 @pytest.mark.world
-def test_steps_0_trains_the_warm_up_of_a_recipe_alone(own):
-    words = ["steps=0", "warmup.steps=2", "advantage={kind: gae}", "critic={}"]
-    result = own.train(*words, "policy.token_weights=fixed_length", "policy.kl.coefficient=0.1")
+def test_steps_0_trains_sft_of_a_recipe_alone(own):
+    words = ["steps=0", "sft.steps=2", "advantage={kind: gae}", "critic={}"]
+    result = own.train(*words, "policy.loss_aggregation=fixed_length", "policy.kl.coefficient=0.1")
     assert (result.code, result.err) == (0, "")
-    assert "after step 2 of the warm-up" in result.out
+    assert "after step 2 of SFT" in result.out
     records = read_metrics(own.folder / "runs" / "tiny-1" / "metrics.jsonl")
-    assert {record["stage"] for record in records} == {"warmup", "evaluation"}
+    assert {record["stage"] for record in records} == {"sft", "evaluation"}

@@ -22,7 +22,7 @@ precision: bfloat16
 data: {train: none.jsonl, max_prompt_tokens: 512}
 model: {path: llama}
 rollout: {prompts_per_step: 16, samples_per_prompt: 4, max_tokens: 1536}
-engine: {max_requests: 16}
+engine: {max_num_seqs: 16}
 rewards: [{kind: exact}]
 """
 WORK = Workload(
@@ -54,7 +54,9 @@ def shown(out: str) -> dict[str, float]:
 
 
 def test_a_plan_shows_the_memory_of_the_fullest_rank(big):
-    result = big("plan", "big.yaml", "--gpus", "2xH200", "--layout", "dp_shard=2", "mesh.checkpointing=full")
+    result = big(
+        "plan", "big.yaml", "--gpus", "2xH200", "--layout", "dp_shard=2", "mesh.activation_checkpointing=full"
+    )
     work = replace(WORK, checkpointing="full")
     memory = memory_per_rank(ModelShape.of(LLAMA_8B), Layout(dp_shard=2), work, GPUS["H200"].memory_bytes)
     rows = shown(result.out)
@@ -70,7 +72,15 @@ def test_a_plan_shows_the_memory_of_the_fullest_rank(big):
 
 
 def test_a_step_is_timed_at_the_share_that_is_given(big):
-    words = ("plan", "big.yaml", "--gpus", "2xH200", "mesh.dp_shard=2", "mesh.checkpointing=full", "--mfu")
+    words = (
+        "plan",
+        "big.yaml",
+        "--gpus",
+        "2xH200",
+        "mesh.dp_shard=2",
+        "mesh.activation_checkpointing=full",
+        "--mfu",
+    )
     slow, quick = (shown(big(*words, mfu).out) for mfu in ("0.2", "0.4"))
     close_fp64(slow["training"], 2 * quick["training"], rtol=0.02)
     assert slow["decode"] == quick["decode"]
@@ -85,7 +95,7 @@ def test_what_does_not_fit_leaves_with_1_and_says_what_helps(big):
     advice = result.out.partition("what helps, each on top of the ones before\n")[2].splitlines()
     assert [line.split(":")[0].strip() for line in advice] == [
         "policy.tokens_per_micro_batch=2048",
-        "engine.max_requests=4 engine.cache_tokens=8192",
+        "engine.max_num_seqs=4 engine.cache_tokens=8192",
         "policy.optimizer.eight_bit=true",
         "more accelerators, or larger ones",
     ]
@@ -96,7 +106,7 @@ def test_advice_in_the_words_of_settings_leads_to_a_plan_that_fits(big):
     result = big("plan", "big.yaml", "--gpus", "2xH100", "engine.cache_tokens=20480")
     lines = result.out.partition("what helps, each on top of the ones before\n")[2].splitlines()
     words = [line.split(":")[0].strip() for line in lines]
-    assert result.code == 1 and words[0] == "mesh.checkpointing=full"
+    assert result.code == 1 and words[0] == "mesh.activation_checkpointing=full"
     layout = lines[-1].split()[-1]
     again = big(
         "plan", "big.yaml", "--gpus", "2xH100", "--layout", layout, "engine.cache_tokens=20480", *words
@@ -106,7 +116,14 @@ def test_advice_in_the_words_of_settings_leads_to_a_plan_that_fits(big):
 
 
 def test_weights_in_the_hosts_memory_are_told(big):
-    words = ("plan", "big.yaml", "--gpus", "4xH200", "--layout=dp_shard=4", "mesh.checkpointing=full")
+    words = (
+        "plan",
+        "big.yaml",
+        "--gpus",
+        "4xH200",
+        "--layout=dp_shard=4",
+        "mesh.activation_checkpointing=full",
+    )
     plain, moved = shown(big(*words).out), shown(big(*words, "mesh.offload=true").out)
     # In bfloat16 a gradient is as large as its weight.
     close_fp64(moved["in the host"], 2 * plain["weights"] + plain["moments"], atol=0.1)
@@ -117,11 +134,11 @@ def test_where_nothing_helps_more_accelerators_are_asked_for(big):
     result = big("plan", "big.yaml", "precision=float32", "--gpus", "2x4090")
     assert result.code == 1
     assert result.out.splitlines()[-1] == "  more accelerators, or larger ones"
-    assert "mesh.compute=bfloat16: " in result.out
+    assert "mesh.compute_dtype=bfloat16: " in result.out
 
 
 def test_a_model_that_only_scores_and_a_critic_are_counted(big):
-    options = ["--gpus", "8xH200", "mesh.dp_shard=8", "mesh.checkpointing=full"]
+    options = ["--gpus", "8xH200", "mesh.dp_shard=8", "mesh.activation_checkpointing=full"]
     plain = shown(big("plan", "big.yaml", *options).out)
     scored = shown(big("plan", "big.yaml", "policy.kl.coefficient=0.1", *options).out)
     assert scored["frozen"] == scored["weights"] == plain["weights"]
@@ -140,15 +157,15 @@ def test_a_fresh_model_is_planned_with_its_architectures_defaults(lab):
 
 def test_what_the_ranks_do_is_what_the_recipe_says(big):
     shared = {"dp_shard": 2, "tp": 2, "pp": 2, "pp_chunks": 2, "sequence_parallel": True}
-    saving = {"compute": "bfloat16", "checkpointing": "selective", "offload": True}
+    saving = {"compute_dtype": "bfloat16", "activation_checkpointing": "selective", "offload": True}
     mesh = shared | saving | {"reshard_after_forward": False}
     config = load_recipe("big.yaml", {"precision": "float32", "mesh": mesh})
     wide = replace(WORK, weight_bytes=4, moment_bytes=4, checkpointing="selective", offload=True)
     assert workload(config) == replace(wide, reshard_after_forward=False, sequence=True, num_chunks=2)
     config = load_recipe("big.yaml", {"policy.kl": {"coefficient": 0.1, "estimator": "full"}})
     assert workload(config) == replace(WORK, num_frozen=1, num_scorings=1, frozen_beside=True)
-    config = load_recipe("big.yaml", {"engine.take_turns": True})
-    assert workload(config) == replace(WORK, take_turns=True)
+    config = load_recipe("big.yaml", {"engine.colocated": True})
+    assert workload(config) == replace(WORK, colocated=True)
     config = load_recipe("big.yaml", {"policy.optimizer.eight_bit": True})
     assert workload(config) == replace(WORK, moment_bytes=1 + 4 / 256)
 
@@ -161,7 +178,7 @@ def test_a_layout_that_the_recipe_does_not_go_with_is_not_chosen(big):
 
 
 def test_ranks_that_exchange_keys_need_not_divide_the_heads(big):
-    words = ("plan", "big.yaml", "--gpus", "3xH200", "--layout", "cp=3", "mesh.checkpointing=full")
+    words = ("plan", "big.yaml", "--gpus", "3xH200", "--layout", "cp=3", "mesh.activation_checkpointing=full")
     assert big(*words, "mesh.cp_kind=ring").code == 0
 
 
@@ -198,7 +215,7 @@ def test_nothing_is_run_and_nothing_is_written(big):
             "precision float64 is for tests; plan float32 or bfloat16",
         ),
         (
-            ["steps=0", "warmup.steps=2", "--gpus", "1xH200"],
+            ["steps=0", "sft.steps=2", "--gpus", "1xH200"],
             "steps is 0 (supervised training alone); a plan is of reinforcement, so set steps",
         ),
         (["model.path=gone", "--gpus", "1xH200"], "gone/config.json cannot be read: "),

@@ -20,9 +20,9 @@ RECIPE = """steps: 3
 precision: bfloat16
 data: {train: none.jsonl, max_prompt_tokens: 128}
 model: {path: llama}
-mesh: {dp_shard: 2, checkpointing: full}
+mesh: {dp_shard: 2, activation_checkpointing: full}
 rollout: {prompts_per_step: 8, samples_per_prompt: 4, max_tokens: 512}
-engine: {max_requests: 64}
+engine: {max_num_seqs: 64}
 rewards: [{kind: exact}]
 """
 SHORT = "policy.tokens_per_micro_batch=1024"
@@ -72,7 +72,15 @@ def test_modes_and_splits_are_compared_and_drawn(big):
 
 def test_one_split_and_the_recipes_own_bound(big):
     result = big(
-        "simulate", "big.yaml", "mesh={}", "flow.staleness=3", "--gpus", "8xH200", "--split", "5", SHORT
+        "simulate",
+        "big.yaml",
+        "mesh={}",
+        "rollout.max_staleness=3",
+        "--gpus",
+        "8xH200",
+        "--split",
+        "5",
+        SHORT,
     )
     assert [row[1:4] for row in rows(result.out)] == [
         ("colocated", 8, 8),
@@ -159,8 +167,8 @@ def test_one_accelerator_has_nothing_to_split(big):
         (("big.yaml", "--gpus", "8xH200", "--lengths", "long"), "--lengths is 'long'; write the median"),
         (("big.yaml", "--gpus", "8xH200", "--mfu", "2"), "Invalid value for '--mfu'"),
         (
-            ("big.yaml", "--gpus", "8xH200", "rollout.refill_rounds=1"),
-            "rollout.refill_rounds 1 cannot be",
+            ("big.yaml", "--gpus", "8xH200", "rollout.dynamic_sampling_rounds=1"),
+            "rollout.dynamic_sampling_rounds 1 cannot be",
         ),
         (("big.yaml", "--from", "nowhere"), "nowhere is not a run folder"),
     ],

@@ -15,7 +15,7 @@ from tests.cli.lab import Lab, Result
 def no_engine(lab: Lab) -> Result:
     lab.write("broken.py", ["raise SystemExit(3)"])
     lab.patch.setattr(handle, "MODULE", "broken")
-    return lab.train("engine.processes=1")
+    return lab.train("engine.num_engines=1")
 
 
 def no_answer(lab: Lab) -> Result:
@@ -31,7 +31,7 @@ def no_answer(lab: Lab) -> Result:
 
     lab.patch.setattr(InProcessBackend, "wait", wait)
     lab.patch.setattr(InProcessBackend, "now", lambda self: now_s[0])
-    return lab.train("limits.phase_s=600", "rollout.prompts_per_step=1")
+    return lab.train("timeouts.phase_s=600", "rollout.prompts_per_step=1")
 
 
 def weights_out_of_bounds(lab: Lab) -> Result:

@@ -29,7 +29,7 @@ def report(**changes) -> RunReport:
         "eval_best": 0.99,
         "best_checkpoint": "step-000140",
         "steps": 150,
-        "warmup_steps": 80,
+        "sft_steps": 80,
         "wall_s": 192.0,
         "eval_size": 512,
         "warnings": [],
@@ -53,7 +53,7 @@ def test_warnings_are_counted_and_the_last_is_told():
 
 
 def test_supervised_training_counts_its_own_steps():
-    assert "after step 80 of the warm-up at 3:12" in result_lines(report(steps=0))[0]
+    assert "after step 80 of SFT at 3:12" in result_lines(report(steps=0))[0]
 
 
 def test_an_interrupted_run_leaves_with_130_and_how_to_continue(capsys):
@@ -88,21 +88,21 @@ def test_a_run_out_of_time_says_so(capsys):
         show_result(report(status="interrupted", out_of_time=True, steps=12))
     assert left.value.exit_code == 130
     assert capsys.readouterr().out.splitlines() == [
-        "out of time (limits.run_s) after batch 12 at 3:12; everything is saved",
+        "out of time (timeouts.walltime_s) after batch 12 at 3:12; everything is saved",
         "continue: millrace resume runs/quickstart-1",
     ]
 
 
 def test_a_run_of_limited_time_leaves_saved_and_comes_to_its_end_when_resumed(lab):
     """Within no time each process does one step; the last one is the end."""
-    told = [lab.train("limits.run_s=0.001")]
+    told = [lab.train("timeouts.walltime_s=0.001")]
     told += [lab("resume", "runs/tiny-1") for _ in range(2)]
     assert [result.code for result in told] == [130, 130, 0]
-    said = "limits.run_s is nearly over; saving, then leaving"
+    said = "timeouts.walltime_s is nearly over; saving, then leaving"
     assert [said in result.out.splitlines() for result in told] == [True, True, False]
     for batch, result in enumerate(told[:2]):
         last = result.out.splitlines()[-2]
-        assert last.startswith(f"out of time (limits.run_s) after batch {batch} at "), last
+        assert last.startswith(f"out of time (timeouts.walltime_s) after batch {batch} at "), last
     summary = json.loads(Path("runs/tiny-1/summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["out_of_time"]) == ("finished", 2, False)
 

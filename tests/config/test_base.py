@@ -29,7 +29,7 @@ critic: {clip: 0.3, warmup_steps: 4}
 advantage: {kind: gae, gamma: 0.9, lam: 0.8}
 policy:
   optimizer_steps_per_batch: 2
-  loss: {low: 0.1, dual: 3.0}
+  loss: {clip_low: 0.1, dual_clip: 3.0}
   kl: {coefficient: 0.25, target: 0.5}
 model: {shape: {hidden_size: 8, num_hidden_layers: 3}}
 """
@@ -79,7 +79,7 @@ def test_sections_are_laid_over_key_by_key_and_lists_are_replaced(write: Any) ->
     folder = write(
         middle="base: root.yaml\nsteps: 5\ncritic: {clip: 0.7}\npolicy: {kl: {target: null}}\n",
         mine="base: middle.yaml\nrewards: [{kind: number}]\nmodel: {shape: {hidden_size: 16}}\n"
-        "data: {eval: held.jsonl}\npolicy: {loss: {high: 0.4}}\nadvantage: {lam: 0.7}\n",
+        "data: {eval: held.jsonl}\npolicy: {loss: {clip_high: 0.4}}\nadvantage: {lam: 0.7}\n",
     )
     config = load_recipe(folder / "mine.yaml")
     assert (config.steps, [reward.kind for reward in config.rewards]) == (5, ["number"])
@@ -92,7 +92,12 @@ def test_sections_are_laid_over_key_by_key_and_lists_are_replaced(write: Any) ->
     assert config.critic is not None and (config.critic.clip, config.critic.warmup_steps) == (0.7, 4)
     assert config.policy.kl is not None
     assert (config.policy.kl.coefficient, config.policy.kl.target) == (0.25, None)
-    assert config.policy.loss.model_dump() == {"kind": "ppo_clip", "low": 0.1, "high": 0.4, "dual": 3.0}
+    assert config.policy.loss.model_dump() == {
+        "kind": "ppo_clip",
+        "clip_low": 0.1,
+        "clip_high": 0.4,
+        "dual_clip": 3.0,
+    }
     assert config.advantage.model_dump(include={"kind", "gamma", "lam"}) == {
         "kind": "gae",
         "gamma": 0.9,
@@ -104,7 +109,7 @@ def test_a_section_is_switched_off_by_null_and_set_to_its_defaults_by_an_empty_o
     off = "base: root.yaml\ncritic: null\nadvantage: {kind: group}\npolicy: {kl: null}\n"
     folder = write(off=off, reset="base: root.yaml\ncritic: {}\nmodel: {path: folder, shape: {}}\n")
     config = load_recipe(folder / "off.yaml")
-    assert (config.critic, config.policy.kl, config.policy.loss.low) == (None, None, 0.1)
+    assert (config.critic, config.policy.kl, config.policy.loss.clip_low) == (None, None, 0.1)
     config = load_recipe(folder / "reset.yaml")
     assert config.critic is not None and (config.critic.clip, config.critic.warmup_steps) == (0.5, 0)
     assert (config.model.path, config.model.shape) == ("folder", {})
@@ -121,11 +126,11 @@ rewards:
 
 def test_a_method_a_model_data_and_a_reward_are_a_recipe_that_trains_nothing_else(write: Any) -> None:
     config = load_recipe(write(mine=SIX_LINES) / "mine.yaml")
-    assert config.warmup is None and config.steps == 200
+    assert config.sft is None and config.steps == 200
     optimizer, rollout = config.policy.optimizer, config.rollout
-    assert (optimizer.learning_rate, optimizer.schedule, optimizer.ramp_steps) == (1e-6, "constant", 0)
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.warmup_steps) == (1e-6, "constant", 0)
     assert (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_tokens) == (32, 8, 1024)
-    assert (rollout.temperature, config.policy.token_weights) == (1.0, "sequence_mean")
+    assert (rollout.temperature, config.policy.loss_aggregation) == (1.0, "sequence_mean")
     told = {
         setting.key
         for setting in resolve(write(mine=SIX_LINES) / "mine.yaml")[1]
@@ -133,7 +138,12 @@ def test_a_method_a_model_data_and_a_reward_are_a_recipe_that_trains_nothing_els
     }
     assert told == {
         *("model.path", "data.train", "rewards.0.kind", "rewards.0.function", "advantage.kind"),
-        *("advantage.divide_by_std", "policy.token_weights", "policy.kl.coefficient", "policy.kl.estimator"),
+        *(
+            "advantage.divide_by_std",
+            "policy.loss_aggregation",
+            "policy.kl.coefficient",
+            "policy.kl.estimator",
+        ),
     }
 
 
@@ -142,7 +152,7 @@ def test_supervised_training_takes_a_model_folder(write: Any) -> None:
     config = load_recipe(folder / "mine.yaml")
     assert config == load_recipe("supervised", {"model.path": "folder", "data.train": "mine.jsonl"})
     assert (config.steps, config.model.path, config.data.answer_column) == (0, "folder", "completion")
-    assert config.warmup is not None and config.warmup.learning_rate == 1e-5
+    assert config.sft is not None and config.sft.learning_rate == 1e-5
 
 
 def test_a_method_without_a_task_says_how_to_give_it_one() -> None:
@@ -161,7 +171,7 @@ def test_a_method_without_a_task_says_how_to_give_it_one() -> None:
 def test_another_base_takes_the_place_of_the_recipes_own(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert changes("quickstart", "quickstart") == {}
     found = load_recipe("quickstart", {"base": "remax"})
-    assert (found.advantage.kind, found.policy.token_weights) == ("greedy_baseline", "sequence_sum")
+    assert (found.advantage.kind, found.policy.loss_aggregation) == ("greedy_baseline", "sequence_sum")
     assert (found.rollout.max_tokens, found.policy.optimizer.learning_rate) == (6, 2e-3)
     assert load_recipe("quickstart", {"base": None}) == load_recipe("quickstart")  # its base is the defaults
     # On the command line a file is looked for where the command runs, in a recipe beside the recipe.
@@ -208,14 +218,14 @@ def test_a_model_folder_brings_sizes_and_tokenizer_along(write: Any) -> None:
         load_recipe("quickstart", {"model.path": "folder", "model.shape.hidden_size": 8})
 
 
-def test_the_warm_up_of_any_recipe_can_be_trained_alone() -> None:
+def test_sft_of_any_recipe_can_be_trained_alone() -> None:
     for method in ("ppo", "dapo", "decoupled_ppo", "distillation"):
         words = {"base": method, "steps": 0, "advantage.path": "teacher"}
         if method != "distillation":
             del words["advantage.path"]
         config = load_recipe("quickstart", words)
-        assert config.warmup is not None and config.warmup.token_weights == "token_mean"
-        assert [line.split(":")[0] for line in derivation(config)] == ["warm-up"]
+        assert config.sft is not None and config.sft.loss_aggregation == "token_mean"
+        assert [line.split(":")[0] for line in derivation(config)] == ["SFT"]
 
 
 @pytest.mark.parametrize(
@@ -224,17 +234,17 @@ def test_the_warm_up_of_any_recipe_can_be_trained_alone() -> None:
         (
             "advantage: {kind: group, epsilon: 0.5}\ncritic: null",
             {"kind": "group", "baseline": "mean", "divide_by_std": True, "epsilon": 0.5},
-            {"kind": "ppo_clip", "low": 0.1, "high": 0.2, "dual": 3.0},
+            {"kind": "ppo_clip", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 3.0},
         ),
         (
-            "advantage: {kind: gae, lam: 0.7}\npolicy: {loss: {kind: gspo, high: 0.3}}",
+            "advantage: {kind: gae, lam: 0.7}\npolicy: {loss: {kind: gspo, clip_high: 0.3}}",
             {"kind": "gae", "gamma": 0.9, "lam": 0.7, "whiten": True},
-            {"kind": "gspo", "low": 3e-4, "high": 0.3, "gradient": "sequence"},
+            {"kind": "gspo", "clip_low": 3e-4, "clip_high": 0.3, "gradient": "sequence"},
         ),
         (
-            "policy: {loss: {kind: ppo_clip, low: 0.3}}",
+            "policy: {loss: {kind: ppo_clip, clip_low: 0.3}}",
             {"kind": "gae", "gamma": 0.9, "lam": 0.8, "whiten": True},
-            {"kind": "ppo_clip", "low": 0.3, "high": 0.2, "dual": 3.0},
+            {"kind": "ppo_clip", "clip_low": 0.3, "clip_high": 0.2, "dual_clip": 3.0},
         ),
     ],
     ids=["another advantage", "another loss", "the default kind, named"],
@@ -249,15 +259,15 @@ def test_another_kind_replaces_a_section_and_the_same_kind_does_not(
 
 
 def test_a_setting_of_the_kind_before_is_refused_after_a_change_of_kind(write: Any) -> None:
-    folder = write(mine="base: root.yaml\npolicy: {loss: {kind: cispo, dual: 2.0}}\n")
+    folder = write(mine="base: root.yaml\npolicy: {loss: {kind: cispo, dual_clip: 2.0}}\n")
     with pytest.raises(ConfigError) as error:
         load_recipe(folder / "mine.yaml")
-    assert str(error.value).endswith("unknown key policy.loss.dual; kind cispo has: low, high")
+    assert str(error.value).endswith("unknown key policy.loss.dual_clip; kind cispo has: clip_low, clip_high")
 
 
 OVERRIDES = {
     "policy.loss.kind": "gspo",
-    "policy.loss.high": 0.3,
+    "policy.loss.clip_high": 0.3,
     "advantage.lam": 0.6,
     "advantage": {"kind": "gae", "whiten": False},
     "rewards.0.kind": "format",
@@ -272,8 +282,8 @@ def test_overrides_change_kinds_whatever_their_order(write: Any, seed: int) -> N
     config = load_recipe(write() / "root.yaml", overrides)
     assert config.policy.loss.model_dump() == {
         "kind": "gspo",
-        "low": 3e-4,
-        "high": 0.3,
+        "clip_low": 3e-4,
+        "clip_high": 0.3,
         "gradient": "sequence",
     }
     assert {"kind": "gae", "lam": 0.6, "gamma": 1.0, "whiten": False}.items() <= (
@@ -293,17 +303,19 @@ def test_an_override_that_names_the_kind_there_is_keeps_its_settings(write: Any)
 
 
 def test_every_setting_knows_whether_the_recipes_or_an_override_set_it(write: Any) -> None:
-    folder = write(mine="base: root.yaml\npolicy: {loss: {high: 0.3}}\n")
+    folder = write(mine="base: root.yaml\npolicy: {loss: {clip_high: 0.3}}\n")
     source = {s.key: s.source for s in resolve(folder / "mine.yaml")[1]}
-    assert source["policy.loss.low"] == source["policy.loss.high"] == source["critic.clip"] == "recipe"
+    assert (
+        source["policy.loss.clip_low"] == source["policy.loss.clip_high"] == source["critic.clip"] == "recipe"
+    )
     assert source["critic.coefficient"] == source["policy.loss.kind"] == "default"
     found = resolve(folder / "mine.yaml", {"policy.loss.kind": "gspo", "policy.loss.gradient": "token"})[1]
-    source = {s.key: s.source for s in found if s.key.startswith("policy.loss")}
+    source = {s.key: s.source for s in found if s.key.startswith("policy.loss.")}
     # What the recipes said of another kind is gone.
     assert source == {
         "policy.loss.kind": "override",
-        "policy.loss.low": "default",
-        "policy.loss.high": "default",
+        "policy.loss.clip_low": "default",
+        "policy.loss.clip_high": "default",
         "policy.loss.gradient": "override",
     }
 

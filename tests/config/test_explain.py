@@ -62,7 +62,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
         {"rewards": []},
         "rewards is []: tuple should have at least 1 item after validation, not 0",
     ),
-    ({"warmup": {}}, "warmup.steps is missing; it says: most optimizer steps"),
+    ({"sft": {}}, "sft.steps is missing; it says: most optimizer steps"),
     (
         {"policy": {"optimizer": {"betas": [0.9]}}},
         "policy.optimizer.betas.1 is missing; it says: decay of the first and second moments",
@@ -86,8 +86,8 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
         "advantage is None: input should be a valid dictionary or object to extract fields from",
     ),
     (
-        {"policy": {"loss": {"kind": "gspo", "dual": 3.0}}},
-        "unknown key policy.loss.dual; kind gspo has: low, high, gradient",
+        {"policy": {"loss": {"kind": "gspo", "dual_clip": 3.0}}},
+        "unknown key policy.loss.dual_clip; kind gspo has: clip_low, clip_high, gradient",
     ),
     (
         {"policy": {"loss": {"kind": "reinforce", "clip": 0.2}}},
@@ -95,8 +95,8 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"policy": {"loss": {"kind": "ppo"}}}, f"policy.loss.kind is 'ppo'; there are: {LOSSES}"),
     (
-        {"policy": {"loss": {"kind": "dppo", "low": 1.0}}},
-        "policy.loss.low is 1.0: input should be less than 1",
+        {"policy": {"loss": {"kind": "dppo", "clip_low": 1.0}}},
+        "policy.loss.clip_low is 1.0: input should be less than 1",
     ),
     ({"critic": {"cilp": 0.2}}, "unknown key critic.cilp; did you mean critic.clip?"),
     (
@@ -158,7 +158,7 @@ def test_known_keys_are_those_of_every_kind_once() -> None:
             "kernels.scan",
         ),
         *("advantage.kind", "advantage.epsilon", "advantage.lam", "advantage.num_steps", "advantage.path"),
-        *("policy.loss.dual", "policy.loss.gradient", "policy.loss.covariance_high", "policy.loss.beta"),
+        *("policy.loss.dual_clip", "policy.loss.gradient", "policy.loss.covariance_high", "policy.loss.beta"),
     }
     assert expected <= set(keys)
     # Entries of a list are counted, not named.

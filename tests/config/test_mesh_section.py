@@ -19,8 +19,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mesh": {"pp_chunks": 2}}, "mesh.pp_chunks has no effect with mesh.pp 1; remove it, or raise mesh.pp"),
     ({"mesh": {"cp_kind": "ring"}}, "mesh.cp_kind has no effect with mesh.cp 1; remove it, or raise mesh.cp"),
     (
-        {"mesh": {"checkpointing": "full"}},
-        "mesh.checkpointing has no effect with one rank; remove it, or raise mesh.dp_shard",
+        {"mesh": {"activation_checkpointing": "full"}},
+        "mesh.activation_checkpointing has no effect with one rank; remove it, or raise mesh.dp_shard",
     ),
     *(
         (
@@ -30,8 +30,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for name in ("tp", "pp")
     ),
     (
-        {"mesh": {"dp_shard": 2, "compute": "bfloat16"}, "precision": "bfloat16"},
-        "mesh.compute needs weights in float32, and precision is bfloat16; remove one of them",
+        {"mesh": {"dp_shard": 2, "compute_dtype": "bfloat16"}, "precision": "bfloat16"},
+        "mesh.compute_dtype needs weights in float32, and precision is bfloat16; remove one of them",
     ),
     *(
         (

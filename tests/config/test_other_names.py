@@ -73,7 +73,7 @@ def test_a_name_is_matched_by_its_last_parts(name: str, key: str | None) -> None
         # A kind's own settings are nearer than another system's.
         (
             {"policy": {"loss": {"beta": 1}}},
-            ["unknown key policy.loss.beta; kind ppo_clip has: low, high, dual"],
+            ["unknown key policy.loss.beta; kind ppo_clip has: clip_low, clip_high, dual_clip"],
         ),
     ],
     ids=str,

@@ -63,7 +63,7 @@ def test_every_setting_knows_where_it_came_from(recipe: Path) -> None:
     assert by_key["policy.optimizer.betas"].value == (0.9, 0.95)
     assert by_key["rewards.0.kind"].meaning == "which of its kinds"
     assert by_key["steps"].meaning == (
-        "batches of reinforcement; 0 is the warm-up alone (supervised training). Some hundreds show whether "
+        "batches of reinforcement learning; 0 is supervised fine-tuning alone. Some hundreds show whether "
         "a method works"
     )
     assert [(key, value) for key, value, _ in settings(config)] == [(s.key, s.value) for s in found]
@@ -76,8 +76,8 @@ def test_a_free_dictionary_of_the_recipe_is_its_own(tmp_path: Path) -> None:
 
 
 def test_a_section_given_as_override_covers_its_settings(recipe: Path) -> None:
-    found = {s.key: s.source for s in resolve(recipe, {"warmup": {"steps": 4}})[1]}
-    assert found["warmup.steps"] == "override"
+    found = {s.key: s.source for s in resolve(recipe, {"sft": {"steps": 4}})[1]}
+    assert found["sft.steps"] == "override"
 
 
 def test_numbers_in_scientific_notation_are_numbers(recipe: Path) -> None:
@@ -160,8 +160,8 @@ REWARDS = [
 REJECT = {"estimator": "k3", "level": "max", "high": 0.02}
 RUNS: list[dict[str, Any]] = [
     BASE,
-    {**BASE, "steps": 0, "warmup": {"steps": 5}},
-    {**BASE, "warmup": {"steps": 5, "gate": [0.4, 0.6]}, "policy": {"kl": {"coefficient": 3e-4}}},
+    {**BASE, "steps": 0, "sft": {"steps": 5}},
+    {**BASE, "sft": {"steps": 5, "stop_accuracy": [0.4, 0.6]}, "policy": {"kl": {"coefficient": 3e-4}}},
     {**BASE, "data": {"train": "reasoning-gym:chain_sum", "task": {"min": 2}}, "rewards": REWARDS},
     {**BASE, "model": {"path": "folder"}, "name": "2024", "rollout": {"stop": ["1", "1e5", "null", "é\n"]}},
     {
@@ -172,16 +172,16 @@ RUNS: list[dict[str, Any]] = [
     },
     {**BASE, "advantage": {"kind": "gae", "length_adaptive": 0.05, "critic_lam": 1.0}, "critic": {}},
     {**BASE, "policy": {"proximal": "recompute", "correction": {"level": "geometric", "reject": REJECT}}},
-    {**BASE, "policy": {"loss": {"kind": "clip_cov", "share": 0.5}, "entropy_coefficient": -0.01}},
+    {**BASE, "policy": {"loss": {"kind": "clip_cov", "fraction": 0.5}, "entropy_coefficient": -0.01}},
     {**BASE, "policy": {"kl": {"coefficient": 0.1, "estimator": "k3+", "target": 0.3, "horizon": 3000}}},
     {
         **BASE,
         "policy": {
-            "loss": {"dual": 3.0},
+            "loss": {"dual_clip": 3.0},
             "optimizer_steps_per_batch": 2,
             "optimizer": {"learning_rate": 1e-30},
         },
-        "trackers": [],
+        "loggers": [],
     },
 ]
 
@@ -216,20 +216,20 @@ def test_a_written_run_names_every_setting(tree: dict[str, Any]) -> None:
 def test_the_sizes_of_a_run_are_derived_in_words() -> None:
     tree = {
         **BASE,
-        "warmup": {"steps": 600, "sequences_per_step": 64, "gate": [0.45, 0.6]},
+        "sft": {"steps": 600, "sequences_per_step": 64, "stop_accuracy": [0.45, 0.6]},
         "rollout": {"prompts_per_step": 32, "samples_per_prompt": 8},
         "policy": {"optimizer_steps_per_batch": 4, "tokens_per_micro_batch": 100},
     }
     assert derivation(validate(tree, "mine")) == [
-        "warm-up: 64 sequences per optimizer step, until 600 steps or held-out accuracy in [0.45, 0.6]",
+        "SFT: 64 sequences per optimizer step, until 600 steps or held-out accuracy in [0.45, 0.6]",
         "batch: 32 prompts x 8 samples per prompt = 256 sequences",
         "optimizer: 256 sequences / 4 optimizer steps per batch = 64 sequences per optimizer step",
         "run: 3 batches x 4 = 12 optimizer steps, 768 sequences in all",
         "memory: at most 100 tokens per micro-batch; gradients add up over micro-batches and do not depend "
         "on how many there are",
     ]
-    supervised = validate({**BASE, "steps": 0, "warmup": {"steps": 5}}, "mine")
-    assert derivation(supervised) == ["warm-up: 128 sequences per optimizer step, until 5 steps"]
+    supervised = validate({**BASE, "steps": 0, "sft": {"steps": 5}}, "mine")
+    assert derivation(supervised) == ["SFT: 128 sequences per optimizer step, until 5 steps"]
 
 
 def test_the_schema_is_json_that_knows_every_key() -> None:
@@ -241,7 +241,7 @@ def test_the_schema_is_json_that_knows_every_key() -> None:
     assert "required" not in schema
     below = {name for section in schema["$defs"].values() for name in section["properties"]}
     assert {key.rpartition(".")[2] for key in known_keys() if "." in key} <= below
-    assert schema["$defs"]["GspoLoss"]["properties"]["high"]["default"] == 4e-4
+    assert schema["$defs"]["GspoLoss"]["properties"]["clip_high"]["default"] == 4e-4
 
 
 def test_a_recipe_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:

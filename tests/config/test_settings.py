@@ -55,7 +55,7 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         data(demonstration_column="proof"),
-        "data.demonstration_column has no effect without a warmup; remove it",
+        "data.demonstration_column has no effect without an sft section; remove it",
     ),
     (
         task(eval="held.jsonl"),
@@ -72,7 +72,7 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": 0},
-        "steps is 0, so that the warm-up alone would be trained, and there is no warmup; set warmup.steps, "
+        "steps is 0, so there is no reinforcement, and the recipe has no sft section; set sft.steps, "
         "or steps above 0",
     ),
     (
@@ -80,9 +80,9 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "limits.mismatch_warning 0.2 is above limits.mismatch 0.1, at which a run stops; lower it",
     ),
     (
-        {"limits": {"mismatch": 0.1}, "flow": {"staleness": 1}},
-        "limits.mismatch has no effect with flow.staleness above 0, where a mismatch alone stops no run; set "
-        "limits.mismatch_warning",
+        {"limits": {"mismatch": 0.1}, "rollout": {"max_staleness": 1}},
+        "limits.mismatch has no effect with rollout.max_staleness above 0, where a mismatch alone stops no "
+        "run; set limits.mismatch_warning",
     ),
     (
         {"rollout": {"samples_per_prompt": 1}},
@@ -91,11 +91,11 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {
-            "rollout": {"samples_per_prompt": 1, "refill_rounds": 1},
+            "rollout": {"samples_per_prompt": 1, "dynamic_sampling_rounds": 1},
             "advantage": {"kind": "returns"},
         },
-        "rollout.refill_rounds replaces groups whose rewards are all equal, which is every group of one "
-        "sample; remove it, or raise rollout.samples_per_prompt",
+        "rollout.dynamic_sampling_rounds replaces groups whose rewards are all equal, which is every group "
+        "of one sample; remove it, or raise rollout.samples_per_prompt",
     ),
     (
         {"rollout": {"prompts_per_step": 32}, "policy": {"optimizer_steps_per_batch": 3}},
@@ -143,9 +143,12 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         {"advantage": {"kind": "gpg"}, "kernels": {"scan": "loop"}},
         "kernels.scan has no effect with advantage kind gpg, which has no scan; remove it",
     ),
-    ({"policy": {"loss": {"high": 0.28}}}, f"policy.loss.high {UNCLIPPED}"),
-    ({"policy": {"loss": {"kind": "kl_cov", "share": 0.5}}}, f"policy.loss.share {UNCLIPPED}"),
-    ({"policy": {"loss": {"kind": "clip_cov", "low": 0.1, "share": 0.5}}}, f"policy.loss.low {UNCLIPPED}"),
+    ({"policy": {"loss": {"clip_high": 0.28}}}, f"policy.loss.clip_high {UNCLIPPED}"),
+    ({"policy": {"loss": {"kind": "kl_cov", "fraction": 0.5}}}, f"policy.loss.fraction {UNCLIPPED}"),
+    (
+        {"policy": {"loss": {"kind": "clip_cov", "clip_low": 0.1, "fraction": 0.5}}},
+        f"policy.loss.clip_low {UNCLIPPED}",
+    ),
     (
         {"advantage": {"kind": "gae"}, "critic": {"clip": 0.2}},
         "critic.clip has no effect with one optimizer step per batch, where no value has moved; remove it, "
@@ -155,41 +158,42 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         {"policy": {"proximal": "interpolate", "optimizer_steps_per_batch": 2}},
         "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, whose "
         "tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch or "
-        "flow.staleness",
+        "rollout.max_staleness",
     ),
     (
-        {"flow": {"staleness": 1}, "policy": {"proximal": "recompute", "loss": {"low": 0.1}}},
-        "policy.loss.low has no effect with one optimizer step per batch, where nothing is clipped; remove "
-        "it, or raise policy.optimizer_steps_per_batch",
+        {"rollout": {"max_staleness": 1}, "policy": {"proximal": "recompute", "loss": {"clip_low": 0.1}}},
+        "policy.loss.clip_low has no effect with one optimizer step per batch, where nothing is clipped; "
+        "remove it, or raise policy.optimizer_steps_per_batch",
     ),
     (
-        {"flow": {"staleness": 1}, "policy": {"proximal": "interpolate"}},
+        {"rollout": {"max_staleness": 1}, "policy": {"proximal": "interpolate"}},
         "policy.proximal interpolate has no effect with fewer than three optimizer steps per batch, whose "
         "tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch or "
-        "flow.staleness",
+        "rollout.max_staleness",
     ),
     (
-        {"flow": {"staleness": 1}, "engine": {"processes": 0}},
-        "flow.staleness above 0 needs engines in processes of their own; remove engine.processes 0",
+        {"rollout": {"max_staleness": 1}, "engine": {"num_engines": 0}},
+        "rollout.max_staleness above 0 needs engines in processes of their own; remove engine.num_engines 0",
     ),
     (
-        {"engine": {"processes": 2, "delta": True}},
-        "engine.delta is for engines that Ray starts; remove it, or set mesh.launcher ray and "
-        "engine.processes",
+        {"engine": {"num_engines": 2, "delta_updates": True}},
+        "engine.delta_updates is for engines that Ray starts; remove it, or set mesh.launcher ray and "
+        "engine.num_engines",
     ),
     (
-        {"mesh": {"dp_shard": 2, "launcher": "ray"}, "engine": {"delta": True}},
-        "engine.delta is for engines that Ray starts; remove it, or set mesh.launcher ray and "
-        "engine.processes",
+        {"mesh": {"dp_shard": 2, "launcher": "ray"}, "engine": {"delta_updates": True}},
+        "engine.delta_updates is for engines that Ray starts; remove it, or set mesh.launcher ray and "
+        "engine.num_engines",
     ),
     (
-        {"flow": {"staleness": 1}, "engine": {"take_turns": True}},
-        "engine.take_turns does not go with flow.staleness above 0, where nobody takes turns; remove one of "
-        "them",
+        {"rollout": {"max_staleness": 1}, "engine": {"colocated": True}},
+        "engine.colocated does not go with rollout.max_staleness above 0, where nobody takes turns; remove "
+        "one of them",
     ),
     (
-        {"flow": {"stale": "drop"}},
-        "flow.stale has no effect with flow.staleness 0, where no group grows too old; remove it",
+        {"rollout": {"stale_policy": "drop"}},
+        "rollout.stale_policy has no effect with rollout.max_staleness 0, where no group becomes stale; "
+        "remove it",
     ),
     (
         {"policy": {"correction": {}}},
@@ -216,8 +220,9 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         for estimator in ("full", "k1+", "k3+")
     ),
     (
-        {"limits": {"bounded_share": 0.1}},
-        "limits.bounded_share has no effect without policy.correction, which cuts weights; remove it",
+        {"limits": {"correction_clip_fraction": 0.1}},
+        "limits.correction_clip_fraction has no effect without policy.correction, which cuts weights; "
+        "remove it",
     ),
     (
         {"policy": kl(horizon=5000)},
@@ -266,20 +271,20 @@ def test_a_setting_that_can_have_no_effect_is_refused(tree: dict[str, Any], sent
         {"model": {"architecture": "llama", "shape": {"hidden_size": 8}}, "tokenizer": {"vocab_size": 9}},
         {**task(task={"size": 3}, task_size=5), "rewards": [{"kind": "task"}]},
         data(answer_pattern="(.)", eval="held.jsonl"),
-        {**data(demonstration_column="proof"), "warmup": {"steps": 1}},
-        {**data(demonstration_column="proof"), "warmup": {"steps": 1}, "steps": 0},
+        {**data(demonstration_column="proof"), "sft": {"steps": 1}},
+        {**data(demonstration_column="proof"), "sft": {"steps": 1}, "steps": 0},
         {
-            **{"steps": 0, "warmup": {"steps": 1}, "advantage": {"kind": "gae"}, "critic": {}},
+            **{"steps": 0, "sft": {"steps": 1}, "advantage": {"kind": "gae"}, "critic": {}},
             **{
                 "policy": {"optimizer_steps_per_batch": 3, **kl()},
-                "flow": {"staleness": 1},
+                "rollout": {"max_staleness": 1},
                 "profile_steps": [1],
             },
         },
         {"rollout": {"prompts_per_step": 32}, "policy": {"optimizer_steps_per_batch": 4}},
         {"rewards": [{"kind": kind} for kind in ("exact", "gsm8k", "number")]},
         {"rollout": {"samples_per_prompt": 1}, "advantage": {"kind": "returns"}, "kernels": {"scan": "loop"}},
-        {"rollout": {"refill_rounds": 1, "max_tokens": 8, "overlong_fraction": 1.0}},
+        {"rollout": {"dynamic_sampling_rounds": 1, "max_tokens": 8, "overlong_fraction": 1.0}},
         {"advantage": {"kind": "gae"}, "critic": {}},
         {"advantage": {"kind": "gae", "length_adaptive": 0.05}, "critic": {}},
         {"advantage": {"kind": "v_trace"}, "critic": {}, "policy": {"proximal": "recompute"}},
@@ -294,15 +299,26 @@ def test_a_setting_that_can_have_no_effect_is_refused(tree: dict[str, Any], sent
             "evaluation": {"measure": "reward/near/mean"},
         },
         {"policy": kl(estimator="full")},
-        {"policy": {"loss": {"kind": "clip_cov", "share": 0.5, "covariance_low": 0.5}}},
+        {"policy": {"loss": {"kind": "clip_cov", "fraction": 0.5, "covariance_low": 0.5}}},
         {"policy": {"loss": {"kind": "gspo", "gradient": "token"}}},
-        {"policy": {"loss": {"kind": "cispo", "low": 1.0}, "optimizer_steps_per_batch": 2}},
+        {"policy": {"loss": {"kind": "cispo", "clip_low": 1.0}, "optimizer_steps_per_batch": 2}},
         {"policy": {"proximal": "recompute", "correction": {"normalise": True}}},
-        {"flow": {"staleness": 1}, "policy": {"loss": {"low": 0.1}}},
-        {"flow": {"staleness": 2}, "policy": {"proximal": "interpolate"}},
-        {"flow": {"staleness": 2, "kv": "keep"}, "engine": {"processes": 2}, "profile_steps": [1]},
-        {"flow": {"staleness": 1, "order": "completion", "stale": "drop", "interrupt": False}},
-        {"flow": {"order": "completion", "spare_groups": 4}, "engine": {"processes": 1}},
+        {"rollout": {"max_staleness": 1}, "policy": {"loss": {"clip_low": 0.1}}},
+        {"rollout": {"max_staleness": 2}, "policy": {"proximal": "interpolate"}},
+        {
+            "rollout": {"max_staleness": 2, "kv_on_update": "keep"},
+            "engine": {"num_engines": 2},
+            "profile_steps": [1],
+        },
+        {
+            "rollout": {
+                "max_staleness": 1,
+                "batch_order": "completion",
+                "stale_policy": "drop",
+                "partial_rollout": False,
+            }
+        },
+        {"rollout": {"batch_order": "completion", "oversample_groups": 4}, "engine": {"num_engines": 1}},
         {
             "advantage": {"kind": "gae"},
             "critic": {"clip": None},

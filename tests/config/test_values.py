@@ -30,12 +30,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (data(template="Say it."), "data.template: 'Say it.' does not contain {prompt}"),
     (
-        {"warmup": {"steps": 1, "gate": [0.6, 0.4]}},
-        "warmup: gate [0.6, 0.4] is not a band of accuracies [low, high] within 0 and 1",
+        {"sft": {"steps": 1, "stop_accuracy": [0.6, 0.4]}},
+        "sft: stop_accuracy [0.6, 0.4] is not a range [low, high] within 0 and 1",
     ),
     (
-        {"warmup": {"steps": 1, "gate": [0.6, 1.4]}},
-        "warmup: gate [0.6, 1.4] is not a band of accuracies [low, high] within 0 and 1",
+        {"sft": {"steps": 1, "stop_accuracy": [0.6, 1.4]}},
+        "sft: stop_accuracy [0.6, 1.4] is not a range [low, high] within 0 and 1",
     ),
     (
         {"rewards": [{"kind": "format", "pattern": "("}]},
@@ -99,8 +99,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "policy.kl.coefficient is 0: input should be greater than 0",
     ),
     (
-        {"policy": {"loss": {"dual": 1.0}}},
-        "policy.loss.dual is 1.0: input should be greater than 1",
+        {"policy": {"loss": {"dual_clip": 1.0}}},
+        "policy.loss.dual_clip is 1.0: input should be greater than 1",
     ),
     (
         {"device": "tpu"},
@@ -129,7 +129,7 @@ def test_a_config_cannot_be_changed() -> None:
     [
         ({}, ("group", "ppo_clip")),
         ({"advantage": {}, "policy": {"loss": {}}}, ("group", "ppo_clip")),
-        ({"advantage": {"epsilon": 0.5}, "policy": {"loss": {"low": 0.2}}}, ("group", "ppo_clip")),
+        ({"advantage": {"epsilon": 0.5}, "policy": {"loss": {"clip_low": 0.2}}}, ("group", "ppo_clip")),
         ({"advantage": {"kind": "gpg"}, "policy": {"loss": {"kind": "topr"}}}, ("gpg", "topr")),
     ],
     ids=str,

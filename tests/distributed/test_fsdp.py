@@ -69,7 +69,7 @@ def _train(root: Root, mesh: Mesh, *, max_tokens: int, num_segments: int | None 
         report = optimizer_step(
             optimizer,
             learning_rate=LEARNING_RATE,
-            max_gradient_norm=MAX_NORM,
+            max_grad_norm=MAX_NORM,
             metrics={},
             norms=spread.gradient_norms,
         )

@@ -88,7 +88,7 @@ def stepped(optimizer: torch.optim.AdamW, mesh: Mesh, tied: Sequence[nn.Paramete
     report = optimizer_step(
         optimizer,
         learning_rate=1e-2,
-        max_gradient_norm=1e9,
+        max_grad_norm=1e9,
         metrics={},
         norms=partial(gradient_norms, mesh=mesh, elsewhere=tied),
     )

@@ -17,7 +17,7 @@ from tests.family import below, name_of
 from tests.forked import ENGINE
 
 SAMPLES = 4
-AHEAD: dict[str, Any] = {"flow.staleness": 2, "steps": 16}
+AHEAD: dict[str, Any] = {"rollout.max_staleness": 2, "steps": 16}
 
 
 def run(folder: Path, name: str, **more: Any) -> RunReport:
@@ -51,7 +51,7 @@ def prompts_of(path: Path) -> list[list[str]]:
     return [[row["prompt_id"] for row in rows[::SAMPLES]] for rows in trained(path)]
 
 
-def check_run(path: Path, *, steps: int, bound: int, warmup: int = OVERRIDES["warmup.steps"]) -> list[int]:
+def check_run(path: Path, *, steps: int, bound: int, sft: int = OVERRIDES["sft.steps"]) -> list[int]:
     """Fail unless a finished run lost no group, trained each once, and none older than it may be.
 
     Returns:
@@ -62,8 +62,8 @@ def check_run(path: Path, *, steps: int, bound: int, warmup: int = OVERRIDES["wa
     assert [batch["step"] for batch in batches] == list(range(1, steps + 1))
     # Rounding is no news, whatever else is older.
     assert all(batch.get("mismatch/current", 0.0) < 1e-5 for batch in batches)
-    # The weights of each publish; the first ones are the warm-up's.
-    versions = [warmup, *(batch["version"] for batch in batches)]
+    # The weights of each publish; the first ones are SFT's.
+    versions = [sft, *(batch["version"] for batch in batches)]
     assert versions == sorted(set(versions))
     starts = {event["number"]: event["prompt"] for event in events if event["kind"] == "start"}
     # Of a group that is drawn again, what arrived last.

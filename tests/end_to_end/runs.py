@@ -27,15 +27,15 @@ HANG_S = 300.0
 IGNORED = ("status.json", ".status.json.aside", "spans.jsonl", "report.html", "report.html.partial")
 # Warm-up and reinforcement, an evaluation and a checkpoint every second step, a judge in another process.
 OVERRIDES: dict[str, Any] = {
-    "warmup.steps": 9,
-    "warmup.learning_rate": 3e-2,
+    "sft.steps": 9,
+    "sft.learning_rate": 3e-2,
     "rollout.prompts_per_step": 8,
     "steps": 7,
     "rewards": [{"kind": "exact"}, {"kind": "format", "pattern": "[0-9]", "weight": 0.5}],
     "policy.optimizer_steps_per_batch": 2,
     "policy.kl.coefficient": 0.01,
     "policy.optimizer.schedule": "linear",
-    "policy.optimizer.ramp_steps": 3,
+    "policy.optimizer.warmup_steps": 3,
 }
 
 

@@ -39,11 +39,11 @@ def load(folder: Path, name: str, tree: dict[str, Any], overrides: dict[str, Any
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory) -> Path:
-    """A folder with the data, the model that the learning test's warm-up makes, and an adapter for it."""
+    """A folder with the data, the model that the learning test's SFT makes, and an adapter for it."""
     folder = tmp_path_factory.mktemp("adapters")
     write_copies(folder)
     tree = {"policy": None, "data": {"demonstration_column": "shown"}}
-    warm = {key: value for key, value in LEARNING.items() if key.startswith(("model.", "warmup."))}
+    warm = {key: value for key, value in LEARNING.items() if key.startswith(("model.", "sft."))}
     report = train(load(folder, "warm", tree, warm | {"steps": 0, "rollout.max_tokens": 2}), quiet=True)
     assert report.status == "finished"
     model = load_model(base_of(folder), dtype=torch.float32)
@@ -56,14 +56,14 @@ def start(tmp_path_factory) -> Path:
 
 
 def base_of(folder: Path) -> Path:
-    return folder / "runs" / "warm" / "checkpoints" / "warmup-000040" / "model"
+    return folder / "runs" / "warm" / "checkpoints" / "sft-000040" / "model"
 
 
 def recipe(folder: Path, name: str, **more: Any) -> RunConfig:
     """Reinforcement of that model through an adapter."""
     base = {"path": str(base_of(folder)), "adapter": ADAPTER}
-    tree = {"model": base, "tokenizer": None, "warmup": None, "data": {}}
-    left = ("model.", "warmup.", "data.", "seed")
+    tree = {"model": base, "tokenizer": None, "sft": None, "data": {}}
+    left = ("model.", "sft.", "data.", "seed")
     learning = {key: value for key, value in LEARNING.items() if not key.startswith(left)}
     return load(folder, name, tree, learning | more)
 
@@ -171,7 +171,7 @@ def test_a_run_is_not_taken_up_beside_another_base(start, monkeypatch):
     assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_an_adapter_also_learns_in_the_warm_up_of_a_fresh_model_and_carries_a_critic(tmp_path):
+def test_an_adapter_also_learns_in_sft_of_a_fresh_model_and_carries_a_critic(tmp_path):
     overrides = {
         "model.adapter": {"rank": 4},
         "advantage.kind": "gae",
@@ -182,7 +182,7 @@ def test_an_adapter_also_learns_in_the_warm_up_of_a_fresh_model_and_carries_a_cr
     batches = [record for record in metrics_of(report.run) if record["stage"] == "reinforcement"]
     assert [record["policy/kl_reference"] for record in batches][0] == 0.0  # held to the warmed-up model
     assert [record["policy/kl_reference"] for record in batches][-1] > 0.0
-    losses = [record["loss"] for record in metrics_of(report.run) if record["stage"] == "warmup"]
+    losses = [record["loss"] for record in metrics_of(report.run) if record["stage"] == "sft"]
     assert losses[-1] < losses[0]
     critic = load_file(Path(report.run) / "checkpoints" / "step-000004" / "critic" / "model.safetensors")
     assert not any("lora" in name for name in critic)

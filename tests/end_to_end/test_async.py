@@ -28,7 +28,7 @@ from tests.rewards.helpers import ends_within
 pytestmark = pytest.mark.world
 
 # Of a run that is bit for bit another one's.
-EXACT = {"deterministic": True, "rollout.refill_rounds": 1}
+EXACT = {"deterministic": True, "rollout.dynamic_sampling_rounds": 1}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def decisions(path: Path, *kinds: str) -> list[dict]:
 
 def test_at_staleness_0_it_makes_no_difference_where_the_engine_is(folder):
     for name, processes in (("here", 0), ("there", 1)):
-        run(folder, name, **EXACT, **{"engine.processes": processes})
+        run(folder, name, **EXACT, **{"engine.num_engines": processes})
     here, there = folder / "runs" / "here", folder / "runs" / "there"
     check_equal(there, here)
     # Answers arrive one by one where the engine is elsewhere, and all together where it is not. There others
@@ -71,8 +71,8 @@ def test_sampling_is_ahead_of_training_and_never_by_more_than_the_bound(folder):
 @pytest.mark.parametrize(
     "flow",
     [
-        {"flow.order": "completion", "flow.stale": "drop", "flow.kv": "keep"},
-        pytest.param({"flow.interrupt": False}, marks=pytest.mark.slow),
+        {"rollout.batch_order": "completion", "rollout.stale_policy": "drop", "rollout.kv_on_update": "keep"},
+        pytest.param({"rollout.partial_rollout": False}, marks=pytest.mark.slow),
     ],
     ids=["dropping", "uninterrupted"],
 )
@@ -81,7 +81,7 @@ def test_the_bound_holds_whatever_becomes_of_old_groups(flow, folder):
     run(folder, name, **AHEAD, **flow)
     greatest = check_run(folder / "runs" / name, steps=AHEAD["steps"], bound=2)
     assert max(greatest) > 0
-    if "flow.interrupt" in flow:
+    if "rollout.partial_rollout" in flow:
         arrived = [event for event in events_of(folder / "runs" / name) if event["kind"] == "arrive"]
         assert all(event["oldest"] == event["newest"] for event in arrived)
 

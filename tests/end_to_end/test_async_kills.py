@@ -29,11 +29,11 @@ from tests.end_to_end.runs import (
 )
 from tests.end_to_end.tiny import tiny_recipe
 
-STEPS, WARMUP = 4, 2
+STEPS, SFT = 4, 2
 SETTINGS: dict[str, Any] = {
-    "flow.staleness": 2,
-    "engine.processes": 1,
-    "warmup.steps": WARMUP,
+    "rollout.max_staleness": 2,
+    "engine.num_engines": 1,
+    "sft.steps": SFT,
     "steps": STEPS,
     "checkpoint.keep": 1,
     "policy.optimizer_steps_per_batch": 1,
@@ -65,7 +65,7 @@ DEATH = "an engine dies"
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     found = Undisturbed.run(tmp_path_factory.mktemp("trainer"), SETTINGS)
-    check_run(found.folder, steps=STEPS, bound=2, warmup=WARMUP)
+    check_run(found.folder, steps=STEPS, bound=2, sft=SFT)
     kinds = [event["kind"] for event in events_of(found.folder)]
     assert kinds[: kinds.index("take")].count("start") == 3 * OVERRIDES["rollout.prompts_per_step"]
     return found
@@ -73,7 +73,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 def check_same(undisturbed: Undisturbed, folder: Path) -> None:
     """Timing decides which weights sample which token, but not which prompts are sampled."""
-    check_run(folder, steps=STEPS, bound=2, warmup=WARMUP)
+    check_run(folder, steps=STEPS, bound=2, sft=SFT)
     assert prompts_of(folder) == prompts_of(undisturbed.folder)
     assert files(folder) == files(undisturbed.folder)
 
@@ -174,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run `undisturbed`, which samples in the trainer's process."""
     base = tmp_path_factory.mktemp("engine")
     tiny_recipe(base)
-    live(base, "undisturbed", **{"flow.staleness": 0, "engine.processes": 0, "deterministic": True})
+    live(base, "undisturbed", **{"rollout.max_staleness": 0, "engine.num_engines": 0, "deterministic": True})
     return base
 
 
@@ -183,7 +183,7 @@ def check_replaced(base: Path, moments: Sequence[str], staleness: int) -> None:
     name = f"dies-{staleness}-{'-'.join(moments)}".translate(str.maketrans(" ", "-", "()"))
     path, exact = base / "runs" / name, {"deterministic": not staleness}
     try:
-        reached = live(base, name, *moments, **exact, **{"flow.staleness": staleness})
+        reached = live(base, name, *moments, **exact, **{"rollout.max_staleness": staleness})
         # The log begins after the second evaluation.
         num_logged = sum(f"{DEATH} {moment}" in reached for moment in moments if moment not in EARLY)
         assert any(f"{DEATH} {moment}" in reached for moment in moments)
@@ -192,7 +192,7 @@ def check_replaced(base: Path, moments: Sequence[str], staleness: int) -> None:
         # The log may be closed before an engine that is needed no more has joined.
         assert fates in (expected, expected[:-1] if num_logged else expected)
         if staleness:
-            check_run(path, steps=STEPS, bound=staleness, warmup=WARMUP)
+            check_run(path, steps=STEPS, bound=staleness, sft=SFT)
         else:
             check_equal(path, base / "runs" / "undisturbed")
     except Exception as error:

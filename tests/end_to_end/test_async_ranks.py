@@ -17,8 +17,8 @@ from tests.rewards.helpers import ends_within
 
 RANKS = "mesh.dp_shard=2"
 STEPS = 12
-AHEAD = (RANKS, "flow.staleness=2", f"steps={STEPS}", "evaluation.every=4")
-WARMUP = TREE["warmup"]["steps"]
+AHEAD = (RANKS, "rollout.max_staleness=2", f"steps={STEPS}", "evaluation.every=4")
+SFT = TREE["sft"]["steps"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_where_the_engine_is_makes_no_difference_to_ranks_that_wait_for_it(folder: Path) -> None:
     for name, processes in (("here", 0), ("there", 1)):
-        done = run(command(folder, name, RANKS, f"engine.processes={processes}"))
+        done = run(command(folder, name, RANKS, f"engine.num_engines={processes}"))
         assert done.returncode == 0, done.stderr
     here, there = folder / "runs" / "here", folder / "runs" / "there"
     check_equal(there, here)
@@ -48,7 +48,7 @@ def test_where_the_engine_is_makes_no_difference_to_ranks_that_wait_for_it(folde
 
 def test_a_run_whose_engine_is_killed_goes_on_within_the_bound(folder: Path) -> None:
     path = folder / "runs" / "ahead"
-    greatest = check_run(path, steps=STEPS, bound=2, warmup=WARMUP)
+    greatest = check_run(path, steps=STEPS, bound=2, sft=SFT)
     assert greatest[:3] == [0, 1, 2]
     fates = [event["kind"] for event in events_of(path) if event["kind"] in ("lost", "joined")]
     assert fates == ["joined", "lost", "joined"]
@@ -84,7 +84,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_it_resumes(folder: Path, victim:
 
     recipe = folder / "runs" / name / "recipe.yaml"
     text = recipe.read_text(encoding="utf-8")
-    recipe.write_text(text.replace("staleness: 2", "staleness: 1"), encoding="utf-8")
+    recipe.write_text(text.replace("max_staleness: 2", "max_staleness: 1"), encoding="utf-8")
     done = run(["resume", str(recipe.parent)])
     # The first rank alone reads what was under way, and its error is the run's.
     assert done.returncode == 1
@@ -93,5 +93,5 @@ def test_a_rank_that_is_killed_ends_the_run_and_it_resumes(folder: Path, victim:
     recipe.write_text(text, encoding="utf-8")
     done = run(["resume", str(recipe.parent)])
     assert done.returncode == 0, done.stderr
-    check_run(recipe.parent, steps=STEPS, bound=2, warmup=WARMUP)
+    check_run(recipe.parent, steps=STEPS, bound=2, sft=SFT)
     assert prompts_of(recipe.parent) == prompts_of(folder / "runs" / "ahead")

@@ -22,7 +22,12 @@ from tests.end_to_end.test_replay import check_repeats
 from tests.end_to_end.tiny import tiny_recipe
 
 # Answers long enough that an engine is drawing when it is to leave.
-AHEAD: dict[str, Any] = {"flow.staleness": 2, "steps": 16, "rollout.max_tokens": 30, "engine.processes": 1}
+AHEAD: dict[str, Any] = {
+    "rollout.max_staleness": 2,
+    "steps": 16,
+    "rollout.max_tokens": 30,
+    "engine.num_engines": 1,
+}
 
 
 @pytest.fixture(scope="module")

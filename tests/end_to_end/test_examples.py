@@ -23,7 +23,7 @@ def test_a_task_of_ones_own_trains_with_its_own_data_and_reward(
     shutil.copytree(EXAMPLES / "own_task", tmp_path / "own_task")
     monkeypatch.chdir(tmp_path / "own_task")
     subprocess.run([sys.executable, "make_data.py"], check=True, timeout=60)
-    report = train(load_recipe("recipe.yaml", {"steps": 2, "warmup.steps": 60, "trackers": []}), quiet=True)
+    report = train(load_recipe("recipe.yaml", {"steps": 2, "sft.steps": 60, "loggers": []}), quiet=True)
     assert (report.status, report.steps, report.num_train_prompts) == ("finished", 2, 500)
     assert report.right_demonstrations == report.scored_demonstrations == 100
     records = map(json.loads, (Path(report.run) / "metrics.jsonl").read_text().splitlines())

@@ -21,7 +21,7 @@ def test_the_gsm8k_recipe_reads_warms_up_samples_and_scores(tmp_path):
         "name": "gsm8k",
         "output": str(tmp_path),
         "threads": 1,
-        "trackers": [],
+        "loggers": [],
         "steps": 2,
         "data.train": str(DATA),
         "data.eval": None,
@@ -32,9 +32,9 @@ def test_the_gsm8k_recipe_reads_warms_up_samples_and_scores(tmp_path):
         "model.shape.num_key_value_heads": 1,
         "model.shape.head_dim": 16,
         "model.shape.intermediate_size": 64,
-        "warmup.steps": 25,
-        "warmup.sequences_per_step": 16,
-        "warmup.learning_rate": 1e-2,
+        "sft.steps": 25,
+        "sft.sequences_per_step": 16,
+        "sft.learning_rate": 1e-2,
         "rollout.prompts_per_step": 2,
         "rollout.samples_per_prompt": 4,
         "rollout.max_tokens": 80,
@@ -42,13 +42,13 @@ def test_the_gsm8k_recipe_reads_warms_up_samples_and_scores(tmp_path):
         "checkpoint.every": 25,
     }
     report = train(load_recipe("gsm8k_smoke", overrides), recipe="gsm8k_smoke", quiet=True)
-    assert (report.status, report.steps, report.warmup_steps) == ("finished", 2, 25)
+    assert (report.status, report.steps, report.sft_steps) == ("finished", 2, 25)
     assert (report.num_train_prompts, report.eval_size, report.filtered_prompts) == (50, 10, 0)
     # The demonstrations are whole solutions; all of them must earn full marks from the recipe's own rewards.
     assert report.scored_demonstrations == 10
 
     records = metrics_of(report.run)
-    losses = [record["loss"] for record in records if record["stage"] == "warmup"]
+    losses = [record["loss"] for record in records if record["stage"] == "sft"]
     assert losses[0] > 0.9 * math.log(400)
     assert losses[-1] < 0.75 * losses[0]
     rows = read_table(Path(report.run) / "rollouts" / "step-000002.parquet")

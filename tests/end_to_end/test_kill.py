@@ -9,7 +9,7 @@ import pytest
 from tests.end_to_end.runs import Undisturbed, check_equal, contents, files
 
 # All that a run does, in half a second: it writes four checkpoints and removes two of them.
-SETTINGS = {"warmup.steps": 2, "steps": 3, "checkpoint.keep": 1, "policy.optimizer_steps_per_batch": 1}
+SETTINGS = {"sft.steps": 2, "steps": 3, "checkpoint.keep": 1, "policy.optimizer_steps_per_batch": 1}
 NUM_CHUNKS = 32
 # For each of the points of the default selection, spread evenly, where the second process dies; see `die`.
 AGAIN = (0, 0, 1, 0, 2, 0)
@@ -30,9 +30,9 @@ def check_same(undisturbed: Undisturbed, folder: Path) -> None:
 
 @pytest.mark.world
 def test_the_effects_of_a_run_are_those_of_each_of_its_parts(undisturbed: Undisturbed) -> None:
-    checkpoints = ["warmup-000002", "step-000000", "step-000002", "step-000003"]
+    checkpoints = ["sft-000002", "step-000000", "step-000002", "step-000003"]
     written = [f"rename checkpoints/.aside-{name} to checkpoints/{name}" for name in checkpoints]
-    removed = [f"rmdir checkpoints/.aside-removed-{name}" for name in ("warmup-000002", "step-000002")]
+    removed = [f"rmdir checkpoints/.aside-removed-{name}" for name in ("sft-000002", "step-000002")]
     numbers = [f"append metrics.jsonl{number}" for number in ("", *(f" ({n})" for n in range(2, 10)))]
     best = ["rename .best.json.aside to best.json"]
     last = ["rename .summary.json.aside to summary.json"]

@@ -15,7 +15,7 @@ LEARNING = {
     "steps": 120,
     "model.shape.hidden_size": 32,
     "data.demonstration_column": "shown",
-    "warmup.steps": 40,
+    "sft.steps": 40,
     "rollout.prompts_per_step": 16,
     "rollout.samples_per_prompt": 8,
     "rollout.max_tokens": 2,
@@ -26,7 +26,7 @@ LEARNING = {
 
 
 def write_copies(folder: Path) -> Path:
-    """Say the digit again. The warm-up shows every digit once, so only rewards tell which one is right."""
+    """Say the digit again. The SFT shows every digit once, so only rewards tell which one is right."""
     rows = [
         {"question": f"{letter}{digit}=", "answer": str(digit), "shown": str(shown)}
         for letter in "abcdefghij"

@@ -30,7 +30,7 @@ from tests.end_to_end.tiny import metrics_of, tiny_recipe
 from tests.training.pieces import SHAPE, random_batch
 
 SHORT = {
-    "warmup": None,
+    "sft": None,
     "steps": 2,
     "evaluation.every": 9,
     "checkpoint.every": 9,
@@ -39,27 +39,27 @@ SHORT = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {
-        "policy.loss.dual": 3.0,
+        "policy.loss.dual_clip": 3.0,
         "policy.kl": {"coefficient": 0.1, "estimator": "k1"},
-        "policy.token_weights": "sequence_mean",
+        "policy.loss_aggregation": "sequence_mean",
     },
     "others": {
         "advantage.baseline": "others",
         "policy.loss.kind": "reinforce",
         "policy.kl": {"coefficient": 0.1, "estimator": "k2", "target": 1e-3, "horizon": 100},
-        "policy.token_weights": "sequence_sum",
+        "policy.loss_aggregation": "sequence_sum",
     },
     "rloo": {
         "advantage.kind": "leave_one_out",
         "policy.loss.kind": "gspo",
         "policy.kl": {"coefficient": 0.1, "estimator": "k3"},
-        "policy.token_weights": "token_sum",
+        "policy.loss_aggregation": "token_sum",
     },
     "reinforce_pp": {
         "advantage.kind": "reinforce_plus_plus",
         "policy.loss.kind": "gmpo",
         "policy.kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward"},
-        "policy.token_weights": "fixed_length",
+        "policy.loss_aggregation": "fixed_length",
     },
     "reinforce_pp_baseline": {
         "advantage.kind": "reinforce_plus_plus_baseline",
@@ -91,13 +91,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "token_baseline": {
         "advantage.kind": "token_baseline",
-        "policy.loss": {"kind": "clip_cov", "share": 0.2},
+        "policy.loss": {"kind": "clip_cov", "fraction": 0.2},
         "policy.proximal": "recompute",
         "policy.correction": {"reject": {"high": 2.0}},
     },
     "token_baseline of actions": {
         "advantage": {"kind": "token_baseline", "align": "action"},
-        "policy.loss": {"kind": "kl_cov", "share": 0.2},
+        "policy.loss": {"kind": "kl_cov", "fraction": 0.2},
         "policy.proximal": "recompute",
         "policy.correction": {
             "level": "sequence",
@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
         "policy.correction": {"reject": {"estimator": "k2", "level": "max", "high": 2.0}},
         "kernels.scan": "loop",
     },
-    "dapo": {"rollout.refill_rounds": 2, "rollout.overlong_fraction": 0.5},
+    "dapo": {"rollout.dynamic_sampling_rounds": 2, "rollout.overlong_fraction": 0.5},
     "distillation": {
         "advantage": {"kind": "teacher", "path": "runs/teacher"},
         "policy.loss.kind": "reinforce",
@@ -149,7 +149,7 @@ def folder(tmp_path_factory) -> Path:
     torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
     save_scalar_model(judge, folder / "judge")
     tokenizer.save_pretrained(folder / "judge")
-    learned = {"name": "teacher", "warmup.steps": 60, "warmup.learning_rate": 3e-2, "steps": 1}
+    learned = {"name": "teacher", "sft.steps": 60, "sft.learning_rate": 3e-2, "steps": 1}
     train(tiny_recipe(folder, learned), quiet=True)
     return folder
 

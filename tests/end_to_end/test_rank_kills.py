@@ -12,12 +12,12 @@ from tests.end_to_end.runs import IGNORED, check_equal, files
 from tests.end_to_end.tiny import tiny_recipe
 
 NUM_RANKS = 2
-SETTINGS = ("mesh.dp_shard=2", "warmup.steps=2", "steps=3", "checkpoint.keep=1")
+SETTINGS = ("mesh.dp_shard=2", "sft.steps=2", "steps=3", "checkpoint.keep=1")
 SPANS = "spans-rank-1.jsonl"
 # Which rank dies before which effect, in the order in which a run that is resumed each time comes to them.
 DEATHS = [
     (1, "optimizer step (2)"),
-    (0, "rename checkpoints/.aside-warmup-000002 to checkpoints/warmup-000002"),
+    (0, "rename checkpoints/.aside-sft-000002 to checkpoints/sft-000002"),
     (1, "write checkpoints/.aside-step-000000/model/model-00002-of-00002.safetensors"),
     (1, "all_gather (20)"),
     (1, "write checkpoints/.aside-step-000002/optimizer/critic/rank-00001.safetensors"),

@@ -61,9 +61,9 @@ def test_the_first_rank_tells_the_layout_before_the_run(folder: Path) -> None:
     shown = (folder / "spread.txt").read_text(encoding="utf-8")
     table = "\nrank  dp_shard\n   0         0\n   1         1\n"
     assert shown.count(table) == 1
-    assert shown.index(table) < shown.index("warm-up: ")
+    assert shown.index(table) < shown.index("SFT: ")
     alone = (folder / "alone.txt").read_text(encoding="utf-8")
-    assert "warm-up: " in alone and "\nrank" not in alone
+    assert "SFT: " in alone and "\nrank" not in alone
 
 
 @pytest.mark.world
@@ -87,7 +87,7 @@ def test_what_they_save_is_an_ordinary_model(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_in_turns_with_their_engines_they_learn_the_same(folder: Path) -> None:
-    done = run(command(folder, "turns", "mesh.dp_shard=2", "engine.take_turns=true"))
+    done = run(command(folder, "turns", "mesh.dp_shard=2", "engine.colocated=true"))
     assert done.returncode == 0, done.stderr
     assert numbers(folder / "runs" / "turns") == numbers(folder / "runs" / "spread")
 

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ray_starts_the_same_ranks_in_turns_with_their_engines(folder: Path) -> None:
-    done = run(command(folder, "ray", *RAY, "engine.take_turns=true"))
+    done = run(command(folder, "ray", *RAY, "engine.colocated=true"))
     assert done.returncode == 0, done.stderr
     # Ray carries what the first rank says; the result is told by the command itself.
     assert "(rank 0 pid=" in done.stdout
@@ -64,16 +64,16 @@ def actors_below(launcher: int, kind: str = "Rank") -> list[int]:
 
 
 def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path) -> None:
-    ahead = (*RAY, "flow.staleness=2", "engine.processes=2", "steps=16", "evaluation.every=100")
+    ahead = (*RAY, "rollout.max_staleness=2", "engine.num_engines=2", "steps=16", "evaluation.every=100")
     # Steps so small that few weights change at all.
-    changed = ("engine.delta=true", "policy.optimizer.learning_rate=1e-9")
+    changed = ("engine.delta_updates=true", "policy.optimizer.learning_rate=1e-9")
     launcher = begun(folder, "engines", *ahead, *changed, until="rollouts/step-*")
     victim, other = actors_below(launcher.pid, "EngineActor")
     os.kill(victim, signal.SIGKILL)
     _, told = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, told
     path = folder / "runs" / "engines"
-    check_run(path, steps=16, bound=2, warmup=TREE["warmup"]["steps"])
+    check_run(path, steps=16, bound=2, sft=TREE["sft"]["steps"])
     events = events_of(path)
     (lost,) = [event for event in events if event["kind"] == "lost"]
     assert lost["reason"].startswith("its actor ended; ")
@@ -87,7 +87,13 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
 
 
 def test_engines_are_added_and_retired_and_for_more_than_there_is_room_the_run_goes_on(folder: Path) -> None:
-    ahead = (*RAY, "flow.staleness=2", "engine.processes=2", "steps=100000", "evaluation.every=100000")
+    ahead = (
+        *RAY,
+        "rollout.max_staleness=2",
+        "engine.num_engines=2",
+        "steps=100000",
+        "evaluation.every=100000",
+    )
     launcher = begun(folder, "changed", *ahead, until="rollouts/step-*")
     path, said = folder / "runs" / "changed", []
     for number, there in ((1, 1), (2, 2), (1000, 2), (1, 1)):

@@ -22,7 +22,7 @@ from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
 from tests.event_logs import write_events
 
-AHEAD: dict[str, Any] = {"flow.staleness": 2, "steps": 8, "engine.processes": 2}
+AHEAD: dict[str, Any] = {"rollout.max_staleness": 2, "steps": 8, "engine.num_engines": 2}
 # Longer answers, so that weights mostly arrive while they are drawn.
 LONGER = {"rollout.max_tokens": 30}
 
@@ -62,7 +62,11 @@ def test_a_run_ahead_of_training_is_repeated_bit_for_bit(folder):
 
 @pytest.mark.slow
 def test_answers_drawn_with_the_keys_of_older_weights_are_repeated(folder):
-    settings = {"flow.kv": "keep", "flow.order": "completion", "flow.stale": "drop"}
+    settings = {
+        "rollout.kv_on_update": "keep",
+        "rollout.batch_order": "completion",
+        "rollout.stale_policy": "drop",
+    }
     run(folder, "keep", **AHEAD, **LONGER, **settings)
     check_repeats(folder / "runs" / "keep")
 
@@ -95,7 +99,7 @@ def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, eng
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_waits_for_its_samples_is_repeated_too(processes, folder):
     name = f"waits-{processes}"
-    run(folder, name, **{"steps": 3, "engine.processes": processes})
+    run(folder, name, **{"steps": 3, "engine.num_engines": processes})
     check_repeats(folder / "runs" / name)
 
 

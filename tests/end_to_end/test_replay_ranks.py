@@ -25,8 +25,8 @@ from tests.end_to_end.tiny import metrics_of, tiny_recipe
 # Answers so long that weights arrive while they are drawn; their bits depend on what is drawn beside them.
 AHEAD = (
     "mesh.dp_shard=2",
-    "flow.staleness=2",
-    "engine.processes=2",
+    "rollout.max_staleness=2",
+    "engine.num_engines=2",
     "steps=6",
     "rollout.max_tokens=30",
     "deterministic=false",
@@ -128,7 +128,7 @@ def test_a_branch_of_two_ranks_goes_on_with_what_is_set(folder: Path) -> None:
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_two_ranks_that_wait_for_their_samples_are_repeated(folder: Path, processes: int) -> None:
-    waits = ("mesh.dp_shard=2", f"engine.processes={processes}", "steps=6")
+    waits = ("mesh.dp_shard=2", f"engine.num_engines={processes}", "steps=6")
     done = run(command(folder, f"waits-{processes}", *waits))
     assert done.returncode == 0, done.stderr
     check_repeats(folder, f"waits-{processes}")
@@ -136,7 +136,7 @@ def test_two_ranks_that_wait_for_their_samples_are_repeated(folder: Path, proces
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace-rl[ray]'")
 def test_a_run_on_ray_is_repeated_by_processes_with_as_many_threads(folder: Path) -> None:
-    done = run(command(folder, "ray", *AHEAD, "mesh.launcher=ray", "threads=2", "engine.processes=1"))
+    done = run(command(folder, "ray", *AHEAD, "mesh.launcher=ray", "threads=2", "engine.num_engines=1"))
     assert done.returncode == 0, done.stderr
     again = check_repeats(folder, "ray")
     assert "launcher: ray" in (folder / "runs" / "ray" / "recipe.yaml").read_text()

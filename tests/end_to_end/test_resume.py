@@ -50,8 +50,8 @@ def interrupt_at(monkeypatch, stage: str, step: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "step", "saved"),
     [
-        ("warmup", 3, "warmup-000003"),
-        pytest.param("warmup", 9, "warmup-000009", marks=pytest.mark.slow),
+        ("sft", 3, "sft-000003"),
+        pytest.param("sft", 9, "sft-000009", marks=pytest.mark.slow),
         ("reinforcement", 3, "step-000003"),
         pytest.param("reinforcement", 7, "step-000007", marks=pytest.mark.slow),
     ],
@@ -82,7 +82,7 @@ def check_equal_but_for_saving(actual: Path, expected: Path) -> None:
 PPO = {
     "advantage.kind": "gae",
     "critic": {"learning_rate": 1e-2, "warmup_steps": 3},
-    "rollout.refill_rounds": 2,
+    "rollout.dynamic_sampling_rounds": 2,
     "policy.kl": {"coefficient": 0.05, "estimator": "k2", "place": "reward", "target": 0.01, "horizon": 200},
 }
 
@@ -122,7 +122,7 @@ def test_eight_bit_moments_of_policy_and_critic_are_taken_up_with_the_same_bits(
             codes = [file.get_tensor(name) for name in file.keys() if name.startswith("state1/")]  # noqa: SIM118
         # Those of the embedding; all other weights of so small a model have too few numbers.
         assert [code.numel() for code in codes if code.dtype == torch.uint8] == [257 * 16]
-    for stage, step in (("warmup", 5), ("reinforcement", 5)):
+    for stage, step in (("sft", 5), ("reinforcement", 5)):
         name = f"codes-left-{stage}"
         with monkeypatch.context() as patch:
             interrupt_at(patch, stage, step)
@@ -187,7 +187,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_bits_are_the_same(ru
 
 def test_without_a_whole_checkpoint_the_run_starts_over(runs, monkeypatch):
     with monkeypatch.context() as patch:
-        interrupt_at(patch, "warmup", 5)
+        interrupt_at(patch, "sft", 5)
         run(runs.parent, "lost")
     for checkpoint in (runs / "lost" / "checkpoints").iterdir():
         (checkpoint / "state.json").unlink()

@@ -28,8 +28,8 @@ def once_told(prompt, completion, answer, row):
 """
 WORDS = (
     f"steps={STEPS}",
-    f"limits.phase_s={PHASE_S}",
-    "flow.staleness=1",
+    f"timeouts.phase_s={PHASE_S}",
+    "rollout.max_staleness=1",
     "data.answer_column=null",
     "data.eval_size=1",
     "rewards=[{kind: function, function: 'hanging:once_told', timeout_s: 600}]",

@@ -16,7 +16,7 @@ TREE: dict[str, Any] = {
     "steps": 4,
     "threads": 1,
     "device": "cpu",
-    "trackers": [],
+    "loggers": [],
     "model": {
         "shape": {
             "hidden_size": 16,
@@ -32,7 +32,7 @@ TREE: dict[str, Any] = {
     },
     "tokenizer": {"vocab_size": 257},
     "data": {"eval_size": 8},
-    "warmup": {"steps": 3, "sequences_per_step": 8, "learning_rate": 1e-2},
+    "sft": {"steps": 3, "sequences_per_step": 8, "learning_rate": 1e-2},
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 3},
     "rewards": [{"kind": "exact"}],
     "policy": {"optimizer": {"learning_rate": 1e-3}},

@@ -33,7 +33,7 @@ def policy(dtype: torch.dtype = torch.float32) -> Model:
 def test_an_engine_of_a_folder_draws_the_same_bits(
     tmp_path: Path, dtype: torch.dtype, deterministic: bool
 ) -> None:
-    options = EngineConfig(cache_tokens=512, max_requests=4, tokens_per_step=16, block_size=8)
+    options = EngineConfig(cache_tokens=512, max_num_seqs=4, max_num_batched_tokens=16, block_size=8)
     save_engine(options, policy(dtype), TOKENIZER, tmp_path, longest=64, deterministic=deterministic)
     engine = open_engine(tmp_path)
     model = policy(dtype)
@@ -65,14 +65,14 @@ TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
 
 
 def test_the_cache_holds_what_the_requests_can_need_and_no_more():
-    config = EngineConfig(max_requests=10, block_size=4)
+    config = EngineConfig(max_num_seqs=10, block_size=4)
     assert build_engine.cache_tokens(config, tiny_model("llama"), 50) == 10 * 54
 
 
 @pytest.mark.parametrize(("free", "tokens"), [(TOKEN_BYTES * 4 * 100, 100), (TOKEN_BYTES * 4 * 3, 54)])
 def test_where_memory_is_short_it_takes_a_quarter_of_it_but_always_one_sequence(monkeypatch, free, tokens):
     monkeypatch.setattr(build_engine, "free_bytes", lambda device: free)
-    config = EngineConfig(max_requests=10, block_size=4)
+    config = EngineConfig(max_num_seqs=10, block_size=4)
     assert build_engine.cache_tokens(config, tiny_model("llama"), 50) == tokens
 
 

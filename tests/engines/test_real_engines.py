@@ -35,7 +35,7 @@ def saved(folder: Path) -> list[Model]:
         eos_token_id=0,
     )
     models = [fresh_model(config, seed=seed, dtype=torch.float32) for seed in (1, 2)]
-    options = EngineConfig(cache_tokens=8192, max_requests=8, tokens_per_step=64)
+    options = EngineConfig(cache_tokens=8192, max_num_seqs=8, max_num_batched_tokens=64)
     save_engine(options, models[0], tokenizer, folder, longest=800)
     return models
 

@@ -29,7 +29,7 @@ from tests.close import close_fp32, close_fp64
 TEMPERATURE = 0.7
 LONG, SHORT = TokenTree(num_tokens=6, horizon=3), TokenTree(num_tokens=9, horizon=1)
 TRUNCATIONS = {"top-k": (3, 1.0), "top-p": (0, 0.8), "both": (5, 0.8), "neither": (0, 1.0)}
-EVERYTHING = surrogate(build_loss(PpoClipLoss(low=1 - 1e-6, high=1e6)))
+EVERYTHING = surrogate(build_loss(PpoClipLoss(clip_low=1 - 1e-6, clip_high=1e6)))
 
 
 def kept(share_V: list[float], top_k: int, top_p: float) -> list[int]:

@@ -110,7 +110,7 @@ PINNED = {
     """,
     "millrace.run.run:Controller": """
         __init__(self, config: RunConfig, parts: Components, folder: RunFolder, *, ranks: Ranks, saver: Saver,
-          recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink, trackers: list[Sink],
+          recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink, loggers: list[Sink],
           progress: Progress, started_s: float) -> None
         adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer
         at_start (property) -> bool
@@ -146,14 +146,13 @@ PINNED = {
         precision: Literal['float32', 'bfloat16', 'float64'] = 'float32'
         threads: NonNegativeInt = 0
         profile_steps: tuple[PositiveInt, ...] = ()
-        trackers: tuple[Literal['tensorboard', 'wandb', 'mlflow'], ...] = ('tensorboard',)
+        loggers: tuple[Literal['tensorboard', 'wandb', 'mlflow'], ...] = ('tensorboard',)
         model: ModelConfig = ModelConfig()
         tokenizer: TokenizerConfig = TokenizerConfig()
         data: DataConfig
-        warmup: WarmupConfig | None = None
+        sft: SftConfig | None = None
         rollout: RolloutConfig = RolloutConfig()
         engine: EngineConfig = EngineConfig()
-        flow: FlowConfig = FlowConfig()
         rewards: tuple[RewardConfig, ...]
         advantage: AdvantageConfig = GroupAdvantage()
         critic: CriticConfig | None = None
@@ -163,6 +162,7 @@ PINNED = {
         checkpoint: CheckpointConfig = CheckpointConfig()
         kernels: KernelConfig = KernelConfig()
         limits: LimitConfig = LimitConfig()
+        timeouts: TimeoutConfig = TimeoutConfig()
     """,
 }
 # Pinned as soon as the file that defines it is there.

@@ -16,14 +16,14 @@ from millrace.config.settings import RunConfig
 from tests.house.source import PACKAGE, write
 
 # 118 with nothing but steps, data, rewards and a model, 14 of them the mesh's: it has four dimensions beside
-# the data ranks. A critic adds 3, a warm-up, a penalty and an adapter 4, a correction 5, and a reward in
+# the data ranks. A critic adds 3, SFT, a penalty and an adapter 4, a correction 5, and a reward in
 # processes of its own 2.
 MAX_SETTINGS = 129
 MIN_WORDS = 5
 
 
 # What a method may say: how a batch becomes new weights, and of sampling what belongs to the arithmetic.
-METHOD = ("advantage.", "critic.", "policy.", "rollout.refill_rounds", "rollout.overlong_fraction")
+METHOD = ("advantage.", "critic.", "policy.", "rollout.dynamic_sampling_rounds", "rollout.overlong_fraction")
 # Sizes and speeds of a task, a model and a machine.
 NO_METHOD = ("policy.optimizer.", "policy.tokens_per_micro_batch", "critic.learning_rate", "advantage.path")
 

@@ -42,7 +42,7 @@ KL = {"coefficient": 0.05, "estimator": "k3"}
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"policy": {"kl": KL}},
     "full": {"policy": {"kl": {"coefficient": 0.05, "estimator": "full"}}},
-    "gspo": {"policy": {"loss": {"kind": "gspo"}, "token_weights": "sequence_mean"}},
+    "gspo": {"policy": {"loss": {"kind": "gspo"}, "loss_aggregation": "sequence_mean"}},
     "ppo": {
         "advantage": {"kind": "gae"},
         "critic": {},
@@ -175,7 +175,7 @@ def learner(case: Case) -> TrainStep:
     made = scalar_model(model) if config.critic else None
     if case.adapter:
         model = adapted(model)
-    options = {"max_tokens": case.max_tokens, "max_gradient_norm": 0.1, "learning_rate": lambda step: 1e-3}
+    options = {"max_tokens": case.max_tokens, "max_grad_norm": 0.1, "learning_rate": lambda step: 1e-3}
     spread = spread_over(model, mesh, config.mesh)
     if case.adapter:
         reference = BaseScorer(model, temperature=0.8, max_tokens=case.max_tokens, spread=spread)

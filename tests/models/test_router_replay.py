@@ -39,7 +39,7 @@ from tests.models.tiny import VOCABULARY
 from tests.ranks import run_ranks
 from tests.training.pieces import plain_logits
 
-CLIP = surrogate(build_loss(words.PpoClipLoss(low=0.2, high=0.2)))
+CLIP = surrogate(build_loss(words.PpoClipLoss(clip_low=0.2, clip_high=0.2)))
 COEFFICIENT = 0.05
 BIAS_STEP = 0.01
 # As one row, as few, and almost one for each segment.
@@ -84,7 +84,7 @@ def trainer(model: Model, routing: Routing | None, *, max_tokens: int = 10_000, 
     for group in optimizer.param_groups:
         # With the usual eps, a gradient of nothing but rounding would move a weight as far as any other.
         group["eps"] = 1e-4
-    options = {"learning_rate": lambda step: 1e-3, "max_gradient_norm": 1e9, "temperature": 1.0} | more
+    options = {"learning_rate": lambda step: 1e-3, "max_grad_norm": 1e9, "temperature": 1.0} | more
     return PolicyTrainer(model, CLIP, optimizer, max_tokens=max_tokens, routing=routing, **options)
 
 

@@ -67,14 +67,14 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def records(num_warmup: int, num_batches: int) -> list[dict[str, Any]]:
+def records(num_sft: int, num_batches: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for step in range(1, num_warmup + 1):
+    for step in range(1, num_sft + 1):
         part = {"loss": 4.0 / step, "learning_rate": 1e-3, "gradient_norm": 1.0, "time/step_s": 0.5}
-        found.append({"stage": "warmup", "step": step, **part, "time/wall_s": 0.5 * step})
-    wall_s = 0.5 * num_warmup
-    if num_warmup:
-        found.append(evaluation("warmup", num_warmup, 0.375, wall_s))
+        found.append({"stage": "sft", "step": step, **part, "time/wall_s": 0.5 * step})
+    wall_s = 0.5 * num_sft
+    if num_sft:
+        found.append(evaluation("sft", num_sft, 0.375, wall_s))
     for step in range(1, num_batches + 1):
         part = {"reward/mean": 0.4 + 0.01 * step, "policy/entropy": 1.0 / step, "length/mean": 12.0}
         part |= {"policy/gradient_norm": 1.0, "mismatch/k3": 1e-9, "policy/learning_rate": 3e-4}
@@ -138,7 +138,7 @@ def test_a_finished_run_says_what_came_of_it_and_what_it_cost(tmp_path: Path):
     run = run_folder(tmp_path / "run", records(20, 30), SUMMARY)
     page = page_of(run)
     assert (
-        "Accuracy on 256 held-out problems rose from 0.41 to 0.95 in 30 batches after 20 warm-up steps; "
+        "Accuracy on 256 held-out problems rose from 0.41 to 0.95 in 30 batches after 20 SFT steps; "
         "the run took 214 s." in page.text
     )
     for part in (
@@ -159,13 +159,13 @@ def test_a_finished_run_says_what_came_of_it_and_what_it_cost(tmp_path: Path):
         "Gradient norm",
     ):
         assert title in page.text
-    assert "Mismatch of sampler and trainer" in page.text and "Loss of the warm-up" in page.text
+    assert "Mismatch of sampler and trainer" in page.text and "Loss of SFT" in page.text
     assert "train: reasoning-gym:chain_sum" in page.text
 
 
 def test_the_time_bar_adds_up_to_the_clock(tmp_path: Path):
     page = page_of(run_folder(tmp_path / "run", records(20, 30), SUMMARY))
-    assert "warm-up 10 s, 5 %" in page.text
+    assert "SFT 10 s, 5 %" in page.text
     assert "sample 60 s, 28 %" in page.text
     assert "train 30 s, 14 %" in page.text
     assert "other 114 s, 53 %" in page.text, "214 s of the clock less 100 s accounted for"
@@ -263,7 +263,7 @@ def test_an_unfinished_run_is_reported_by_its_metrics(tmp_path: Path):
     write_table(run / "evaluations" / "before.parquet", [answer(0, is_right=True)])
     page = page_of(run)
     assert (
-        "Accuracy on held-out problems rose from 0.38 to 0.50 in 10 batches after 20 warm-up steps; "
+        "Accuracy on held-out problems rose from 0.38 to 0.50 in 10 batches after 20 SFT steps; "
         "the run has taken 40 s so far." in page.text
     )
     assert "half not finished" in page.text
@@ -276,12 +276,12 @@ def test_a_run_that_was_stopped_says_so(tmp_path: Path):
 
 
 def test_supervised_training_alone_has_its_own_words_and_curves(tmp_path: Path):
-    lines = [evaluation("warmup", 0, 0.0, 0.0), *records(50, 0)]
+    lines = [evaluation("sft", 0, 0.0, 0.0), *records(50, 0)]
     summary = {**SUMMARY, "eval_before": 0.0, "eval_after": 0.375, "steps": 0, "wall_s": 30.0}
     page = page_of(run_folder(tmp_path / "run", lines, summary))
     assert "rose from 0.00 to 0.38 in 50 steps of supervised training; the run took 30 s." in page.text
     assert "supervised 25 s, 83 %" in page.text
-    assert "Loss nats per token" in page.text and "Entropy" not in page.text and "warm-up" not in page.text
+    assert "Loss nats per token" in page.text and "Entropy" not in page.text and "SFT" not in page.text
 
 
 def test_a_run_in_its_first_moments_has_a_page(tmp_path: Path):
@@ -324,7 +324,7 @@ def test_the_sentence_never_claims_a_rise_that_was_none(
     )
 
 
-def test_the_warmup_is_shaded_up_to_its_last_step(tmp_path: Path):
+def test_sft_is_shaded_up_to_its_last_step(tmp_path: Path):
     run = run_folder(tmp_path / "run", records(20, 30), SUMMARY)
     html = write_report(run).read_text(encoding="utf-8")
     widths = [float(width) for width in re.findall(r'class="shade"[^>]* width="([\d.]+)"', html)]

@@ -16,7 +16,7 @@ from millrace.observability.sink_wandb import WandbSink
 from millrace.observability.sinks import JsonlSink, TrackerError, read_metrics, tagged
 
 STEP = {"stage": "reinforcement", "step": 3, "reward/mean": 0.5, "time/wall_s": 1.25}
-EVALUATION = {"stage": "evaluation", "during": "warmup", "step": 20, "accuracy": 0.25}
+EVALUATION = {"stage": "evaluation", "during": "sft", "step": 20, "accuracy": 0.25}
 
 
 def test_what_was_written_is_read_back(tmp_path: Path):
@@ -118,8 +118,8 @@ def test_a_broken_line_before_the_last_is_an_error_with_its_number(tmp_path: Pat
 
 def test_no_tag_holds_the_numbers_of_two_stages():
     assert tagged(STEP) == (3, {"reward/mean": 0.5, "time/wall_s": 1.25})
-    assert tagged({"stage": "warmup", "step": 1, "loss": 2}) == (1, {"warmup/loss": 2.0})
-    assert tagged(EVALUATION) == (20, {"warmup_evaluation/accuracy": 0.25})
+    assert tagged({"stage": "sft", "step": 1, "loss": 2}) == (1, {"sft/loss": 2.0})
+    assert tagged(EVALUATION) == (20, {"sft_evaluation/accuracy": 0.25})
     assert tagged({**EVALUATION, "during": "reinforcement"}) == (20, {"evaluation/accuracy": 0.25})
 
 
@@ -135,14 +135,14 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_tensorboard_hides_the_steps_that_a_resumed_run_writes_again(tmp_path: Path):
     first = TensorBoardSink(tmp_path)
     for step in (1, 2, 3):
-        first.write({"stage": "warmup", "step": step, "loss": 1.0})
+        first.write({"stage": "sft", "step": step, "loss": 1.0})
     first.write({**STEP, "step": 1, "reward/mean": 0.125})
     first.close()
     resumed = TensorBoardSink(tmp_path, purge_step=3)
-    resumed.write({"stage": "warmup", "step": 3, "loss": 0.5})
+    resumed.write({"stage": "sft", "step": 3, "loss": 0.5})
     resumed.write({**STEP, "step": 1, "reward/mean": 0.75})
     resumed.close()
-    assert scalars(tmp_path / "warmup", "warmup/loss") == [(1, 1.0), (2, 1.0), (3, 0.5)]
+    assert scalars(tmp_path / "sft", "sft/loss") == [(1, 1.0), (2, 1.0), (3, 0.5)]
     assert scalars(tmp_path / "reinforcement", "reward/mean") == [(1, 0.75)]
 
 
@@ -162,13 +162,13 @@ def test_wandb_gets_each_number_against_the_step_of_its_stage_and_resumes_the_sa
     assert defined == {
         "reward/mean": "step/reinforcement",
         "time/wall_s": "step/reinforcement",
-        "warmup_evaluation/accuracy": "step/warmup",
+        "sft_evaluation/accuracy": "step/sft",
     }
     assert run.define_metric.call_count == 3, "each tag is defined once"
     assert run.log.call_args_list[0].args == (
         {"step/reinforcement": 3, "reward/mean": 0.5, "time/wall_s": 1.25},
     )
-    assert run.log.call_args_list[2].args == ({"step/warmup": 20, "warmup_evaluation/accuracy": 0.25},)
+    assert run.log.call_args_list[2].args == ({"step/sft": 20, "sft_evaluation/accuracy": 0.25},)
     run.finish.assert_called_once_with()
     WandbSink(tmp_path, {"seed": 0})
     assert fake.init.call_args.kwargs["id"] == "abc123"
@@ -184,7 +184,7 @@ def test_mlflow_gets_each_number_at_its_step_and_resumes_the_same_run(tmp_path, 
     fake.set_experiment.assert_called_once_with("millrace")
     fake.start_run.assert_called_once_with(run_name=tmp_path.name)
     fake.log_params.assert_called_once_with({"seed": 0})
-    fake.log_metrics.assert_called_once_with({"warmup_evaluation/accuracy": 0.25}, step=20)
+    fake.log_metrics.assert_called_once_with({"sft_evaluation/accuracy": 0.25}, step=20)
     fake.end_run.assert_called_once_with()
     MlflowSink(tmp_path, {"seed": 0})
     assert fake.start_run.call_args.kwargs == {"run_id": "f00"}
@@ -195,6 +195,6 @@ def test_mlflow_gets_each_number_at_its_step_and_resumes_the_same_run(tmp_path, 
 def test_a_tracker_whose_package_is_missing_says_what_to_install(tmp_path, monkeypatch, name, sink):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        TrackerError, match=rf"run `pip install 'millrace-rl\[{name}\]'` or take {name} out of trackers"
+        TrackerError, match=rf"run `pip install 'millrace-rl\[{name}\]'` or take {name} out of loggers"
     ):
         sink(tmp_path, {})

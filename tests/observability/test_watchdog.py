@@ -21,7 +21,7 @@ from millrace.rollout.engine_pool import Engines
 from millrace.run.folder import RunFolder
 from millrace.run.status import read_status
 
-STANDS = {"stage": "warmup", "step": 3, "steps": 9}
+STANDS = {"stage": "sft", "step": 3, "steps": 9}
 
 
 def watching(

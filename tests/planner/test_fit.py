@@ -83,7 +83,7 @@ def test_advice_is_cumulative_and_ends_where_it_fits():
     given = choose(QWEN, WORK, 2, 60e9, refuse=refuse)
     assert not given.fits
     changes = advice(QWEN, WORK, given, 60e9, refuse=refuse)
-    assert [change.text for change in changes] == ["mesh.checkpointing=full", "mesh.offload=true"]
+    assert [change.text for change in changes] == ["mesh.activation_checkpointing=full", "mesh.offload=true"]
     assert changes[0].fit == choose(QWEN, LEAN, 2, 60e9, refuse=refuse)
     assert changes[1].fit == choose(QWEN, replace(LEAN, offload=True), 2, 60e9, refuse=refuse)
     assert [change.fit.fits for change in changes] == [False, True]
@@ -112,7 +112,7 @@ def test_a_narrower_forward_is_advised_where_weights_are_wide():
     wide = replace(LEAN, weight_bytes=4, compute_bytes=4, moment_bytes=4, cache_tokens=10_000)
     given = choose(QWEN, wide, 8, 60e9, refuse=refuse)
     changes = advice(QWEN, wide, given, 60e9, refuse=refuse)
-    assert not given.fits and changes[0].text == "mesh.compute=bfloat16"
+    assert not given.fits and changes[0].text == "mesh.compute_dtype=bfloat16"
     assert changes[0].fit == choose(QWEN, replace(wide, compute_bytes=2), 8, 60e9, refuse=refuse)
 
 

@@ -297,7 +297,7 @@ def test_a_reference_that_computes_beside_the_policy_is_gathered_beside_what_the
 def test_what_takes_turns_is_counted_one_after_the_other(offload):
     rich = replace(WORK, num_frozen=1, critic=True, offload=offload)
     both = memory_per_rank(LLAMA, Layout(dp_shard=8), rich, 80e9)
-    apart = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(rich, take_turns=True), 80e9)
+    apart = memory_per_rank(LLAMA, Layout(dp_shard=8), replace(rich, colocated=True), 80e9)
     assert apart.parts() == both.parts()
     trained = both.weights + both.moments + both.critic + both.frozen
     assert both.training - apart.training == both.sampler + both.cache

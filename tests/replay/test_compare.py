@@ -15,7 +15,7 @@ from millrace.run.folder import RunFolder
 from millrace.training.checkpoint import write_checkpoint
 
 RECORDS = [
-    {"stage": "warmup", "step": 1, "loss": 2.0, "time/step_s": 1.0},
+    {"stage": "sft", "step": 1, "loss": 2.0, "time/step_s": 1.0},
     {"stage": "reinforcement", "step": 1, "reward/std": math.nan, "memory/train_peak_bytes": 5},
 ]
 ROWS = [
@@ -42,8 +42,8 @@ def test_what_is_measured_may_differ(folders):
     comparison = Comparison(*folders)
     comparison.write({**RECORDS[0], "time/step_s": 9.0})
     comparison.write({**RECORDS[1], "memory/train_peak_bytes": 6})
-    with pytest.raises(ReplayError, match="^warmup, step 2: the run has no such record$"):
-        comparison.write({"stage": "warmup", "step": 2})
+    with pytest.raises(ReplayError, match="^sft, step 2: the run has no such record$"):
+        comparison.write({"stage": "sft", "step": 2})
 
 
 def test_a_record_goes_on_where_the_repetition_stands(folders):
@@ -51,16 +51,14 @@ def test_a_record_goes_on_where_the_repetition_stands(folders):
     sink.write(RECORDS[0])
     sink.close()
     Comparison(*folders).write(RECORDS[1])
-    with pytest.raises(
-        ReplayError, match="^warmup, step 1: stage was reinforcement in the run and is warmup"
-    ):
+    with pytest.raises(ReplayError, match="^sft, step 1: stage was reinforcement in the run and is sft"):
         Comparison(*folders).write(RECORDS[0])
 
 
 @pytest.mark.parametrize("change", [{"loss": 2.0000000000000004}, {"more": 1}], ids=["bit", "key"])
 def test_a_value_that_differs_is_named(change, folders):
     name = next(iter(change))
-    with pytest.raises(ReplayError, match=f"^warmup, step 1: {name} was "):
+    with pytest.raises(ReplayError, match=f"^sft, step 1: {name} was "):
         Comparison(*folders).write({**RECORDS[0], **change})
 
 
@@ -105,8 +103,8 @@ def test_weights_are_compared_where_both_have_them(folders):
     checkpoint(original, "step-000002", **model)
     for folder, position in ((original, "a"), (repeated, "b")):
         checkpoint(folder, "step-000004", **model, **{"state.json": position, "optimizer/model/0": "2"})
-        checkpoint(folder, "warmup-000001", **model)
-    assert check_weights(*folders) == ["step-000004", "warmup-000001"]
+        checkpoint(folder, "sft-000001", **model)
+    assert check_weights(*folders) == ["sft-000001", "step-000004"]
     checkpoint(original, "step-000006", **model)
     checkpoint(repeated, "step-000006", **{"model/model.safetensors": "3"})
     with pytest.raises(

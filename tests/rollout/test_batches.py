@@ -76,7 +76,7 @@ def prompts(num: int) -> list[Prompt]:
 
 def sampled(rows: dict, *, rounds: int = 0, greedy=None, num_batches: int = 1, **sections):
     """The last of so many batches of three prompts with two samples each, out of eight prompts in order."""
-    rollout = {"prompts_per_step": 3, "samples_per_prompt": 2, "refill_rounds": rounds}
+    rollout = {"prompts_per_step": 3, "samples_per_prompt": 2, "dynamic_sampling_rounds": rounds}
     config = recipe(rollout=rollout, seed=11, **sections)
     engine, stream = Echo(), PromptStream(prompts(8), seed=0, shuffle=False)
     given = parts(method=build_method(config), train_prompts=prompts(8))
@@ -182,8 +182,8 @@ def test_what_is_withheld_is_not_trained_on():
 
 
 def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
-    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2}
-    config = recipe(steps=1, rollout=rollout, flow={"order": "completion", "spare_groups": 1})
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "oversample_groups": 1}
+    config = recipe(steps=1, rollout={**rollout, "batch_order": "completion"})
     engine, rows = Echo(), {"p0": DIFFERENT, "p1": DIFFERENT, "p2": [0.0, 0.0]}
     source = BatchSource(
         config,
@@ -274,7 +274,7 @@ class Ending(RecordedLog):
 @pytest.mark.world
 def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     """In the run they were asked for something else next, or for nothing."""
-    runtime, config = Manual("a", sleeps=True), recipe(steps=4, flow={"staleness": 1})
+    runtime, config = Manual("a", sleeps=True), recipe(steps=4, rollout={"max_staleness": 1})
     log = Ending(tmp_path / "events.log", lambda: 0.0, RunSegment([], 1, RecordedCommands([]), 2))
     source = BatchSource(
         config,
@@ -299,7 +299,7 @@ def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
 
 
 def test_the_rules_of_a_recipe():
-    flow = {"staleness": 2, "order": "completion", "stale": "drop"}
-    rules = flow_rules(recipe(flow=flow, rollout={"prompts_per_step": 5, "refill_rounds": 3}))
+    ahead = {"max_staleness": 2, "batch_order": "completion", "stale_policy": "drop"}
+    rules = flow_rules(recipe(rollout={**ahead, "prompts_per_step": 5, "dynamic_sampling_rounds": 3}))
     assert (rules.groups_per_step, rules.staleness, rules.order, rules.stale) == (5, 2, "completion", "drop")
     assert (rules.refill_rounds, rules.spare_groups) == (3, 0)

@@ -22,7 +22,7 @@ from tests.event_logs import change_events
 from tests.rollout.test_batches import DIFFERENT, Echo, Table, prompts
 from tests.run.pieces import parts, recipe
 
-CONFIG = {"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}, "flow": {"staleness": 1}, "steps": 4}
+CONFIG = {"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1}, "steps": 4}
 
 
 def source_in(folder: Path) -> BatchSource:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.config.sections import RolloutConfig
+from millrace.config.rollout_section import RolloutConfig
 from millrace.rollout.sampled_batch import completion_seed, greedy, is_equal, sampling
 from millrace.types import SamplingParams
 from tests.run.pieces import scored

@@ -15,9 +15,8 @@ from tests.event_logs import write_events
 RECIPE = """steps: {steps}
 device: cpu
 data: {{train: sums.jsonl, eval_size: 8}}
-rollout: {{prompts_per_step: 4, samples_per_prompt: 3, max_tokens: 64}}
-engine: {{processes: {processes}, max_requests: 60}}
-flow: {{staleness: {staleness}}}
+rollout: {{prompts_per_step: 4, samples_per_prompt: 3, max_tokens: 64, max_staleness: {staleness}}}
+engine: {{num_engines: {processes}, max_num_seqs: 60}}
 rewards: [{{kind: exact}}]
 """
 COSTS = Costs(

@@ -57,7 +57,7 @@ def learner(config: RunConfig, *, max_tokens: int = 1000, teacher: ModelScorer |
         learning_rate=lambda number: 0.01,
         temperature=config.rollout.temperature,
         max_tokens=max_tokens,
-        max_gradient_norm=1.0,
+        max_grad_norm=1.0,
         reference=frozen if config.policy.kl and config.policy.kl.estimator == "full" else None,
     )
     return TrainStep(trainer, build_method(config), critic(config), frozen, teacher, control)
@@ -75,7 +75,7 @@ def critic(config: RunConfig) -> ValueTrainer | None:
         clip=config.critic.clip,
         coefficient=config.critic.coefficient,
         max_tokens=1000,
-        max_gradient_norm=1.0,
+        max_grad_norm=1.0,
     )
 
 

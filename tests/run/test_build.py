@@ -126,7 +126,7 @@ def test_a_prompt_without_a_demonstration_is_named(tmp_path):
     with pytest.raises(DataError) as caught:
         build(config, None)
     assert str(caught.value) == (
-        "prompt train:0 has no demonstration to imitate in the warm-up; set data.demonstration_column"
+        "prompt train:0 has no demonstration to imitate in SFT; set data.demonstration_column"
     )
 
 
@@ -188,7 +188,7 @@ def test_a_critic_begins_at_the_present_weights_with_a_head_of_zeros_and_its_own
     policy = parts.reinforcer(0, None, None)
     with torch.no_grad():
         for _, tensor in policy.named_tensors():
-            tensor.add_(0.01)  # as the warm-up would
+            tensor.add_(0.01)  # as SFT would
     critic = parts.critic()
     for ours, theirs in zip(
         critic.model.base_model.parameters(), policy.model.base_model.parameters(), strict=True

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.world
 
 def recipe(folder: Path, name: str, **more: Any) -> RunConfig:
     """Reinforcement of a small model on the folder's sums."""
-    tree = {key: value for key, value in TREE.items() if key != "warmup"}
+    tree = {key: value for key, value in TREE.items() if key != "sft"}
     tree |= {"data": TREE["data"] | {"train": str(folder / "sums.jsonl")}} | more
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")

@@ -22,7 +22,7 @@ from tests.close import close_fp32
 from tests.end_to_end.tiny import tiny_recipe
 from tests.training.pieces import random_batch, tiny_model
 
-FRESH = {"warmup": None, "model.adapter": {"rank": 2, "targets": ["q_proj", "v_proj"]}}
+FRESH = {"sft": None, "model.adapter": {"rank": 2, "targets": ["q_proj", "v_proj"]}}
 
 
 def moved(parts):
@@ -57,7 +57,7 @@ def test_the_optimizer_is_over_the_pairs_alone(tmp_path):
 
 def test_the_base_is_the_reference_only_where_the_run_begins_with_it(tmp_path):
     config = {"policy.kl.coefficient": 0.1}
-    cases = [(FRESH, BaseScorer), (FRESH | {"warmup": {"steps": 2}}, ModelScorer), ({}, ModelScorer)]
+    cases = [(FRESH, BaseScorer), (FRESH | {"sft": {"steps": 2}}, ModelScorer), ({}, ModelScorer)]
     for number, (changes, kind) in enumerate(cases):
         parts = build(tiny_recipe(tmp_path, config | changes), None)
         parts.save_model(tmp_path / str(number))
@@ -85,7 +85,7 @@ def test_a_saved_policy_is_an_ordinary_folder_with_the_adapter_in_a_folder_of_it
     parts = build(tiny_recipe(tmp_path, given), None)
     assert parts.engine.fingerprint() == fingerprint(sent.items())
     # Without the adapter in the recipe, the merged model is a model like any other.
-    merged = {"warmup": None, "model": {"path": str(folder)}, "tokenizer": {}}
+    merged = {"sft": None, "model": {"path": str(folder)}, "tokenizer": {}}
     plain = build(tiny_recipe(tmp_path, merged), None).reinforcer(0, None, None)
     assert adapted_layers(plain.model) == {}
     batch = random_batch(0)

@@ -37,7 +37,7 @@ CHECKPOINT = "step-000003"
 def recipe(folder: Path, num_ranks: int) -> RunConfig:
     """Reinforcement of the folder's model through an adapter, held to the model itself."""
     model = {"path": str(folder / "base"), "adapter": {"rank": 3, "alpha": 6.0}}
-    tree = {key: value for key, value in TREE.items() if key not in ("tokenizer", "warmup")}
+    tree = {key: value for key, value in TREE.items() if key not in ("tokenizer", "sft")}
     policy = {"optimizer": {"learning_rate": 0.01}, "kl": {"coefficient": 0.1}}
     data = TREE["data"] | {"train": str(folder / "sums.jsonl")}
     tree |= {"model": model, "data": data, "policy": policy, "mesh": {"dp_shard": num_ranks}}

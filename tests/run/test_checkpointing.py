@@ -251,7 +251,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[Controlle
 
 
 # Checkpoints at batches 0, 2 and 4.
-QUICK = {"warmup": None, "steps": 4, "checkpoint.keep": 9}
+QUICK = {"sft": None, "steps": 4, "checkpoint.keep": 9}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from millrace.run.run import Controller
 from tests.end_to_end.runs import OVERRIDES, check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
 
-METHOD = {**OVERRIDES, "advantage.kind": "gae", "critic": {"learning_rate": 1e-3}, "warmup.steps": 4}
+METHOD = {**OVERRIDES, "advantage.kind": "gae", "critic": {"learning_rate": 1e-3}, "sft.steps": 4}
 
 
 class Sleeping:
@@ -90,7 +90,7 @@ def test_without_an_engine_that_takes_turns_nothing_moves(tmp_path):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the run `apart` in turns and the run `together`, and what was in memory when."""
     folder = tmp_path_factory.mktemp("turns")
-    for name, more in (("together", {}), ("apart", {"engine.take_turns": True})):
+    for name, more in (("together", {}), ("apart", {"engine.colocated": True})):
         assert train(tiny_recipe(folder, {**METHOD, **more, "name": name}), quiet=True).status == "finished"
     return folder / "runs"
 
@@ -143,7 +143,7 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "train_on", looking("train", loop.train_on))
     monkeypatch.setattr(PagedEngine, "generate", looking("sample", PagedEngine.generate))
     monkeypatch.setattr(run, "snapshot", looking("save", run.snapshot))
-    train(tiny_recipe(tmp_path, {"steps": 2, "warmup": None, "engine.take_turns": True}), quiet=True)
+    train(tiny_recipe(tmp_path, {"steps": 2, "sft": None, "engine.colocated": True}), quiet=True)
     assert seen == {
         ("train", True, False, False),
         ("sample", False, True, True),

@@ -122,14 +122,14 @@ def test_json_is_written_aside_so_that_half_of_it_is_never_seen(tmp_path, monkey
     ("newest", "keep", "also", "left"),
     [
         ("step-000004", 2, [None], ["step-000002", "step-000004", "step-000006"]),
-        ("step-000004", 1, ["warmup-000003", "step-000000"], [0, 4, 6, "warmup-000003"]),
-        ("warmup-000003", 1, [], [0, 2, 4, 6, "warmup-000003"]),
+        ("step-000004", 1, ["sft-000003", "step-000000"], ["sft-000003", 0, 4, 6]),
+        ("sft-000003", 1, [], ["sft-000003", 0, 2, 4, 6]),
     ],
 )
 def test_of_the_checkpoints_up_to_the_newest_the_last_stay_and_some_by_name(
     newest, keep, also, left, tmp_path
 ):
-    names = [f"step-00000{n}" for n in (0, 2, 4, 6)] + ["warmup-000002", "warmup-000003"]
+    names = [f"step-00000{n}" for n in (0, 2, 4, 6)] + ["sft-000002", "sft-000003"]
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     RunFolder(tmp_path).forget(newest, keep=keep, also=also)

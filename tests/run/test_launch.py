@@ -177,7 +177,7 @@ def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
     monkeypatch.setattr(Watchdog, "waiting", watched)
     monkeypatch.setattr(checkpointing, "seal_checkpoint", slow)
     monkeypatch.setattr(watchdog, "LONG_S", 0.0)
-    config = tiny_recipe(tmp_path, {"limits.phase_s": 900, "checkpoint.every": 1})
+    config = tiny_recipe(tmp_path, {"timeouts.phase_s": 900, "checkpoint.every": 1})
     with pytest.raises(KeyboardInterrupt):
         train(config, quiet=True)
     ranks, line, disk = told[-3:]
@@ -214,7 +214,7 @@ def test_workers_and_the_lock_are_given_back_also_when_a_tracker_cannot_start(tm
         raise ValueError("no tracker here")
 
     monkeypatch.setattr(launch, "build", build)
-    monkeypatch.setattr(launch, "_trackers", tracker)
+    monkeypatch.setattr(launch, "_loggers", tracker)
     with pytest.raises(ValueError, match="^no tracker here$"):
         train(tiny_recipe(tmp_path), quiet=True)
     assert closed == [True]
@@ -229,10 +229,10 @@ def test_the_run_keeps_its_resolved_recipe_and_where_it_came_from(tmp_path):
 
 
 def test_tensorboard_gets_the_numbers_of_a_run_and_of_its_resumption(tmp_path):
-    config = tiny_recipe(tmp_path, {"trackers": ["tensorboard"]})
+    config = tiny_recipe(tmp_path, {"loggers": ["tensorboard"]})
     report = train(config, quiet=True)
     files = list((Path(report.run) / "tensorboard").rglob("events.*"))
-    assert {path.parent.name for path in files} == {"warmup", "reinforcement"}
+    assert {path.parent.name for path in files} == {"sft", "reinforcement"}
 
 
 def test_a_run_that_is_not_quiet_shows_its_result(tmp_path, capsys):
@@ -244,11 +244,11 @@ def test_a_run_that_is_not_quiet_shows_its_result(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("overrides", "place", "saved"),
     [
-        ({"warmup": None}, ("generate", 1), []),  # the first evaluation
-        ({"warmup": None}, ("generate", 2), ["step-000000"]),  # the first batch
-        ({}, ("forward_backward", 1), []),  # the first step of the warm-up
-        # Evaluations after two and three steps of the warm-up and before reinforcement, then its first batch.
-        ({}, ("generate", 4), ["step-000000", "warmup-000003"]),
+        ({"sft": None}, ("generate", 1), []),  # the first evaluation
+        ({"sft": None}, ("generate", 2), ["step-000000"]),  # the first batch
+        ({}, ("forward_backward", 1), []),  # the first step of SFT
+        # Evaluations after two and three steps of SFT and before reinforcement, then its first batch.
+        ({}, ("generate", 4), ["sft-000003", "step-000000"]),
     ],
 )
 def test_a_signal_before_the_first_step_is_done_ends_the_run_in_its_midst(
@@ -269,7 +269,7 @@ def test_a_signal_before_the_first_step_is_done_ends_the_run_in_its_midst(
         patch.setattr(owner, name, interrupted)
         report = train(tiny_recipe(tmp_path, overrides), quiet=True)
     folder = Path(report.run)
-    assert (report.status, report.steps, report.warmup_steps) == ("interrupted", 0, 3 * (number == 4))
+    assert (report.status, report.steps, report.sft_steps) == ("interrupted", 0, 3 * (number == 4))
     assert sorted(path.name for path in folder.glob("checkpoints/[ws]*")) == saved
     assert free(folder)
     whole = train(tiny_recipe(tmp_path, overrides | {"name": "whole"}), quiet=True)
@@ -290,7 +290,7 @@ def test_a_signal_in_a_later_step_lets_it_be_finished(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PolicyTrainer, "forward_backward", interrupted)
     report = train(tiny_recipe(tmp_path), quiet=True)
-    assert (report.status, report.warmup_steps) == ("interrupted", 2)
+    assert (report.status, report.sft_steps) == ("interrupted", 2)
 
 
 @pytest.mark.parametrize("fresh", [True, False])

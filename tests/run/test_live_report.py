@@ -51,7 +51,7 @@ def test_a_run_that_is_gone_without_a_word_leaves_a_report_of_what_it_did(tmp_pa
 
     monkeypatch.setattr(Controller, "report", report)
     with pytest.raises(Gone):
-        train(tiny_recipe(tmp_path, {"warmup": None}), quiet=True)
+        train(tiny_recipe(tmp_path, {"sft": None}), quiet=True)
     folder = tmp_path / "runs" / "run"
     page = re.sub("<[^>]*>", " ", (folder / "report.html").read_text(encoding="utf-8"))
     assert page == reported[-1]

@@ -25,7 +25,7 @@ from tests.end_to_end.tiny import metrics_of, tiny_recipe
 from tests.training.pieces import NORMS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architecture.md"
-WARMUP = {"stage", "step", "loss", "learning_rate", "gradient_norm", "time/step_s", "time/wall_s"}
+SFT = {"stage", "step", "loss", "learning_rate", "gradient_norm", "time/step_s", "time/wall_s"}
 # These say themselves what they are.
 EVALUATION = {
     "stage",
@@ -92,10 +92,10 @@ OPTIONAL = {
 METHODS = {
     "advantage.kind": "gae",
     "critic": {"learning_rate": 1e-3},
-    "warmup.steps": 9,
-    "warmup.learning_rate": 3e-2,
+    "sft.steps": 9,
+    "sft.learning_rate": 3e-2,
     "rewards": [{"kind": "format", "pattern": "[0-4]"}],
-    "rollout.refill_rounds": 1,
+    "rollout.dynamic_sampling_rounds": 1,
     "policy.kl.coefficient": 0.1,
     "policy.proximal": "recompute",
     "policy.correction": {"high": 5.0},
@@ -107,7 +107,7 @@ def run(folder: Path, **overrides):
 
 
 def stages(report) -> list[str]:
-    letters = {"warmup": "w", "evaluation": "e", "reinforcement": "r"}
+    letters = {"sft": "w", "evaluation": "e", "reinforcement": "r"}
     return [f"{letters[record['stage']]}{record['step']}" for record in metrics_of(report.run)]
 
 
@@ -134,15 +134,13 @@ def test_a_run_does_everything_in_order_and_records_it(tmp_path):
     records = metrics_of(report.run)
     keys = {record["stage"]: set(record) for record in records}
     assert set().union(*records) >= BETWEEN
-    own = {"warmup": WARMUP, "evaluation": EVALUATION, "reinforcement": REINFORCEMENT}
+    own = {"sft": SFT, "evaluation": EVALUATION, "reinforcement": REINFORCEMENT}
     keys = {
         stage: {key for key in found if key in own[stage] or key not in BETWEEN}
         for stage, found in keys.items()
     }
-    assert keys == {"warmup": WARMUP, "evaluation": EVALUATION, "reinforcement": REINFORCEMENT}
-    assert [r["during"] for r in records if r["stage"] == "evaluation"] == ["warmup"] * 2 + [
-        "reinforcement"
-    ] * 3
+    assert keys == {"sft": SFT, "evaluation": EVALUATION, "reinforcement": REINFORCEMENT}
+    assert [r["during"] for r in records if r["stage"] == "evaluation"] == ["sft"] * 2 + ["reinforcement"] * 3
     written = DOCUMENT.read_text(encoding="utf-8")
     assert {key for key in BETWEEN.union(*keys.values()) if f"`{key}`" not in written} == set()
     assert [field.name for field in dataclasses.fields(report) if f"`{field.name}`" not in written] == []
@@ -151,12 +149,12 @@ def test_a_run_does_everything_in_order_and_records_it(tmp_path):
     walls = [record["time/wall_s"] for record in records]
     assert walls == sorted(walls)
 
-    assert (report.status, report.steps, report.warmup_steps, report.skipped_steps) == ("finished", 4, 3, 0)
+    assert (report.status, report.steps, report.sft_steps, report.skipped_steps) == ("finished", 4, 3, 0)
     assert (report.num_train_prompts, report.eval_size, report.filtered_prompts) == (32, 8, 0)
     assert (report.scored_demonstrations, report.right_demonstrations) == (8, 8)
     batches = [record for record in records if record["stage"] == "reinforcement"]
     assert report.tokens_sampled == sum(record["tokens/sampled"] for record in batches)
-    # A warm-up answer is a digit and the end; with a penalty reinforcement trains on all it sampled.
+    # A SFT answer is a digit and the end; with a penalty reinforcement trains on all it sampled.
     assert report.tokens_trained == 3 * 8 * 2 + sum(record["tokens/trained"] for record in batches)
     assert report.tokens_trained == 3 * 8 * 2 + report.tokens_sampled
 
@@ -198,64 +196,64 @@ def test_no_prompt_comes_back_before_all_have_been_seen(tmp_path):
 
 def test_supervised_training_alone_has_a_before_an_after_and_a_best(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.1, 0.3, 0.6, 0.5)
-    report = run(tmp_path, **{"steps": 0, "policy": {}, "warmup.steps": 6})
+    report = run(tmp_path, **{"steps": 0, "policy": {}, "sft.steps": 6})
     assert stages(report) == ["e0", "w1", "w2", "e2", "w3", "w4", "e4", "w5", "w6", "e6"]
-    assert (report.steps, report.warmup_steps, report.tokens_sampled) == (0, 6, 0)
+    assert (report.steps, report.sft_steps, report.tokens_sampled) == (0, 6, 0)
     assert (report.eval_before, report.eval_best, report.eval_after) == (0.1, 0.6, 0.5)
-    assert report.best_checkpoint == "warmup-000004"
+    assert report.best_checkpoint == "sft-000004"
     best = json.loads((Path(report.run) / "best.json").read_text())
-    assert best == {"checkpoint": "warmup-000004", "measure": "reward/mean", "value": 0.6}
+    assert best == {"checkpoint": "sft-000004", "measure": "reward/mean", "value": 0.6}
     assert sorted(p.stem for p in (Path(report.run) / "evaluations").iterdir()) == ["after", "before"]
 
 
-def test_the_warm_up_weighs_tokens_by_its_own_setting(tmp_path):
+def test_sft_weighs_tokens_by_its_own_setting(tmp_path):
     def losses(name, **overrides):
-        report = run(tmp_path, name=name, steps=0, **{"warmup.steps": 2, **overrides})
-        return [record["loss"] for record in metrics_of(report.run) if record["stage"] == "warmup"]
+        report = run(tmp_path, name=name, steps=0, **{"sft.steps": 2, **overrides})
+        return [record["loss"] for record in metrics_of(report.run) if record["stage"] == "sft"]
 
     plain = losses("plain")
-    assert losses("policy", **{"policy.token_weights": "sequence_sum"}) == plain
-    other = losses("own", **{"warmup.token_weights": "token_sum"})
+    assert losses("policy", **{"policy.loss_aggregation": "sequence_sum"}) == plain
+    other = losses("own", **{"sft.loss_aggregation": "token_sum"})
     # Eight answers of a digit and the end of text: sixteen tokens in each step.
     close_fp32(torch.tensor(other[0]), 16 * plain[0])
 
 
 def test_supervised_training_alone_stops_at_its_gate(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.0, 0.3, 0.55)
-    report = run(tmp_path, **{"steps": 0, "policy": {}, "warmup.steps": 8, "warmup.gate": [0.5, 0.7]})
-    assert (report.status, report.warmup_steps, report.eval_after) == ("finished", 4, 0.55)
+    report = run(tmp_path, **{"steps": 0, "policy": {}, "sft.steps": 8, "sft.stop_accuracy": [0.5, 0.7]})
+    assert (report.status, report.sft_steps, report.eval_after) == ("finished", 4, 0.55)
     assert report.warnings == []
 
 
-def test_the_warm_up_ends_when_its_gate_opens(tmp_path, monkeypatch):
+def test_sft_ends_when_its_gate_opens(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.1, 0.5, 0.5, 0.5)
-    report = run(tmp_path, **{"steps": 1, "warmup.steps": 8, "warmup.gate": [0.5, 0.7]})
-    assert (report.warmup_steps, report.eval_before, report.warnings) == (4, 0.5, [])
+    report = run(tmp_path, **{"steps": 1, "sft.steps": 8, "sft.stop_accuracy": [0.5, 0.7]})
+    assert (report.sft_steps, report.eval_before, report.warnings) == (4, 0.5, [])
 
 
-def test_a_warm_up_that_misses_its_gate_goes_on_and_says_so(tmp_path, monkeypatch):
+def test_sft_that_misses_its_gate_goes_on_and_says_so(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.1, 0.2, 0.2, 0.2)
-    report = run(tmp_path, **{"steps": 1, "warmup.gate": [0.5, 0.7]})
-    assert (report.status, report.warmup_steps) == ("finished", 3)
+    report = run(tmp_path, **{"steps": 1, "sft.stop_accuracy": [0.5, 0.7]})
+    assert (report.status, report.sft_steps) == ("finished", 3)
     assert report.warnings == [
-        "the warm-up did not reach its gate: accuracy 0.200 is below 0.5 after 3 steps; raise warmup.steps"
+        "SFT ended at accuracy 0.200, below 0.5 of sft.stop_accuracy, after 3 steps; raise sft.steps"
     ]
 
 
-def test_a_warm_up_that_shoots_past_its_gate_says_so(tmp_path, monkeypatch):
+def test_sft_that_shoots_past_its_gate_says_so(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.9, 0.9, 0.9)
-    report = run(tmp_path, **{"steps": 1, "warmup.gate": [0.5, 0.7]})
-    assert report.warmup_steps == 2
+    report = run(tmp_path, **{"steps": 1, "sft.stop_accuracy": [0.5, 0.7]})
+    assert report.sft_steps == 2
     assert report.warnings == [
-        "the warm-up passed its gate: accuracy 0.900 is above 0.7; evaluate more often (evaluation.every) or "
-        "lower warmup.learning_rate"
+        "SFT ended at accuracy 0.900, above 0.7 of sft.stop_accuracy; evaluate more often (evaluation.every) "
+        "or lower sft.learning_rate"
     ]
 
 
-def test_without_a_warm_up_reinforcement_starts_at_version_0(tmp_path):
-    report = run(tmp_path, warmup=None)
+def test_without_sft_reinforcement_starts_at_version_0(tmp_path):
+    report = run(tmp_path, sft=None)
     assert stages(report) == ["e0", "r1", "r2", "e2", "r3", "r4", "e4"]
-    assert (report.warmup_steps, report.steps) == (0, 4)
+    assert (report.sft_steps, report.steps) == (0, 4)
     assert metrics_of(report.run)[1]["version"] == 1
 
 
@@ -328,14 +326,14 @@ def test_steps_without_finite_gradient_stop_the_run_with_evidence_and_it_can_be_
     assert (report.status, report.steps, report.skipped_steps, report.warnings) == ("finished", 4, 0, [])
 
 
-def test_a_warm_up_that_blows_up_stops_too(tmp_path):
+def test_sft_that_blows_up_stops_too(tmp_path):
     with pytest.raises(RunStopped, match="3 optimizer steps in a row had no finite gradient"):
         run(
             tmp_path,
-            **{"warmup.learning_rate": 1e30, "warmup.steps": 9, "limits.nonfinite_steps": 3},
+            **{"sft.learning_rate": 1e30, "sft.steps": 9, "limits.nonfinite_steps": 3},
         )
     records = metrics_of(tmp_path / "runs" / "run")
-    norms = [record["gradient_norm"] for record in records if record["stage"] == "warmup"]
+    norms = [record["gradient_norm"] for record in records if record["stage"] == "sft"]
     assert (norms[0] is None, norms[-3:]) == (False, [None] * 3)
 
 
@@ -346,7 +344,7 @@ def test_failing_rewards_stop_the_run_with_their_reason(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunStopped) as caught:
-        run(tmp_path, rewards=[{"kind": "function", "function": "failing_reward:grade"}], warmup=None)
+        run(tmp_path, rewards=[{"kind": "function", "function": "failing_reward:grade"}], sft=None)
     text = str(caught.value)
     assert text.startswith(
         "100% of the rewards of the held-out answers failed, more than limits.failed_rewards = 20%; "

@@ -15,7 +15,7 @@ from tests.end_to_end.tiny import metrics_of, tiny_recipe
 
 
 def run(folder, **overrides):
-    return train(tiny_recipe(folder, {"warmup": None, **overrides}), quiet=True).run
+    return train(tiny_recipe(folder, {"sft": None, **overrides}), quiet=True).run
 
 
 @pytest.mark.parametrize(("name", "share"), [("NVIDIA H200", 3e15 / 4 / 2 / 989e12), ("Another", None)])

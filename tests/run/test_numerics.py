@@ -75,8 +75,8 @@ def test_a_penalty_has_a_gradient_without_advantage_so_nothing_is_left_out(tmp_p
 @pytest.mark.parametrize(
     "loss",
     [
-        {"kind": "clip_cov", "share": 0.3, "covariance_low": 0.0},
-        {"kind": "kl_cov", "share": 0.3},
+        {"kind": "clip_cov", "fraction": 0.3, "covariance_low": 0.0},
+        {"kind": "kl_cov", "fraction": 0.3},
     ],
 )
 def test_a_selection_is_made_once_and_then_any_layout_gives_the_same(tmp_path, loss):
@@ -88,8 +88,8 @@ def test_a_selection_is_made_once_and_then_any_layout_gives_the_same(tmp_path, l
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"policy.loss": {"kind": "gspo"}, "policy.token_weights": "sequence_mean"},
-        {"policy.loss": {"kind": "gmpo"}, "policy.token_weights": "fixed_length"},
+        {"policy.loss": {"kind": "gspo"}, "policy.loss_aggregation": "sequence_mean"},
+        {"policy.loss": {"kind": "gmpo"}, "policy.loss_aggregation": "fixed_length"},
         {"policy.kl": {"coefficient": 0.3, "estimator": "full"}},
         {"policy.kl": {"coefficient": 0.3, "place": "reward"}, "advantage": {"kind": "reinforce_plus_plus"}},
         {"policy.proximal": "recompute", "policy.correction": {"level": "sequence", "normalise": True}},
@@ -104,7 +104,7 @@ def test_no_method_depends_on_the_layout(tmp_path, overrides):
 
 
 def test_a_teacher_is_asked_as_in_training(tmp_path):
-    report = train(tiny_recipe(tmp_path, {"warmup": None, "steps": 1}), quiet=True)
+    report = train(tiny_recipe(tmp_path, {"sft": None, "steps": 1}), quiet=True)
     kind = {"kind": "teacher", "path": report.run, "gamma": 0.5}
     assert wrong(tmp_path, {"advantage": kind}) == []
 
@@ -300,12 +300,12 @@ def test_the_batch_is_small_and_not_refilled(tmp_path, monkeypatch):
     real, seen = numerics.rollouts_of, []
 
     def watched(config, *given, **more):
-        seen.append((config.rollout.prompts_per_step, config.rollout.refill_rounds))
+        seen.append((config.rollout.prompts_per_step, config.rollout.dynamic_sampling_rounds))
         return real(config, *given, **more)
 
     monkeypatch.setattr(numerics, "rollouts_of", watched)
     for prompts in (3, 9):
-        given = {"rollout.prompts_per_step": prompts, "rollout.refill_rounds": 2}
+        given = {"rollout.prompts_per_step": prompts, "rollout.dynamic_sampling_rounds": 2}
         assert wrong(tmp_path, given) == []
     assert seen == [(3, 0), (8, 0)]
 

@@ -16,7 +16,7 @@ from tests.close import close_fp64
 from tests.end_to_end.runs import OVERRIDES
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
 
-FEW_STOPS = OVERRIDES | {"warmup.steps": 60, "evaluation.every": 5, "checkpoint.every": 20}
+FEW_STOPS = OVERRIDES | {"sft.steps": 60, "evaluation.every": 5, "checkpoint.every": 20}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_run_without_checkpoints_says_so(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path):
-    config = tiny_recipe(tmp_path, {"warmup": None, "steps": 1})
+    config = tiny_recipe(tmp_path, {"sft": None, "steps": 1})
     folder = RunFolder.open(train(config, quiet=True).run)
     for name in ("step-000000", "step-000001"):
         (folder.checkpoints / name / "model" / "config.json").unlink()
@@ -103,7 +103,7 @@ def test_samples_have_seeds_that_count_up(run):
 def test_prompts_the_run_left_out_as_too_long_are_left_out_again(tmp_path):
     lines = "".join(f'{{"question": "{"x " * n}{n}", "answer": "1"}}\n' for n in range(1, 41))
     (tmp_path / "long.jsonl").write_text(lines)
-    more = {"data.train": str(tmp_path / "long.jsonl"), "rollout.max_tokens": 20, "warmup": None, "steps": 1}
+    more = {"data.train": str(tmp_path / "long.jsonl"), "rollout.max_tokens": 20, "sft": None, "steps": 1}
     report = train(tiny_recipe(tmp_path, more), quiet=True)
     assert 0 < report.eval_size < 8
     assert len(evaluate_checkpoint(report.run, "last").rows) == report.eval_size

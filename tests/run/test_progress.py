@@ -9,12 +9,12 @@ from millrace.run.progress import Progress
 
 def test_progress_goes_through_json_and_unknown_keys_are_ignored():
     progress = Progress(
-        stage="reinforcement", step=3, eval_best=0.25, stream={"epoch": 1}, warnings=["a"], gate_open=True
+        stage="reinforcement", step=3, eval_best=0.25, stream={"epoch": 1}, warnings=["a"], sft_done=True
     )
     tree = json.loads(json.dumps(progress.to_json())) | {"of a later version": 1}
     assert Progress.from_json(tree) == progress
 
 
 def test_a_checkpoint_is_named_by_stage_and_step():
-    assert Progress(step=12).checkpoint_name == "warmup-000012"
+    assert Progress(step=12).checkpoint_name == "sft-000012"
     assert Progress(stage="reinforcement", step=1234567).checkpoint_name == "step-1234567"

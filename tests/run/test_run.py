@@ -52,7 +52,7 @@ def saved(report) -> list[str]:
 )
 def test_the_newest_checkpoints_and_the_best_are_kept(keep, rewards, left, tmp_path, monkeypatch):
     pretend(monkeypatch, *rewards)
-    report = run(tmp_path, **{"warmup": None, "steps": 8, "checkpoint.keep": keep})
+    report = run(tmp_path, **{"sft": None, "steps": 8, "checkpoint.keep": keep})
     assert saved(report) == left
     best = f"step-{2 * rewards.index(max(rewards)):06d}"
     assert (report.best_checkpoint, report.eval_best) == (best, max(rewards))
@@ -77,7 +77,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(keep, rewards, left, tmp_p
 )
 def test_the_best_is_what_the_measure_says(measure, seen, best, value, tmp_path, monkeypatch):
     pretend(monkeypatch, *({"accuracy": accuracy, "reward": reward} for accuracy, reward in seen))
-    report = run(tmp_path, **{"warmup": None, "steps": 4, "evaluation.measure": measure})
+    report = run(tmp_path, **{"sft": None, "steps": 4, "evaluation.measure": measure})
     assert (report.measure, report.best_checkpoint, report.eval_best) == (measure, best, value)
     told = json.loads((Path(report.run) / "best.json").read_text())
     assert told == {"checkpoint": best, "measure": measure, "value": value}
@@ -87,13 +87,13 @@ def test_the_best_is_what_the_measure_says(measure, seen, best, value, tmp_path,
 
 def test_an_improvement_is_saved_also_when_no_checkpoint_is_due(tmp_path, monkeypatch):
     pretend(monkeypatch, 0.1, 0.2, 0.4, 0.3)
-    report = run(tmp_path, **{"warmup": None, "steps": 5, "checkpoint.every": 100, "checkpoint.keep": 5})
+    report = run(tmp_path, **{"sft": None, "steps": 5, "checkpoint.every": 100, "checkpoint.keep": 5})
     assert saved(report) == ["step-000000", "step-000002", "step-000004", "step-000005"]
 
 
-def test_warm_up_checkpoints_make_room_for_those_of_reinforcement(tmp_path):
-    report = run(tmp_path, **{"warmup.steps": 6, "checkpoint.keep": 3, "steps": 2})
-    assert saved(report) == ["step-000000", "step-000002", "warmup-000006"]
+def test_sft_checkpoints_make_room_for_those_of_reinforcement(tmp_path):
+    report = run(tmp_path, **{"sft.steps": 6, "checkpoint.keep": 3, "steps": 2})
+    assert saved(report) == ["sft-000006", "step-000000", "step-000002"]
 
 
 def test_a_damaged_checkpoint_ahead_never_pushes_out_a_whole_one(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_ahead_never_pushes_out_a_whole_one(tmp_path, monke
 
     monkeypatch.setattr(Controller, "leave_if_asked", leave)
     pretend(monkeypatch, 0.9, *[0.1] * 8)
-    report = run(tmp_path, **{"warmup": None, "steps": 6, "checkpoint.keep": 1})
+    report = run(tmp_path, **{"sft": None, "steps": 6, "checkpoint.keep": 1})
     folder = Path(report.run)
     assert saved(report) == ["step-000000", "step-000004"]
     (folder / "checkpoints" / "step-000004" / "state.json").unlink()
@@ -131,19 +131,19 @@ def test_a_warning_is_kept_once_however_often_the_run_is_resumed(tmp_path):
 def test_a_run_warns_by_each_limit_of_what_comes_between_trainer_and_sampler(tmp_path, monkeypatch):
     apart = {"mismatch/k3": 0.5, "mismatch/effective_share": 0.2}
     monkeypatch.setattr(train_step, "_mismatch", lambda *batch: (apart, 0))
-    limits = {"limits.mismatch_k3": 0.4, "limits.effective_share": 0.3, "limits.bounded_share": 0.9}
+    limits = {"limits.mismatch_k3": 0.4, "limits.ess": 0.3, "limits.correction_clip_fraction": 0.9}
     # Every weight is about 1, and so is cut.
     bounds = {"policy.proximal": "recompute", "policy.correction": {"high": 0.1}}
     report = run(tmp_path, **{"policy.kl.coefficient": 0.1}, **limits, **bounds)
     told = [sentence.partition("; the first batch is in ")[0] for sentence in report.warnings]
     assert sorted(told) == [
-        "trainer and sampler have come apart: mismatch/effective_share has fallen below "
-        "limits.effective_share = 0.3",
+        "trainer and sampler have come apart: mismatch/effective_share has fallen below limits.ess = 0.3",
         "trainer and sampler have come apart: mismatch/k3 has passed limits.mismatch_k3 = 0.4",
-        "trainer and sampler have come apart: policy/bounded_share has passed limits.bounded_share = 0.9",
+        "trainer and sampler have come apart: policy/bounded_share has passed "
+        "limits.correction_clip_fraction = 0.9",
     ]
     kept = sorted(path.name for path in (Path(report.run) / "evidence").glob("*.safetensors"))
-    assert kept == ["bounded_share.safetensors", "effective_share.safetensors", "mismatch_k3.safetensors"]
+    assert kept == ["correction_clip_fraction.safetensors", "ess.safetensors", "mismatch_k3.safetensors"]
 
 
 def test_the_summary_is_the_report(tmp_path):

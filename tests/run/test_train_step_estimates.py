@@ -206,7 +206,7 @@ def test_the_critic_learns_beside_the_policy_from_values_of_before_the_batch():
     assert (record["critic/skipped_steps"], record["critic/learning_rate"]) == (0, 0.01)
 
 
-def test_in_the_critics_warm_up_the_policy_stays_as_it_is():
+def test_in_the_critics_sft_the_policy_stays_as_it_is():
     one = valued(TWO)
     policys = watched(one.trainer)
     policy, critic = weight_bits(one.trainer), weight_bits(one.critic)

@@ -113,7 +113,7 @@ def half_square(row: list[float]) -> float:
 
 
 def selecting(kind: str, **more) -> RunConfig:
-    return recipe(advantage=CENTRED, policy=TWO | {"loss": {"kind": kind, "share": 0.3, **more}})
+    return recipe(advantage=CENTRED, policy=TWO | {"loss": {"kind": kind, "fraction": 0.3, **more}})
 
 
 def covariances(one: TrainStep, batch: Batch) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_kl_cov_penalises_the_tokens_of_largest_covariance_of_the_optimizer_step
 
 
 def test_clip_cov_leaves_the_loss_of_some_tokens_within_the_band_out():
-    config = selecting("clip_cov", low=0.9, high=9.0, covariance_low=0.01, covariance_high=5.0)
+    config = selecting("clip_cov", clip_low=0.9, clip_high=9.0, covariance_low=0.01, covariance_high=5.0)
     one = learner(config)
     batches = watched(one.trainer)
     whole = before_update(one, *scored(*GROUPS))
@@ -156,7 +156,7 @@ def test_clip_cov_keeps_a_correction_beside_it():
         advantage=CENTRED,
         policy=TWO
         | {
-            "loss": {"kind": "clip_cov", "share": 0.3, "covariance_low": -9.0, "covariance_high": 9.0},
+            "loss": {"kind": "clip_cov", "fraction": 0.3, "covariance_low": -9.0, "covariance_high": 9.0},
             "proximal": "recompute",
             "correction": {"high": 9.0},
         },

@@ -54,7 +54,7 @@ def test_what_does_not_tell_its_durations_is_refused(tmp_path, monkeypatch):
     with pytest.raises(PlanError, match="is not a run folder"):
         read_measured(tmp_path)
     for name, given, said in (
-        ("inline", {"processes": 0}, "run the recipe with engine.processes=1"),
+        ("inline", {"processes": 0}, "run the recipe with engine.num_engines=1"),
         ("short", {"steps": 1}, "has finished 1 of the 2 batches of reinforcement that durations need"),
     ):
         write_run(tmp_path / name, monkeypatch, **given)

@@ -48,10 +48,12 @@ def planned(gpus, config=None, lengths=None, refuse=lambda layout: None):
 
 
 def test_a_recipes_flow_at_another_bound_keeps_what_has_a_meaning_there():
-    config = recipe(flow={"staleness": 3, "order": "completion", "stale": "drop"})
+    size = {"prompts_per_step": 8}
+    ahead = {"max_staleness": 3, "batch_order": "completion", "stale_policy": "drop"}
+    config = recipe(rollout=size | ahead)
     assert rules(config, 3) == StalenessPolicy(8, 3, "completion", "drop")
     assert rules(config, 0) == StalenessPolicy(8, 0)
-    config = recipe(flow={"order": "completion", "spare_groups": 2})
+    config = recipe(rollout=size | {"batch_order": "completion", "oversample_groups": 2})
     assert rules(config, 0) == StalenessPolicy(8, 0, "completion", spare_groups=2)
     assert rules(config, 1) == StalenessPolicy(8, 1, "completion")
 
@@ -64,8 +66,14 @@ def test_greedy_baselines_are_answers_too():
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"flow": {"staleness": 1, "interrupt": False}}, "flow.interrupt false cannot be simulated"),
-        ({"rollout": {"refill_rounds": 2}}, "rollout.refill_rounds 2 cannot be simulated"),
+        (
+            {"rollout": {"max_staleness": 1, "partial_rollout": False}},
+            "rollout.partial_rollout false cannot be simulated",
+        ),
+        (
+            {"rollout": {"dynamic_sampling_rounds": 2}},
+            "rollout.dynamic_sampling_rounds 2 cannot be simulated",
+        ),
     ],
 )
 def test_what_is_not_simulated_is_refused(section, said):
@@ -90,14 +98,14 @@ def test_planned_durations_are_those_of_a_plan():
     machines = planned("8xH200", lengths="200,0")
     run = machines.work(2, 3, 5)
     gpu = GPUS["H200"]
-    turns = replace(WORK, take_turns=True)
+    turns = replace(WORK, colocated=True)
     fit = choose(SHAPE, turns, 5, gpu.memory_bytes, refuse=lambda layout: None)
     times = step_time(SHAPE, fit.layout, replace(turns, completion_tokens=200), fit.memory, gpu, mfu=0.4)
     close_fp64(run.train_s(64 * 200, 0.5), times.training)
     close_fp64(run.train_s(32 * 200, 0.5), times.training / 2)
     assert (run.num_engines, run.num_samples, run.prompt_tokens, run.max_tokens) == (3, 8, 512, 1024)
     assert run.rules == StalenessPolicy(8, 2)
-    kept = recipe(flow={"kv": "keep", "staleness": 2})
+    kept = recipe(rollout={"kv_on_update": "keep", "max_staleness": 2})
     assert run.costs.recompute and not planned("8xH200", kept).work(2, 3, 5).costs.recompute
     assert machines.num_gpus == 8
     assert machines.source.startswith("8 x H200, as millrace plan counts at 40% of the peak; 200 tokens an")
@@ -117,7 +125,7 @@ def test_an_engine_draws_what_its_cache_has_room_for():
         )
         memory = choose(
             SHAPE,
-            replace(WORK, max_requests=wanted, take_turns=True),
+            replace(WORK, max_requests=wanted, colocated=True),
             4,
             GPUS["H100"].memory_bytes,
             refuse=lambda layout: None,

@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range):
         set_gradients(model, seed)
         rate = 0.01 * (seed + 1)
         reports.append(
-            optimizer_step(optimizer, learning_rate=rate, max_gradient_norm=1e9, metrics={}, norms=norms)
+            optimizer_step(optimizer, learning_rate=rate, max_grad_norm=1e9, metrics={}, norms=norms)
         )
     return reports
 
@@ -136,7 +136,7 @@ def test_it_finds_the_bottom_of_a_bowl_as_adamw_does():
             path.append(float((curvature * off**2).sum() / 2))
             model.weight.grad = curvature * off + 0.01 * noise.roll(step)
             rate = 0.03 * (1 - step / 300)
-            optimizer_step(optimizer, learning_rate=rate, max_gradient_norm=1e9, metrics={}, norms=norms)
+            optimizer_step(optimizer, learning_rate=rate, max_grad_norm=1e9, metrics={}, norms=norms)
         left.append(path)
     exact, ours = left
     assert exact[-1] < 1e-3 * exact[0] and ours[-1] < 1e-3 * exact[0]

@@ -106,7 +106,7 @@ def learned(name: str, spread: ParallelModel) -> dict[str, Tensor]:
         learning_rate=lambda step: 1e-2,
         temperature=1.0,
         max_tokens=40,
-        max_gradient_norm=1.0,
+        max_grad_norm=1.0,
         spread=spread,
     )
     logprob_N = trainer.forward_backward(weighted_batch(3))

@@ -21,8 +21,8 @@ from millrace.training.method import (
     build_loss,
     build_method,
     build_objective,
+    build_sft_token_weights,
     build_token_weights,
-    build_warmup_token_weights,
 )
 from millrace.training.objective import Terms
 from tests.close import close_fp32, close_fp64
@@ -64,39 +64,40 @@ def mean_clipped(t: Terms) -> Tensor:
 
 
 BAND = {"low": 0.1, "high": 0.3}
+CLIPPED = {"clip_low": 0.1, "clip_high": 0.3}
 LOSSES = [
     (
-        {"kind": "ppo_clip", **BAND, "dual": 1.4},
+        {"kind": "ppo_clip", **CLIPPED, "dual_clip": 1.4},
         by_token(losses.ppo_clip, **BAND, dual=1.4),
         by_token(losses.clipped, **BAND),
     ),
     ({"kind": "reinforce"}, lambda t: losses.reinforce(t.policy_N, t.advantage_N), None),
-    ({"kind": "gspo", **BAND}, by_sequence(sequence_losses.gspo, **BAND), mean_clipped),
+    ({"kind": "gspo", **CLIPPED}, by_sequence(sequence_losses.gspo, **BAND), mean_clipped),
     (
-        {"kind": "gspo", **BAND, "gradient": "token"},
+        {"kind": "gspo", **CLIPPED, "gradient": "token"},
         by_sequence(sequence_losses.gspo_token, **BAND),
         mean_clipped,
     ),
-    ({"kind": "gmpo", **BAND}, by_sequence(sequence_losses.gmpo, **BAND), None),
-    ({"kind": "cispo", **BAND}, by_token(losses.cispo, **BAND), None),
+    ({"kind": "gmpo", **CLIPPED}, by_sequence(sequence_losses.gmpo, **BAND), None),
+    ({"kind": "cispo", **CLIPPED}, by_token(losses.cispo, **BAND), None),
     (
         {"kind": "sapo", "positive": 0.7, "negative": 2.0},
         by_token(losses.sapo, positive=0.7, negative=2.0),
         None,
     ),
     (
-        {"kind": "dppo", "low": 0.01, "high": 0.03, "cap": 1.1},
+        {"kind": "dppo", "clip_low": 0.01, "clip_high": 0.03, "cap": 1.1},
         by_token(losses.dppo_tv, low=0.01, high=0.03, cap=1.1),
         by_token(losses.dppo_tv_clipped, low=0.01, high=0.03),
     ),
     (
-        {"kind": "dppo", "divergence": "kl", "low": 1e-3, "high": 3e-3, "cap": 1.1},
+        {"kind": "dppo", "divergence": "kl", "clip_low": 1e-3, "clip_high": 3e-3, "cap": 1.1},
         by_token(losses.dppo_kl, low=1e-3, high=3e-3, cap=1.1),
         by_token(losses.dppo_kl_clipped, low=1e-3, high=3e-3),
     ),
     ({"kind": "dro", "beta": 0.7}, by_token(losses.dro, beta=0.7), None),
     ({"kind": "topr"}, by_sequence(sequence_losses.topr), None),
-    ({"kind": "clip_cov", **BAND}, by_token(losses.ppo_clip, **BAND), by_token(losses.clipped, **BAND)),
+    ({"kind": "clip_cov", **CLIPPED}, by_token(losses.ppo_clip, **BAND), by_token(losses.clipped, **BAND)),
     (
         {"kind": "kl_cov", "coefficient": 0.6},
         lambda t: losses.kl_cov(t.policy_N, t.start_N, t.advantage_N, t.selected_N, coefficient=0.6),
@@ -138,7 +139,7 @@ def test_dual_clipping_is_off_unless_it_is_asked_for():
         1,
         None,
     )
-    assert build_loss(words.PpoClipLoss(dual=3.0))(far)[0].item() == 3.0
+    assert build_loss(words.PpoClipLoss(dual_clip=3.0))(far)[0].item() == 3.0
     close_fp32(build_loss(words.PpoClipLoss())(far)[0], [math.e**2])
 
 
@@ -234,7 +235,7 @@ def test_every_kind_of_advantage_is_compared():
     ],
 )
 def test_token_weights_are_those_of_the_recipe(kind, function):
-    config = recipe(rollout={"max_tokens": 6}, policy={"token_weights": kind})
+    config = recipe(rollout={"max_tokens": 6}, policy={"loss_aggregation": kind})
     batch = random_batch(0)
     found_T = build_token_weights(config)(batch.action_mask_T, batch.segment_T)
     close_fp32(found_T, function(batch.action_mask_T, batch.segment_T))
@@ -392,11 +393,11 @@ def test_with_interpolation_the_correction_is_made_in_the_loss():
 def test_token_weights_of_a_run_in_float64_are_float64(kind):
     """In float32, a third is off by 1e-8."""
     mask_T, segment_T = torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 2])
-    config = recipe(rollout={"max_tokens": 7}, policy={"token_weights": kind}, precision="float64")
+    config = recipe(rollout={"max_tokens": 7}, policy={"loss_aggregation": kind}, precision="float64")
     found_T = build_token_weights(config)(mask_T, segment_T)
     share = {"token_sum": 1.0, "fixed_length": 1 / 21}.get(kind, 1 / 3)
     assert found_T.dtype == torch.float64 and found_T.tolist() == [share] * 3
     if kind != "fixed_length":
-        of_warmup = recipe(warmup={"steps": 1, "token_weights": kind}, precision="float64")
-        found_T = build_warmup_token_weights(of_warmup)(mask_T, segment_T)
+        of_sft = recipe(sft={"steps": 1, "loss_aggregation": kind}, precision="float64")
+        found_T = build_sft_token_weights(of_sft)(mask_T, segment_T)
         assert found_T.dtype == torch.float64 and found_T.tolist() == [share] * 3

@@ -50,7 +50,7 @@ def policy(mesh: MeshConfig | None = None) -> PolicyTrainer:
         learning_rate=lambda number: 0.01,
         temperature=1.0,
         max_tokens=40,
-        max_gradient_norm=1.0,
+        max_grad_norm=1.0,
         spread=spread,
     )
 

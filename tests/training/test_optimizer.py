@@ -118,7 +118,7 @@ def alone(groups) -> list[float]:
 
 
 def one_step(optimizer: torch.optim.AdamW, **more):
-    options = {"learning_rate": 0.5, "max_gradient_norm": 1e9, "metrics": {"loss": 2.0}, "norms": alone}
+    options = {"learning_rate": 0.5, "max_grad_norm": 1e9, "metrics": {"loss": 2.0}, "norms": alone}
     return optimizer_step(optimizer, **options | more)
 
 
@@ -129,7 +129,7 @@ def test_a_step_scales_a_gradient_above_the_norm_takes_the_rate_and_clears_it(ma
     set_gradients(by_hand, 3)
     norm = torch.cat([p.grad.flatten() for p in by_hand.parameters()]).norm()
     optimizer = adamw(model, betas=BETAS, weight_decay=0.0)
-    report = one_step(optimizer, max_gradient_norm=max_norm)
+    report = one_step(optimizer, max_grad_norm=max_norm)
     assert norm > 1
     for moved, weight in zip(model.parameters(), by_hand.parameters(), strict=True):
         seen = weight.grad * (0.2 / norm if scaled else 1)
@@ -154,7 +154,7 @@ def test_norms_of_gradient_and_update_are_reported_for_matrices_and_vectors():
             f"gradient_norm_{kind}": torch.cat([p.grad.flatten() for p in row]).norm()
             for kind, row in kinds.items()
         }
-        report = one_step(optimizer, learning_rate=0.01 * (step + 1), max_gradient_norm=2.0)
+        report = one_step(optimizer, learning_rate=0.01 * (step + 1), max_grad_norm=2.0)
         for kind, row in kinds.items():
             moved = torch.cat([(p.detach() - before[p]).flatten() for p in row])
             expected[f"update_norm_{kind}"] = moved.norm()

@@ -26,7 +26,7 @@ from tests.close import close_fp32
 from tests.data.pieces import random_tree, truncated
 from tests.models.tiny import VOCABULARY, tiny_model
 
-OPTIONS = {"learning_rate": lambda step: 0.0, "max_gradient_norm": 1e9}
+OPTIONS = {"learning_rate": lambda step: 0.0, "max_grad_norm": 1e9}
 FOUR = ["qwen3", "llama", "gemma2", "qwen3_moe"]
 
 

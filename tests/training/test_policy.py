@@ -26,18 +26,18 @@ from tests.close import close_fp32, close_fp64
 from tests.data.pieces import outside, truncated
 from tests.training.pieces import NORMS, VOCAB_SIZE, full_batch, plain_logits, random_batch, tiny_model
 
-CLIP = surrogate(build_loss(words.PpoClipLoss(low=0.2, high=0.2)))
+CLIP = surrogate(build_loss(words.PpoClipLoss(clip_low=0.2, clip_high=0.2)))
 # Every kind of loss, and both forms of those that have two; bounds narrow enough to act.
 LOSSES = [
-    words.PpoClipLoss(dual=1.5),
+    words.PpoClipLoss(dual_clip=1.5),
     words.ReinforceLoss(kind="reinforce"),
-    words.GspoLoss(kind="gspo", low=0.1, high=0.1),
-    words.GspoLoss(kind="gspo", low=0.1, high=0.1, gradient="token"),
+    words.GspoLoss(kind="gspo", clip_low=0.1, clip_high=0.1),
+    words.GspoLoss(kind="gspo", clip_low=0.1, clip_high=0.1, gradient="token"),
     words.GmpoLoss(kind="gmpo"),
     words.CispoLoss(kind="cispo"),
     words.SapoLoss(kind="sapo"),
-    words.DppoLoss(kind="dppo", low=0.02, high=0.02),
-    words.DppoLoss(kind="dppo", divergence="kl", low=0.02, high=0.02),
+    words.DppoLoss(kind="dppo", clip_low=0.02, clip_high=0.02),
+    words.DppoLoss(kind="dppo", divergence="kl", clip_low=0.02, clip_high=0.02),
     words.DroLoss(kind="dro"),
     words.ToprLoss(kind="topr"),
     words.ClipCovLoss(kind="clip_cov"),
@@ -59,7 +59,7 @@ def trainer(model=None, objective=CLIP, **more) -> PolicyTrainer:
         "learning_rate": lambda step: 0.01,
         "temperature": 1.0,
         "max_tokens": 1000,
-        "max_gradient_norm": 1e9,
+        "max_grad_norm": 1e9,
     } | more
     optimizer = adamw(model, betas=(0.9, 0.999), weight_decay=0.1)
     return PolicyTrainer(model, objective, optimizer, **options)
@@ -118,7 +118,7 @@ def test_every_kind_of_loss_is_in_the_list_and_every_way_to_weigh_too():
     kinds = {kind.model_fields["kind"].annotation for kind in get_args(get_args(words.LossConfig)[0])}
     assert {get_args(kind)[0] for kind in kinds} == {loss.kind for loss in LOSSES}
     names = {one.func.__name__ if isinstance(one, partial) else one.__name__ for one in WEIGHTS}
-    assert names == set(get_args(PolicyConfig.model_fields["token_weights"].annotation))
+    assert names == set(get_args(PolicyConfig.model_fields["loss_aggregation"].annotation))
 
 
 def stepped(objective, batch: Batch, **more) -> tuple[Tensor, dict[str, float]]:
@@ -238,7 +238,7 @@ def test_the_learning_rate_is_that_of_the_attempt_and_the_version_counts_steps()
 
 
 def test_a_gradient_above_the_bound_is_scaled_to_it_and_reported_unscaled():
-    one = trainer(max_gradient_norm=0.01)
+    one = trainer(max_grad_norm=0.01)
     one.forward_backward(random_batch(3))
     norm = float(gradients(one).norm())
     seen = []
@@ -250,7 +250,7 @@ def test_a_gradient_above_the_bound_is_scaled_to_it_and_reported_unscaled():
 
 
 def test_a_gradient_below_the_bound_is_left_alone():
-    one = trainer(max_gradient_norm=1e6)
+    one = trainer(max_grad_norm=1e6)
     one.forward_backward(random_batch(3))
     norm = float(gradients(one).norm())
     seen = []

@@ -18,13 +18,13 @@ from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
 from tests.training.pieces import random_batch, tiny_model
 
-CLIP = surrogate(build_loss(PpoClipLoss(low=0.2, high=0.2)))
+CLIP = surrogate(build_loss(PpoClipLoss(clip_low=0.2, clip_high=0.2)))
 
 
 def trainer(model, objective=CLIP, **more) -> PolicyTrainer:
     optimizer = adamw(trained_weights(model), betas=(0.9, 0.999), weight_decay=0.1)
     options = {"learning_rate": lambda step: 0.02, "temperature": 0.8, "max_tokens": 30} | more
-    return PolicyTrainer(model, objective, optimizer, max_gradient_norm=1.0, **options)
+    return PolicyTrainer(model, objective, optimizer, max_grad_norm=1.0, **options)
 
 
 def adapted(seed: int = 0):

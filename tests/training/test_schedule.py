@@ -9,7 +9,7 @@ from tests.close import close_fp64
 
 
 def rates(shape, steps, **more):
-    options = {"peak": 2.0, "shape": shape, "ramp_steps": 4, "total_steps": 14} | more
+    options = {"peak": 2.0, "shape": shape, "warmup_steps": 4, "total_steps": 14} | more
     return [learning_rate(step, **options) for step in steps]
 
 
@@ -33,8 +33,8 @@ def test_a_cosine_schedule_falls_to_a_tenth_at_the_last_step_and_stays_there():
 
 
 def test_without_a_ramp_the_first_step_has_the_peak():
-    assert rates("linear", [0], ramp_steps=0) == [2.0]
+    assert rates("linear", [0], warmup_steps=0) == [2.0]
 
 
 def test_a_ramp_longer_than_the_run_never_divides_by_zero():
-    assert rates("linear", [2, 4], ramp_steps=4, total_steps=3) == [1.5, 2.0]
+    assert rates("linear", [2, 4], warmup_steps=4, total_steps=3) == [1.5, 2.0]

@@ -37,7 +37,7 @@ def trainer(model: Model | None = None, **more) -> ValueTrainer:
         "clip": 0.3,
         "coefficient": 0.7,
         "max_tokens": 1000,
-        "max_gradient_norm": 1e9,
+        "max_grad_norm": 1e9,
     } | more
     return ValueTrainer(model, adamw(model, betas=(0.9, 0.999), weight_decay=0.0), **options)
 
@@ -233,7 +233,7 @@ def test_the_learning_rate_is_that_of_the_attempt():
 
 
 def test_a_gradient_above_the_bound_is_scaled_to_it_and_reported_unscaled():
-    one = trainer(max_gradient_norm=0.01)
+    one = trainer(max_grad_norm=0.01)
     one.forward_backward(valued_batch(3))
     norm = float(gradients(one).norm())
     seen = []

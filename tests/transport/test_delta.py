@@ -91,7 +91,7 @@ def steps(num: int) -> Iterator[list[tuple[str, Tensor]]]:
         learning_rate=lambda step: 1e-4,
         temperature=1.0,
         max_tokens=1000,
-        max_gradient_norm=1.0,
+        max_grad_norm=1.0,
     )
     batch = random_batch(0)
     batch = replace(batch, weight_T=batch.action_mask_T / batch.action_mask_T.sum())

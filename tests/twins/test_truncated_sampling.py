@@ -58,12 +58,12 @@ def trainer(architecture: str) -> PolicyTrainer:
     model = tiny_model(architecture)
     return PolicyTrainer(
         model,
-        surrogate(build_loss(PpoClipLoss(low=1e-3, high=1e-3))),
+        surrogate(build_loss(PpoClipLoss(clip_low=1e-3, clip_high=1e-3))),
         adamw(model, betas=(0.9, 0.999), weight_decay=0.0),
         learning_rate=lambda step: 0.01,
         temperature=TEMPERATURE,
         max_tokens=40,
-        max_gradient_norm=1.0,
+        max_grad_norm=1.0,
     )
 
 

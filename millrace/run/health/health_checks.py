@@ -24,12 +24,14 @@ COLLAPSED_SHARE = 0.5
 # Smaller values are noise.
 LEAST_BEST = 0.1
 # Advice where trainer and sampler diverge, by the limit that was exceeded.
-_FAR = "The policy goes far while a token waits: lower policy.optimizer.learning_rate or flow.staleness"
+_FAR = (
+    "The policy goes far while a token waits: lower policy.optimizer.learning_rate or rollout.max_staleness"
+)
 ADVICE = {
     "mismatch_k3": "Compare mismatch/fresh_max: where that is large the sampler computes with other weights "
     "or other arithmetic, else its tokens are too old",
-    "effective_share": f"{_FAR}, or raise policy.optimizer_steps_per_batch",
-    "bounded_share": f"{_FAR}, or widen the bounds of policy.correction",
+    "ess": f"{_FAR}, or raise policy.optimizer_steps_per_batch",
+    "correction_clip_fraction": f"{_FAR}, or widen the bounds of policy.correction",
 }
 
 
@@ -130,7 +132,7 @@ def check_steps(
         if progress.nonfinite_in_row >= limit:
             raise RunStopped(
                 f"{limit} optimizer steps in a row had no finite gradient (limits.nonfinite_steps); the "
-                f"batches are in {folder}. Lower policy.optimizer.learning_rate or warmup.learning_rate, or "
+                f"batches are in {folder}. Lower policy.optimizer.learning_rate or sft.learning_rate, or "
                 "look for rewards that are not finite"
             )
     return told
@@ -141,8 +143,8 @@ def check_mismatch(
     batch: Batch | None,
     *,
     k3: float | None,
-    effective_share: float | None,
-    bounded_share: float | None,
+    ess: float | None,
+    correction_clip_fraction: float | None,
     folder: Path,
 ) -> list[str]:
     """Warn about each exceeded limit on the trainer-sampler mismatch; keep the first such batch.
@@ -151,15 +153,15 @@ def check_mismatch(
         record: metrics of the batch just trained on.
         batch: the same batch, packed.
         k3: largest allowed `mismatch/k3`; None for no limit.
-        effective_share: least allowed `mismatch/effective_share`; None for no limit.
-        bounded_share: largest allowed `policy/bounded_share`; None for no limit.
+        ess: least allowed `mismatch/effective_share`; None for no limit.
+        correction_clip_fraction: largest allowed `policy/bounded_share`; None for no limit.
         folder: of evidence, with a file for each limit.
     """
     told = []
     for metric, setting, limit, how in (
         ("mismatch/k3", "mismatch_k3", k3, "passed"),
-        ("mismatch/effective_share", "effective_share", effective_share, "fallen below"),
-        ("policy/bounded_share", "bounded_share", bounded_share, "passed"),
+        ("mismatch/effective_share", "ess", ess, "fallen below"),
+        ("policy/bounded_share", "correction_clip_fraction", correction_clip_fraction, "passed"),
     ):
         found = record.get(metric)
         if limit is None or found is None or batch is None:

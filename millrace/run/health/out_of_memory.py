@@ -131,14 +131,14 @@ def _advice(phase: str, config: RunConfig) -> str:
     else:
         ways, lower["engine.cache_tokens"] = [], engine.cache_tokens
     if phase in ("sample", "evaluate"):
-        lower["engine.tokens_per_step"] = engine.tokens_per_step
-        lower["engine.max_requests"] = engine.max_requests
+        lower["engine.max_num_batched_tokens"] = engine.max_num_batched_tokens
+        lower["engine.max_num_seqs"] = engine.max_num_seqs
     if lower:
         ways.insert(0, "lower " + ", ".join(f"{key} ({value})" for key, value in lower.items()))
-    if not (engine.take_turns or engine.processes or config.flow.staleness):
-        ways.append("set engine.take_turns")
-    if phase == "train" and mesh.num_ranks > 1 and mesh.checkpointing != "full":
-        ways.append("set mesh.checkpointing: full")
+    if not (engine.colocated or engine.num_engines or config.rollout.max_staleness):
+        ways.append("set engine.colocated")
+    if phase == "train" and mesh.num_ranks > 1 and mesh.activation_checkpointing != "full":
+        ways.append("set mesh.activation_checkpointing: full")
     ways.append(f"raise mesh.dp_shard ({mesh.dp_shard})")
     return f"{'; '.join(ways[:-1])}; or {ways[-1]}"
 

@@ -163,7 +163,7 @@ def test_only_skipped_steps_in_a_row_stop_the_run(tmp_path):
         steps(progress, tmp_path, BAD)
     assert str(caught.value) == (
         "3 optimizer steps in a row had no finite gradient (limits.nonfinite_steps); the batches are in "
-        f"{tmp_path}. Lower policy.optimizer.learning_rate or warmup.learning_rate, or look for rewards that "
+        f"{tmp_path}. Lower policy.optimizer.learning_rate or sft.learning_rate, or look for rewards that "
         "are not finite"
     )
 
@@ -194,7 +194,7 @@ def apart(record, batch, folder, **limits):
     return check_mismatch(
         record,
         batch,
-        **{"k3": None, "effective_share": None, "bounded_share": None, **limits},
+        **{"k3": None, "ess": None, "correction_clip_fraction": None, **limits},
         folder=folder,
     )
 
@@ -205,15 +205,15 @@ def apart(record, batch, folder, **limits):
         ("mismatch/k3", {"k3": 0.2}, 0.3, "mismatch/k3 has passed limits.mismatch_k3 = 0.2"),
         (
             "mismatch/effective_share",
-            {"effective_share": 0.5},
+            {"ess": 0.5},
             0.4,
-            "mismatch/effective_share has fallen below limits.effective_share = 0.5",
+            "mismatch/effective_share has fallen below limits.ess = 0.5",
         ),
         (
             "policy/bounded_share",
-            {"bounded_share": 0.0},
+            {"correction_clip_fraction": 0.0},
             0.1,
-            "policy/bounded_share has passed limits.bounded_share = 0",
+            "policy/bounded_share has passed limits.correction_clip_fraction = 0",
         ),
     ],
 )
@@ -234,11 +234,11 @@ def test_a_sampler_that_came_apart_from_the_trainer_is_told_once_with_its_first_
 
 def test_each_limit_that_was_passed_has_its_own_sentence_and_batch(tmp_path):
     record = {"mismatch/k3": 9.0, "mismatch/effective_share": 0.1, "policy/bounded_share": 0.9}
-    told = apart(record, random_batch(1), tmp_path, k3=0.2, effective_share=0.5, bounded_share=0.5)
+    told = apart(record, random_batch(1), tmp_path, k3=0.2, ess=0.5, correction_clip_fraction=0.5)
     assert len(told) == len(set(told)) == 3
     assert sorted(path.stem for path in tmp_path.glob("*.json")) == [
-        "bounded_share",
-        "effective_share",
+        "correction_clip_fraction",
+        "ess",
         "mismatch_k3",
     ]
 
@@ -248,10 +248,10 @@ def test_each_limit_that_was_passed_has_its_own_sentence_and_batch(tmp_path):
     [
         ({"mismatch/k3": 0.2}, {"k3": 0.2}),
         ({"mismatch/k3": 9.0}, {}),
-        ({}, {"k3": 0.2, "effective_share": 1.0, "bounded_share": 0.0}),
-        ({"mismatch/effective_share": 0.5}, {"effective_share": 0.5}),
+        ({}, {"k3": 0.2, "ess": 1.0, "correction_clip_fraction": 0.0}),
+        ({"mismatch/effective_share": 0.5}, {"ess": 0.5}),
         ({"mismatch/effective_share": 0.1}, {}),
-        ({"policy/bounded_share": 0.5}, {"bounded_share": 0.5}),
+        ({"policy/bounded_share": 0.5}, {"correction_clip_fraction": 0.5}),
         ({"policy/bounded_share": 1.0}, {}),
     ],
 )

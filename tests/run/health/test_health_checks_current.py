@@ -24,7 +24,7 @@ from tests.run.pieces import recipe
 from tests.training.pieces import random_batch
 
 # With a bonus for entropy every answer is trained on.
-SHORT = {"steps": 2, "warmup": None, "policy.entropy_coefficient": 0.01}
+SHORT = {"steps": 2, "sft": None, "policy.entropy_coefficient": 0.01}
 WRONG = "the sampler does not sample from the trainer's policy: their log-probabilities of "
 HEALTHY: dict[str, dict[str, Any]] = {
     "float32": {},

@@ -61,7 +61,7 @@ def test_memory_that_cannot_be_had_ends_the_run_with_a_sentence(fails, asked, mo
     with pytest.raises(RunStopped) as caught, explained(recipe(), phase=lambda: "save"):
         fails()
     assert str(caught.value) == (
-        f"out of memory in phase save{asked}. To go on, set engine.cache_tokens; set engine.take_turns; or "
+        f"out of memory in phase save{asked}. To go on, set engine.cache_tokens; set engine.colocated; or "
         "raise mesh.dp_shard (1)"
     )
     assert caught.value.__cause__ is not None
@@ -84,22 +84,22 @@ def told(phase: str, **sections) -> str:
 def test_what_to_change_depends_on_the_phase_and_on_what_is_set_already():
     spread = {"mesh": {"dp_shard": 2}, "policy": {"tokens_per_micro_batch": 99}}
     assert told("train", **spread) == (
-        "lower policy.tokens_per_micro_batch (99); set engine.cache_tokens; set engine.take_turns; "
-        "set mesh.checkpointing: full; or raise mesh.dp_shard (2)"
+        "lower policy.tokens_per_micro_batch (99); set engine.cache_tokens; set engine.colocated; "
+        "set mesh.activation_checkpointing: full; or raise mesh.dp_shard (2)"
     )
     done = {
-        "mesh": {"dp_shard": 2, "checkpointing": "full"},
-        "engine": {"take_turns": True, "cache_tokens": 64},
+        "mesh": {"dp_shard": 2, "activation_checkpointing": "full"},
+        "engine": {"colocated": True, "cache_tokens": 64},
     }
     assert told("train", **done) == (
         "lower policy.tokens_per_micro_batch (16384), engine.cache_tokens (64); or raise mesh.dp_shard (2)"
     )
-    assert told("sample", engine={"cache_tokens": 64, "max_requests": 5}) == (
-        "lower engine.cache_tokens (64), engine.tokens_per_step (8192), engine.max_requests (5); "
-        "set engine.take_turns; or raise mesh.dp_shard (1)"
+    assert told("sample", engine={"cache_tokens": 64, "max_num_seqs": 5}) == (
+        "lower engine.cache_tokens (64), engine.max_num_batched_tokens (8192), engine.max_num_seqs (5); "
+        "set engine.colocated; or raise mesh.dp_shard (1)"
     )
-    assert told("evaluate", engine={"take_turns": True}) == (
-        "lower engine.tokens_per_step (8192), engine.max_requests (1024); set engine.cache_tokens; "
+    assert told("evaluate", engine={"colocated": True}) == (
+        "lower engine.max_num_batched_tokens (8192), engine.max_num_seqs (1024); set engine.cache_tokens; "
         "or raise mesh.dp_shard (1)"
     )
 
@@ -176,7 +176,7 @@ def limited(words: list[str]) -> None:
 @pytest.mark.world
 def test_a_process_that_may_not_have_more_memory_says_why_and_still_writes_its_report(tmp_path):
     tiny_recipe(tmp_path)
-    words = ["warmup=null", "policy.kl.coefficient=0.1", f"output={tmp_path / 'runs'}", "--quiet"]
+    words = ["sft=null", "policy.kl.coefficient=0.1", f"output={tmp_path / 'runs'}", "--quiet"]
     process = Forked(limited, ["train", str(tmp_path / "tiny.yaml"), *words], name="command")
     said = process.communicate(100)[1].splitlines()
     assert process.returncode == 1

@@ -1,0 +1,151 @@
+"""Write the tables of docs/reference.md from the code: run it after a setting changed.
+
+    python scripts/reference.py           # rewrite the tables
+    python scripts/reference.py --check   # exit code 1 if a table is not what the code has
+
+A comment in the page names the table below it: `<!-- settings rollout -->` lists the settings of a section,
+`<!-- settings . -->` those outside of sections, `<!-- kinds advantage -->` the kinds of a section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from millrace.cli.config import written
+from millrace.config.method_sections import DEFAULT_KIND
+from millrace.config.settings import RunConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+MARK = re.compile(r"^<!-- (settings|kinds) (\S+) -->\n\n?(?:\|.*\n)*", re.M)
+WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping"}
+BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
+Section = type[BaseModel]
+
+
+def sections(annotation: Any) -> list[Section]:
+    """The sections that an annotation names, through `| None`, lists and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in sections(inner)]
+
+
+def kind_of(section: Section) -> str:
+    """The value of `kind` that selects a section."""
+    return str(get_args(section.model_fields["kind"].annotation)[0])
+
+
+def values(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """The values that a setting may have, in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return values(inner[0], inner[1:])
+    if origin is Literal:
+        *most, last = [f"`{choice}`" for choice in inner]
+        return f"{', '.join(most)} or {last}"
+    if origin in (Union, types.UnionType):
+        (given,) = (one for one in inner if one is not type(None))
+        return f"{values(given, limits)} or null"
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return "two numbers"
+    if origin is tuple:
+        return f"list of {values(inner[0]).replace(' or ', ', ').replace('text', 'texts')}"
+    flat = [one for limit in limits for one in getattr(limit, "metadata", [limit])]
+    found = [(BOUNDS[name], getattr(limit, name, None)) for limit in flat for name in BOUNDS]
+    bounds = [f"{word} {bound:g}" for word, bound in found if bound is not None]
+    return f"{WORDS[origin or annotation]} {', '.join(bounds)}".strip()
+
+
+def cells(key: str, info: FieldInfo) -> tuple[str, ...]:
+    """A setting's key, values, default and meaning."""
+    default = (
+        "required" if info.is_required() else f"`{written(info.get_default(call_default_factory=True))}`"
+    )
+    return f"`{key}`", values(info.annotation, info.metadata), default, info.description or ""
+
+
+def settings_of(models: Sequence[Section], key: str) -> Iterator[tuple[str, ...]]:
+    """The rows of a section without those of sections in it; with kinds, each row names the kinds."""
+    if "kind" not in models[0].model_fields:
+        for name, info in models[0].model_fields.items():
+            if not sections(info.annotation):
+                yield cells(f"{key}{name}", info)
+        return
+    default = f"`{DEFAULT_KIND[key[:-1]]}`" if key[:-1] in DEFAULT_KIND else "required"
+    yield f"`{key}kind`", "all", "one of those above", default, "which of its kinds"
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for model in models:
+        for name, info in model.model_fields.items():
+            if name != "kind":
+                shared.setdefault(cells(f"{key}{name}", info), []).append(f"`{kind_of(model)}`")
+    for (first, *rest), kinds in shared.items():
+        yield first, "all" if len(kinds) == len(models) else ", ".join(kinds), *rest
+
+
+def tables(model: Section = RunConfig, above: str = "") -> Iterator[tuple[str, list[Section]]]:
+    """The dotted key of every section, with a final dot, and the sections that it may be."""
+    yield above, [model]
+    for name, info in model.model_fields.items():
+        found = sections(info.annotation)
+        key = f"{above}{name}." if get_origin(info.annotation) is not tuple else f"{above}{name}.N."
+        if found and "kind" in found[0].model_fields:
+            yield key, found
+        elif found:
+            yield from tables(found[0], key)
+
+
+TABLES = dict(tables())
+
+
+def table(what: str, key: str) -> str:
+    """The lines of one table, below the comment that asks for it."""
+    models = TABLES["" if key == "." else f"{key}."]
+    if what == "kinds":
+        head: tuple[str, ...] = ("Kind", "What it is")
+        rows: list[tuple[str, ...]] = [(f"`{kind_of(model)}`", model.__doc__ or "") for model in models]
+    else:
+        rows = list(settings_of(models, "" if key == "." else f"{key}."))
+        several = "kind" in models[0].model_fields
+        head = ("Setting", *(["Kinds"] if several else []), "Values", "Default", "Meaning")
+    lines = [" | ".join(row) for row in [head, *rows]]
+    lines.insert(1, "|".join(["---"] * len(head)))
+    return "".join(f"|{line}|\n" if line.startswith("---") else f"| {line} |\n" for line in lines)
+
+
+def page(text: str) -> str:
+    """The page with every table as the code has it.
+
+    Raises:
+        SystemExit: a section has no table on the page.
+    """
+    asked = {(what, key) for what, key in MARK.findall(text)}
+    needed = {
+        ("settings", key[:-1] or ".") for key, models in TABLES.items() if any(settings_of(models, key))
+    }
+    needed |= {("kinds", key[:-1]) for key, models in TABLES.items() if "kind" in models[0].model_fields}
+    if asked != needed:
+        raise SystemExit(f"{PAGE.name} lacks or has too many of the tables {sorted(asked ^ needed)}")
+    return MARK.sub(lambda found: f"<!-- {found[1]} {found[2]} -->\n\n{table(found[1], found[2])}", text)
+
+
+def main() -> None:
+    """Rewrite the page, or check it."""
+    parser = argparse.ArgumentParser(description="Write the tables of docs/reference.md from the code.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 on a difference")
+    text = PAGE.read_text(encoding="utf-8")
+    made = page(text)
+    if parser.parse_args().check:
+        sys.exit(made != text)
+    PAGE.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,8 @@
     python scripts/reference.py --check   # exit code 1 if a table is not what the code has
 
 A comment in the page names the table below it: `<!-- settings rollout -->` lists the settings of a section,
-`<!-- settings . -->` those outside of sections, `<!-- kinds advantage -->` the kinds of a section.
+`<!-- settings . -->` those outside of sections, `<!-- kinds advantage -->` the kinds of a section and
+`<!-- basic . -->` the settings to know first.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from pydantic.fields import FieldInfo
 
 from millrace.cli.config import written
 from millrace.config.method_sections import DEFAULT_KIND
-from millrace.config.settings import RunConfig
+from millrace.config.settings import BASIC, RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
-MARK = re.compile(r"^<!-- (settings|kinds) (\S+) -->\n\n?(?:\|.*\n)*", re.M)
+MARK = re.compile(r"^<!-- (settings|kinds|basic) (\S+) -->\n\n?(?:\|.*\n)*", re.M)
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping"}
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
 Section = type[BaseModel]
@@ -108,9 +109,12 @@ TABLES = dict(tables())
 def table(what: str, key: str) -> str:
     """The lines of one table, below the comment that asks for it."""
     models = TABLES["" if key == "." else f"{key}."]
-    if what == "kinds":
-        head: tuple[str, ...] = ("Kind", "What it is")
-        rows: list[tuple[str, ...]] = [(f"`{kind_of(model)}`", model.__doc__ or "") for model in models]
+    if what == "basic":
+        head: tuple[str, ...] = ("Setting", "Meaning")
+        rows: list[tuple[str, ...]] = [(f"`{basic}`", meaning(basic)) for basic in BASIC]
+    elif what == "kinds":
+        head = ("Kind", "What it is")
+        rows = [(f"`{kind_of(model)}`", model.__doc__ or "") for model in models]
     else:
         rows = list(settings_of(models, "" if key == "." else f"{key}."))
         several = "kind" in models[0].model_fields
@@ -120,6 +124,15 @@ def table(what: str, key: str) -> str:
     return "".join(f"|{line}|\n" if line.startswith("---") else f"| {line} |\n" for line in lines)
 
 
+def meaning(key: str) -> str:
+    """The description of a setting or a section."""
+    models: list[Section] = [RunConfig]
+    *above, last = key.split(".")
+    for name in above:
+        models = sections(models[0].model_fields[name].annotation)
+    return models[0].model_fields[last].description or f"one of {', '.join(map(kind_of, models))}"
+
+
 def page(text: str) -> str:
     """The page with every table as the code has it.
 
@@ -127,7 +140,8 @@ def page(text: str) -> str:
         SystemExit: a section has no table on the page.
     """
     asked = {(what, key) for what, key in MARK.findall(text)}
-    needed = {
+    needed = {("basic", ".")}
+    needed |= {
         ("settings", key[:-1] or ".") for key, models in TABLES.items() if any(settings_of(models, key))
     }
     needed |= {("kinds", key[:-1]) for key, models in TABLES.items() if "kind" in models[0].model_fields}

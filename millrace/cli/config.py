@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 OptionalRecipe = Annotated[
     str | None, typer.Argument(metavar="RECIPE", help="A recipe's name, or a file of your own (my.yaml).")
 ]
+ShowAll = Annotated[bool, typer.Option("--all", help="Show every setting, not just the basic ones.")]
 AsYaml = Annotated[bool, typer.Option("--yaml", help="Print the resolved recipe alone.")]
 AsSchema = Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")]
 KEY_WIDTH, SOURCE_WIDTH, INDENT = 36, 10, 4
@@ -26,14 +27,20 @@ def config(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     *,
+    show_all: ShowAll = False,
     as_yaml: AsYaml = False,
     as_schema: AsSchema = False,
 ) -> None:
-    """Show every setting of a recipe: where its value comes from, the value, the meaning; then the sizes."""
+    """Show the settings of a recipe: where a value comes from, the value, the meaning; then the sizes.
+
+    Shown are the basic settings and what the recipe or an override sets; `--all` shows every setting.
+    """
     from millrace.config.recipe import ConfigError, derivation, json_schema, parse_overrides, resolve, to_yaml
 
-    if as_schema and (recipe is not None or as_yaml):
+    if as_schema and (recipe is not None or as_yaml or show_all):
         raise ConfigError("--schema goes alone, since the schema is the same for every recipe")
+    if as_yaml and show_all:
+        raise ConfigError("--yaml prints every setting; leave out --all")
     if not as_schema and recipe is None:
         raise ConfigError("name a recipe (millrace recipes lists them), or ask for --schema")
     if recipe is None:
@@ -44,8 +51,11 @@ def config(
         typer.echo(to_yaml(resolved), nl=False)
         return
     typer.echo(f"{'setting':{KEY_WIDTH}}{'from':{SOURCE_WIDTH}}value\n")
-    for setting in settings:
+    shown = [one for one in settings if show_all or one.basic or one.source != "default"]
+    for setting in shown:
         show_setting(setting)
+    if len(shown) < len(settings):
+        typer.echo(f"\n{len(settings) - len(shown)} more settings have their defaults; --all shows them")
     typer.echo("\nHow the sizes follow")
     for line in derivation(resolved):
         typer.echo(_filled(line, first=" " * INDENT, rest=" " * 2 * INDENT))

@@ -11,14 +11,24 @@ import typer
 from millrace.cli.config import width
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe: its YAML.")]
+Template = Annotated[
+    bool, typer.Option("--template", help="Print a recipe to fill in, with the basic settings.")
+]
 
 
-def recipes(name: Name = None) -> None:
+def recipes(name: Name = None, *, as_template: Template = False) -> None:
     """List the recipes, or print one.
 
-    To make a recipe your own: millrace recipes quickstart > my.yaml
+    To make a recipe your own: millrace recipes quickstart > my.yaml. To begin one for your own model and data:
+    millrace recipes --template > my.yaml
     """
-    from millrace.config.recipe import is_method, recipe_names, recipe_text
+    from millrace.config.recipe import ConfigError, is_method, recipe_names, recipe_text, template
+
+    if as_template and name is not None:
+        raise ConfigError("--template goes alone, without the name of a recipe")
+    if as_template:
+        typer.echo(template(), nl=False)
+        return
 
     if name is not None:
         typer.echo(recipe_text(name), nl=False)

@@ -29,8 +29,8 @@ def _section(info: FieldInfo) -> type[BaseModel] | None:
     return sections[0] if len(sections) == 1 else None
 
 
-def _kinds(info: FieldInfo | None) -> dict[str, type[BaseModel]]:
-    """The sections a field, or each entry of it, may be, by kind."""
+def kinds_of(info: FieldInfo | None) -> dict[str, type[BaseModel]]:
+    """The sections that a field, or each entry of it, may be, by kind; empty if there is no choice."""
     sections = list(_sections(info.annotation)) if info else []
     return {_kind(section): section for section in sections if "kind" in section.model_fields}
 
@@ -68,12 +68,12 @@ def _place(location: tuple[int | str, ...]) -> _Place:
             continue
         parts.append(str(part))
         if isinstance(part, int):
-            kinds = _kinds(info)
+            kinds = kinds_of(info)
             continue
         section = below
         info = section.model_fields.get(part) if section else None
         below = _section(info) if info else None
-        kinds = {} if below else _kinds(info)
+        kinds = {} if below else kinds_of(info)
     return _Place(".".join(parts), section, info)
 
 
@@ -101,7 +101,7 @@ def explain(item: dict[str, Any], name: str) -> str:
         description = place.info.description if place.info else None
         return f"recipe {name}: {key} is missing; {f'it says: {description}' if description else 'add it'}"
     if item["type"] in ("union_tag_invalid", "union_tag_not_found") and place.info:
-        kinds = ", ".join(_kinds(place.info))
+        kinds = ", ".join(kinds_of(place.info))
         given = f"is {item['ctx']['tag']!r}" if "tag" in item["ctx"] else "is missing"
         return f"recipe {name}: {key}.kind {given}; there are: {kinds}"
     message = item["msg"].removeprefix("Value error, ")

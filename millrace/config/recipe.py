@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,11 +20,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from millrace.config.explain import explain, is_echo
+from millrace.config.explain import explain, is_echo, kinds_of
 from millrace.config.inputs import FRESH_MODEL, TASK_PREFIX, TRAINED_TOKENIZER
 from millrace.config.method_sections import DEFAULT_KIND
 from millrace.config.renamed import renamed, renamed_overrides
-from millrace.config.settings import RunConfig
+from millrace.config.settings import BASIC, RunConfig
 
 
 class _Loader(yaml.SafeLoader):
@@ -56,6 +57,11 @@ class Setting:
     value: Any
     meaning: str
     source: str
+
+    @property
+    def basic(self) -> bool:
+        """Whether it is one of the settings to know first."""
+        return any(f"{self.key}.".startswith(f"{basic}.") for basic in BASIC)
 
 
 def recipe_names() -> list[str]:
@@ -301,6 +307,50 @@ def derivation(config: RunConfig) -> list[str]:
     return lines
 
 
+def template() -> str:
+    """The YAML of a recipe over grpo to fill in: every basic setting with its meaning and value."""
+    inputs = {"model": {"path": "FOLDER"}, "data": {"train": "FILE.jsonl"}, "rewards": [{"kind": "exact"}]}
+    config = validate(_with_base("grpo") | inputs, "template")
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    found = {key: (value, meaning) for key, value, meaning in settings(config)}
+    order = list(RunConfig.model_fields)
+    lines = [
+        "# Put in your model, data and reward; `millrace config FILE.yaml --all` lists all settings.",
+        "base: grpo",
+    ]
+    above: list[str] = []
+    for key in sorted(BASIC, key=lambda key: order.index(key.partition(".")[0])):
+        *path, name = key.split(".")
+        for depth, part in enumerate(path):
+            if path[: depth + 1] != above[: depth + 1]:
+                lines.append(f"{'  ' * depth}{part}:")
+        above, indent = path, "  " * len(path)
+        if key in found:
+            value, meaning = found[key]
+        else:
+            value, meaning = _section(tree, key), _description(key)
+        lines += textwrap.wrap(meaning, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        lines.append(f"{indent}{name}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _section(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
+
+
+def _description(key: str) -> str:
+    """The description of a section, none of the sections above it a choice of kinds."""
+    model: type[BaseModel] = RunConfig
+    *path, name = key.split(".")
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        assert isinstance(annotation, type)
+        model = annotation
+    return model.model_fields[name].description or ""
+
+
 def json_schema() -> str:
     """The JSON schema of a recipe, for editors; with a base nothing is required."""
     schema = RunConfig.model_json_schema()
@@ -402,13 +452,13 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield f"{above}{key}"
 
 
-def _walk(value: Any, above: str) -> Iterator[tuple[str, Any, str]]:
+def _walk(value: Any, above: str, kinds: Sequence[str] = ()) -> Iterator[tuple[str, Any, str]]:
     for name, info in type(value).model_fields.items():
         item, key = getattr(value, name), f"{above}{name}"
         if isinstance(item, BaseModel):
-            yield from _walk(item, f"{key}.")
+            yield from _walk(item, f"{key}.", list(kinds_of(info)))
         elif isinstance(item, tuple) and item and isinstance(item[0], BaseModel):
             for index, entry in enumerate(item):
-                yield from _walk(entry, f"{key}.{index}.")
+                yield from _walk(entry, f"{key}.{index}.", list(kinds_of(info)))
         else:
-            yield key, item, info.description or ("which of its kinds" if name == "kind" else "")
+            yield key, item, info.description or (f"one of {', '.join(kinds)}" if name == "kind" else "")

@@ -47,6 +47,15 @@ from millrace.config.sections import (
     TimeoutConfig,
 )
 
+# The settings to know first, in the order of the reference; a section stands for all its settings.
+BASIC = (
+    *("model.path", "model.adapter", "data.train", "data.eval", "data.prompt_column", "data.answer_column"),
+    *("data.template", "rewards", "sft", "steps", "seed", "precision", "loggers"),
+    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_tokens", "rollout.temperature"),
+    *("rollout.max_staleness", "engine.num_engines", "mesh.dp_shard"),
+    *("advantage.kind", "policy.loss.kind", "policy.kl", "policy.optimizer_steps_per_batch"),
+    *("policy.optimizer.learning_rate", "evaluation.every", "checkpoint.every"),
+)
 NOTHING_TRAINED = (
     "steps is 0, so there is no reinforcement, and the recipe has no sft section; set sft.steps, or steps "
     "above 0"
@@ -61,7 +70,7 @@ class RunConfig(Section):
 
     name: str | None = Field(None, description="folder of the run; null takes recipe-1, recipe-2, ...")
     output: str = Field("runs", description="folder that holds run folders")
-    seed: NonNegativeInt = Field(0, description="of weights, data order and sampling")
+    seed: NonNegativeInt = Field(0, description="seed of weights, data order and sampling")
     steps: NonNegativeInt = Field(
         200,
         description="batches of reinforcement learning; 0 is supervised fine-tuning alone. Some hundreds "
@@ -95,21 +104,21 @@ class RunConfig(Section):
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="what generates completions")
     rewards: tuple[RewardConfig, ...] = Field(
-        description="what an answer is worth: the sum of these", min_length=1
+        description="rewards of a completion; their weighted sum is trained on", min_length=1
     )
     advantage: AdvantageConfig = Field(
-        default_factory=GroupAdvantage, description="what is better than expected"
+        default_factory=GroupAdvantage, description="how advantages are estimated from rewards"
     )
-    critic: CriticConfig | None = Field(None, description="the value of each state; null is none")
-    policy: PolicyConfig = Field(default_factory=PolicyConfig, description="how a batch becomes new weights")
-    mesh: MeshConfig = Field(default_factory=MeshConfig, description="how the run is spread over ranks")
+    critic: CriticConfig | None = Field(
+        None, description="a value model beside the policy, for advantages such as gae; null is none"
+    )
+    policy: PolicyConfig = Field(default_factory=PolicyConfig, description="the loss and its optimizer")
+    mesh: MeshConfig = Field(default_factory=MeshConfig, description="parallelism over ranks")
     evaluation: EvaluationConfig = Field(
-        default_factory=EvaluationConfig, description="answers to held-out prompts"
+        default_factory=EvaluationConfig, description="evaluation on held-out prompts"
     )
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="what is kept")
-    kernels: KernelConfig = Field(
-        default_factory=KernelConfig, description="implementations of the arithmetic"
-    )
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="checkpoints to keep")
+    kernels: KernelConfig = Field(default_factory=KernelConfig, description="implementations of kernels")
     limits: LimitConfig = Field(
         default_factory=LimitConfig, description="when a run stops, warns or keeps evidence"
     )

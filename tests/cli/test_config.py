@@ -8,13 +8,15 @@ import re
 import pytest
 
 from millrace.cli.config import written
-from millrace.config.recipe import from_yaml, load_recipe, settings
+from millrace.config.explain import known_keys
+from millrace.config.recipe import from_yaml, load_recipe, resolve, settings
+from millrace.config.settings import BASIC
 
 HEAD = re.compile(r"^(?P<key>[\w.]+) +(?P<source>default|recipe|override) +(?P<value>.*)$", re.M)
 
 
 def test_every_setting_is_shown_with_source_value_and_meaning(lab):
-    out = lab("config", "tiny.yaml", "rollout.top_k=5").out
+    out = lab("config", "tiny.yaml", "rollout.top_k=5", "--all").out
     shown = {row["key"]: (row["source"], row["value"]) for row in HEAD.finditer(out)}
     config = load_recipe("tiny.yaml", {"rollout.top_k": 5})
     assert list(shown) == [key for key, _, _ in settings(config)]
@@ -23,6 +25,21 @@ def test_every_setting_is_shown_with_source_value_and_meaning(lab):
     assert shown["rollout.temperature"] == ("default", "1.0")
     flat = " ".join(out.split())
     assert [meaning for _, _, meaning in settings(config) if meaning not in flat] == []
+
+
+def test_without_all_the_basic_settings_and_those_that_differ_are_shown(lab):
+    out = lab("config", "tiny.yaml", "rollout.top_k=5").out
+    shown = {row["key"]: row["source"] for row in HEAD.finditer(out)}
+    every = resolve("tiny.yaml", {"rollout.top_k": 5})[1]
+    assert shown == {one.key: one.source for one in every if one.basic or one.source != "default"}
+    assert shown["rollout.temperature"] == "default" and "rollout.top_p" not in shown
+    assert f"{len(every) - len(shown)} more settings have their defaults; --all shows them" in out
+
+
+def test_basic_settings_are_few_and_there(lab):
+    every = set(known_keys())
+    assert set(BASIC) <= every and len(set(BASIC)) == len(BASIC) < 30
+    assert len([one for one in resolve("tiny.yaml")[1] if one.basic]) < 45
 
 
 def test_the_sizes_follow_the_settings(lab):
@@ -58,6 +75,7 @@ def test_the_schema_needs_no_recipe(lab):
     [
         ([], "name a recipe (millrace recipes lists them), or ask for --schema"),
         (["tiny.yaml", "--schema"], "--schema goes alone, since the schema is the same for every recipe"),
+        (["tiny.yaml", "--yaml", "--all"], "--yaml prints every setting; leave out --all"),
         (["--yaml", "--schema"], "--schema goes alone, since the schema is the same for every recipe"),
         (["tiny.yaml", "steps"], "'steps' is not of the form key=value, such as steps=50"),
     ],

@@ -19,8 +19,7 @@ Template = Annotated[
 def recipes(name: Name = None, *, as_template: Template = False) -> None:
     """List the recipes, or print one.
 
-    To make a recipe your own: millrace recipes quickstart > my.yaml. To begin one for your own model and data:
-    millrace recipes --template > my.yaml
+    To begin your own: millrace recipes --template > my.yaml, or millrace recipes quickstart > my.yaml
     """
     from millrace.config.recipe import ConfigError, is_method, recipe_names, recipe_text, template
 

@@ -343,8 +343,7 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
         trainer.load(2)
         # It has to wait for the last order.
         monkeypatch.setattr(engine_worker, "BEAT_S", 0.01)
-        trainer.frames.clear()
-        trainer.hear("beat", 5)
+        trainer.hear("beat", len(trainer.hear("beat", 0)) + 5)
         trainer.submit(*third)
         again = {one[0]: one for one in trainer.drawn(12)}
     for id, began, ended, completion in told.values():

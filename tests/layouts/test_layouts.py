@@ -108,12 +108,14 @@ TWO = [
     # From one micro-batch to one for each segment.
     *(Case("qwen3", "grpo", {"dp_shard": 2}, max_tokens) for max_tokens in (25, 35, 1000)),
     *(Case("llama", "grpo", {"pp": 2}, max_tokens) for max_tokens in (25, 1000)),
-    Case("qwen3", "grpo", {"dp_shard": 2, "checkpointing": "full", "reshard_after_forward": False}),
-    Case("llama", "gspo", {"pp": 2, "checkpointing": "selective"}),
+    Case(
+        "qwen3", "grpo", {"dp_shard": 2, "activation_checkpointing": "full", "reshard_after_forward": False}
+    ),
+    Case("llama", "gspo", {"pp": 2, "activation_checkpointing": "selective"}),
     *(Case("qwen3", "grpo", mesh, adapter=True) for mesh in ({"dp_replicate": 2}, {"cp": 2})),
     Case("qwen3_moe", "full", {"dp_shard": 2, "ep": 2}),
     Case("llama", "full", {"dp_replicate": 2}),
-    Case("qwen3", "full", {"dp_shard": 2, "checkpointing": "full"}, 30, adapter=True),
+    Case("qwen3", "full", {"dp_shard": 2, "activation_checkpointing": "full"}, 30, adapter=True),
     Case("qwen3", "ppo", {"dp_shard": 2}, adapter=True),
     Case("qwen3_moe", "grpo", {"dp_shard": 2, "ep": 2}, adapter=True),
 ]

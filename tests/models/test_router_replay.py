@@ -46,7 +46,7 @@ BIAS_STEP = 0.01
 SPLITS = (10_000, 150, 60)
 LAYOUTS: list[dict[str, Any]] = [
     {"dp_shard": 2},
-    {"dp_shard": 2, "checkpointing": "full"},
+    {"dp_shard": 2, "activation_checkpointing": "full"},
     {"dp_replicate": 2},
     {"dp_shard": 2, "ep": 2},
 ]

@@ -26,7 +26,7 @@ def test_a_layout_is_read_and_written():
 
 def test_a_layout_is_that_of_a_recipes_mesh_and_sets_it():
     sizes = dict(zip(NAMES, (3, 2, 4, 5, 1, 2), strict=True))
-    layout = Layout.of({**sizes, "offload": True, "compute": None})
+    layout = Layout.of({**sizes, "offload": True, "compute_dtype": None})
     assert layout == Layout(dp_replicate=3, dp_shard=2, tp=4, pp=5, ep=2)
     assert layout.settings() == {f"mesh.{name}": size for name, size in sizes.items()}
 

@@ -162,7 +162,7 @@ def read_on_two(rank: int, folder: str) -> dict[str, Tensor]:
     empty = empty_scalar_model(policy.model)
     fresh = taken(empty, scalar_weights(empty, policy.named_tensors()), cut, stages, CPU)
     found |= weights("fresh critic of stages", fresh)
-    again = MeshConfig(dp_shard=2, checkpointing="full")
+    again = MeshConfig(dp_shard=2, activation_checkpointing="full")
     for family in FURTHER:
         found |= learned(family, loaded(root / family, mesh_of(again, CPU), again, **FLOAT))
     for name, ranks, how in (("half", mesh, options), ("stage", cut, stages)):

@@ -210,7 +210,7 @@ def add_floor(result: dict[str, Any], machine: floor.Machine, quick: bool) -> No
     itemsize = 4 if result["dtype"] == "float32" else 2
     at_best = one.num_drawn / floor.floor_s(one, SHAPES[one.shape], itemsize, machine)
     result["floor_tokens_per_s"] = at_best
-    result["share_of_floor"] = result["tokens_per_s"][OURS] / at_best
+    result["fraction_of_floor"] = result["tokens_per_s"][OURS] / at_best
 
 
 def show(result: dict[str, Any]) -> None:
@@ -224,7 +224,7 @@ def show(result: dict[str, Any]) -> None:
         same = f"{equal} of {result['tokens']} tokens as generate" if equal is not None else ""
         peak = result["peak_bytes"][side] / 1e9
         print(f"  {side:22s} {rate:9.0f} tokens/s  {ratio:14s}  {told:22s}  peak {peak:5.2f} GB  {same}")
-    share = result["share_of_floor"]
+    share = result["fraction_of_floor"]
     print(
         f"  {'floor':22s} {result['floor_tokens_per_s']:9.0f} tokens/s; ours reaches {share:.0%} of it",
         end="",

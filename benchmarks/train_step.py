@@ -103,7 +103,7 @@ def result(turns: list[dict[str, dict[str, Any]]], num_tokens: int) -> dict[str,
     return {
         "tokens_per_s": rates,
         "ratios": {name: rates[OURS] / rate for name, rate in rates.items() if name not in (OURS, PRODUCTS)},
-        "share_of_products": rates[OURS] / rates[PRODUCTS],
+        "fraction_of_products": rates[OURS] / rates[PRODUCTS],
         "peak_bytes": {name: turns[-1][name]["peak_bytes"] for name in seconds},
         "runs_s": seconds,
     }
@@ -155,7 +155,7 @@ def show(told: dict[str, Any]) -> None:
     if told["ratios"]:
         name, ratio = min(told["ratios"].items(), key=lambda one: one[1])
         print(f"  the fastest of the others is {name}: ours is {ratio:.2f}x (aim: above 1)")
-    print(f"  ours reaches {told['share_of_products']:.0%} of the floor, its bare products", flush=True)
+    print(f"  ours reaches {told['fraction_of_products']:.0%} of the floor, its bare products", flush=True)
 
 
 def main() -> None:

@@ -165,7 +165,7 @@ def summary(seconds: dict[str, list[dict[str, float]]], num_bytes: int) -> dict[
             "gb_per_s": num_bytes / of["put"] / 1e9,
             "put_over_copy": copy_s / of["put"],
             "whole_over_copy": copy_s / of["whole"],
-            "verify_share": of["verify"] / of["whole"],
+            "verify_fraction": of["verify"] / of["whole"],
         }
     return found
 
@@ -206,14 +206,14 @@ def policy(learning_rate: float) -> tuple[PolicyTrainer, Any]:
     return trainer, batch
 
 
-def payload_shares(learning_rate: float, num_steps: int) -> Iterator[float]:
+def payload_fractions(learning_rate: float, num_steps: int) -> Iterator[float]:
     """What must travel after each optimizer step, as a share of all bytes."""
     trainer, batch = policy(learning_rate)
     with closing(SharedWeights(delta=True)) as shared:
         for version in range(num_steps + 1):
             shared.write(trainer.named_tensors(), version)
             if version:
-                yield shared.metrics["sync/payload_share"]
+                yield shared.metrics["weight_sync/payload_fraction"]
             trainer.forward_backward(batch)
             trainer.optim_step()
 
@@ -234,7 +234,7 @@ def main() -> None:
         print(f"{side:14s}", "  ".join(f"{name} {value:.3g}" for name, value in found.items()))
     shares = {}
     for rate in LEARNING_RATES:
-        shares[str(rate)] = list(payload_shares(rate, given.steps))
+        shares[str(rate)] = list(payload_fractions(rate, given.steps))
         print(f"delta at learning rate {rate:g}: {statistics.mean(shares[str(rate)]):.3f} of the bytes")
     if given.quick:
         return
@@ -245,7 +245,7 @@ def main() -> None:
         "versions": {name: metadata.version(name) for name in ("torch", "xxhash", "millrace-rl")},
         "size_mb": given.size_mb,
         "sides": sides,
-        "payload_shares": shares,
+        "payload_fractions": shares,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "weight_sync.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

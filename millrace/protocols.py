@@ -45,13 +45,13 @@ class StepReport:
     Attributes:
         skipped: whether the step was skipped because the gradient was not finite; then no weight changed and
             the version stayed.
-        gradient_norm: before clipping, over all weights.
+        grad_norm: before clipping, over all weights.
         learning_rate: of this step.
-        metrics: the loss, and means weighted by the token weights (entropy, clip_share, ...).
+        metrics: the loss, and means weighted by the token weights (entropy, clip_fraction, ...).
     """
 
     skipped: bool
-    gradient_norm: float
+    grad_norm: float
     learning_rate: float
     metrics: dict[str, float]
 

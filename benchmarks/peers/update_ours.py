@@ -63,7 +63,7 @@ class Ours:
         """Both halves of the trainer."""
         self._trainer.forward_backward(self._batch)
         report = self._trainer.optim_step()
-        return report.metrics["loss"], report.gradient_norm
+        return report.metrics["loss"], report.grad_norm
 
 
 class Products:

@@ -209,7 +209,7 @@ def mismatch_metrics(
         perplexity_ratio: trainer / sampler for each segment, mean over segments.
         chi_square_token: mean(e^2x) - 1, an estimate of chi^2(pi || mu).
         chi_square_sequence: likewise with the sum of x over each segment, mean over segments.
-        effective_share: `effective_sample_size` of the weights e^x.
+        ess: `effective_sample_size` of the weights e^x.
         Segments without a token count for nothing; x is clamped to +-20 in the last three.
 
     Raises:
@@ -229,7 +229,7 @@ def mismatch_metrics(
         "perplexity_ratio": float((sampler_B - trainer_B).exp().mean()),
         "chi_square_token": _chi_square(difference_N),
         "chi_square_sequence": _chi_square(total_B),
-        "effective_share": effective_sample_size(_bounded(difference_N).exp()),
+        "ess": effective_sample_size(_bounded(difference_N).exp()),
     }
 
 

@@ -59,7 +59,7 @@ NAMES = {
     "step_s": "step, s",
     "wait_s": "  waiting, s",
     "train_s": "  training, s",
-    "sync_s": "  publishing, s",
+    "weight_sync_s": "  weight sync, s",
     "tokens_per_s": "tokens/s",
     "staleness": "staleness",
 }
@@ -160,7 +160,7 @@ def comparison(run: str, found: MeasuredRun) -> Iterator[str]:
         "step_s": lambda run: run.step_s,
         "wait_s": lambda run: run.wait_s,
         "train_s": lambda run: run.train_s,
-        "sync_s": lambda run: run.sync_s,
+        "weight_sync_s": lambda run: run.weight_sync_s,
         "tokens_per_s": lambda run: run.tokens_per_s,
         "staleness": lambda run: run.staleness[0],
     }

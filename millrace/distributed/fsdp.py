@@ -196,7 +196,7 @@ def _recomputed(forward: Callable[..., Any], checkpointing: Checkpointing, *args
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
-def gradient_norms(
+def grad_norms(
     groups: Iterable[Iterable[nn.Parameter]], mesh: Mesh, *, elsewhere: Collection[nn.Parameter] = ()
 ) -> list[float]:
     """Compute sqrt(sum of g^2) over all ranks for each group of weights, counting each weight once.

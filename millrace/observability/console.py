@@ -38,7 +38,7 @@ PARTS = (
     ("sample", "cyan"),
     ("score", "yellow"),
     ("train", "magenta"),
-    ("sync", "green"),
+    ("weight_sync", "green"),
     ("evaluate", "blue"),
     ("save", "red"),
     ("report", "bright_magenta"),

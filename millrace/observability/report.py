@@ -23,16 +23,16 @@ CURVES = (
     ("reward/mean", "Reward", "mean of a batch", 1),
     ("policy/entropy", "Entropy", "nats per token", 4),
     ("length/mean", "Length", "tokens per completion", 3),
-    ("policy/gradient_norm", "Gradient norm", "before clipping", 2),
+    ("policy/grad_norm", "Gradient norm", "before clipping", 2),
     ("mismatch/k3", "Mismatch of sampler and trainer", "k3, nats per token", 5),
     ("policy/kl_reference", "Distance from the reference", "KL, nats per token", 4),
-    ("group/equal_share", "Groups without a signal", "share with equal rewards", 3),
+    ("group/zero_std_fraction", "Zero-std groups", "fraction with equal rewards", 3),
     ("policy/learning_rate", "Learning rate", "of the optimizer", 6),
     ("time/tokens_per_s", "Speed", "tokens per second", 1),
 )
 SUPERVISED_CURVES = (
     ("loss", "Loss", "nats per token", 1),
-    ("gradient_norm", "Gradient norm", "before clipping", 2),
+    ("grad_norm", "Gradient norm", "before clipping", 2),
     ("learning_rate", "Learning rate", "of the optimizer", 6),
 )
 TIME_COLOURS = {
@@ -42,7 +42,7 @@ TIME_COLOURS = {
     "sample": 1,
     "score": 5,
     "train": 2,
-    "sync": 3,
+    "weight_sync": 3,
     "evaluate": 4,
     "save": 9,
     "report": 10,
@@ -319,7 +319,7 @@ def _measured(record: RunRecord) -> str:
                 [Series(words, points, marked=True)],
                 title=f"Held-out {words} {what}",
                 x_label=x_label,
-                y_label="share answered right" if right else words,
+                y_label="fraction answered right" if right else words,
                 width=440,
                 height=240,
                 y_range=(0, 1) if right else None,

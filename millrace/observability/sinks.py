@@ -17,6 +17,31 @@ from millrace.observability.files import FileError, count, finite, read_json_lin
 
 Record = Mapping[str, float | int | str]
 STAGES = ("sft", "reinforcement", "evaluation")
+# Names in runs of older versions.
+RENAMED_STAGES = {"warmup": "sft"}
+RENAMED_METRICS = {
+    "reward/invalid_share": "reward/invalid_fraction",
+    "reward/failed_share": "reward/failed_fraction",
+    "length/truncated_share": "length/truncated_fraction",
+    "group/equal_share": "group/zero_std_fraction",
+    "group/refill_rounds": "group/dynamic_sampling_rounds",
+    "policy/clip_share": "policy/clip_fraction",
+    "policy/bounded_share": "policy/correction_clip_fraction",
+    "critic/clip_share": "critic/clip_fraction",
+    "gradient_norm": "grad_norm",
+    **{
+        f"{model}/gradient_norm{kind}": f"{model}/grad_norm{kind}"
+        for model in ("policy", "critic")
+        for kind in ("", "_matrices", "_vectors")
+    },
+    "mismatch/effective_share": "mismatch/ess",
+    "bias/dropped_share": "selection_bias/dropped_fraction",
+    **{f"bias/{name}": f"selection_bias/{name}" for name in ("length", "reward", "difficulty")},
+    "sync/payload_bytes": "weight_sync/payload_bytes",
+    "sync/payload_share": "weight_sync/payload_fraction",
+    "time/sync_s": "time/weight_sync_s",
+    "memory/sync_peak_bytes": "memory/weight_sync_peak_bytes",
+}
 
 
 class TrackerError(RuntimeError):
@@ -108,7 +133,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path, tell: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; null where a number was not finite.
+    """The records of a `metrics.jsonl`, under today's names; null where a number was not finite.
 
     Args:
         path: of the file.
@@ -117,7 +142,17 @@ def read_records(path: Path, tell: Callable[[str], None] | None = None) -> list[
     Raises:
         FileError: the file cannot be read; or a line is no record, and there is no `tell`.
     """
-    return read_json_lines(path, _wrong_record, tell=tell)
+    records = read_json_lines(path, lambda record: _wrong_record(_renamed(record)), tell=tell)
+    return [_renamed(record) for record in records]
+
+
+def _renamed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with today's names of metrics and stages."""
+    found = {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
+    for name in ("stage", "during"):
+        if isinstance(stage := found.get(name), str):
+            found[name] = RENAMED_STAGES.get(stage, stage)
+    return found
 
 
 def _wrong_record(record: Mapping[str, Any]) -> str | None:

@@ -318,7 +318,7 @@ class BatchSource:
             WeightSyncError: an engine in this process failed to load the weights.
         """
         limit_s = self._config.timeouts.phase_s
-        with self._waiting("sync", f"version {version} to be in force"):
+        with self._waiting("weight_sync", f"version {version} to be in force"):
             if self._ahead:
                 self._verbs.wait_until_published(limit_s)
             self._reach("send")

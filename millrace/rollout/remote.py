@@ -189,7 +189,7 @@ class RemoteBatchSource:
         """Join the all-gather of the weights, unless the step was skipped."""
         if version != self._version:
             self._version = version
-            with self._spans("sync"):
+            with self._spans("weight_sync"):
                 GatherOnly(self._newest.canary).send(self._newest(), version)
 
     def warnings(self) -> list[str]:

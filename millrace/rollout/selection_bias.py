@@ -66,12 +66,14 @@ class BiasMeter:
         return not all(use for _, _, uses in self._groups for use in uses)
 
     def record(self) -> dict[str, float]:
-        """Return `bias/dropped_share`, the fraction of dropped trajectories, and each defined d."""
+        """Return the fraction of dropped trajectories and each defined d, by metric name."""
         if not self._groups:
             return {}
-        found = {f"bias/{name}": difference for name, (difference, _) in self._differences().items()}
+        found = {
+            f"selection_bias/{name}": difference for name, (difference, _) in self._differences().items()
+        }
         used = [use for _, _, uses in self._groups for use in uses]
-        return {"bias/dropped_share": 1 - sum(used) / len(used), **found}
+        return {"selection_bias/dropped_fraction": 1 - sum(used) / len(used), **found}
 
     def warning(self) -> str | None:
         """Return a warning if |d| is above both the threshold and the effect of chance, else None."""
@@ -85,12 +87,12 @@ class BiasMeter:
         if not biased:
             return None
         moved = ", ".join(f"{name} {difference:+.2f}" for name, difference in biased.items())
-        dropped = self.record()["bias/dropped_share"]
+        dropped = self.record()["selection_bias/dropped_fraction"]
         return (
             f"what is trained on differs from what was sampled, in standard deviations: {moved} (of the last "
             f"{len(self._groups)} groups {dropped:.0%} was not used); wait for slow groups "
             "(rollout.stale_policy wait, rollout.oversample_groups 0), raise rollout.max_staleness, or see "
-            "why rewards fail (reward/failed_share)"
+            "why rewards fail (reward/failed_fraction)"
         )
 
     def state(self) -> list[Any]:

@@ -42,9 +42,9 @@ class Evaluation:
             "accuracy": self.accuracy,
             "reward/mean": self.reward,
             **self.parts,
-            "reward/failed_share": self.failed,
+            "reward/failed_fraction": self.failed,
             "length/mean": self.length,
-            "length/truncated_share": self.truncated,
+            "length/truncated_fraction": self.truncated,
         }
 
 

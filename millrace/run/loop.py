@@ -115,7 +115,7 @@ def supervise(controller: Controller, checkpoint: Path | None) -> None:
         controller.keep_answers("before", result)
         progress.eval_before = controller.measured(result)
     while progress.step < sft.steps and not progress.sft_done:
-        with controller.spans("sync"):
+        with controller.spans("weight_sync"):
             controller.turns.train()
         with controller.spans("train"):
             prompts = stream.next(sft.sequences_per_step)
@@ -132,7 +132,7 @@ def supervise(controller: Controller, checkpoint: Path | None) -> None:
             {
                 "loss": report.metrics["loss"],
                 "learning_rate": report.learning_rate,
-                "gradient_norm": report.gradient_norm,
+                "grad_norm": report.grad_norm,
                 "time/step_s": spent["train"],
                 **{f"time/{name}_s": seconds for name, seconds in spent.items() if name != "train"},
             },
@@ -208,7 +208,7 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
             source.begin(checkpoint, learner.trainer.version)
         # The first weight update serves all batches, so it counts as start-up.
         for name, seconds in controller.spans.take().items():
-            controller.spans.add("start" if name == "sync" else name, seconds)
+            controller.spans.add("start" if name == "weight_sync" else name, seconds)
         controller.memory.take()
         while progress.step < config.steps:
             with profiler(progress.step + 1), controller.spans.rest("bookkeeping"):
@@ -235,10 +235,10 @@ def _one_batch(
 ) -> tuple[BatchResult, dict[str, float]]:
     """Sample, train and update the weights; return the batch's result and its rollout metrics."""
     config, spans, step = controller.config, controller.spans, controller.progress.step
-    with spans("sync"):
+    with spans("weight_sync"):
         controller.turns.sample()
     sampled, told = source.next_batch()
-    with spans("sync"):
+    with spans("weight_sync"):
         controller.turns.train()
     critic_alone = config.critic is not None and step < config.critic.warmup_steps
     with spans("train"):
@@ -267,7 +267,7 @@ def _account(controller: Controller, learner: TrainStep, result: BatchResult, to
         name = f"step-{progress.step:06d}.parquet"
         write_table(controller.folder.rollouts / name, result.rows)
     spent = spans.take()
-    parts = dict.fromkeys(("sample", "score", "train", "sync", "other"), 0.0)
+    parts = dict.fromkeys(("sample", "score", "train", "weight_sync", "other"), 0.0)
     total = sum(spent.get(part, 0.0) for part in parts)
     # Time between two batches, such as for a checkpoint, is recorded beside them and counts for neither.
     times = {f"time/{part}_s": seconds for part, seconds in (parts | spent).items()}

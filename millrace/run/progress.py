@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.observability.files import checked
+from millrace.observability.sinks import RENAMED_STAGES
 from millrace.version import __version__
 
 if TYPE_CHECKING:
     from millrace.run.components import Components
 
 Stage = Literal["sft", "reinforcement"]
+# Names of fields in checkpoints of older versions.
+RENAMED_FIELDS = {"warmup_steps": "sft_steps", "gate_open": "sft_done"}
 
 
 @dataclass(slots=True)
@@ -81,12 +84,15 @@ class Progress:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Progress:
-        """Rebuild the progress from `to_json`; unknown keys are ignored.
+        """Rebuild the progress from `to_json`, also of an older version; unknown keys are ignored.
 
         Raises:
             ValueError: a value has the wrong type; the message names the first.
         """
         names = {f.name for f in fields(cls)}
+        tree = {RENAMED_FIELDS.get(key, key): value for key, value in tree.items()}
+        if isinstance(stage := tree.get("stage"), str):
+            tree["stage"] = RENAMED_STAGES.get(stage, stage)
         return checked(cls, {key: value for key, value in tree.items() if key in names})
 
     @property

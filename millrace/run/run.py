@@ -266,7 +266,7 @@ class Controller:
     def publish(self) -> None:
         """Update the sampler's weights from the trainer and verify them."""
         assert self.trainer is not None
-        with self.spans("sync"):
+        with self.spans("weight_sync"):
             self.turns.meet()
             self.parts.transport.send(self.trainer.named_tensors(), self.trainer.version)
         self._published = self.trainer.version

@@ -145,10 +145,10 @@ def train_on(
     record = _describe(groups) | _averaged(done.reports, "policy") | _averaged(done.critic_reports, "critic")
     record |= done.mismatch
     if done.num_corrected:
-        record["policy/bounded_share"] = done.num_bounded / done.num_corrected
+        record["policy/correction_clip_fraction"] = done.num_bounded / done.num_corrected
     record |= _steer(learner, whole, record)
     if sampled.num_rounds:
-        record["group/refill_rounds"] = sampled.num_rounds
+        record["group/dynamic_sampling_rounds"] = sampled.num_rounds
     tokens_sampled = sum(t.num_actions for group in groups for t in group.trajectories)
     tokens_sampled += sampled.num_greedy_tokens
     record |= {"tokens/sampled": tokens_sampled, "tokens/trained": done.tokens_trained}
@@ -408,12 +408,12 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": least + mean,
         **part_metrics([trajectory.outcome for trajectory in every if trajectory.outcome]),
         "reward/std": (sum((one - mean) ** 2 for one in above) / count) ** 0.5,
-        "reward/invalid_share": kinds.count("invalid") / len(kinds),
-        "reward/failed_share": kinds.count("failed") / len(kinds),
-        "group/equal_share": sum(map(is_equal, groups)) / len(groups),
+        "reward/invalid_fraction": kinds.count("invalid") / len(kinds),
+        "reward/failed_fraction": kinds.count("failed") / len(kinds),
+        "group/zero_std_fraction": sum(map(is_equal, groups)) / len(groups),
         "length/mean": sum(lengths) / len(lengths),
         "length/max": max(lengths),
-        "length/truncated_share": sum(t.turns[-1].completion.finish_reason == "length" for t in every)
+        "length/truncated_fraction": sum(t.turns[-1].completion.finish_reason == "length" for t in every)
         / len(every),
     }
 
@@ -430,7 +430,7 @@ def _averaged(reports: Sequence[StepReport], whose: str) -> dict[str, float]:
         if (values := [report.metrics[name] for report in good if name in report.metrics])
     }
     if good:
-        averaged[f"{whose}/gradient_norm"] = sum(report.gradient_norm for report in good) / len(good)
+        averaged[f"{whose}/grad_norm"] = sum(report.grad_norm for report in good) / len(good)
     return averaged | {
         f"{whose}/learning_rate": reports[-1].learning_rate,
         f"{whose}/skipped_steps": len(reports) - len(good),

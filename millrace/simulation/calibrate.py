@@ -50,7 +50,7 @@ class MeasuredRun:
         train_token_s: seconds of training for each token of a batch's answers, on all ranks.
         rest_s: seconds of a batch in which the trainer neither trains nor waits.
         step: means of `step_s`, `wait_s`, `train_s` (all work between a batch and its weight update),
-            `sync_s`, `tokens_per_s` and `staleness`, without the first batch.
+            `weight_sync_s`, `tokens_per_s` and `staleness`, without the first batch.
     """
 
     config: RunConfig
@@ -121,10 +121,10 @@ def _measured(
     ahead = config.rollout.max_staleness > 0
     if not ahead:
         # Between batches no request is in flight, and the trainer waits for the whole weight update.
-        load_s = step["sync_s"]
+        load_s = step["weight_sync_s"]
     seconds = [one["time/train_s"] / one["tokens/sampled"] for one in counted]
     # With staleness the wait includes the update before, which the simulation predicts: take the minimum.
-    own_s = min(one["time/sync_s"] for one in counted) if ahead else 0.0
+    own_s = min(one["time/weight_sync_s"] for one in counted) if ahead else 0.0
     return MeasuredRun(
         config,
         num_engines=len({event["engine"] for event in arrived}),
@@ -152,13 +152,15 @@ def _lines(read: Callable[[Path], list[dict[str, Any]]], path: Path) -> list[dic
 
 
 def _means(records: Sequence[Event]) -> dict[str, float]:
-    seconds = {name: fmean(one[f"time/{name}_s"] for one in records) for name in ("step", "sample", "sync")}
+    seconds = {
+        name: fmean(one[f"time/{name}_s"] for one in records) for name in ("step", "sample", "weight_sync")
+    }
     tokens = fmean(one["tokens/sampled"] for one in records)
     return {
         "step_s": seconds["step"],
         "wait_s": seconds["sample"],
-        "train_s": seconds["step"] - seconds["sample"] - seconds["sync"],
-        "sync_s": seconds["sync"],
+        "train_s": seconds["step"] - seconds["sample"] - seconds["weight_sync"],
+        "weight_sync_s": seconds["weight_sync"],
         "tokens_per_s": tokens / seconds["step"],
         "staleness": fmean(one.get("staleness/mean", 0.0) for one in records),
     }

@@ -124,7 +124,7 @@ class Simulated:
         return fmean(step.trained_s - step.taken_s for step in self.steps)
 
     @property
-    def sync_s(self) -> float:
+    def weight_sync_s(self) -> float:
         """Mean seconds of a step in which it updates weights."""
         return fmean(step.end_s - step.trained_s for step in self.steps)
 

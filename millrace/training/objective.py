@@ -111,7 +111,7 @@ def surrogate(
                 selected_N,
             )
         )
-        report = {} if outside_N is None else {"clip_share": outside_N.to(loss_N.dtype)}
+        report = {} if outside_N is None else {"clip_fraction": outside_N.to(loss_N.dtype)}
         if factor_N is not None:
             loss_N = loss_N * factor_N
             report["correction"] = factor_N

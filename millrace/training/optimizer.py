@@ -85,10 +85,10 @@ def optimizer_step(
         learning_rate: of this step.
         max_grad_norm: that the gradient is scaled down to.
         metrics: to add to the report. A `loss` that is not finite skips the step too.
-        norms: of the gradients of each group of weights, over all ranks; see `models.fsdp.gradient_norms`.
+        norms: of the gradients of each group of weights, over all ranks; see `models.fsdp.grad_norms`.
 
     Returns:
-        metrics: those given; for the kinds of weights, `gradient_norm_matrices` and `gradient_norm_vectors`
+        metrics: those given; for the kinds of weights, `grad_norm_matrices` and `grad_norm_vectors`
             before clipping; and where the weights moved, `update_norm_matrices` and `update_norm_vectors`, of
             what was added to them.
     """
@@ -100,7 +100,7 @@ def optimizer_step(
             parameter.grad = torch.zeros_like(parameter)
     norm_G = norms(rows)
     norm = math.hypot(*norm_G)
-    found = dict(metrics) | _named("gradient_norm", groups, norm_G)
+    found = dict(metrics) | _named("grad_norm", groups, norm_G)
     finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
     if finite:
         if norm > max_grad_norm:
@@ -115,7 +115,7 @@ def optimizer_step(
                     _put_update(parameter, optimizer.state[parameter], group)
         found |= _named("update_norm", groups, norms(rows))
     optimizer.zero_grad(set_to_none=True)
-    return StepReport(skipped=not finite, gradient_norm=norm, learning_rate=learning_rate, metrics=found)
+    return StepReport(skipped=not finite, grad_norm=norm, learning_rate=learning_rate, metrics=found)
 
 
 @torch.no_grad()

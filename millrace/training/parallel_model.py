@@ -25,7 +25,7 @@ from millrace.config.mesh_section import MeshConfig
 from millrace.data.batch import Batch, micro_batches
 from millrace.distributed import expert, tensor
 from millrace.distributed.context import Kind, shard_row
-from millrace.distributed.fsdp import Root, Sharding, gradient_norms, shard
+from millrace.distributed.fsdp import Root, Sharding, grad_norms, shard
 from millrace.distributed.mesh import Mesh, make_mesh
 from millrace.distributed.pipeline import Pipeline
 from millrace.models.adapters import merged_tensors
@@ -226,11 +226,11 @@ class ParallelModel:
                 filler.expert_TLK = torch.full_like(filler.expert_TLK, -1)
             yield filler, filler.segment_T[:0]
 
-    def gradient_norms(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[float]:
+    def grad_norms(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[float]:
         """Return the gradient norm of each group of weights over all ranks; a collective call."""
         copies = self.runner.tied if isinstance(self.runner, Pipeline) else {}
         named = self.model.named_parameters()
-        return gradient_norms(groups, self._mesh, elsewhere=[p for name, p in named if name in copies])
+        return grad_norms(groups, self._mesh, elsewhere=[p for name, p in named if name in copies])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole under its Hugging Face name, an adapter merged; tied weights once.

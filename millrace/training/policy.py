@@ -72,7 +72,7 @@ class PolicyTrainer:
         self._learning_rate = learning_rate
         self._temperature = temperature
         self._max_tokens = max_tokens
-        self._max_gradient_norm = max_grad_norm
+        self._max_grad_norm = max_grad_norm
         self._reference, self._routing = reference, routing
         self._load_LE: Tensor | None = None
         self._totals: dict[str, float] = {}
@@ -133,9 +133,9 @@ class PolicyTrainer:
         report = optimizer_step(
             self.optimizer,
             learning_rate=self._learning_rate(self.num_attempts),
-            max_grad_norm=self._max_gradient_norm,
+            max_grad_norm=self._max_grad_norm,
             metrics=self._take(),
-            norms=self._spread.gradient_norms,
+            norms=self._spread.grad_norms,
         )
         if (
             self._routing is not None

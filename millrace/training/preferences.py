@@ -103,7 +103,7 @@ def preference_step(
         learning_rate=learning_rate,
         max_grad_norm=MAX_GRAD_NORM,
         metrics=metrics,
-        norms=ParallelModel(model).gradient_norms,
+        norms=ParallelModel(model).grad_norms,
     )
 
 

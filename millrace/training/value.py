@@ -54,7 +54,7 @@ class ValueTrainer:
         self._clip = clip
         self._coefficient = coefficient
         self._max_tokens = max_tokens
-        self._max_gradient_norm = max_grad_norm
+        self._max_grad_norm = max_grad_norm
         self._seen: list[Tensor] = []
 
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class ValueTrainer:
         """Update the weights, or skip the step where the gradient is not finite, and clear the gradient.
 
         Returns:
-            metrics: `loss`; the means over the tokens' shares `clip_share` (the clip holds the value) and
+            metrics: `loss`; the means over the tokens' shares `clip_fraction` (the clip holds the value) and
                 `value`; and `explained_variance` = 1 - Var(R - v) / Var(R) under the shares, left out where
                 every return is the same.
         """
@@ -117,9 +117,9 @@ class ValueTrainer:
         report = optimizer_step(
             self.optimizer,
             learning_rate=self._learning_rate(self.num_attempts),
-            max_grad_norm=self._max_gradient_norm,
+            max_grad_norm=self._max_grad_norm,
             metrics=metrics,
-            norms=self._spread.gradient_norms,
+            norms=self._spread.grad_norms,
         )
         self.num_attempts += 1
         self._seen = []
@@ -151,7 +151,7 @@ def _metrics(columns_5N: Tensor) -> dict[str, float]:
 
     metrics = {
         "loss": float((loss_N * weight_N).sum()),
-        "clip_share": mean(clipped_N),
+        "clip_fraction": mean(clipped_N),
         "value": mean(value_N),
     }
     if bool((return_N != return_N[:1]).any()):

@@ -29,8 +29,9 @@ class SharedWeights:
 
     Attributes:
         handle: descriptor of the memory, which a sampler process inherits.
-        metrics: empty unless a delta was written. `sync/payload_bytes`: bytes to transfer to a remote sampler
-            that holds the previous version. `sync/payload_share`: its fraction of the bytes of all weights.
+        metrics: empty unless a delta was written. `weight_sync/payload_bytes`: bytes to transfer to a remote
+            sampler that holds the previous version. `weight_sync/payload_fraction`: their fraction of the
+            bytes of all weights.
     """
 
     def __init__(self, *, delta: bool = False) -> None:
@@ -91,8 +92,11 @@ class SharedWeights:
         # A delta needs the same names, dtypes, shapes and offsets as the previous version.
         if changed is not None and places == changed.last["tensors"]:
             told = {"base": changed.last["version"], "packed": changed.packed}
-            share = changed.num_bytes / max(end, 1)
-            self.metrics = {"sync/payload_bytes": changed.num_bytes, "sync/payload_share": share}
+            fraction = changed.num_bytes / max(end, 1)
+            self.metrics = {
+                "weight_sync/payload_bytes": changed.num_bytes,
+                "weight_sync/payload_fraction": fraction,
+            }
         proof = {"fingerprint": digests, "canary": asked}
         self._last = {"version": version, "bytes": end, "tensors": places, "changes": told, **proof}
         return self._last

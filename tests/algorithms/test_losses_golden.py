@@ -1,4 +1,4 @@
-"""Every policy and value loss that verl computed: loss, gradient and clip share, in every aggregation."""
+"""Every policy and value loss that verl computed: loss, gradient and clip fraction, in every aggregation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Tokens:
         return *self.three, self.segment_N, self.num_segments
 
 
-# verl's settings -> loss [N], and which tokens its clip share counts (None: it reports none, or another).
+# verl's settings -> loss [N], and which tokens its clip fraction counts (None: it reports none, or another).
 Translation = Callable[[Tokens, dict[str, Any]], tuple[Tensor, Tensor | None]]
 
 
@@ -141,7 +141,7 @@ def correction(row: Rows, t: Tokens, name: str) -> Tensor:
 @pytest.mark.parametrize(
     ("case", "key"), EVERY_LOSS, ids=[f"seed {case['seed']} {key}" for case, key in EVERY_LOSS]
 )
-def test_loss_gradient_and_clip_share_are_those_of_verl(case: dict[str, Any], key: str) -> None:
+def test_loss_gradient_and_clip_fraction_are_those_of_verl(case: dict[str, Any], key: str) -> None:
     row, golden = rows(case), case["losses"][key]
     settings = dict(golden["settings"])
     name, aggregation, weighted = (settings.pop(key) for key in ("name", "agg", "is_weights"))
@@ -163,7 +163,7 @@ def test_loss_gradient_and_clip_share_are_those_of_verl(case: dict[str, Any], ke
 @pytest.mark.parametrize(
     ("case", "key"), EVERY_VALUE, ids=[f"seed {case['seed']} {key}" for case, key in EVERY_VALUE]
 )
-def test_value_loss_gradient_and_clip_share_are_those_of_verl(case: dict[str, Any], key: str) -> None:
+def test_value_loss_gradient_and_clip_fraction_are_those_of_verl(case: dict[str, Any], key: str) -> None:
     row, golden = rows(case), case["value_loss"][key]
     value_N, old_N, return_N = (row.input(name)[row.mask_T] for name in ("new_values", "values", "returns"))
     value_N.requires_grad_()

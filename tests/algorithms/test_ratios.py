@@ -233,8 +233,7 @@ def test_the_mismatch_metrics_equal_the_loop(seed: int) -> None:
         "perplexity_ratio": mean([t / s for t, s in zip(trainer, sampler, strict=True)]),
         "chi_square_token": mean([math.exp(2 * x) for x in x_T.tolist()]) - 1,
         "chi_square_sequence": mean([math.exp(2 * sum(x)) for x in by_segment(x_T, segment_T)]) - 1,
-        "effective_share": mean([math.exp(x) for x in x_T.tolist()]) ** 2
-        / mean([math.exp(2 * x) for x in x_T.tolist()]),
+        "ess": mean([math.exp(x) for x in x_T.tolist()]) ** 2 / mean([math.exp(2 * x) for x in x_T.tolist()]),
     }
     expected |= mismatch(sampler_T + x_T, sampler_T)
     assert found.keys() == expected.keys()
@@ -246,7 +245,7 @@ def test_chi_square_is_of_log_ratios_up_to_20() -> None:
     found = mismatch_metrics(torch.tensor([0.0, 0.0]), torch.tensor([-30.0, -1.0]), torch.arange(2), 2)
     close_fp64(found["chi_square_token"], (math.exp(40) + math.exp(2)) / 2 - 1)
     share = (math.exp(20) + math.exp(1)) ** 2 / (math.exp(40) + math.exp(2)) / 2
-    close_fp64(found["effective_share"], share)
+    close_fp64(found["ess"], share)
 
 
 def test_no_tokens_have_no_mismatch_and_no_sample_size_to_speak_of() -> None:

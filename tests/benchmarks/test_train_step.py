@@ -119,5 +119,5 @@ def test_rates_are_of_the_median_step():
     found = train_step.result([turn(2.0, 1.0, 8.0), turn(9.0, 1.0, 6.0), turn(1.0, 1.0, 1.0)], 100)
     assert found["tokens_per_s"] == {"millrace": 50.0, "products": 100.0, "padded": 100 / 6}
     assert list(found["ratios"]) == ["padded"]
-    close_fp64([found["ratios"]["padded"], found["share_of_products"]], [3.0, 0.5])
+    close_fp64([found["ratios"]["padded"], found["fraction_of_products"]], [3.0, 0.5])
     assert found["runs_s"]["millrace"] == [2.0, 9.0, 1.0]

@@ -16,9 +16,9 @@ def test_ratios_are_of_medians_without_the_first_round() -> None:
         close_fp64(found[side]["gb_per_s"], 2.0)
         close_fp64(found[side]["put_over_copy"], 0.8)
         close_fp64(found[side]["whole_over_copy"], 0.5)
-        close_fp64(found[side]["verify_share"], 0.05)
+        close_fp64(found[side]["verify_fraction"], 0.05)
 
 
 def test_a_smaller_step_changes_fewer_elements() -> None:
-    (small,), (large,) = weight_sync.payload_shares(1e-6, 1), weight_sync.payload_shares(1e-4, 1)
+    (small,), (large,) = weight_sync.payload_fractions(1e-6, 1), weight_sync.payload_fractions(1e-4, 1)
     assert 0.0 < small < 0.3 < large < 1.0

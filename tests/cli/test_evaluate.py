@@ -64,7 +64,7 @@ def test_programs_see_the_same_numbers():
     tree = as_tree("accuracy", RESULT)
     assert (tree["measure"], tree["value"], tree["num_left_out"]) == ("accuracy", 1 / 7, 0)
     assert (tree["accuracy"], tree["mean_reward"], tree["mean_length_tokens"]) == (1 / 7, 0.25, 2.5)
-    assert (tree["truncated_share"], tree["failed_share"], tree["num_prompts"]) == (0.5, 0.125, 8)
+    assert (tree["truncated_fraction"], tree["failed_fraction"], tree["num_prompts"]) == (0.5, 0.125, 8)
     assert [wrong["prompt"] for wrong in tree["wrong"]] == ["p1", "p3", "p4"]
 
 

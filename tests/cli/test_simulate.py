@@ -112,7 +112,7 @@ def test_a_run_is_compared_with_its_own_simulation(lab, monkeypatch):
         "step,",
         "waiting,",
         "training,",
-        "publishing,",
+        "weight",
         "tokens/s",
         "staleness",
     ]

@@ -19,7 +19,7 @@ def test_a_run_becomes_a_file_for_a_viewer(lab):
     names = {one["args"]["name"] for one in found if one["name"] == "process_name"}
     assert names == {"trainer", "rewards", "engine-0"}
     trainer = {one["name"] for one in slices if one["pid"] == 1}
-    assert {"sample", "score", "train", "sync", "evaluate", "save"} <= trainer
+    assert {"sample", "score", "train", "weight_sync", "evaluate", "save"} <= trainer
     assert all(one["dur"] >= 0 for one in slices)
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.data.batch import Batch
 from millrace.distributed import expert
-from millrace.distributed.fsdp import PRODUCTS, Root, Sharding, decoder_layers, gradient_norms, shard
+from millrace.distributed.fsdp import PRODUCTS, Root, Sharding, decoder_layers, grad_norms, shard
 from millrace.distributed.mesh import Mesh, make_mesh
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_logprobs
@@ -71,10 +71,10 @@ def _train(root: Root, mesh: Mesh, *, max_tokens: int, num_segments: int | None 
             learning_rate=LEARNING_RATE,
             max_grad_norm=MAX_NORM,
             metrics={},
-            norms=spread.gradient_norms,
+            norms=spread.grad_norms,
         )
         assert not report.skipped
-        for name, norm in (report.metrics | {"gradient_norm": report.gradient_norm}).items():
+        for name, norm in (report.metrics | {"grad_norm": report.grad_norm}).items():
             found[f"{name}/{step}"] = torch.tensor(norm)
     return found | {f"weight/{name}": tensor.clone() for name, tensor in full_tensors(root.model)}
 
@@ -94,8 +94,8 @@ def _alone(architecture: str, *, num_segments: int | None = None) -> dict[str, T
             found["loss"] = loss.detach()
             for name, parameter in model.named_parameters():
                 found[f"gradient/{name}"] = parameter.grad.clone()
-        found |= _norms_by_kind(f"gradient_norm_{{}}/{step}", [p.grad for p in weights])
-        found[f"gradient_norm/{step}"] = nn.utils.clip_grad_norm_(weights, MAX_NORM)
+        found |= _norms_by_kind(f"grad_norm_{{}}/{step}", [p.grad for p in weights])
+        found[f"grad_norm/{step}"] = nn.utils.clip_grad_norm_(weights, MAX_NORM)
         before = [p.detach().clone() for p in weights]
         optimizer.step()
         moved = [p.detach() - old for p, old in zip(weights, before, strict=True)]
@@ -122,7 +122,7 @@ def _norms_of_a_mix(mesh: Mesh) -> dict[str, Tensor]:
     three, one, plain, copied, tied = weights = [nn.Parameter(torch.zeros_like(x)) for x in held]
     for weight, gradient in zip(weights, held, strict=True):
         weight.grad = gradient
-    found = gradient_norms([[three, copied], [tied, one, plain], [tied]], mesh, elsewhere=[tied])
+    found = grad_norms([[three, copied], [tied, one, plain], [tied]], mesh, elsewhere=[tied])
     expected = [torch.cat([tensors[i].flatten() for i in row]).norm() for row in ((0, 3), (1, 2))]
     return {"norms": torch.tensor(found), "expected": torch.stack([*expected, torch.zeros(())])}
 
@@ -255,7 +255,7 @@ def test_bfloat16_computes_over_weights_that_stay_float32(two):
         found = _of(rank, "bfloat16")
         close_bf16(found["loss"], alone["loss"], rtol=1e-2, atol=1e-2)
         assert not torch.equal(found["loss"], alone["loss"])
-        close_bf16(found["gradient_norm/0"], alone["gradient_norm/0"], rtol=2e-2)
+        close_bf16(found["grad_norm/0"], alone["grad_norm/0"], rtol=2e-2)
         # Both ranks scored all of the batch.
         close_bf16(found["scored"], alone["loss"], rtol=1e-2, atol=1e-2)
         for name in alone:
@@ -340,7 +340,7 @@ def test_one_process_has_the_gradients_and_the_weights_of_the_model_itself():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite_is_given_as_it_is(value):
     bad, good = (_with_gradient(torch.tensor(numbers)) for numbers in ([0.3, value], [3.0, -4.0]))
-    not_finite, five = gradient_norms([[bad], [good]], ALONE)
+    not_finite, five = grad_norms([[bad], [good]], ALONE)
     assert not math.isfinite(not_finite) and math.isnan(not_finite) == math.isnan(value)
     close_fp32(five, 5.0)
 
@@ -349,7 +349,7 @@ def test_a_norm_of_bfloat16_is_not_rounded_to_it():
     gradient = torch.ones(4097, dtype=torch.bfloat16)
     gradient[0] = 65.0
     # Rounded it would be 91.
-    close_fp32(gradient_norms([[_with_gradient(gradient)]], ALONE), [math.sqrt(65**2 + 4096)])
+    close_fp32(grad_norms([[_with_gradient(gradient)]], ALONE), [math.sqrt(65**2 + 4096)])
 
 
 def _with_gradient(gradient: Tensor) -> nn.Parameter:

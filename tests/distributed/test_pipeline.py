@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from millrace.data.batch import Batch
-from millrace.distributed.fsdp import Sharding, gradient_norms, shard
+from millrace.distributed.fsdp import Sharding, grad_norms, shard
 from millrace.distributed.mesh import Mesh, make_mesh
 from millrace.distributed.pipeline import Pipeline
 from millrace.distributed.pipeline_stages import whole_row
@@ -90,9 +90,9 @@ def stepped(optimizer: torch.optim.AdamW, mesh: Mesh, tied: Sequence[nn.Paramete
         learning_rate=1e-2,
         max_grad_norm=1e9,
         metrics={},
-        norms=partial(gradient_norms, mesh=mesh, elsewhere=tied),
+        norms=partial(grad_norms, mesh=mesh, elsewhere=tied),
     )
-    return report.gradient_norm
+    return report.grad_norm
 
 
 def on_ranks(mesh: Mesh, architecture: str, num_chunks: int, num_micros: int) -> dict[str, Tensor]:

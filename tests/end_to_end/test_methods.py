@@ -189,7 +189,7 @@ def test_a_method_runs_to_its_end_and_moves_the_weights(name, folder, monkeypatc
     for record in batches_of(report):
         numbers = {key: value for key, value in record.items() if key != "stage"}
         assert {key for key, value in numbers.items() if value is None or not math.isfinite(value)} == set()
-        assert record["policy/gradient_norm"] > 0
+        assert record["policy/grad_norm"] > 0
         assert ("critic/loss" in record) == (config.critic is not None)
         assert ("policy/kl_reference" in record) == (config.policy.kl is not None)
     assert batches_of(report)[-1]["version"] == 2 * config.policy.optimizer_steps_per_batch

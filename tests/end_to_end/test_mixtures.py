@@ -131,5 +131,5 @@ def test_two_ranks_with_half_of_the_experts_each_learn_what_one_process_learns(t
         assert done.returncode == 0, done.stderr
         told[name] = [r for r in numbers(tmp_path / "runs" / name) if r["stage"] == "reinforcement"]
     assert told["alone"][0].keys() == told["spread"][0].keys()
-    for key in ("policy/router_max_load", "policy/router_load_entropy", "policy/gradient_norm"):
+    for key in ("policy/router_max_load", "policy/router_load_entropy", "policy/grad_norm"):
         close_fp64(told["spread"][0][key], told["alone"][0][key], rtol=1e-3)

@@ -80,7 +80,9 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
     joined = [event["engine"] for event in events if event["kind"] == "joined"]
     assert joined[:2] == ["engine-0", "engine-1"] and joined[2:] in ([], ["engine-2"])
     shares = [
-        record["sync/payload_share"] for record in metrics_of(path) if record["stage"] == "reinforcement"
+        record["weight_sync/payload_fraction"]
+        for record in metrics_of(path)
+        if record["stage"] == "reinforcement"
     ]
     assert len(shares) == 16 and 0 < max(shares) < 0.6
     assert ends_within(other, 30)

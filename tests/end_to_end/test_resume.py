@@ -95,7 +95,7 @@ def ppo(runs) -> Path:
     assert [record["version"] for record in batches[:3]] == [9] * 3
     assert batches[-1]["version"] > 9
     assert len({record["policy/kl_coefficient"] for record in batches}) == 7
-    assert sum(record.get("group/refill_rounds", 0) for record in batches) > 3
+    assert sum(record.get("group/dynamic_sampling_rounds", 0) for record in batches) > 3
     (critic,) = contents(runs / "ppo")["critic"]
     assert len(critic) > 10_000
     return runs

@@ -268,7 +268,7 @@ def learned(architecture: str, mesh: dict[str, Any]) -> dict[str, Tensor]:
             batch = batch.select([int(batch.length_B.argmax())])
         told[f"{step} logprob"] = one.forward_backward(batch)
         report = one.optim_step()
-        numbers = {**report.metrics, "gradient_norm": report.gradient_norm}
+        numbers = {**report.metrics, "grad_norm": report.grad_norm}
         told |= {f"{step} {name}": torch.tensor(value) for name, value in numbers.items()}
     return told | {name: tensor.clone() for name, tensor in one.named_tensors()}
 

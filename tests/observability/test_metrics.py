@@ -38,7 +38,7 @@ def test_what_no_span_of_a_block_accounts_for_has_a_name_too():
 
 def test_take_starts_over():
     spans = Spans(clock=ticking(0.0, 1.0))
-    with spans("sync"):
+    with spans("weight_sync"):
         pass
     spans.take()
     assert spans.take() == {}

@@ -70,14 +70,14 @@ class Page(HTMLParser):
 def records(num_sft: int, num_batches: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for step in range(1, num_sft + 1):
-        part = {"loss": 4.0 / step, "learning_rate": 1e-3, "gradient_norm": 1.0, "time/step_s": 0.5}
+        part = {"loss": 4.0 / step, "learning_rate": 1e-3, "grad_norm": 1.0, "time/step_s": 0.5}
         found.append({"stage": "sft", "step": step, **part, "time/wall_s": 0.5 * step})
     wall_s = 0.5 * num_sft
     if num_sft:
         found.append(evaluation("sft", num_sft, 0.375, wall_s))
     for step in range(1, num_batches + 1):
         part = {"reward/mean": 0.4 + 0.01 * step, "policy/entropy": 1.0 / step, "length/mean": 12.0}
-        part |= {"policy/gradient_norm": 1.0, "mismatch/k3": 1e-9, "policy/learning_rate": 3e-4}
+        part |= {"policy/grad_norm": 1.0, "mismatch/k3": 1e-9, "policy/learning_rate": 3e-4}
         part |= {
             "time/sample_s": 2.0,
             "time/train_s": 1.0,
@@ -175,7 +175,7 @@ def test_what_is_no_part_of_a_step_has_a_lane_of_its_own(tmp_path: Path):
     lines = records(20, 30)
     for line in lines:
         if line["stage"] == "evaluation":
-            line |= {"time/evaluate_s": 10.0, "time/sync_s": 1.0}
+            line |= {"time/evaluate_s": 10.0, "time/weight_sync_s": 1.0}
     lines[0]["time/start_s"] = 20.0
     lines[-2]["time/save_s"] = 4.0
     page = page_of(run_folder(tmp_path / "run", lines, SUMMARY))

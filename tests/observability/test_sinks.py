@@ -13,7 +13,7 @@ import pytest
 from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_tensorboard import TensorBoardSink
 from millrace.observability.sink_wandb import WandbSink
-from millrace.observability.sinks import JsonlSink, TrackerError, read_metrics, tagged
+from millrace.observability.sinks import JsonlSink, TrackerError, read_metrics, read_records, tagged
 
 STEP = {"stage": "reinforcement", "step": 3, "reward/mean": 0.5, "time/wall_s": 1.25}
 EVALUATION = {"stage": "evaluation", "during": "sft", "step": 20, "accuracy": 0.25}
@@ -67,6 +67,47 @@ def test_rewind_forgets_what_was_written_since(tmp_path: Path):
     resumed.write({"step": 22})
     resumed.close()
     assert read_metrics(path) == [{"step": 1}, {"step": 22}]
+
+
+def test_records_of_older_versions_are_read_under_todays_names(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"stage": "warmup", "step": 1, "loss": 2.0, "gradient_norm": 0.5, "time/sync_s": 3.0},
+        {"stage": "evaluation", "during": "warmup", "step": 1, "reward/failed_share": 0.25},
+        {
+            **STEP,
+            "group/equal_share": 0.125,
+            "group/refill_rounds": 2,
+            "policy/bounded_share": 0.1,
+            "critic/gradient_norm_vectors": 4.0,
+            "mismatch/effective_share": 0.75,
+            "bias/dropped_share": 0.2,
+            "bias/length": None,
+        },
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    assert read_records(path) == [
+        {"stage": "sft", "step": 1, "loss": 2.0, "grad_norm": 0.5, "time/weight_sync_s": 3.0},
+        {"stage": "evaluation", "during": "sft", "step": 1, "reward/failed_fraction": 0.25},
+        {
+            **STEP,
+            "group/zero_std_fraction": 0.125,
+            "group/dynamic_sampling_rounds": 2,
+            "policy/correction_clip_fraction": 0.1,
+            "critic/grad_norm_vectors": 4.0,
+            "mismatch/ess": 0.75,
+            "selection_bias/dropped_fraction": 0.2,
+            "selection_bias/length": None,
+        },
+    ]
+
+
+@pytest.mark.parametrize("stage", [7, ["warmup"], None, "warm"])
+def test_a_record_of_no_stage_is_refused(tmp_path: Path, stage: object):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"stage": stage, "step": 1}) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1 is damaged: its stage is none that there is"):
+        read_records(path)
 
 
 def test_rewind_to_the_start_empties_the_file(tmp_path: Path):

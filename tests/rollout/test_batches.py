@@ -200,8 +200,8 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
         batch, told = source.next_batch()
     assert [group.prompt.id for group in batch.groups] == ["p0", "p1"]
     # Of rewards 1, 0, 1, 0, 0, 0 the last two are dropped, and of difficulties 1/2, 1/2 and 1 the last.
-    means = {"bias/dropped_share": 1 / 3, "bias/reward": (1 / 6) / (2 / 9) ** 0.5}
-    means["bias/difficulty"] = (-1 / 6) / (1 / 18) ** 0.5
+    means = {"selection_bias/dropped_fraction": 1 / 3, "selection_bias/reward": (1 / 6) / (2 / 9) ** 0.5}
+    means["selection_bias/difficulty"] = (-1 / 6) / (1 / 18) ** 0.5
     assert sorted(told) == sorted(means)
     for name, expected in means.items():
         close_fp64(told[name], expected)
@@ -246,18 +246,18 @@ def test_what_has_no_reward_is_not_trained_on_and_compared_with_the_rest(tmp_pat
     first, second, warning = told_of(tmp_path, rows)
     assert first == {} and warning is None
     # Of lengths 1 to 4, each twice, the last is left out, of which the reward is not known.
-    expected = {"dropped_share": 1 / 8, "length": (16 / 7 - 2.5) / 1.25**0.5, "reward": 0, "difficulty": 0}
-    assert sorted(second) == sorted(f"bias/{name}" for name in expected)
+    expected = {"dropped_fraction": 1 / 8, "length": (16 / 7 - 2.5) / 1.25**0.5, "reward": 0, "difficulty": 0}
+    assert sorted(second) == sorted(f"selection_bias/{name}" for name in expected)
     for name, value in expected.items():
-        close_fp64(second[f"bias/{name}"], value)
+        close_fp64(second[f"selection_bias/{name}"], value)
 
 
 def test_a_group_whose_greedy_answer_has_no_reward_is_not_trained_on(tmp_path):
     rows = dict.fromkeys(("p0", "p1", "p2", "p3"), DIFFERENT)
     first, second, _ = told_of(tmp_path, rows, **REMAX)
     assert first == {}
-    close_fp64(second["bias/dropped_share"], 2 / 8)
-    close_fp64(second["bias/length"], (2 - 2.5) / 1.25**0.5)
+    close_fp64(second["selection_bias/dropped_fraction"], 2 / 8)
+    close_fp64(second["selection_bias/length"], (2 - 2.5) / 1.25**0.5)
 
 
 class Ending(RecordedLog):

@@ -22,7 +22,7 @@ from millrace.types import Group
 from tests.ranks import run_ranks
 from tests.run.pieces import scored
 
-TOLD = {"staleness/mean": 1 / 3, "bias/reward": math.nan}
+TOLD = {"staleness/mean": 1 / 3, "selection_bias/reward": math.nan}
 
 
 def batch(num_groups: int = 3) -> SampledBatch:
@@ -109,7 +109,7 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
             source.published(5)
             check_same(source.next_batch()[0], batch(1))
             source.published(5)
-        assert sorted(spans.take()) == ["sample", "sync"]
+        assert sorted(spans.take()) == ["sample", "weight_sync"]
     ranks.wait()
     return {"passes": torch.tensor(trainer.passes)}
 

@@ -26,10 +26,15 @@ def test_the_differences_are_those_of_numpy():
     length = np.array([10, 30, 50, 70, 90, 20, 90, 120])
     reward, hard = np.array([1, 0, 1, 1, 0, 0]), np.array([0.5, 0.5, 0, 0, 1, 1])
     record = meter.record()
-    assert list(record) == ["bias/dropped_share", "bias/length", "bias/reward", "bias/difficulty"]
-    assert record["bias/dropped_share"] == 5 / 8
+    assert list(record) == [
+        "selection_bias/dropped_fraction",
+        "selection_bias/length",
+        "selection_bias/reward",
+        "selection_bias/difficulty",
+    ]
+    assert record["selection_bias/dropped_fraction"] == 5 / 8
     for name, values in (("length", length), ("reward", reward), ("difficulty", hard)):
-        close_fp64(record[f"bias/{name}"], (values[:3].mean() - values.mean()) / values.std())
+        close_fp64(record[f"selection_bias/{name}"], (values[:3].mean() - values.mean()) / values.std())
 
 
 def fill(
@@ -73,8 +78,8 @@ def test_few_groups_tell_nothing():
     # The longer half is dropped: by one standard deviation, where chance has an error of 1 / sqrt(groups).
     for number in range(8):
         meter.add([10 if number % 2 else 90], [math.nan], [number % 2 == 1])
-    assert list(meter.record()) == ["bias/dropped_share", "bias/length"]
-    close_fp64(meter.record()["bias/length"], -1.0)
+    assert list(meter.record()) == ["selection_bias/dropped_fraction", "selection_bias/length"]
+    close_fp64(meter.record()["selection_bias/length"], -1.0)
     assert meter.warning() is None
     for number in range(2):
         meter.add([10 if number else 90], [math.nan], [number == 1])
@@ -87,8 +92,8 @@ def test_groups_without_a_reward_tell_nothing_of_rewards():
         meter.add([50], [number % 2], [number % 2 == 1])
     for _ in range(40):
         meter.add([50], [math.nan], [True])
-    close_fp64(meter.record()["bias/reward"], 1.0)
-    close_fp64(meter.record()["bias/difficulty"], -1.0)
+    close_fp64(meter.record()["selection_bias/reward"], 1.0)
+    close_fp64(meter.record()["selection_bias/difficulty"], -1.0)
     assert meter.warning() is None
 
 
@@ -99,7 +104,7 @@ def test_a_difference_that_is_sure_but_small_is_no_warning():
         long = number % 50 != 0 if dropped else number % 2 == 0
         meter.add([90 if long else 10], [0.0], [not dropped])
     sure = 3 * math.sqrt(0.1 / 0.9 / WINDOW)
-    assert sure < -meter.record()["bias/length"] < 0.1
+    assert sure < -meter.record()["selection_bias/length"] < 0.1
     assert meter.warning() is None
 
 
@@ -108,10 +113,10 @@ def test_withheld_trajectories_count():
     for number in range(400):
         meter.add([10, 20, 30, 90 + number % 3], [1.0, 1.0, 1.0, 0.0], [True, True, True, False])
     record = meter.record()
-    assert record["bias/dropped_share"] == 0.25
-    assert record["bias/reward"] > 0.5
+    assert record["selection_bias/dropped_fraction"] == 0.25
+    assert record["selection_bias/reward"] > 0.5
     # The difficulty is the group's, of which all have a part.
-    assert "bias/difficulty" not in record
+    assert "selection_bias/difficulty" not in record
     assert "length -0." in str(meter.warning())
 
 

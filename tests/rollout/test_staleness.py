@@ -25,7 +25,7 @@ class World:
         self.running: dict[int, int] = {}
         self.batches: list[TakenBatch] = []
         self.num_new = 0
-        self.equal_share = rng.choice([0.0, 0.3, 0.9])
+        self.equal_fraction = rng.choice([0.0, 0.3, 0.9])
         self.newest_first = rng.choice([0.0, 0.9])
         self.flow = self.new_flow()
         self.note("begin", rules=self.flow.state()["rules"], num_batches=num_batches)
@@ -54,7 +54,7 @@ class World:
             for sample, birth in enumerate(births):
                 facts = {"number": number, "sample": sample, "turn": 0, "oldest": birth, "newest": birth}
                 self.note("arrive", **facts, engine="0")
-            self.flow.finish(number, births, equal=self.rng.random() < self.equal_share)
+            self.flow.finish(number, births, equal=self.rng.random() < self.equal_fraction)
 
     def retry(self) -> None:
         """An engine died: the group is drawn again, by newer weights."""

@@ -57,8 +57,8 @@ def write_run(folder, monkeypatch, *, staleness=0, steps=30, processes=1, num_en
     records = [{"stage": "evaluation", "during": "reinforcement", "step": 0}]
     for number, step in enumerate(run.steps, start=1):
         wait_s, train_s = step.taken_s - step.begin_s, step.trained_s - step.taken_s
-        sync_s = step.end_s - step.trained_s
-        times = {"sample": wait_s, "train": train_s, "sync": sync_s, "other": OTHER_S}
+        weight_sync_s = step.end_s - step.trained_s
+        times = {"sample": wait_s, "train": train_s, "weight_sync": weight_sync_s, "other": OTHER_S}
         records.append(
             {"stage": "reinforcement", "step": number, "tokens/sampled": step.num_tokens}
             | {f"time/{name}_s": seconds for name, seconds in times.items()}

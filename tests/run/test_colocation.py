@@ -137,7 +137,7 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
     def made(self: Controller, *arguments: Any, **options: Any) -> None:
         real(self, *arguments, **options)
         controllers.append(self)
-        self.parts.transport.send = looking("sync", self.parts.transport.send)
+        self.parts.transport.send = looking("weight_sync", self.parts.transport.send)
 
     monkeypatch.setattr(Controller, "__init__", made)
     monkeypatch.setattr(loop, "train_on", looking("train", loop.train_on))
@@ -147,6 +147,6 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
     assert seen == {
         ("train", True, False, False),
         ("sample", False, True, True),
-        ("sync", True, True, False),
+        ("weight_sync", True, True, False),
         ("save", True, True, False),
     }

@@ -25,7 +25,7 @@ from tests.end_to_end.tiny import metrics_of, tiny_recipe
 from tests.training.pieces import NORMS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architecture.md"
-SFT = {"stage", "step", "loss", "learning_rate", "gradient_norm", "time/step_s", "time/wall_s"}
+SFT = {"stage", "step", "loss", "learning_rate", "grad_norm", "time/step_s", "time/wall_s"}
 # These say themselves what they are.
 EVALUATION = {
     "stage",
@@ -34,60 +34,60 @@ EVALUATION = {
     "measure",
     "accuracy",
     "reward/mean",
-    "reward/failed_share",
+    "reward/failed_fraction",
     "length/mean",
-    "length/truncated_share",
+    "length/truncated_fraction",
     "time/evaluate_s",
     "time/wall_s",
 }
 # What came between two records, where there was such.
-BETWEEN = {f"time/{part}_s" for part in ("start", "score", "sync", "save", "report", "bookkeeping")}
+BETWEEN = {f"time/{part}_s" for part in ("start", "score", "weight_sync", "save", "report", "bookkeeping")}
 REINFORCEMENT = {
     "stage",
     "step",
     "version",
     "reward/mean",
     "reward/std",
-    "reward/invalid_share",
-    "reward/failed_share",
-    "group/equal_share",
+    "reward/invalid_fraction",
+    "reward/failed_fraction",
+    "group/zero_std_fraction",
     "length/mean",
     "length/max",
-    "length/truncated_share",
+    "length/truncated_fraction",
     "policy/loss",
     "policy/entropy",
-    "policy/clip_share",
+    "policy/clip_fraction",
     "policy/kl_reference",
     "policy/kl_coefficient",
-    "policy/gradient_norm",
+    "policy/grad_norm",
     *(f"policy/{name}" for name in NORMS),
     "policy/learning_rate",
     "policy/skipped_steps",
     *(f"mismatch/{name}" for name in ("k1", "k3", "mean", "max", "chi_square_token", "chi_square_sequence")),
     *(f"mismatch/perplexity_{name}" for name in ("trainer", "sampler", "ratio")),
-    "mismatch/effective_share",
+    "mismatch/ess",
     "mismatch/current",
     "tokens/sampled",
     "tokens/trained",
-    *(f"time/{part}_s" for part in ("sample", "score", "train", "sync", "other", "step", "wall")),
+    *(f"time/{part}_s" for part in ("sample", "score", "train", "weight_sync", "other", "step", "wall")),
     "time/tokens_per_s",
     "time/tflops_per_rank",
-    *(f"memory/{phase}_peak_bytes" for phase in ("sample", "score", "train", "sync")),
+    *(f"memory/{phase}_peak_bytes" for phase in ("sample", "score", "train", "weight_sync")),
 }
 # What sampling ahead of training adds.
 AHEAD = {
     "mismatch/fresh_mean",
     "mismatch/fresh_max",
     *(f"staleness/{name}" for name in ("mean", "max", "dropped_groups")),
-    *(f"bias/{name}" for name in ("dropped_share", "length", "reward", "difficulty")),
+    *(f"selection_bias/{name}" for name in ("dropped_fraction", "length", "reward", "difficulty")),
 }
 # What a method adds.
 OPTIONAL = {
-    "group/refill_rounds",
-    "policy/bounded_share",
+    "group/dynamic_sampling_rounds",
+    "policy/correction_clip_fraction",
     "policy/correction",
-    *(f"critic/{name}" for name in ("loss", "clip_share", "value", "explained_variance")),
-    *(f"critic/{name}" for name in ("gradient_norm", "learning_rate", "skipped_steps", *NORMS)),
+    *(f"critic/{name}" for name in ("loss", "clip_fraction", "value", "explained_variance")),
+    *(f"critic/{name}" for name in ("grad_norm", "learning_rate", "skipped_steps", *NORMS)),
 }
 METHODS = {
     "advantage.kind": "gae",
@@ -333,7 +333,7 @@ def test_sft_that_blows_up_stops_too(tmp_path):
             **{"sft.learning_rate": 1e30, "sft.steps": 9, "limits.nonfinite_steps": 3},
         )
     records = metrics_of(tmp_path / "runs" / "run")
-    norms = [record["gradient_norm"] for record in records if record["stage"] == "sft"]
+    norms = [record["grad_norm"] for record in records if record["stage"] == "sft"]
     assert (norms[0] is None, norms[-3:]) == (False, [None] * 3)
 
 
@@ -411,6 +411,8 @@ def test_the_reference_is_where_reinforcement_began(tmp_path):
 def test_times_of_a_step_add_up(tmp_path):
     for record in metrics_of(run(tmp_path).run):
         if record["stage"] == "reinforcement":
-            parts = [record[f"time/{part}_s"] for part in ("sample", "score", "train", "sync", "other")]
+            parts = [
+                record[f"time/{part}_s"] for part in ("sample", "score", "train", "weight_sync", "other")
+            ]
             assert abs(sum(parts) - record["time/step_s"]) < 1e-9
             assert all(part > 0 for part in parts)

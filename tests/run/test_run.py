@@ -129,7 +129,7 @@ def test_a_warning_is_kept_once_however_often_the_run_is_resumed(tmp_path):
 
 
 def test_a_run_warns_by_each_limit_of_what_comes_between_trainer_and_sampler(tmp_path, monkeypatch):
-    apart = {"mismatch/k3": 0.5, "mismatch/effective_share": 0.2}
+    apart = {"mismatch/k3": 0.5, "mismatch/ess": 0.2}
     monkeypatch.setattr(train_step, "_mismatch", lambda *batch: (apart, 0))
     limits = {"limits.mismatch_k3": 0.4, "limits.ess": 0.3, "limits.correction_clip_fraction": 0.9}
     # Every weight is about 1, and so is cut.
@@ -137,9 +137,9 @@ def test_a_run_warns_by_each_limit_of_what_comes_between_trainer_and_sampler(tmp
     report = run(tmp_path, **{"policy.kl.coefficient": 0.1}, **limits, **bounds)
     told = [sentence.partition("; the first batch is in ")[0] for sentence in report.warnings]
     assert sorted(told) == [
-        "trainer and sampler have come apart: mismatch/effective_share has fallen below limits.ess = 0.3",
+        "trainer and sampler have come apart: mismatch/ess has fallen below limits.ess = 0.3",
         "trainer and sampler have come apart: mismatch/k3 has passed limits.mismatch_k3 = 0.4",
-        "trainer and sampler have come apart: policy/bounded_share has passed "
+        "trainer and sampler have come apart: policy/correction_clip_fraction has passed "
         "limits.correction_clip_fraction = 0.9",
     ]
     kept = sorted(path.name for path in (Path(report.run) / "evidence").glob("*.safetensors"))

@@ -115,7 +115,7 @@ def test_trajectories_without_advantage_are_left_out_and_change_no_weight(monkey
     assert [first_actions(batch) for batch in theirs] == [[1, 2, 5, 6, 9, 10]]
     close_fp32(weight_bits(left_out.trainer), weight_bits(kept.trainer))
     assert (result.tokens_sampled, result.tokens_trained) == (12, 8)
-    close_fp64(result.record["group/equal_share"], 1 / 3)
+    close_fp64(result.record["group/zero_std_fraction"], 1 / 3)
     # The shares were fixed before anything was left out.
     close_fp32(float(ours[0].weight_T.sum()), 8 / 12)
 
@@ -160,7 +160,7 @@ def test_a_batch_of_equal_rewards_still_steps():
     batches = watched(one.trainer)
     result = run(one, scored([1.0, 1.0]))
     assert (batches, one.trainer.version, result.tokens_trained) == ([], 1, 0)
-    assert (result.record["policy/gradient_norm"], result.record["policy/skipped_steps"]) == (0.0, 0)
+    assert (result.record["policy/grad_norm"], result.record["policy/skipped_steps"]) == (0.0, 0)
 
 
 def test_a_batch_of_equal_rewards_is_compared_with_the_weights_that_sampled_it():
@@ -219,7 +219,7 @@ def test_failed_trajectories_are_in_the_table_and_nowhere_else():
     assert [row["advantage"] for row in result.rows][::2][:2] == [0.5, -0.5]
     record = result.record
     close_fp64(
-        [record["reward/mean"], record["reward/std"], record["reward/failed_share"]], [0.5, 0.5, 4 / 6]
+        [record["reward/mean"], record["reward/std"], record["reward/failed_fraction"]], [0.5, 0.5, 4 / 6]
     )
 
 
@@ -237,7 +237,7 @@ def test_a_batch_whose_rewards_all_failed_moves_nothing():
     result = run(one, scored([None, None]))
     assert (result.reports, one.trainer.version, result.tokens_trained) == ([], 0, 0)
     assert torch.equal(before, weight_bits(one.trainer))
-    assert result.record["reward/failed_share"] == 1.0
+    assert result.record["reward/failed_fraction"] == 1.0
     assert str(result.record["reward/mean"]) == str(result.record["reward/std"]) == "nan"
 
 
@@ -290,7 +290,7 @@ def test_tokens_of_one_version_are_compared_once(version):
     one.trainer.version = version
     record = run(one, scored([1.0, 0.0])).record
     assert [name for name in record if "fresh" in name] == []
-    assert "policy/bounded_share" not in record
+    assert "policy/correction_clip_fraction" not in record
 
 
 def test_the_record_describes_rewards_and_lengths():
@@ -299,12 +299,12 @@ def test_the_record_describes_rewards_and_lengths():
     groups[1] = Group(groups[1].prompt, (groups[1].trajectories[0], last))
     record = run(learner(centred()), groups).record
     close_fp64(
-        [record["reward/mean"], record["reward/std"], record["reward/invalid_share"]],
+        [record["reward/mean"], record["reward/std"], record["reward/invalid_fraction"]],
         [1.0, ((0 + 1 + 9 + 4) / 4) ** 0.5, 0.25],
     )
-    assert (record["length/mean"], record["length/max"], record["length/truncated_share"]) == (1.5, 2, 0.0)
+    assert (record["length/mean"], record["length/max"], record["length/truncated_fraction"]) == (1.5, 2, 0.0)
     assert (record["tokens/sampled"], record["policy/learning_rate"]) == (6, 0.01)
-    assert "group/refill_rounds" not in record
+    assert "group/dynamic_sampling_rounds" not in record
 
 
 def test_the_record_and_the_rows_have_each_of_several_rewards():
@@ -339,5 +339,5 @@ def test_rounds_and_greedy_tokens_are_recorded():
     one = learner(centred())
     sampled = SampledBatch(scored([1.0, 0.0]), num_greedy_tokens=5, num_rounds=2)
     result = train_step.train_on(one, sampled, seed=0, step=1)
-    assert result.record["group/refill_rounds"] == 2
+    assert result.record["group/dynamic_sampling_rounds"] == 2
     assert result.tokens_sampled == result.record["tokens/sampled"] == 2 + 5

@@ -61,7 +61,7 @@ def test_each_token_is_weighed_by_proximal_over_sampler_up_to_a_bound():
         close_fp32(one_row, other)
     flat = [number for row in expected for number in row]
     assert 0 < flat.count(1.1) < len(flat)
-    close_fp64(record["policy/bounded_share"], flat.count(1.1) / len(flat))
+    close_fp64(record["policy/correction_clip_fraction"], flat.count(1.1) / len(flat))
     assert all(set(batch.correction_T[~batch.action_mask_T].tolist()) == {1.0} for batch in batches)
 
 
@@ -81,7 +81,7 @@ def test_a_sequences_weight_is_left_out_beyond_its_bounds_and_normalised_over_th
         for weight, row in zip(weights, per_segment(batch, "correction_T"), strict=True):
             close_fp32(row, [weight / mean] * len(row))
     assert 0 < num_out < 8
-    close_fp64(record["policy/bounded_share"], tokens_out / tokens)
+    close_fp64(record["policy/correction_clip_fraction"], tokens_out / tokens)
 
 
 @pytest.mark.parametrize(

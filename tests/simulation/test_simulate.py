@@ -44,7 +44,7 @@ def at_once(staleness, train_s):
 def test_a_synchronous_step_is_sampling_then_training_then_publishing():
     run = simulate(WORK, num_batches=4, num_first=1)
     assert [step.num_tokens for step in run.steps] == [40] * 3
-    close_fp64([run.wait_s, run.train_s, run.sync_s], [SAMPLE_S, 20.0, 1.5])
+    close_fp64([run.wait_s, run.train_s, run.weight_sync_s], [SAMPLE_S, 20.0, 1.5])
     close_fp64(run.step_s, SAMPLE_S + 20.0 + 1.5)
     close_fp64(run.tokens_per_s, 40 / run.step_s)
     # The engine draws, or takes weights; the reward's half second it waits.
@@ -110,7 +110,7 @@ def test_long_answers_in_units_take_as_long():
     short = replace(WORK, costs=replace(COSTS, service=service))
     one, other = (simulate(work, num_batches=3) for work in (long, replace(short, max_tokens=256)))
     assert [step.num_tokens for step in one.steps] == [400] * 3
-    close_fp64([one.wait_s, one.sync_s], [other.wait_s, other.sync_s])
+    close_fp64([one.wait_s, one.weight_sync_s], [other.wait_s, other.weight_sync_s])
     close_fp64(one.wait_s, 2 * 50 * 0.1 + 100 * 3.0 + 0.5 + 1.5 / 3)
 
 
@@ -144,7 +144,7 @@ def test_busy_time_counts_within_the_steps_alone():
     assert [stretch[1:3] for stretch in run.within()] == [(10.0, 14.0), (28.0, 30.0)]
     close_fp64(run.engines_busy, 6.0 / 40.0)
     assert run.staleness == (1, 2)
-    close_fp64([run.step_s, run.wait_s, run.train_s, run.sync_s], [10.0, 1.5, 7.0, 1.5])
+    close_fp64([run.step_s, run.wait_s, run.train_s, run.weight_sync_s], [10.0, 1.5, 7.0, 1.5])
 
 
 def test_some_batch_must_count():

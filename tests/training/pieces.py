@@ -15,7 +15,7 @@ from tests.data.pieces import weighed
 
 VOCAB_SIZE = 23
 # What an optimizer step reports of itself.
-NORMS = {f"{what}_norm_{kind}" for what in ("gradient", "update") for kind in ("matrices", "vectors")}
+NORMS = {f"{what}_norm_{kind}" for what in ("grad", "update") for kind in ("matrices", "vectors")}
 SHAPE = {
     "hidden_size": 16,
     "num_hidden_layers": 2,

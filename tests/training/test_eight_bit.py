@@ -86,7 +86,7 @@ def test_it_steps_as_adamw_does_from_the_moments_that_its_codes_stand_for():
             train(each, how, range(seed, seed + 1))[0] for each, how in ((ours, optimizer), (theirs, twin))
         ]
         close_fp32(weight, theirs[0].weight)
-        close_fp32(reports[0].metrics["gradient_norm_matrices"], reports[1].metrics["gradient_norm_matrices"])
+        close_fp32(reports[0].metrics["grad_norm_matrices"], reports[1].metrics["grad_norm_matrices"])
         # The codes are those of the new moments, to within the largest step of the table.
         state = optimizer.state[weight]
         for number, kind in ((1, "exp_avg"), (2, "exp_avg_sq")):

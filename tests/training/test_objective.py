@@ -130,8 +130,8 @@ def test_tokens_without_gradient_are_reported_where_the_loss_has_bounds():
 
     report = surrogate(bounded)(predicted(logprob_N), batch)[1]
     expected_N = (batch.advantage_T[batch.action_mask_T] > 0).float()
-    assert report.keys() == {"clip_share"}
-    assert report["clip_share"].tolist() == expected_N.tolist()
+    assert report.keys() == {"clip_fraction"}
+    assert report["clip_fraction"].tolist() == expected_N.tolist()
     # Without a coefficient the entropy adds nothing.
     loss_N, report = surrogate(ratio)(predicted(logprob_N, entropy=1.5), batch)
     assert (report, loss_N.tolist()) == ({}, ratio(seen_by(batch, logprob_N))[0].tolist())

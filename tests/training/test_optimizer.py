@@ -136,7 +136,7 @@ def test_a_step_scales_a_gradient_above_the_norm_takes_the_rate_and_clears_it(ma
         close_fp64(optimizer.state[moved]["exp_avg"], 0.1 * seen)
         close_fp64(moved, weight.detach() - 0.5 * seen / (seen.abs() + 1e-8))
         assert moved.grad is None
-    close_fp64(report.gradient_norm, norm)
+    close_fp64(report.grad_norm, norm)
     assert (report.skipped, report.learning_rate, report.metrics["loss"]) == (False, 0.5, 2.0)
 
 
@@ -151,7 +151,7 @@ def test_norms_of_gradient_and_update_are_reported_for_matrices_and_vectors():
         set_gradients(model, step)
         before = {p: p.detach().clone() for p in model.parameters()}
         expected = {
-            f"gradient_norm_{kind}": torch.cat([p.grad.flatten() for p in row]).norm()
+            f"grad_norm_{kind}": torch.cat([p.grad.flatten() for p in row]).norm()
             for kind, row in kinds.items()
         }
         report = one_step(optimizer, learning_rate=0.01 * (step + 1), max_grad_norm=2.0)
@@ -162,8 +162,8 @@ def test_norms_of_gradient_and_update_are_reported_for_matrices_and_vectors():
         for name, value in expected.items():
             close_fp64(report.metrics[name], value)
         close_fp64(
-            report.gradient_norm,
-            math.hypot(expected["gradient_norm_matrices"], expected["gradient_norm_vectors"]),
+            report.grad_norm,
+            math.hypot(expected["grad_norm_matrices"], expected["grad_norm_vectors"]),
         )
 
 
@@ -189,8 +189,8 @@ def test_without_vectors_their_norms_are_0():
     for seed in range(2):
         set_gradients(model, seed)
         metrics = one_step(optimizer).metrics
-        assert metrics["gradient_norm_vectors"] == metrics["update_norm_vectors"] == 0.0
-        assert metrics["gradient_norm_matrices"] > 0 and metrics["update_norm_matrices"] > 0
+        assert metrics["grad_norm_vectors"] == metrics["update_norm_vectors"] == 0.0
+        assert metrics["grad_norm_matrices"] > 0 and metrics["update_norm_matrices"] > 0
 
 
 @pytest.mark.parametrize("metrics", [{}, {"loss": 1e30, "value": math.nan}])
@@ -211,7 +211,7 @@ def test_a_step_that_is_not_finite_moves_nothing_and_clears_the_gradient(place, 
     optimizer = adamw(model, betas=BETAS, weight_decay=0.1)
     report = one_step(optimizer, metrics={"loss": value if place == "loss" else 1.0})
     assert report.skipped and optimizer_tensors(optimizer, model) == {}
-    assert report.metrics.keys() == {"loss", "gradient_norm_matrices", "gradient_norm_vectors"}
+    assert report.metrics.keys() == {"loss", "grad_norm_matrices", "grad_norm_vectors"}
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -223,5 +223,5 @@ def test_a_weight_without_a_gradient_moves_by_its_momentum():
     one_step(optimizer, learning_rate=0.01)
     before = model[2].weight.detach().clone()
     report = one_step(optimizer, learning_rate=0.01)
-    assert (report.gradient_norm, report.skipped) == (0.0, False)
+    assert (report.grad_norm, report.skipped) == (0.0, False)
     assert not torch.equal(model[2].weight, before)

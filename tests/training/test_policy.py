@@ -215,7 +215,7 @@ def test_metrics_are_the_loss_and_means_over_the_shares():
     assert 0 < outside_N.sum() < len(outside_N)
     close_fp32(report.metrics["loss"], (loss_N * weight_N).sum())
     close_fp32(report.metrics["entropy"], 2 * (entropy_N * weight_N).sum())
-    close_fp32(report.metrics["clip_share"], 2 * (outside_N * weight_N).sum())
+    close_fp32(report.metrics["clip_fraction"], 2 * (outside_N * weight_N).sum())
 
 
 def test_the_metrics_of_a_step_start_from_nothing():
@@ -225,7 +225,7 @@ def test_the_metrics_of_a_step_start_from_nothing():
         one.forward_backward(random_batch(2))
         reports.append(one.optim_step())
     assert reports[0].metrics == reports[1].metrics
-    assert reports[0].gradient_norm == reports[1].gradient_norm > 0
+    assert reports[0].grad_norm == reports[1].grad_norm > 0
 
 
 def test_the_learning_rate_is_that_of_the_attempt_and_the_version_counts_steps():
@@ -244,7 +244,7 @@ def test_a_gradient_above_the_bound_is_scaled_to_it_and_reported_unscaled():
     seen = []
     one.optimizer.register_step_pre_hook(lambda *_: seen.append(float(gradients(one).norm())))
     report = one.optim_step()
-    close_fp32(report.gradient_norm, norm)
+    close_fp32(report.grad_norm, norm)
     assert norm > 0.1
     close_fp32(seen[0], 0.01, rtol=1e-3)
 
@@ -270,7 +270,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_reported(value):
     one.forward_backward(bad)
     report = one.optim_step()
     assert report.skipped
-    assert not math.isfinite(report.gradient_norm)
+    assert not math.isfinite(report.grad_norm)
     assert not math.isfinite(report.metrics["loss"])
     assert (one.version, one.num_attempts) == (1, 2)
     assert all(torch.equal(a, b) for a, b in zip(bits, weight_bits(one), strict=True))
@@ -298,7 +298,7 @@ def test_a_step_without_any_gradient_moves_by_momentum_and_counts():
     still.advantage_T.zero_()
     zero.forward_backward(still)
     zero.optim_step()
-    assert (report.skipped, report.gradient_norm, one.version) == (False, 0.0, 2)
+    assert (report.skipped, report.grad_norm, one.version) == (False, 0.0, 2)
     assert report.metrics.keys() == NORMS
     assert any(not torch.equal(a, b) for a, b in zip(before, weight_bits(one), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(weight_bits(zero), weight_bits(one), strict=True))

@@ -185,7 +185,7 @@ def test_metrics_are_the_loss_and_means_over_the_shares():
     metrics = one.optim_step().metrics
     assert 0 < (held_N > free_N).sum() < len(free_N)
     close_fp32(metrics["loss"], 0.7 * (np.maximum(free_N, held_N) * weight_N).sum())
-    close_fp32(metrics["clip_share"], np.average(held_N > free_N, weights=share_N))
+    close_fp32(metrics["clip_fraction"], np.average(held_N > free_N, weights=share_N))
     close_fp32(metrics["value"], np.average(value_N, weights=share_N))
     close_fp32(metrics["explained_variance"], 1 - variance(error_N) / variance(return_N))
 
@@ -193,14 +193,14 @@ def test_metrics_are_the_loss_and_means_over_the_shares():
 def test_without_a_clip_nothing_is_held():
     one = trainer(clip=None)
     one.forward_backward(valued_batch(2))
-    assert one.optim_step().metrics["clip_share"] == 0.0
+    assert one.optim_step().metrics["clip_fraction"] == 0.0
 
 
 def test_the_variance_of_equal_returns_explains_nothing():
     batch, one = valued_batch(1), trainer()
     batch.return_T = 0.1 * batch.action_mask_T
     one.forward_backward(batch)
-    assert set(one.optim_step().metrics) - NORMS == {"loss", "clip_share", "value"}
+    assert set(one.optim_step().metrics) - NORMS == {"loss", "clip_fraction", "value"}
 
 
 def test_a_batch_whose_tokens_have_no_share_moves_nothing_and_divides_by_nothing():
@@ -209,8 +209,8 @@ def test_a_batch_whose_tokens_have_no_share_moves_nothing_and_divides_by_nothing
     batch.return_T = 0.1 * batch.action_mask_T
     one.forward_backward(batch)
     report = one.optim_step()
-    assert (report.gradient_norm, report.skipped) == (0.0, False)
-    assert report.metrics == {"loss": 0.0, "clip_share": 0.0, "value": 0.0} | dict.fromkeys(NORMS, 0.0)
+    assert (report.grad_norm, report.skipped) == (0.0, False)
+    assert report.metrics == {"loss": 0.0, "clip_fraction": 0.0, "value": 0.0} | dict.fromkeys(NORMS, 0.0)
 
 
 def test_the_metrics_of_a_step_start_from_nothing():
@@ -238,7 +238,7 @@ def test_a_gradient_above_the_bound_is_scaled_to_it_and_reported_unscaled():
     norm = float(gradients(one).norm())
     seen = []
     one.optimizer.register_step_pre_hook(lambda *_: seen.append(float(gradients(one).norm())))
-    close_fp32(one.optim_step().gradient_norm, norm)
+    close_fp32(one.optim_step().grad_norm, norm)
     assert norm > 0.1
     close_fp32(seen[0], 0.01, rtol=1e-3)
 

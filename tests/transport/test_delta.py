@@ -110,7 +110,7 @@ def test_changes_over_optimizer_steps_equal_whole_weights() -> None:
             elsewhere = elsewhere or Elsewhere(shared, named)
             elsewhere.receive(note, patched=version > 0)
             assert elsewhere.sampler.holds(named)
-            shares.append(shared.metrics.get("sync/payload_share", 1.0))
+            shares.append(shared.metrics.get("weight_sync/payload_fraction", 1.0))
         assert elsewhere is not None
         os.close(elsewhere.memory)
     assert shares[0] == 1.0

@@ -118,9 +118,15 @@ def test_only_what_changed_need_travel(elsewhere: Elsewhere) -> None:
         assert elsewhere.sampler.holds(sent) and elsewhere.receiver.version == version
         # What is small travels whole. Between two weights lie up to 63 bytes.
         assert (
-            elsewhere.num_bytes - 64 * 11 < shared.metrics["sync/payload_bytes"] <= elsewhere.num_bytes < 2000
+            elsewhere.num_bytes - 64 * 11
+            < shared.metrics["weight_sync/payload_bytes"]
+            <= elsewhere.num_bytes
+            < 2000
         )
-        assert shared.metrics["sync/payload_share"] == shared.metrics["sync/payload_bytes"] / note["bytes"]
+        assert (
+            shared.metrics["weight_sync/payload_fraction"]
+            == shared.metrics["weight_sync/payload_bytes"] / note["bytes"]
+        )
     assert os.fstat(shared.handle).st_size > note["bytes"]
 
 

@@ -81,7 +81,7 @@ def test_on_policy_the_trainer_says_what_the_sampler_said(
     logprob_N = one.forward_backward(batch)
     close_fp32((logprob_N - batch.sampler_logprob_T[mask_T]).exp(), torch.ones(len(logprob_N)), atol=1e-5)
     # Bounds of one in a thousand stop nothing, since no ratio leaves 1.
-    assert one.optim_step().metrics["clip_share"] == 0.0
+    assert one.optim_step().metrics["clip_fraction"] == 0.0
     away_T = one.scorer.logprobs(replace(batch, support=None)) - batch.sampler_logprob_T
     assert away_T[mask_T].abs().max() > 0.1
 

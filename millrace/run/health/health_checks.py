@@ -86,9 +86,9 @@ def check_rewards(
     Raises:
         RunStopped: more than `limit` of the batch's rewards failed.
     """
-    check_failures(record["reward/failed_share"], limit=limit, reason=reason, of="this batch")
+    check_failures(record["reward/failed_fraction"], limit=limit, reason=reason, of="this batch")
     everywhere = record["reward/std"] == 0 and kind != "teacher"
-    equal = everywhere or (kind in COMPARING and record["group/equal_share"] == 1)
+    equal = everywhere or (kind in COMPARING and record["group/zero_std_fraction"] == 1)
     progress.equal_in_row = progress.equal_in_row + 1 if equal else 0
     if progress.equal_in_row != EQUAL_BATCHES:
         return None
@@ -124,7 +124,7 @@ def check_steps(
             continue
         attempt = progress.attempts - len(reports) + number
         path = folder / f"{progress.checkpoint_name}-attempt-{attempt:06d}"
-        _keep_evidence(path, next(left), {"gradient_norm": report.gradient_norm, **report.metrics})
+        _keep_evidence(path, next(left), {"grad_norm": report.grad_norm, **report.metrics})
         told = (
             "the gradient was not finite, so an optimizer step was skipped; its batch is in "
             f"{path}.safetensors"
@@ -153,15 +153,15 @@ def check_mismatch(
         record: metrics of the batch just trained on.
         batch: the same batch, packed.
         k3: largest allowed `mismatch/k3`; None for no limit.
-        ess: least allowed `mismatch/effective_share`; None for no limit.
-        correction_clip_fraction: largest allowed `policy/bounded_share`; None for no limit.
+        ess: least allowed `mismatch/ess`; None for no limit.
+        correction_clip_fraction: largest allowed `policy/correction_clip_fraction`; None for no limit.
         folder: of evidence, with a file for each limit.
     """
     told = []
     for metric, setting, limit, how in (
         ("mismatch/k3", "mismatch_k3", k3, "passed"),
-        ("mismatch/effective_share", "ess", ess, "fallen below"),
-        ("policy/bounded_share", "correction_clip_fraction", correction_clip_fraction, "passed"),
+        ("mismatch/ess", "ess", ess, "fallen below"),
+        ("policy/correction_clip_fraction", "correction_clip_fraction", correction_clip_fraction, "passed"),
     ):
         found = record.get(metric)
         if limit is None or found is None or batch is None:

@@ -13,7 +13,7 @@ from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
 
 # Phases of a step whose peaks are metrics.
-PHASES = ("sample", "score", "train", "sync")
+PHASES = ("sample", "score", "train", "weight_sync")
 
 
 def total_memory() -> int:

@@ -43,8 +43,8 @@ def rewards(
     record = {
         "reward/mean": 0.25,
         "reward/std": std,
-        "reward/failed_share": failed,
-        "group/equal_share": equal,
+        "reward/failed_fraction": failed,
+        "group/zero_std_fraction": equal,
     }
     return check_rewards(progress, record, kind=kind, limit=limit, reason="the judge hung")
 
@@ -144,7 +144,7 @@ def test_a_skipped_step_is_said_and_its_batch_is_kept(tmp_path):
     kept, batch = load_file(path.with_suffix(".safetensors")), random_batch(0)
     for name in ("token_T", "segment_T", "action_mask_T", "sampler_logprob_T", "advantage_T", "weight_T"):
         assert torch.equal(kept[name], getattr(batch, name))
-    assert json.loads(path.with_suffix(".json").read_text()) == {"gradient_norm": "nan", "loss": "inf"}
+    assert json.loads(path.with_suffix(".json").read_text()) == {"grad_norm": "nan", "loss": "inf"}
 
 
 def test_each_skipped_step_of_a_batch_keeps_its_own_evidence(tmp_path):
@@ -204,16 +204,16 @@ def apart(record, batch, folder, **limits):
     [
         ("mismatch/k3", {"k3": 0.2}, 0.3, "mismatch/k3 has passed limits.mismatch_k3 = 0.2"),
         (
-            "mismatch/effective_share",
+            "mismatch/ess",
             {"ess": 0.5},
             0.4,
-            "mismatch/effective_share has fallen below limits.ess = 0.5",
+            "mismatch/ess has fallen below limits.ess = 0.5",
         ),
         (
-            "policy/bounded_share",
+            "policy/correction_clip_fraction",
             {"correction_clip_fraction": 0.0},
             0.1,
-            "policy/bounded_share has passed limits.correction_clip_fraction = 0",
+            "policy/correction_clip_fraction has passed limits.correction_clip_fraction = 0",
         ),
     ],
 )
@@ -233,7 +233,7 @@ def test_a_sampler_that_came_apart_from_the_trainer_is_told_once_with_its_first_
 
 
 def test_each_limit_that_was_passed_has_its_own_sentence_and_batch(tmp_path):
-    record = {"mismatch/k3": 9.0, "mismatch/effective_share": 0.1, "policy/bounded_share": 0.9}
+    record = {"mismatch/k3": 9.0, "mismatch/ess": 0.1, "policy/correction_clip_fraction": 0.9}
     told = apart(record, random_batch(1), tmp_path, k3=0.2, ess=0.5, correction_clip_fraction=0.5)
     assert len(told) == len(set(told)) == 3
     assert sorted(path.stem for path in tmp_path.glob("*.json")) == [
@@ -249,10 +249,10 @@ def test_each_limit_that_was_passed_has_its_own_sentence_and_batch(tmp_path):
         ({"mismatch/k3": 0.2}, {"k3": 0.2}),
         ({"mismatch/k3": 9.0}, {}),
         ({}, {"k3": 0.2, "ess": 1.0, "correction_clip_fraction": 0.0}),
-        ({"mismatch/effective_share": 0.5}, {"ess": 0.5}),
-        ({"mismatch/effective_share": 0.1}, {}),
-        ({"policy/bounded_share": 0.5}, {"correction_clip_fraction": 0.5}),
-        ({"policy/bounded_share": 1.0}, {}),
+        ({"mismatch/ess": 0.5}, {"ess": 0.5}),
+        ({"mismatch/ess": 0.1}, {}),
+        ({"policy/correction_clip_fraction": 0.5}, {"correction_clip_fraction": 0.5}),
+        ({"policy/correction_clip_fraction": 1.0}, {}),
     ],
 )
 def test_a_mismatch_within_its_limit_is_no_news(tmp_path, record, limits):

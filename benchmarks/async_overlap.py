@@ -13,7 +13,7 @@ their lengths have an exponential tail. Sides take turns, and medians over the t
 - `sampling`: `async 4` where nobody trains and no weights change. `training`: its seconds in `sync, a core`.
   Each has a core, and nothing else is at work.
 
-A batch at best costs max(sampling, training). The share of the overlap that was reached is
+A batch at best costs max(sampling, training). The fraction of the overlap that was reached is
 `(sync - async) / (sync - max(sampling, training))`. An update in flight costs an engine the time between the
 answers before and after it, less its usual time for that many steps. The first and the last batches of a run
 do not count: those start together, and these are followed by none.
@@ -201,7 +201,7 @@ def turn(steps: int, *, quick: bool = False) -> dict[str, dict[str, float]]:
 
 
 def summary(turns: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Medians over the turns, and the shares of the overlap."""
+    """Medians over the turns, and the fractions of the overlap."""
     sides = {
         side: {name: statistics.median(one[side][name] for one in turns) for name in turns[0][side]}
         for side in turns[0]
@@ -211,7 +211,9 @@ def summary(turns: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
         "sides": sides,
         "at_best_s": at_best_s,
         "overlap": {
-            f"{ahead} against {sync}": share(sides[sync]["batch_s"], sides[ahead]["batch_s"], at_best_s)
+            f"{ahead} against {sync}": overlap_fraction(
+                sides[sync]["batch_s"], sides[ahead]["batch_s"], at_best_s
+            )
             for sync in ("sync", "sync, a core")
             for ahead in SIDES
             if ahead.startswith("async") and {sync, ahead} <= sides.keys()
@@ -219,7 +221,7 @@ def summary(turns: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def share(sync_s: float, async_s: float, at_best_s: float) -> float | None:
+def overlap_fraction(sync_s: float, async_s: float, at_best_s: float) -> float | None:
     """Of what could be saved; None where all cores together are faster than one each could be."""
     return (sync_s - async_s) / (sync_s - at_best_s) if sync_s > at_best_s else None
 

@@ -133,9 +133,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of it; nothing is written")
     given = parser.parse_args()
-    share = 10 if given.quick else 1
+    divisor = 10 if given.quick else 1
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(1000 // share, 10_000 // share, Path(folder))
+        found = measure(1000 // divisor, 10_000 // divisor, Path(folder))
     for name, number in found.items():
         print(f"{name:40s} {number:14,.1f}")
     if not given.quick:

@@ -205,7 +205,7 @@ def dtypes(shape: str, quick: bool) -> list[str]:
 
 
 def add_floor(result: dict[str, Any], machine: floor.Machine, quick: bool) -> None:
-    """Write into a case's result what the machine could do at best, and our share of it."""
+    """Write into a case's result what the machine could do at best, and the fraction of it that we reach."""
     one = workload(result["case"], quick=quick)
     itemsize = 4 if result["dtype"] == "float32" else 2
     at_best = one.num_drawn / floor.floor_s(one, SHAPES[one.shape], itemsize, machine)
@@ -224,12 +224,12 @@ def show(result: dict[str, Any]) -> None:
         same = f"{equal} of {result['tokens']} tokens as generate" if equal is not None else ""
         peak = result["peak_bytes"][side] / 1e9
         print(f"  {side:22s} {rate:9.0f} tokens/s  {ratio:14s}  {told:22s}  peak {peak:5.2f} GB  {same}")
-    share = result["fraction_of_floor"]
+    fraction = result["fraction_of_floor"]
     print(
-        f"  {'floor':22s} {result['floor_tokens_per_s']:9.0f} tokens/s; ours reaches {share:.0%} of it",
+        f"  {'floor':22s} {result['floor_tokens_per_s']:9.0f} tokens/s; ours reaches {fraction:.0%} of it",
         end="",
     )
-    where = result["shares"]
+    where = result["time_fractions"]
     print(
         f"; drawing takes {where['draw']:.1%}, log-probabilities at most {where['logprob']:.1%}", flush=True
     )
@@ -273,7 +273,7 @@ class Run:
             result = case.result()
             # Turns after the measured ones are fresh to the prefix cache.
             path = case.file(self.turns + 1, quick=self.quick)
-            result["shares"] = workers[OURS].ask({"workload": str(path), "call": "shares"})
+            result["time_fractions"] = workers[OURS].ask({"workload": str(path), "call": "time_fractions"})
             yield result
         for worker in workers.values():
             worker.close()

@@ -95,8 +95,8 @@ def result(turns: list[dict[str, dict[str, Any]]], num_tokens: int) -> dict[str,
         num_tokens: of one step, those that fill rows up not counted.
 
     Returns:
-        tokens per second of each side, how many times as fast as each we are, our share of what the bare
-        products allow, the most memory held, and the seconds of all steps.
+        tokens per second of each side, how many times as fast as each we are, the fraction we reach of
+        what the bare products allow, the most memory held, and the seconds of all steps.
     """
     seconds = {name: [turn[name]["seconds"] for turn in turns] for name in turns[0]}
     rates = {name: num_tokens / statistics.median(found) for name, found in seconds.items()}

@@ -13,11 +13,11 @@ torch thread.
   transport costs; in one process the sampler has copied them by then.
 - `whole`: until the sampler has loaded them, has proved it, and the trainer knows. It holds at least one copy
   more, the sampler's own.
-- `verify`: seconds that both sides spend on fingerprints, as a share of `whole`. Between processes the
+- `verify`: seconds that both sides spend on fingerprints, as a fraction of `whole`. Between processes the
   trainer takes its own within `put`, of what was just copied.
 
 After that the delta: a policy in bfloat16 takes optimizer steps by imitation at several learning rates, and
-what must travel after each of them is counted, as a share of all bytes.
+what must travel after each of them is counted, as a fraction of all bytes.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def policy(learning_rate: float) -> tuple[PolicyTrainer, Any]:
 
 
 def payload_fractions(learning_rate: float, num_steps: int) -> Iterator[float]:
-    """What must travel after each optimizer step, as a share of all bytes."""
+    """What must travel after each optimizer step, as a fraction of all bytes."""
     trainer, batch = policy(learning_rate)
     with closing(SharedWeights(delta=True)) as shared:
         for version in range(num_steps + 1):
@@ -232,10 +232,10 @@ def main() -> None:
     sides = measure(given.size_mb, given.rounds)
     for side, found in sides.items():
         print(f"{side:14s}", "  ".join(f"{name} {value:.3g}" for name, value in found.items()))
-    shares = {}
+    fractions = {}
     for rate in LEARNING_RATES:
-        shares[str(rate)] = list(payload_fractions(rate, given.steps))
-        print(f"delta at learning rate {rate:g}: {statistics.mean(shares[str(rate)]):.3f} of the bytes")
+        fractions[str(rate)] = list(payload_fractions(rate, given.steps))
+        print(f"delta at learning rate {rate:g}: {statistics.mean(fractions[str(rate)]):.3f} of the bytes")
     if given.quick:
         return
     written = {
@@ -245,7 +245,7 @@ def main() -> None:
         "versions": {name: metadata.version(name) for name in ("torch", "xxhash", "millrace-rl")},
         "size_mb": given.size_mb,
         "sides": sides,
-        "payload_fractions": shares,
+        "payload_fractions": fractions,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "weight_sync.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

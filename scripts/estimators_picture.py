@@ -89,13 +89,13 @@ class Lesson:
         """[T] of what looks at its whole batch, called for each batch alone."""
         return torch.cat([function(*batch) for batch in self.batches()])
 
-    def judge(self, loss_T: Tensor, share_T: Tensor | None = None) -> Floats:
-        """Angle, length and noise of a loss; its tokens weigh 1 / size without `share_T`.
+    def judge(self, loss_T: Tensor, weight_T: Tensor | None = None) -> Floats:
+        """Angle, length and noise of a loss; its tokens weigh 1 / size without `weight_T`.
 
         The angle, in degrees, and the ratio of lengths are those of the expected gradient and the exact one;
         the noise is the standard deviation of the gradient over the length of its expectation.
         """
-        total = (loss_T * (1 / SIZE if share_T is None else share_T)).sum()
+        total = (loss_T * (1 / SIZE if weight_T is None else weight_T)).sum()
         (slope_T,) = torch.autograd.grad(total, self.policy_T, retain_graph=True)
         gradient_DPV = self.draws.gradients(-slope_T.numpy(), self.policy_PV)
         mean_PV = self.draws.mean(gradient_DPV)
@@ -107,7 +107,7 @@ class Lesson:
 
 
 def of_advantages(seed: int) -> dict[str, Floats]:
-    """Estimators of the advantage, under REINFORCE and equal shares for sequences."""
+    """Estimators of the advantage, under REINFORCE and equal weights for sequences."""
     lesson = Lesson(seed, stale=False)
     found = {**_of_groups(lesson), **_of_batches(lesson), **_over_time(lesson)}
     return {
@@ -198,11 +198,11 @@ def _over_time(lesson: Lesson) -> dict[str, Tensor]:
     }
 
 
-def of_shares(seed: int) -> dict[str, Floats]:
-    """Token shares, with the leave-one-out advantage."""
+def of_token_weights(seed: int) -> dict[str, Floats]:
+    """Token weights, with the leave-one-out advantage."""
     lesson = Lesson(seed, stale=False)
     loss_T = losses.reinforce(lesson.policy_T, _left_out(lesson))
-    shares: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    aggregations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "sequence_sum": weights.sequence_sum,
         "token_sum": weights.token_sum,
         "fixed_length, 3": partial(weights.fixed_length, length=3),
@@ -210,12 +210,13 @@ def of_shares(seed: int) -> dict[str, Floats]:
         "sequence_mean (GRPO)": weights.sequence_mean,
     }
 
-    def of_batch(share: Callable[[Tensor, Tensor], Tensor], segments: slice, tokens: slice) -> Tensor:
+    def of_batch(aggregate: Callable[[Tensor, Tensor], Tensor], segments: slice, tokens: slice) -> Tensor:
         segment_T = lesson.segment_T[tokens]
-        return share(torch.ones_like(segment_T, dtype=torch.bool), segment_T)
+        return aggregate(torch.ones_like(segment_T, dtype=torch.bool), segment_T)
 
     return {
-        name: lesson.judge(loss_T, lesson.each(partial(of_batch, share))) for name, share in shares.items()
+        name: lesson.judge(loss_T, lesson.each(partial(of_batch, aggregate)))
+        for name, aggregate in aggregations.items()
     }
 
 
@@ -253,7 +254,7 @@ def of_losses(seed: int) -> dict[str, Floats]:
         "dro": losses.dro(*token, beta=0.1),
         "gspo": sequence_losses.gspo(*token, *lesson.place, low=LOW, high=HIGH),
         "gspo_token": sequence_losses.gspo_token(*token, *lesson.place, low=LOW, high=HIGH),
-        # Its loss stands at every token, so a share of 1 / length counts it once.
+        # Its loss stands at every token, so a weight of 1 / length counts it once.
         "gmpo": sequence_losses.gmpo(*token, *lesson.place, low=0.4, high=0.4)
         / lesson.length_B[lesson.segment_T],
         "topr": sequence_losses.topr(*token, *lesson.place),
@@ -278,7 +279,7 @@ def _clip_cov(lesson: Lesson, advantage_T: Tensor) -> Tensor:
         return ~losses.clip_cov_selection(
             losses.covariance(token[0], token[2]),
             losses.clipped(*token, low=LOW, high=HIGH),
-            share=1.0,
+            fraction=1.0,
             low=0.2,
             high=5.0,
             generator=torch.Generator().manual_seed(0),
@@ -292,7 +293,7 @@ def _clip_cov(lesson: Lesson, advantage_T: Tensor) -> Tensor:
 def _kl_cov(lesson: Lesson, advantage_T: Tensor) -> Tensor:
     def of_batch(segments: slice, tokens: slice) -> Tensor:
         covariance_T = losses.covariance(lesson.policy_T[tokens], advantage_T[tokens])
-        return losses.kl_cov_selection(covariance_T, share=0.2)
+        return losses.kl_cov_selection(covariance_T, fraction=0.2)
 
     selected_T = lesson.each(of_batch)
     return losses.kl_cov(lesson.policy_T, lesson.sampler_T, advantage_T, selected_T, coefficient=0.1)
@@ -300,7 +301,7 @@ def _kl_cov(lesson: Lesson, advantage_T: Tensor) -> Tensor:
 
 PARTS: dict[str, Callable[[int], dict[str, Floats]]] = {
     "Advantages (fresh draws, REINFORCE, equal sequences)": of_advantages,
-    "Token shares (fresh draws, REINFORCE, leave-one-out)": of_shares,
+    "Token weights (fresh draws, REINFORCE, leave-one-out)": of_token_weights,
     "Losses and weights (stale draws, leave-one-out)": of_losses,
 }
 

@@ -43,18 +43,18 @@ class Ours:
         """The most memory that tensors have held on the GPU."""
         return torch.cuda.max_memory_allocated()
 
-    def shares(self, one: Workload) -> dict[str, float]:
+    def time_fractions(self, one: Workload) -> dict[str, float]:
         """Where the time of a workload goes.
 
         Returns:
-            `draw`, the sampler's share; `logprob`, an upper limit of what log-probabilities cost: the time to
-            reduce the logits of every draw once more to one normaliser a row. Both are shares of the time
+            `draw`, the sampler's part; `logprob`, an upper limit of what log-probabilities cost: the time to
+            reduce the logits of every draw once more to one normaliser a row. Both are fractions of the time
             without that second reduction, and medians of `RUNS` runs.
         """
-        runs = [self._shares(one) for _ in range(RUNS)]
+        runs = [self._time_fractions(one) for _ in range(RUNS)]
         return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
-    def _shares(self, one: Workload) -> dict[str, float]:
+    def _time_fractions(self, one: Workload) -> dict[str, float]:
         """Of one run."""
         spent = {"draw": 0.0, "logprob": 0.0}
         draw = SamplingTable.draw

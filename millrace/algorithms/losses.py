@@ -225,46 +225,46 @@ def clip_cov_selection(
     covariance_T: Tensor,
     clipped_T: Tensor,
     *,
-    share: float,
+    fraction: float,
     low: float,
     high: float,
     generator: torch.Generator,
 ) -> Tensor:
     """Clip-Cov: the tokens to exclude from `ppo_clip` to preserve entropy, bool [T].
 
-    max(1, int(share T)) tokens, or all candidates if fewer, sampled uniformly from the tokens that are not
+    max(1, int(fraction T)) tokens, or all candidates if fewer, sampled uniformly from the tokens that are not
     clipped and have a covariance strictly between low and high.
 
     Args:
         covariance_T: from `covariance`, over the whole optimizer step.
         clipped_T: from `clipped`.
-        share: fraction of all tokens; verl's default is 2e-4.
+        fraction: fraction of all tokens; verl's default is 2e-4.
         low: lower bound of the covariance; verl's default is 1.
         high: upper bound of the covariance; verl's default is 5.
         generator: random generator. (verl uses torch's global generator.)
 
     Raises:
-        ValueError: share is not in (0, 1], or low is not below high.
+        ValueError: fraction is not in (0, 1], or low is not below high.
     """
     check_shapes(covariance_T=covariance_T, clipped_T=clipped_T)
     require(low < high, "low", low, f"below high, which is {high}")
     inside_T = (covariance_T > low) & (covariance_T < high) & ~clipped_T
     candidate_N = inside_T.nonzero()[:, 0]
     order_N = torch.randperm(len(candidate_N), generator=generator, device=generator.device)
-    return _marked(inside_T, candidate_N[order_N.to(candidate_N.device)], share)
+    return _marked(inside_T, candidate_N[order_N.to(candidate_N.device)], fraction)
 
 
-def kl_cov_selection(covariance_T: Tensor, *, share: float) -> Tensor:
-    """KL-Cov: the max(1, int(share T)) tokens of largest covariance, bool [T]; of equal ones the first.
+def kl_cov_selection(covariance_T: Tensor, *, fraction: float) -> Tensor:
+    """KL-Cov: the max(1, int(fraction T)) tokens of largest covariance, bool [T]; of equal ones the first.
 
     Args:
         covariance_T: from `covariance`, over the whole optimizer step.
-        share: fraction of all tokens; verl's default is 2e-4.
+        fraction: fraction of all tokens; verl's default is 2e-4.
 
     Raises:
-        ValueError: share is not in (0, 1].
+        ValueError: fraction is not in (0, 1].
     """
-    return _marked(covariance_T, covariance_T.argsort(descending=True, stable=True), share)
+    return _marked(covariance_T, covariance_T.argsort(descending=True, stable=True), fraction)
 
 
 def kl_cov(
@@ -379,8 +379,8 @@ def _moves_out(
     return ~(back_T | (divergence_T <= _by_sign(advantage_T, high, low)))
 
 
-def _marked(like_T: Tensor, order_N: Tensor, share: float) -> Tensor:
-    """True at the first max(1, int(share T)) of some positions, or at all if there are fewer."""
-    require(0 < share <= 1, "share", share, "above 0 and at most 1")
-    count = max(int(share * len(like_T)), 1)
+def _marked(like_T: Tensor, order_N: Tensor, fraction: float) -> Tensor:
+    """True at the first max(1, int(fraction T)) of some positions, or at all if there are fewer."""
+    require(0 < fraction <= 1, "fraction", fraction, "above 0 and at most 1")
+    count = max(int(fraction * len(like_T)), 1)
     return torch.zeros_like(like_T, dtype=torch.bool).index_fill(0, order_N[:count], True)

@@ -40,8 +40,8 @@ def sequence_mean(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtyp
     """
     segment_N = _segments(action_mask_T, segment_T)
     count_N = torch.bincount(segment_N)[segment_N]
-    share_N = 1 / (count_N * len(segment_N.unique())).to(dtype)
-    return share_N.new_zeros(len(segment_T)).masked_scatter(action_mask_T, share_N)
+    weight_N = 1 / (count_N * len(segment_N.unique())).to(dtype)
+    return weight_N.new_zeros(len(segment_T)).masked_scatter(action_mask_T, weight_N)
 
 
 def sequence_sum(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

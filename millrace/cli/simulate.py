@@ -258,12 +258,12 @@ def table_lines(config: RunConfig, machines: Machines, rows: list[TableRow]) -> 
         speed = f"{first / run.step_s:6.2f}x" if first else f"{'':7}"
         yield (
             f"{star} {row.mode:16}{row.num_sampling:9}{row.num_training:9}{run.step_s:10.4g}"
-            f"{run.tokens_per_s:11,.0f}{speed}{_share(1 - run.engines_busy):>14}"
-            f"{_share(1 - run.trainer_busy):>14}{_share(row.idle):>10}{mean:7.1f}, {most}"
+            f"{run.tokens_per_s:11,.0f}{speed}{_percent(1 - run.engines_busy):>14}"
+            f"{_percent(1 - run.trainer_busy):>14}{_percent(row.idle):>10}{mean:7.1f}, {most}"
         )
 
 
-def _share(idle: float) -> str:
+def _percent(idle: float) -> str:
     # What is idle for no time at all may be below 0 by rounding.
     return f"{abs(round(idle, 2)):.0%}"
 

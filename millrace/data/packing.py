@@ -110,7 +110,7 @@ def with_gradient(batch: Batch) -> Batch | None:
     """The segments that have an advantage other than 0, or None if none has.
 
     Where the loss is a multiple of the advantage, the others add exactly nothing to the gradient, and their
-    shares are already fixed, so leaving them out saves their forward and backward and changes no number.
+    weights are already fixed, so leaving them out saves their forward and backward and changes no number.
     """
     moving_B = torch.zeros(batch.num_segments, dtype=torch.bool).index_put(
         (batch.segment_T[batch.advantage_T != 0],), torch.tensor(True)

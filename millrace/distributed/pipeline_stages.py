@@ -344,8 +344,8 @@ def _head_cost(model: PreTrainedModel, layers: nn.ModuleList) -> float:
     weights = 0.0
     for parameter in layers.parameters():
         # Experts are stacked: [experts, out, in].
-        share = min(1.0, used / len(parameter)) if parameter.ndim == 3 else 1.0
-        weights += parameter.numel() * share
+        fraction = min(1.0, used / len(parameter)) if parameter.ndim == 3 else 1.0
+        weights += parameter.numel() * fraction
     head: Any = model.get_output_embeddings()
     # The head of a critic is negligible.
     return 0.0 if head is None else float(head.weight.numel() * len(layers) / weights)

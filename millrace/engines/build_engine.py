@@ -153,5 +153,5 @@ def free_bytes(device: torch.device) -> int:
     # Not every system reports free memory. A quarter of the total is a conservative estimate.
     names = os.sysconf_names
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
-    share = 1.0 if pages == "SC_AVPHYS_PAGES" else 0.25
-    return int(share * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))
+    fraction = 1.0 if pages == "SC_AVPHYS_PAGES" else 0.25
+    return int(fraction * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))

@@ -253,8 +253,8 @@ class Actors:
         import ray
 
         self._ray, self._gpus = ray, int(on_gpu)
-        self._share = {"CPU": 1, **({"GPU": 1} if on_gpu else {})}
-        self._group = reserved(ray, num_engines, self._share, what="engines")
+        self._bundle = {"CPU": 1, **({"GPU": 1} if on_gpu else {})}
+        self._group = reserved(ray, num_engines, self._bundle, what="engines")
         self._num_free = num_engines
 
     def __enter__(self) -> Actors:
@@ -315,7 +315,7 @@ class Actors:
     def _room(self) -> tuple[Any, Callable[[], None]]:
         """Return a placement group for one engine and the callback that releases it."""
         if not self._num_free:
-            own = one_more(self._ray, self._share)
+            own = one_more(self._ray, self._bundle)
             return own, partial(self._ray.util.remove_placement_group, own)
         self._num_free -= 1
         return self._group, self._vacate

@@ -294,10 +294,10 @@ def load_metrics(load_LE: Tensor) -> dict[str, float]:
     """
     if not bool((load_LE.sum(1) > 0).all()):
         return {}
-    share_LE = load_LE.double() / load_LE.sum(1, keepdim=True)
-    entropy_L = torch.special.entr(share_LE).sum(1) / math.log(load_LE.shape[1])
+    fraction_LE = load_LE.double() / load_LE.sum(1, keepdim=True)
+    entropy_L = torch.special.entr(fraction_LE).sum(1) / math.log(load_LE.shape[1])
     return {
-        "router_max_load": float(share_LE.amax(1).mean()) * load_LE.shape[1],
+        "router_max_load": float(fraction_LE.amax(1).mean()) * load_LE.shape[1],
         "router_load_entropy": float(entropy_L.mean()),
     }
 
@@ -331,8 +331,8 @@ def balance_loss(mass_LE: Tensor, load_LE: Tensor, *, num_choices: int, coeffici
             f"num_choices is {num_choices} and coefficient {coefficient}; they must be at least 1 and 0"
         )
     num_tokens_L1 = (load_LE.sum(1, keepdim=True) / num_choices).clamp(min=1)
-    share_LE, mean_LE = load_LE / num_tokens_L1, mass_LE / num_tokens_L1
-    return coefficient * load_LE.shape[1] * (share_LE * mean_LE).sum()
+    fraction_LE, mean_LE = load_LE / num_tokens_L1, mass_LE / num_tokens_L1
+    return coefficient * load_LE.shape[1] * (fraction_LE * mean_LE).sum()
 
 
 def moved_bias(bias_E: Tensor, load_E: Tensor, *, step: float) -> Tensor:

@@ -80,12 +80,12 @@ class _Frame:
     top: int
 
     def x(self, value: float) -> float:
-        share = (value - self.x_low) / (self.x_high - self.x_low)
-        return LEFT + share * (self.width - LEFT - RIGHT)
+        fraction = (value - self.x_low) / (self.x_high - self.x_low)
+        return LEFT + fraction * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        share = (value - self.y_low) / (self.y_high - self.y_low)
-        return self.height - BOTTOM - share * (self.height - BOTTOM - self.top)
+        fraction = (value - self.y_low) / (self.y_high - self.y_low)
+        return self.height - BOTTOM - fraction * (self.height - BOTTOM - self.top)
 
 
 def curve_svg(

@@ -233,7 +233,7 @@ class Console:
         )
         parts: list[RenderableType] = [facts, Text(), self._progress(), Text(), self._current()]
         if any(self._seconds.values()):
-            parts += [Text(), self._shares()]
+            parts += [Text(), self._time_fractions()]
         title = Text(f" {self._title} ", style="bold cyan")
         # In the border, so that nothing moves when it comes and goes.
         waiting = self.waiting()
@@ -284,7 +284,7 @@ class Console:
             table.add_row(name, form.format(value), Text(curve, style="cyan"))
         return table
 
-    def _shares(self) -> Text:
+    def _time_fractions(self) -> Text:
         """Where the time of this stage went, in per cent."""
         from rich.text import Text
 

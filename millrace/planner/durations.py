@@ -27,7 +27,7 @@ _EDGE = 1e-9
 def constant(value: float) -> Quantile:
     """Always the same."""
     _check("the constant", value)
-    return lambda share: value
+    return lambda fraction: value
 
 
 def lognormal(median: float, spread: float) -> Quantile:
@@ -39,13 +39,13 @@ def lognormal(median: float, spread: float) -> Quantile:
     """
     _check("the median", median)
     _check("the spread", spread)
-    return lambda share: median * math.exp(spread * _NORMAL.inv_cdf(min(max(share, _EDGE), 1 - _EDGE)))
+    return lambda fraction: median * math.exp(spread * _NORMAL.inv_cdf(min(max(fraction, _EDGE), 1 - _EDGE)))
 
 
 def exponential(mean: float) -> Quantile:
-    """Values -mean * log(1 - share): times between independent events."""
+    """Values -mean * log(1 - fraction): times between independent events."""
     _check("the mean", mean)
-    return lambda share: -mean * math.log1p(-min(share, 1 - _EDGE))
+    return lambda fraction: -mean * math.log1p(-min(fraction, 1 - _EDGE))
 
 
 def measured(values: Sequence[float]) -> Quantile:
@@ -59,7 +59,7 @@ def measured(values: Sequence[float]) -> Quantile:
     ordered = sorted(values)
     _check("the smallest measured value", ordered[0])
     _check("the largest measured value", ordered[-1])
-    return lambda share: ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    return lambda fraction: ordered[min(int(fraction * len(ordered)), len(ordered) - 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class Fit:
     Attributes:
         layout: which.
         memory: of its fullest rank.
-        fits: whether that is within the usable share of a device.
+        fits: whether that is within the usable fraction of a device.
         why: in a sentence.
     """
 
@@ -51,7 +51,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def fits(memory: Memory, device_bytes: float) -> bool:
-    """Whether the fullest rank stays within the usable share of a device."""
+    """Whether the fullest rank stays within the usable fraction of a device."""
     return memory.peak <= USABLE_SHARE * device_bytes
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a step: sampling from memory bandwidth, training from operations, at stated shares of the peak.
+"""Seconds of a step: sampling from memory bandwidth, training from operations, at a given MFU.
 
 An estimate for choosing a layout, under these assumptions: every completion has the maximum length,
 communication overlaps with computation, and rewards and weight updates take no time.
@@ -52,10 +52,10 @@ def step_time(
         work: what they do.
         memory: of `memory_per_rank`; its cache limits the number of concurrent sequences.
         gpu: each rank's.
-        mfu: the share of the peak that products reach, those computed again too, above 0 and at most 1.
+        mfu: the fraction of the peak that products reach, those computed again too, above 0 and at most 1.
 
     Raises:
-        ValueError: the share is not between 0 and 1.
+        ValueError: the fraction is not between 0 and 1.
     """
     if not 0 < mfu <= 1:
         raise ValueError(f"mfu is {mfu}; it must be above 0 and at most 1")
@@ -91,11 +91,11 @@ def _decode(
     shape: ModelShape, layout: Layout, work: Workload, memory: Memory, gpu: Gpu, rate: float
 ) -> float:
     """Time of decoding: each step generates a token per running sequence and reads weights, keys, values."""
-    share = ceil(work.num_sequences / layout.num_ranks)
+    per_rank = ceil(work.num_sequences / layout.num_ranks)
     cached = cache_bytes_per_token(shape, work.weight_bytes)
     room = max(1, memory.cache // cached // work.longest)
-    at_once = min(share, work.max_requests, room)
-    waves = ceil(share / at_once)
+    at_once = min(per_rank, work.max_requests, room)
+    waves = ceil(per_rank / at_once)
     context = work.prompt_tokens + work.completion_tokens // 2
     missed = (1 - shape.experts_per_token / max(shape.num_experts, 1)) ** at_once
     idle = shape.num_expert_parameters * missed * work.weight_bytes

@@ -181,8 +181,8 @@ class IsolatedReward:
             free.append(self._processes[-1])
         for process in free:
             if process.ready and work.waiting:
-                share = min(_BATCH, math.ceil(len(work.waiting) / self._num_workers))
-                numbers = [work.waiting.popleft() for _ in range(share)]
+                count = min(_BATCH, math.ceil(len(work.waiting) / self._num_workers))
+                numbers = [work.waiting.popleft() for _ in range(count)]
                 process.deadline = self._clock() + self._timeout_s
                 process.ask(numbers, _message(work, numbers))
 

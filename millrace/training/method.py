@@ -33,8 +33,8 @@ from millrace.training.objective import (
 
 # log-probabilities before the step, what the ratio is taken to, advantages [N], seed -> tokens apart.
 Selection = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-# How tokens share a loss, by the recipe's word; `fixed_length` needs the length besides.
-SHARES: dict[str, Callable[..., Tensor]] = {
+# Token weights by `loss_aggregation`; `fixed_length` also needs the length.
+TOKEN_WEIGHTS: dict[str, Callable[..., Tensor]] = {
     "token_mean": weights.token_mean,
     "token_sum": weights.token_sum,
     "sequence_mean": weights.sequence_mean,
@@ -48,7 +48,7 @@ class Method:
 
     Attributes:
         estimator: advantages, over the whole batch.
-        token_weights: how tokens share the loss of an optimizer step.
+        token_weights: weights of the tokens in the loss of an optimizer step.
         num_parts: optimizer steps a batch is divided into.
         recompute: the ratio is taken to the trainer's own log-probabilities before the batch.
         correction: factor of a token's loss, from the ratio of the former over the sampler's.
@@ -141,16 +141,16 @@ def build_control(config: RunConfig) -> KlControl | None:
 
 
 def build_token_weights(config: RunConfig) -> TokenWeights:
-    """How tokens share the loss of an optimizer step of reinforcement, in float64 where the weights are."""
+    """Token weights of an optimizer step of reinforcement, in float64 where the weights are."""
     if config.policy.loss_aggregation == "fixed_length":
         return partial(weights.fixed_length, length=config.rollout.max_tokens, dtype=_weight_dtype(config))
-    return partial(SHARES[config.policy.loss_aggregation], dtype=_weight_dtype(config))
+    return partial(TOKEN_WEIGHTS[config.policy.loss_aggregation], dtype=_weight_dtype(config))
 
 
 def build_sft_token_weights(config: RunConfig) -> TokenWeights:
-    """How tokens share the loss of an optimizer step of SFT, which the recipe has."""
+    """Token weights of an optimizer step of SFT, which the recipe has."""
     assert config.sft is not None
-    return partial(SHARES[config.sft.loss_aggregation], dtype=_weight_dtype(config))
+    return partial(TOKEN_WEIGHTS[config.sft.loss_aggregation], dtype=_weight_dtype(config))
 
 
 def _weight_dtype(config: RunConfig) -> torch.dtype:
@@ -305,7 +305,7 @@ def _selection(loss: words.LossConfig) -> Selection | None:
     if isinstance(loss, words.KlCovLoss):
         fraction = loss.fraction
         return lambda logprob_N, start_N, advantage_N, seed: losses.kl_cov_selection(
-            losses.covariance(logprob_N, advantage_N), share=fraction
+            losses.covariance(logprob_N, advantage_N), fraction=fraction
         )
     if not isinstance(loss, words.ClipCovLoss):
         return None
@@ -315,7 +315,7 @@ def _selection(loss: words.LossConfig) -> Selection | None:
         return losses.clip_cov_selection(
             losses.covariance(logprob_N, advantage_N),
             losses.clipped(logprob_N, start_N, advantage_N, low=band.clip_low, high=band.clip_high),
-            share=band.fraction,
+            fraction=band.fraction,
             low=band.covariance_low,
             high=band.covariance_high,
             generator=torch.Generator().manual_seed(seed),

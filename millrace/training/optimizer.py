@@ -129,12 +129,12 @@ def _put_update(parameter: nn.Parameter, state: Mapping[str, Tensor], group: Map
     weight, update, first, second = map(
         local, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
     )
-    share, square_share = (1 - beta ** float(state["step"]) for beta in group["betas"])
+    first_correction, second_correction = (1 - beta ** float(state["step"]) for beta in group["betas"])
     # Numerator and denominator times sqrt(1 - b2^t), which saves a pass.
-    scale = math.sqrt(square_share)
+    scale = math.sqrt(second_correction)
     factor = -group["lr"] / (1 - group["lr"] * group["weight_decay"])
     torch.sqrt(second, out=update).add_(group["eps"] * scale)
-    torch.div(first, update, out=update).mul_(factor * scale / share)
+    torch.div(first, update, out=update).mul_(factor * scale / first_correction)
     update.add_(weight, alpha=factor * group["weight_decay"])
 
 

@@ -317,9 +317,9 @@ class ParallelModel:
         """All numbers of a micro-batch, on each of the ranks that it is shared out to."""
         if self._mesh.size("cp") == 1:
             return reading.numbers(model, here, slice(None), states(model, here, at_N, routed=routed))
-        share = shard_row(model, here, self._mesh, at_N, kind=self._kind)
-        numbers = reading.numbers(model, here, share.read_M, share.hidden(model))
-        return tuple(share.gather(number_M) for number_M in numbers)
+        sharded = shard_row(model, here, self._mesh, at_N, kind=self._kind)
+        numbers = reading.numbers(model, here, sharded.read_M, sharded.hidden(model))
+        return tuple(sharded.gather(number_M) for number_M in numbers)
 
 
 def _even_tokens(model: Model) -> float:

@@ -47,7 +47,7 @@ class PreferenceReport:
         num_train: pairs trained on.
         num_held_out: pairs of other prompts, which the accuracies are over.
         steps: optimizer steps.
-        accuracy_before: share of held-out pairs whose chosen text had the higher score; a tie counts half.
+        accuracy_before: fraction of held-out pairs whose chosen text had the higher score; a tie counts half.
         accuracy_after: likewise, with the weights that were saved.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-# Decaying schedules end here, as a share of the peak: the last steps still move.
+# Decaying schedules end here, as a fraction of the peak: the last steps still move.
 FLOOR = 0.1
 
 

@@ -109,8 +109,8 @@ class ValueTrainer:
         """Update the weights, or skip the step where the gradient is not finite, and clear the gradient.
 
         Returns:
-            metrics: `loss`; the means over the tokens' shares `clip_fraction` (the clip holds the value) and
-                `value`; and `explained_variance` = 1 - Var(R - v) / Var(R) under the shares, left out where
+            metrics: `loss`; the weighted means over the tokens `clip_fraction` (the clip holds the value) and
+                `value`; and `explained_variance` = 1 - Var(R - v) / Var(R) under the weights, left out where
                 every return is the same.
         """
         metrics = _metrics(torch.cat(self._seen, 1)) if self._seen else {}
@@ -141,10 +141,10 @@ def _every_token(batch: Batch) -> Tensor:
 def _metrics(columns_5N: Tensor) -> dict[str, float]:
     """What one step's tokens come to: loss, clipped, value, return and weight of each."""
     loss_N, clipped_N, value_N, return_N, weight_N = columns_5N
-    share_N = weight_N / (weight_N.sum() or 1.0)
+    normalised_N = weight_N / (weight_N.sum() or 1.0)
 
     def mean(x_N: Tensor) -> float:
-        return float((x_N * share_N).sum())
+        return float((x_N * normalised_N).sum())
 
     def variance(x_N: Tensor) -> float:
         return mean((x_N - mean(x_N)) ** 2)

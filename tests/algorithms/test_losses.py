@@ -261,10 +261,10 @@ def test_clip_cov_draws_only_from_the_band_and_from_what_has_a_gradient() -> Non
     covariance_T = torch.tensor([1.0, 1.5, 2.0, 5.0, 3.0, 0.5, 6.0, 4.0])
     clipped_T = torch.tensor([False, False, True, False, False, False, False, False])
 
-    def drawn(share: float, seed: int) -> list[bool]:
+    def drawn(fraction: float, seed: int) -> list[bool]:
         generator = torch.Generator().manual_seed(seed)
         return clip_cov_selection(
-            covariance_T, clipped_T, share=share, low=1.0, high=5.0, generator=generator
+            covariance_T, clipped_T, fraction=fraction, low=1.0, high=5.0, generator=generator
         ).tolist()
 
     everything = [False, True, False, False, True, False, False, True]
@@ -281,7 +281,7 @@ def test_clip_cov_without_candidates_selects_nothing() -> None:
     found = clip_cov_selection(
         torch.zeros(3),
         torch.zeros(3, dtype=torch.bool),
-        share=1.0,
+        fraction=1.0,
         low=1.0,
         high=5.0,
         generator=torch.Generator(),
@@ -292,9 +292,9 @@ def test_clip_cov_without_candidates_selects_nothing() -> None:
 def test_kl_cov_selects_the_largest_and_of_equal_ones_the_first() -> None:
     covariance_T = torch.tensor([1.0, 7.0, 3.0, 3.0, -9.0, 3.0])
     expected = {0.1: [1], 0.34: [1, 2], 0.5: [1, 2, 3], 0.7: [1, 2, 3, 5], 1.0: [0, 1, 2, 3, 4, 5]}
-    for share, places in expected.items():
-        assert kl_cov_selection(covariance_T, share=share).nonzero().flatten().tolist() == places
-    assert kl_cov_selection(torch.zeros(0), share=0.5).tolist() == []
+    for fraction, places in expected.items():
+        assert kl_cov_selection(covariance_T, fraction=fraction).nonzero().flatten().tolist() == places
+    assert kl_cov_selection(torch.zeros(0), fraction=0.5).tolist() == []
 
 
 def test_kl_cov_adds_the_distance_where_selected() -> None:

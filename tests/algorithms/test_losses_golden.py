@@ -29,7 +29,7 @@ from millrace.algorithms.losses import (
 from millrace.algorithms.masked import segment_mean
 from millrace.algorithms.ratios import importance_weights, truncate
 from millrace.algorithms.sequence_losses import gmpo, gspo_token, sequence_log_ratio
-from tests.algorithms.shares import shares
+from tests.algorithms.verl_weights import verl_weights
 from tests.close import close_fp64
 from tests.golden.verl import CASES, Rows, rows
 
@@ -80,7 +80,7 @@ def gpg_verl(t: Tokens, settings: dict[str, Any]) -> tuple[Tensor, None]:
 
 
 def kl_cov_verl(t: Tokens, settings: dict[str, Any]) -> tuple[Tensor, None]:
-    selected_N = kl_cov_selection(covariance(t.policy_N, t.advantage_N), share=2e-4)
+    selected_N = kl_cov_selection(covariance(t.policy_N, t.advantage_N), fraction=2e-4)
     return kl_cov(*t.three, selected_N, coefficient=0.1), None
 
 
@@ -151,13 +151,13 @@ def test_loss_gradient_and_clip_fraction_are_those_of_verl(case: dict[str, Any],
         loss_N = loss_N * correction(row, t, name)
     if name in ALWAYS_SEQUENCE_MEAN:
         aggregation = "seq-mean-token-mean"
-    loss = (loss_N * shares(row, aggregation)[row.mask_T]).sum()
+    loss = (loss_N * verl_weights(row, aggregation)[row.mask_T]).sum()
     (gradient_N,) = torch.autograd.grad(loss, t.policy_N)
     close_fp64(loss, golden["loss"], rtol=1e-6, atol=1e-6)
     close_fp64(gradient_N, row.pack(golden["grad"])[row.mask_T], rtol=1e-6, atol=1e-6)
     if outside_N is not None:
-        share = outside_N.double().mean()
-        close_fp64(share, golden["metrics"]["actor/pg_clipfrac"], rtol=1e-6, atol=1e-6)
+        fraction = outside_N.double().mean()
+        close_fp64(fraction, golden["metrics"]["actor/pg_clipfrac"], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_value_loss_gradient_and_clip_fraction_are_those_of_verl(case: dict[str,
     row, golden = rows(case), case["value_loss"][key]
     value_N, old_N, return_N = (row.input(name)[row.mask_T] for name in ("new_values", "values", "returns"))
     value_N.requires_grad_()
-    loss = (value_loss(value_N, old_N, return_N, clip=0.5) * shares(row, key)[row.mask_T]).sum()
+    loss = (value_loss(value_N, old_N, return_N, clip=0.5) * verl_weights(row, key)[row.mask_T]).sum()
     (gradient_N,) = torch.autograd.grad(loss, value_N)
     close_fp64(loss, golden["loss"], rtol=1e-6, atol=1e-6)
     close_fp64(gradient_N, row.pack(golden["grad"])[row.mask_T], rtol=1e-6, atol=1e-6)

@@ -71,15 +71,15 @@ REFUSED_ELSEWHERE: list[tuple[Callable[[], Tensor], str]] = [
         lambda: value_loss(ONE, ONE, ONE, clip=None, coefficient=0.0),
         "coefficient is 0.0; it must be above 0",
     ),
-    (lambda: kl_cov_selection(ONE, share=0.0), "share is 0.0; it must be above 0 and at most 1"),
-    (lambda: kl_cov_selection(ONE, share=1.5), "share is 1.5; it must be above 0 and at most 1"),
+    (lambda: kl_cov_selection(ONE, fraction=0.0), "fraction is 0.0; it must be above 0 and at most 1"),
+    (lambda: kl_cov_selection(ONE, fraction=1.5), "fraction is 1.5; it must be above 0 and at most 1"),
     (
-        lambda: clip_cov_selection(ONE, TRUE, share=0.5, low=2.0, high=2.0, **CLIP_COV),
+        lambda: clip_cov_selection(ONE, TRUE, fraction=0.5, low=2.0, high=2.0, **CLIP_COV),
         "low is 2.0; it must be below high, which is 2.0",
     ),
     (
-        lambda: clip_cov_selection(ONE, TRUE, share=0.0, low=1.0, high=2.0, **CLIP_COV),
-        "share is 0.0; it must be above 0 and at most 1",
+        lambda: clip_cov_selection(ONE, TRUE, fraction=0.0, low=1.0, high=2.0, **CLIP_COV),
+        "fraction is 0.0; it must be above 0 and at most 1",
     ),
 ]
 
@@ -122,7 +122,7 @@ SHAPES: list[tuple[Callable[..., Tensor], list[str], dict[str, Any]]] = [
     (
         clip_cov_selection,
         ["covariance_T", "clipped_T"],
-        {"share": 0.5, "low": 1.0, "high": 2.0, **CLIP_COV},
+        {"fraction": 0.5, "low": 1.0, "high": 2.0, **CLIP_COV},
     ),
     (
         kl_cov,

@@ -16,7 +16,7 @@ from millrace.algorithms.ratios import icepop, importance_weights, normalise, tr
 from millrace.algorithms.weights import fixed_length, sequence_mean, sequence_sum, token_mean, token_sum
 from tests.close import close_fp64
 
-SHARES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+TOKEN_WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token_mean": token_mean,
     "token_sum": token_sum,
     "sequence_mean": sequence_mean,
@@ -94,19 +94,19 @@ def logits() -> Tensor:
     return torch.linspace(-1, 1, 11, dtype=torch.float64).requires_grad_()
 
 
-def random_step(seed: int, share: str) -> Tokens:
+def random_step(seed: int, aggregation: str) -> Tokens:
     """Nine segments of 1 to 8 tokens, some not chosen, one without any."""
     generator = torch.Generator().manual_seed(seed)
     length_B = torch.randint(1, 9, (9,), generator=generator)
     segment_T = torch.repeat_interleave(torch.arange(9), length_B)
     mask_T = (torch.rand(len(segment_T), generator=generator) < 0.7) & (segment_T != 4)
     mask_T[0] = True
-    weight_T = SHARES[share](mask_T, segment_T).double()[mask_T]
+    weight_T = TOKEN_WEIGHTS[aggregation](mask_T, segment_T).double()[mask_T]
     segment_N, token_N = segment_T[mask_T], torch.randint(0, 11, mask_T.shape, generator=generator)[mask_T]
     policy_N = logits().detach().log_softmax(-1)[token_N]
     moved_N, advantage_N = torch.randn(2, len(token_N), generator=generator, dtype=torch.float64)
     sampler_N = policy_N + 0.3 * moved_N
-    selected_N = losses.kl_cov_selection(losses.covariance(policy_N, advantage_N), share=0.2)
+    selected_N = losses.kl_cov_selection(losses.covariance(policy_N, advantage_N), fraction=0.2)
     correction_N = importance_weights(policy_N - sampler_N, segment_N, 9, level="sequence")
     correction_N = normalise(truncate(correction_N, high=2.0), segment_N, 9, level="sequence")
     return Tokens(token_N, sampler_N, advantage_N, segment_N, selected_N, correction_N, weight_T)
@@ -132,10 +132,10 @@ def loss_and_gradient(objective: Objective, micros: list[Tokens]) -> tuple[float
     return total, logit_V.grad
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("aggregation", TOKEN_WEIGHTS)
 @pytest.mark.parametrize("seed", range(20))
-def test_every_loss_is_the_same_under_any_split(seed: int, share: str) -> None:
-    step = random_step(seed, share)
+def test_every_loss_is_the_same_under_any_split(seed: int, aggregation: str) -> None:
+    step = random_step(seed, aggregation)
     split = random_split(seed, step.segment_T.unique().tolist())
     micros = [step.part(segments) for segments in split]
     assert len(micros) > 1 and sum(len(micro.token_T) for micro in micros) == len(step.token_T)
@@ -163,7 +163,7 @@ def test_a_selection_made_on_a_micro_batch_would_differ() -> None:
     micros = [step.part(segments) for segments in random_split(0, step.segment_T.unique().tolist())]
     policy_V = logits().detach().log_softmax(-1)
     found = [
-        losses.kl_cov_selection(losses.covariance(policy_V[m.token_T], m.advantage_T), share=0.2)
+        losses.kl_cov_selection(losses.covariance(policy_V[m.token_T], m.advantage_T), fraction=0.2)
         for m in micros
     ]
     assert any((x != m.selected_T).any() for x, m in zip(found, micros, strict=True))

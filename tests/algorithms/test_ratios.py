@@ -244,8 +244,8 @@ def test_the_mismatch_metrics_equal_the_loop(seed: int) -> None:
 def test_chi_square_is_of_log_ratios_up_to_20() -> None:
     found = mismatch_metrics(torch.tensor([0.0, 0.0]), torch.tensor([-30.0, -1.0]), torch.arange(2), 2)
     close_fp64(found["chi_square_token"], (math.exp(40) + math.exp(2)) / 2 - 1)
-    share = (math.exp(20) + math.exp(1)) ** 2 / (math.exp(40) + math.exp(2)) / 2
-    close_fp64(found["ess"], share)
+    expected = (math.exp(20) + math.exp(1)) ** 2 / (math.exp(40) + math.exp(2)) / 2
+    close_fp64(found["ess"], expected)
 
 
 def test_no_tokens_have_no_mismatch_and_no_sample_size_to_speak_of() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.algorithms.losses import ppo_clip
 from millrace.algorithms.weights import fixed_length, sequence_mean, sequence_sum, token_mean, token_sum
 from millrace.data.batch import Batch
-from tests.algorithms.shares import shares
+from tests.algorithms.verl_weights import verl_weights
 from tests.close import close_fp32, close_fp64
 from tests.golden.verl import CASES, rows
 
@@ -28,14 +28,14 @@ EVERY: dict[str, Weights] = {
 def weights_loop(name: str, mask: list[bool], segment: list[int]) -> list[float]:
     chosen = [sum(m for m, s in zip(mask, segment, strict=True) if s == b) for b in range(segment[-1] + 1)]
     num_segments = sum(1 for n in chosen if n)
-    share = {
+    weight = {
         "token_mean": lambda b: 1 / sum(chosen),
         "token_sum": lambda b: 1.0,
         "sequence_mean": lambda b: 1 / (num_segments * chosen[b]),
         "sequence_sum": lambda b: 1 / num_segments,
         "fixed_length": lambda b: 1 / (num_segments * 7),
     }[name]
-    return [share(b) if m else 0.0 for m, b in zip(mask, segment, strict=True)]
+    return [weight(b) if m else 0.0 for m, b in zip(mask, segment, strict=True)]
 
 
 def random_rows(seed: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,9 @@ GOLDEN = [(case, key) for case in CASES for key in case["agg"]]
 @pytest.mark.parametrize(("case", "key"), GOLDEN, ids=[f"seed {case['seed']} {key}" for case, key in GOLDEN])
 def test_the_weighted_sum_is_the_aggregation_of_verl(case: dict[str, Any], key: str) -> None:
     row = rows(case)
-    close_fp64((row.input("advantages") * shares(row, key)).sum(), case["agg"][key], rtol=1e-6, atol=1e-6)
+    close_fp64(
+        (row.input("advantages") * verl_weights(row, key)).sum(), case["agg"][key], rtol=1e-6, atol=1e-6
+    )
 
 
 def as_batch(mask_T: Tensor, segment_T: Tensor, weight_T: Tensor, seed: int) -> Batch:

@@ -23,7 +23,7 @@ def test_an_update_costs_what_the_steps_around_it_do_not_explain():
     assert found["updates"] == 1
 
 
-def test_the_share_of_the_overlap_is_of_what_could_be_saved():
+def test_the_fraction_of_the_overlap_is_of_what_could_be_saved():
     sides = {name: {"batch_s": 3.0} for name in (*async_overlap.SIDES, "training")}
     sides |= {"sync": {"batch_s": 1.9}, "sync, a core": {"batch_s": 4.0}, "sampling": {"batch_s": 2.0}}
     sides["training"] = {"batch_s": 1.5}

@@ -217,7 +217,7 @@ class Peer:
     def generate(self, one, *, logprobs):
         print("a line of a library")
         return [[logprobs * 5 + 1] * (length - self.missing) for length in one.lengths]
-    def shares(self, one):
+    def time_fractions(self, one):
         return {{"draw": len(one.prompts)}}
 
 serve(Peer, ("numpy",))
@@ -238,7 +238,7 @@ def test_a_peer_answers_jobs_in_a_process_of_its_own(tmp_path):
     found = worker.ask(job)
     assert found["tokens"] == [[6] * 16] * 8
     assert worker.ask(job | {"tokens": False, "logprobs": False})["tokens"] is None
-    assert worker.ask({"workload": job["workload"], "call": "shares"}) == {"draw": 8}
+    assert worker.ask({"workload": job["workload"], "call": "time_fractions"}) == {"draw": 8}
     assert 5e6 < found["peak_bytes"] < 1e8  # a Python without torch, whatever this process holds
     assert list(worker.versions) == ["numpy"]
     worker.close()

@@ -71,7 +71,7 @@ def test_a_plan_shows_the_memory_of_the_fullest_rank(big):
     assert f"it fits: {memory.peak / 1e9:.1f} of 133.9 GB" in result.out
 
 
-def test_a_step_is_timed_at_the_share_that_is_given(big):
+def test_a_step_is_timed_at_the_mfu_that_is_given(big):
     words = (
         "plan",
         "big.yaml",

@@ -181,7 +181,7 @@ def test_on_the_policy_s_own_draws_every_loss_climbs_the_exact_gradient(name: st
 
 @every_world
 def test_on_the_policy_s_own_draws_gmpo_climbs_the_reward_per_token(world: World) -> None:
-    """Its loss stands at every token; in shares of 1 / length it counts once and is divided by the length."""
+    """Its loss stands at every token; weighted by 1 / length it counts once and is divided by it."""
     batch = world.batch(1)
     loss_T = LOSSES["gmpo"][0](batch, batch.spread(batch.reward_B))
     mean_PV = world.mean(batch, loss_T, 1 / batch.spread(batch.length_B.double()))
@@ -222,7 +222,7 @@ def covariances(drawn: list[Path]) -> list[list[float]]:
 
 @every_stale_world
 def test_clip_cov_leaves_out_tokens_of_middling_covariance_and_keeps_the_rest(world: World) -> None:
-    """With a share of 1 every candidate is drawn, so nothing is left to chance."""
+    """With a fraction of 1 every candidate is drawn, so nothing is left to chance."""
     batch = world.batch(2)
 
     def ours(one: Batch) -> Tensor:
@@ -231,7 +231,7 @@ def test_clip_cov_leaves_out_tokens_of_middling_covariance_and_keeps_the_rest(wo
         selected_T = losses.clip_cov_selection(
             losses.covariance(one.policy_T, one.reward_T),
             losses.clipped(one.policy_T.detach(), one.sampler_T, one.reward_T, **setting),
-            share=1.0,
+            fraction=1.0,
             low=0.1,
             high=0.6,
             generator=torch.Generator().manual_seed(0),
@@ -253,7 +253,7 @@ def test_kl_cov_pulls_the_tokens_of_largest_covariance_back(world: World) -> Non
     batch = world.batch(2)
 
     def ours(one: Batch) -> Tensor:
-        selected_T = losses.kl_cov_selection(losses.covariance(one.policy_T, one.reward_T), share=0.4)
+        selected_T = losses.kl_cov_selection(losses.covariance(one.policy_T, one.reward_T), fraction=0.4)
         return losses.kl_cov(one.policy_T, one.sampler_T, one.reward_T, selected_T, coefficient=0.3)
 
     def twin(drawn: list[Path]) -> list[list[float]]:

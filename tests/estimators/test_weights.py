@@ -1,4 +1,4 @@
-"""Token shares and importance weights on the token MDP: what they do to the expected gradient."""
+"""Token weights and importance weights on the token MDP: what they do to the expected gradient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.estimators.test_returns import climb, every_stale_world, every_world,
 from tests.estimators.world import TREE, Batch, Path, World, close_to_twin, per_sequence
 
 # Shares are float32.
-SHARES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[list[Path], Path], float]]] = {
+TOKEN_WEIGHTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[list[Path], Path], float]]] = {
     "token_mean": (weights.token_mean, lambda drawn, path: 1 / sum(map(len, drawn))),
     "token_sum": (weights.token_sum, lambda drawn, path: 1.0),
     "sequence_mean": (weights.sequence_mean, lambda drawn, path: 1 / (len(drawn) * len(path))),
@@ -43,9 +43,9 @@ def exact(world: World) -> np.ndarray:
     return exact_gradient(TREE, world.policy_PV, world.final_PV)
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", TOKEN_WEIGHTS)
 def test_mean_and_variance_of_each_share_are_those_of_its_definition(name: str) -> None:
-    ours, twin = SHARES[name]
+    ours, twin = TOKEN_WEIGHTS[name]
     world = World(1, fresh=True)
     batch = world.batch(2)
     loss_T = reinforce(batch.policy_T, batch.spread(leave_one_out(batch.reward_B, *batch.groups)))
@@ -63,7 +63,7 @@ def test_mean_and_variance_of_each_share_are_those_of_its_definition(name: str) 
 def test_shares_by_constants_keep_the_direction_and_shares_by_length_do_not(world: World) -> None:
     batch = world.batch(2)
     loss_T = reinforce(batch.policy_T, batch.spread(leave_one_out(batch.reward_B, *batch.groups)))
-    mean = {name: world.mean(batch, loss_T, shared(batch, ours)) for name, (ours, _) in SHARES.items()}
+    mean = {name: world.mean(batch, loss_T, shared(batch, ours)) for name, (ours, _) in TOKEN_WEIGHTS.items()}
     for name, factor in (("sequence_sum", 1.0), ("token_sum", 2.0), ("fixed_length", 0.2)):
         close_fp64(mean[name], factor * exact(world), rtol=1e-6, atol=1e-7)
     for name in ("token_mean", "sequence_mean"):

@@ -90,15 +90,15 @@ class World:
             position_T=torch.from_numpy(every.position_T),
         )
 
-    def gradients(self, batch: Batch, loss_T: Tensor, share_T: Tensor | None = None) -> Floats:
-        """What each batch moves the logits by, uphill, [D, P, V]; tokens share 1 / size without `share_T`."""
-        share_T = torch.full_like(loss_T, 1 / batch.size) if share_T is None else share_T
-        (slope_T,) = torch.autograd.grad((loss_T * share_T).sum(), batch.policy_T, retain_graph=True)
+    def gradients(self, batch: Batch, loss_T: Tensor, weight_T: Tensor | None = None) -> Floats:
+        """What each batch moves the logits by, uphill, [D, P, V]; a token weighs 1 / size by default."""
+        weight_T = torch.full_like(loss_T, 1 / batch.size) if weight_T is None else weight_T
+        (slope_T,) = torch.autograd.grad((loss_T * weight_T).sum(), batch.policy_T, retain_graph=True)
         return batch.every.gradients(-slope_T.numpy(), self.policy_PV)
 
-    def mean(self, batch: Batch, loss_T: Tensor, share_T: Tensor | None = None) -> Floats:
+    def mean(self, batch: Batch, loss_T: Tensor, weight_T: Tensor | None = None) -> Floats:
         """The expected gradient, [P, V]."""
-        return batch.every.mean(self.gradients(batch, loss_T, share_T))
+        return batch.every.mean(self.gradients(batch, loss_T, weight_T))
 
     def _random(self, stream: int, *shape: int) -> Floats:
         return np.random.default_rng([self.seed, stream]).normal(size=shape)

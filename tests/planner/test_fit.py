@@ -121,7 +121,7 @@ def test_what_fits_needs_no_advice():
     assert advice(QWEN, LEAN, fit, 141e9, refuse=refuse) == []
 
 
-def test_only_a_share_of_the_device_may_be_used():
+def test_only_a_fraction_of_the_device_may_be_used():
     memory = memory_per_rank(QWEN, Layout(dp_shard=8), WORK, 80e9)
     assert fits(memory, memory.peak / 0.95 + 1) and not fits(memory, memory.peak / 0.95 - 1)
 

@@ -83,7 +83,7 @@ def test_only_predicted_tokens_cost_a_head():
     assert more.layers == less.layers
 
 
-def test_utilization_is_a_share_of_the_peak():
+def test_utilization_is_a_fraction_of_the_peak():
     close_fp64(utilization(3e15, seconds=2.5, peak_flops=4e15), 0.3)
 
 

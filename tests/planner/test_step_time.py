@@ -123,7 +123,7 @@ def test_a_pipeline_idles_while_it_fills():
 
 
 @pytest.mark.parametrize("mfu", [0.0, 1.1])
-def test_a_share_that_cannot_be_is_refused(mfu):
+def test_an_mfu_that_cannot_be_is_refused(mfu):
     memory = memory_per_rank(LLAMA, Layout(), WORK, GPU.memory_bytes)
     with pytest.raises(ValueError) as refused:
         step_time(LLAMA, Layout(), WORK, memory, GPU, mfu=mfu)

@@ -38,14 +38,14 @@ def test_the_differences_are_those_of_numpy():
 
 
 def fill(
-    meter: BiasMeter, rng: random.Random, dropped: str, *, groups: int = 400, share: float = 0.2
+    meter: BiasMeter, rng: random.Random, dropped: str, *, groups: int = 400, fraction: float = 0.2
 ) -> None:
     """Groups whose long answers are the wrong ones; a fifth is dropped: the longest, or any."""
     for _ in range(groups):
         hardness = rng.random()
         rewards = [float(rng.random() > hardness) for _ in range(8)]
         lengths = [100 + 200 * hardness + rng.gauss(0, 30) for _ in range(8)]
-        drop = hardness > 1 - share if dropped == "long" else rng.random() < share
+        drop = hardness > 1 - fraction if dropped == "long" else rng.random() < fraction
         meter.add(lengths, rewards, [not drop] * 8)
 
 

@@ -112,7 +112,7 @@ def test_taken_up_it_has_the_same_bits(runs, tmp_path):
     check_equal(again, runs / "together")
 
 
-def share_there(run: Controller) -> float:
+def fraction_there(run: Controller) -> float:
     """How much of the widest weight is in memory: given back, it reads as 0."""
     assert run.trainer is not None
     widest = max(run.trainer.model.parameters(), key=torch.numel)
@@ -126,7 +126,7 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
     def looking(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def look(*arguments: Any, **options: Any) -> Any:
             held = controllers[0].parts.sleeper.memory_bytes()
-            there = share_there(controllers[0]) > 0.9
+            there = fraction_there(controllers[0]) > 0.9
             seen.add((name, there, held["weights"] > 0, held["kv_cache"] > 0))
             return real(*arguments, **options)
 

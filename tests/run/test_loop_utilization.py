@@ -18,14 +18,14 @@ def run(folder, **overrides):
     return train(tiny_recipe(folder, {"sft": None, **overrides}), quiet=True).run
 
 
-@pytest.mark.parametrize(("name", "share"), [("NVIDIA H200", 3e15 / 4 / 2 / 989e12), ("Another", None)])
-def test_a_device_is_known_by_its_drivers_name(monkeypatch, name, share):
+@pytest.mark.parametrize(("name", "mfu"), [("NVIDIA H200", 3e15 / 4 / 2 / 989e12), ("Another", None)])
+def test_a_device_is_known_by_its_drivers_name(monkeypatch, name, mfu):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     device = torch.device("cuda", 0)
     found = reached(3 * 10**15, 2.0, num_ranks=4, device=device, dtype="bfloat16")
     close_fp64(found.pop("time/tflops_per_rank"), 375.0)
-    assert list(found) == ([] if share is None else ["time/mfu"])
-    close_fp64(list(found.values()), [] if share is None else [share])
+    assert list(found) == ([] if mfu is None else ["time/mfu"])
+    close_fp64(list(found.values()), [] if mfu is None else [mfu])
 
 
 def operations(model, batch, *, head: bool) -> int:

@@ -199,7 +199,7 @@ def test_a_loss_that_depends_on_its_place_in_the_row_is_found(tmp_path, monkeypa
     assert [name for name in wrong(tmp_path) if name.startswith("gradient")] == every
 
 
-def test_twins_whose_shares_are_lost_are_found(tmp_path, monkeypatch):
+def test_twins_whose_weights_are_lost_are_found(tmp_path, monkeypatch):
     # The first sequence stands twice, whatever the policy says.
     lossy = lambda batch: batch.select(list(range(1, batch.num_segments)))  # noqa: E731
     monkeypatch.setattr(numerics, "without_twins", lossy)

@@ -33,7 +33,7 @@ def centred(num_parts: int = 1, **policy):
     )
 
 
-def test_each_optimizer_step_gets_its_share_of_the_groups_and_the_advantages_of_the_whole_batch():
+def test_each_optimizer_step_gets_its_part_of_the_groups_and_the_advantages_of_the_whole_batch():
     one = learner(centred(2))
     batches = watched(one.trainer)
     result = run(one, scored([1.0, 0.0], [4.0, 0.0]))
@@ -58,7 +58,7 @@ def test_one_optimizer_step_takes_all_groups_at_once():
 
 
 @pytest.mark.parametrize(
-    ("num_groups", "left_out", "shares"),
+    ("num_groups", "left_out", "parts"),
     [
         (4, (), [[0], [1], [2, 3]]),
         (5, (), [[0], [1, 2], [3, 4]]),
@@ -69,14 +69,14 @@ def test_one_optimizer_step_takes_all_groups_at_once():
         (3, (2,), [[0], [1]]),
     ],
 )
-def test_the_kept_groups_are_divided_evenly_in_order(num_groups, left_out, shares):
+def test_the_kept_groups_are_divided_evenly_in_order(num_groups, left_out, parts):
     one = learner(recipe(rollout={"prompts_per_step": 6}, policy={"optimizer_steps_per_batch": 3}))
     batches = watched(one.trainer)
     result = run(one, scored(*[[1.0, 0.0]] * num_groups), left_out=left_out)
     assert [first_actions(batch) for batch in batches] == [
-        [4 * g + s + 1 for g in share for s in (0, 1)] for share in shares
+        [4 * g + s + 1 for g in part for s in (0, 1)] for part in parts
     ]
-    assert len(result.reports) == len(shares)
+    assert len(result.reports) == len(parts)
 
 
 def test_a_group_left_out_is_sampled_shown_and_described_and_nothing_else():
@@ -90,7 +90,7 @@ def test_a_group_left_out_is_sampled_shown_and_described_and_nothing_else():
     assert [row["reward"] for row in result.rows] == [1.0, 0.0, 3.0, 3.0, 0.0, 4.0]
     assert (result.tokens_sampled, result.tokens_trained) == (12, 8)
     close_fp64(result.record["reward/mean"], 11 / 6)
-    # Its tokens have no share of the loss, so the others share all of it.
+    # Its tokens have no weight in the loss, so the others have all of it.
     close_fp32(float(batches[0].weight_T.sum()), 1.0)
 
 
@@ -116,7 +116,7 @@ def test_trajectories_without_advantage_are_left_out_and_change_no_weight(monkey
     close_fp32(weight_bits(left_out.trainer), weight_bits(kept.trainer))
     assert (result.tokens_sampled, result.tokens_trained) == (12, 8)
     close_fp64(result.record["group/zero_std_fraction"], 1 / 3)
-    # The shares were fixed before anything was left out.
+    # The weights were fixed before anything was left out.
     close_fp32(float(ours[0].weight_T.sum()), 8 / 12)
 
 
@@ -195,7 +195,7 @@ def test_only_segments_of_the_current_weights_alone_are_judged(versions, expecte
     )
 
 
-def test_what_is_said_twice_in_a_group_is_computed_once_with_both_shares():
+def test_what_is_said_twice_in_a_group_is_computed_once_with_both_weights():
     one = learner(centred())
     batches = watched(one.trainer)
     (first,) = scored([1.0])[0].trajectories

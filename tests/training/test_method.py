@@ -395,9 +395,9 @@ def test_token_weights_of_a_run_in_float64_are_float64(kind):
     mask_T, segment_T = torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 2])
     config = recipe(rollout={"max_tokens": 7}, policy={"loss_aggregation": kind}, precision="float64")
     found_T = build_token_weights(config)(mask_T, segment_T)
-    share = {"token_sum": 1.0, "fixed_length": 1 / 21}.get(kind, 1 / 3)
-    assert found_T.dtype == torch.float64 and found_T.tolist() == [share] * 3
+    weight = {"token_sum": 1.0, "fixed_length": 1 / 21}.get(kind, 1 / 3)
+    assert found_T.dtype == torch.float64 and found_T.tolist() == [weight] * 3
     if kind != "fixed_length":
         of_sft = recipe(sft={"steps": 1, "loss_aggregation": kind}, precision="float64")
         found_T = build_sft_token_weights(of_sft)(mask_T, segment_T)
-        assert found_T.dtype == torch.float64 and found_T.tolist() == [share] * 3
+        assert found_T.dtype == torch.float64 and found_T.tolist() == [weight] * 3

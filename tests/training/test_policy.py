@@ -199,13 +199,13 @@ def test_it_returns_the_log_probabilities_before_the_update_in_packed_order():
     assert not found_N.requires_grad
 
 
-def test_metrics_are_the_loss_and_means_over_the_shares():
+def test_metrics_are_the_loss_and_weighted_means():
     batch, model = random_batch(2), tiny_model()
     one = trainer(model, max_tokens=int(batch.length_B.max()))
     logprob_N, entropy_N = chosen_logprobs(model, batch, temperature=1.0)
     mask = batch.action_mask_T
     weight_N = batch.weight_T[mask] / 2
-    batch.weight_T = batch.weight_T / 2  # shares that add up to one half: a mean must divide by it
+    batch.weight_T = batch.weight_T / 2  # weights that add up to one half: a mean must divide by it
     ratio_N = (logprob_N - batch.sampler_logprob_T[mask]).exp()
     advantage_N = batch.advantage_T[mask]
     loss_N = -torch.minimum(advantage_N * ratio_N, advantage_N * ratio_N.clamp(0.8, 1.2))

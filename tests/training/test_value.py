@@ -162,9 +162,9 @@ def test_one_segment_at_a_time_adds_up_to_the_whole_batch():
     close_fp32(parts.optim_step().metrics["loss"], whole.optim_step().metrics["loss"])
 
 
-def test_metrics_are_the_loss_and_means_over_the_shares():
+def test_metrics_are_the_loss_and_weighted_means():
     batch, model = valued_batch(2, token_weights=sequence_mean), critic()
-    batch.weight_T = batch.weight_T / 2  # shares that add up to one half: a mean must divide by it
+    batch.weight_T = batch.weight_T / 2  # weights that add up to one half: a mean must divide by it
     one = trainer(model)
     with torch.no_grad():
         score_T = packed_scores(model, batch.token_T, batch.position_T, batch.length_B).double().numpy()
@@ -175,18 +175,18 @@ def test_metrics_are_the_loss_and_means_over_the_shares():
     )
     free_N = (value_N - return_N) ** 2
     held_N = (np.clip(value_N, old_N - 0.3, old_N + 0.3) - return_N) ** 2
-    share_N = weight_N / weight_N.sum()
+    normalised_N = weight_N / weight_N.sum()
     error_N = return_N - value_N
 
     def variance(x_N: np.ndarray) -> float:
-        return np.average((x_N - np.average(x_N, weights=share_N)) ** 2, weights=share_N)
+        return np.average((x_N - np.average(x_N, weights=normalised_N)) ** 2, weights=normalised_N)
 
     one.forward_backward(batch)
     metrics = one.optim_step().metrics
     assert 0 < (held_N > free_N).sum() < len(free_N)
     close_fp32(metrics["loss"], 0.7 * (np.maximum(free_N, held_N) * weight_N).sum())
-    close_fp32(metrics["clip_fraction"], np.average(held_N > free_N, weights=share_N))
-    close_fp32(metrics["value"], np.average(value_N, weights=share_N))
+    close_fp32(metrics["clip_fraction"], np.average(held_N > free_N, weights=normalised_N))
+    close_fp32(metrics["value"], np.average(value_N, weights=normalised_N))
     close_fp32(metrics["explained_variance"], 1 - variance(error_N) / variance(return_N))
 
 
@@ -203,7 +203,7 @@ def test_the_variance_of_equal_returns_explains_nothing():
     assert set(one.optim_step().metrics) - NORMS == {"loss", "clip_fraction", "value"}
 
 
-def test_a_batch_whose_tokens_have_no_share_moves_nothing_and_divides_by_nothing():
+def test_a_batch_whose_tokens_have_no_weight_moves_nothing_and_divides_by_nothing():
     batch, one = valued_batch(1), trainer()
     batch.weight_T = torch.zeros_like(batch.weight_T)
     batch.return_T = 0.1 * batch.action_mask_T

@@ -102,7 +102,7 @@ def steps(num: int) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def test_changes_over_optimizer_steps_equal_whole_weights() -> None:
-    shares: list[float] = []
+    fractions: list[float] = []
     elsewhere: Elsewhere | None = None
     with closing(SharedWeights(delta=True)) as shared:
         for version, named in enumerate(steps(4)):
@@ -110,8 +110,8 @@ def test_changes_over_optimizer_steps_equal_whole_weights() -> None:
             elsewhere = elsewhere or Elsewhere(shared, named)
             elsewhere.receive(note, patched=version > 0)
             assert elsewhere.sampler.holds(named)
-            shares.append(shared.metrics.get("weight_sync/payload_fraction", 1.0))
+            fractions.append(shared.metrics.get("weight_sync/payload_fraction", 1.0))
         assert elsewhere is not None
         os.close(elsewhere.memory)
-    assert shares[0] == 1.0
-    assert all(0.0 < share < 0.5 for share in shares[1:])
+    assert fractions[0] == 1.0
+    assert all(0.0 < fraction < 0.5 for fraction in fractions[1:])

@@ -39,11 +39,11 @@ class RunStopped(RuntimeError):
     """The run cannot usefully go on; the message has the reason and the fix."""
 
 
-def check_failures(share: float, *, limit: float, reason: str, of: str) -> None:
+def check_failures(fraction: float, *, limit: float, reason: str, of: str) -> None:
     """Stop where so many rewards failed that the others are not representative.
 
     Args:
-        share: fraction of the rewards that failed.
+        fraction: fraction of the rewards that failed.
         limit: largest allowed fraction; 1 is never allowed.
         reason: of one of the failures, if any.
         of: names the scored completions in the message.
@@ -51,9 +51,9 @@ def check_failures(share: float, *, limit: float, reason: str, of: str) -> None:
     Raises:
         RunStopped: more than `limit` failed, or all.
     """
-    if share > limit or share == 1:
+    if fraction > limit or fraction == 1:
         raise RunStopped(
-            f"{share:.0%} of the rewards of {of} failed, more than limits.failed_rewards = {limit:.0%}; "
+            f"{fraction:.0%} of the rewards of {of} failed, more than limits.failed_rewards = {limit:.0%}; "
             f"the first: {reason}"
         )
 

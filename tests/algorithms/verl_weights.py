@@ -1,4 +1,4 @@
-"""verl's words for how tokens add up, as millrace's token shares."""
+"""verl's words for how tokens add up, as millrace's token weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.golden.verl import Rows
 Shares = Callable[[Tensor, Tensor], Tensor]
 
 
-def shares(row: Rows, aggregation: str) -> Tensor:
-    """The share of each token [T] in float64; an unknown word is a KeyError."""
+def verl_weights(row: Rows, aggregation: str) -> Tensor:
+    """The weight of each token [T] in float64; an unknown word is a KeyError."""
     ways: dict[str, Shares] = {
         "token-mean": token_mean,
         "token-sum": token_sum,

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from millrace.observability.charts import Series, Shade, curve_svg
-from millrace.observability.sinks import read_metrics
+from millrace.observability.sinks import read_records
 
 
 def main(run: Path) -> None:
     """Held-out accuracy over time, SFT shaded, to docs/pictures/quickstart.svg."""
-    records = read_metrics(run / "metrics.jsonl")
+    records = read_records(run / "metrics.jsonl")
     points = [(one["time/wall_s"], one["accuracy"]) for one in records if one["stage"] == "evaluation"]
     warm_s = max(one["time/wall_s"] for one in records if one["stage"] == "sft")
     picture = curve_svg(

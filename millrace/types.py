@@ -133,7 +133,7 @@ class SamplingParams:
         ):
             raise ValueError(
                 f"every token of allowed_token_ids is a stop token, so min_tokens, {self.min_tokens}, "
-                "leaves nothing to draw"
+                "leaves nothing to sample"
             )
 
     def token_ids(self) -> dict[str, tuple[int, ...]]:

@@ -48,7 +48,7 @@ from millrace.types import Completion, Outcome, SamplingParams, Support, Traject
         ),
         (
             {"allowed_token_ids": (5, 4), "stop_token_ids": (1, 4, 5), "min_tokens": 1},
-            "every token of allowed_token_ids is a stop token, so min_tokens, 1, leaves nothing to draw",
+            "every token of allowed_token_ids is a stop token, so min_tokens, 1, leaves nothing to sample",
         ),
         ({"stop": "ab"}, "stop is the string 'ab'; give a tuple of strings, ('ab',)"),
         (

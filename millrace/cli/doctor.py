@@ -99,7 +99,7 @@ def versions(problems: list[str]) -> Iterator[tuple[str, str]]:
     try:
         about = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        problems.append("millrace is not installed, so runs cannot say their version; run: pip install -e .")
+        problems.append("millrace is not installed, so runs cannot record its version; run: pip install -e .")
         return
     if python not in SpecifierSet(about["Requires-Python"]):
         problems.append(f"python is {python}, but millrace needs {about['Requires-Python']}; install another")

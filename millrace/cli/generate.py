@@ -17,7 +17,9 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the most like
 Samples = Annotated[
     int, typer.Option(min=1, help="Answers to each prompt; several need a temperature above 0.")
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Of the first answer drawn at a temperature above 0.")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Seed of the first completion at a temperature above 0.")
+]
 
 
 def generate(

@@ -24,12 +24,12 @@ LayoutText = Annotated[
     str | None,
     typer.Option(
         "--layout",
-        help="How they share the model, such as dp_shard=4,tp=2: short for mesh.dp_shard=4 mesh.tp=2.",
+        help="Layout of the ranks, such as dp_shard=4,tp=2: short for mesh.dp_shard=4 mesh.tp=2.",
     ),
 ]
 Mfu = Annotated[
     float,
-    typer.Option(min=0.01, max=1.0, help="Share of the peak rate that matrix products are taken to reach."),
+    typer.Option(min=0.01, max=1.0, help="Fraction of the peak rate that matrix products reach (MFU)."),
 ]
 NAME_WIDTH, NUMBER_WIDTH = 16, 9
 

@@ -47,13 +47,13 @@ AllowedHost = Annotated[
 ServedName = Annotated[
     str | None, typer.Option(help="By which clients ask for the model; its folder's name by default.")
 ]
-MaxConcurrent = Annotated[int, typer.Option(min=1, help="Samples drawn at the same time.")]
+MaxConcurrent = Annotated[int, typer.Option(min=1, help="Completions generated at the same time.")]
 MaxWaiting = Annotated[int, typer.Option(min=1, help="Samples that may wait; more get 429.")]
 CacheTokens = Annotated[
     int | None,
     typer.Option(
         min=64,
-        help="Tokens whose keys and values are kept; by default what a quarter of the free memory holds.",
+        help="Tokens that the KV cache holds; by default a quarter of the free memory.",
     ),
 ]
 Precision = Annotated[

@@ -276,5 +276,5 @@ def draw(rows: list[TableRow], picture: str) -> None:
         f"{mode}: {row.num_sampling} sample, {row.num_training} train, {row.run.step_s:.3g} s a step": row.run
         for mode, row in best_rows(rows).items()
     }
-    Path(picture).write_text(timeline_svg(runs, title="Who works when"), encoding="utf-8")
+    Path(picture).write_text(timeline_svg(runs, title="Timeline of engines and trainer"), encoding="utf-8")
     typer.echo(f"\npicture: {picture}")

@@ -99,7 +99,9 @@ def explain(item: dict[str, Any], name: str) -> str:
         return f"recipe {name}: {key} is {item['input']!r}: {_unquoted(key, item['input'])}"
     if item["type"] == "missing":
         description = place.info.description if place.info else None
-        return f"recipe {name}: {key} is missing; {f'it says: {description}' if description else 'add it'}"
+        return (
+            f"recipe {name}: {key} is missing; {f'its meaning: {description}' if description else 'add it'}"
+        )
     if item["type"] in ("union_tag_invalid", "union_tag_not_found") and place.info:
         kinds = ", ".join(kinds_of(place.info))
         given = f"is {item['ctx']['tag']!r}" if "tag" in item["ctx"] else "is missing"

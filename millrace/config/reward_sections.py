@@ -11,7 +11,8 @@ from millrace.config.section import Section, compiled, is_function
 
 Weight = Annotated[FiniteFloat, Field(description="factor in the sum of rewards")]
 Timeout = Annotated[
-    PositiveFloat, Field(description="one answer may take so long before its judge is killed")
+    PositiveFloat,
+    Field(description="seconds that scoring one completion may take before its reward worker is killed"),
 ]
 Workers = Annotated[PositiveInt, Field(description="processes that score at the same time, at most")]
 

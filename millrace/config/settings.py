@@ -210,7 +210,7 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
             config.sft is None and config.steps > 0,
             ("data.demonstration_column",),
         ),
-        "because a task's held-out problems are drawn from the task itself": (is_task, ("data.eval",)),
+        "because a task generates its held-out problems itself": (is_task, ("data.eval",)),
     }
     for why, (holds, keys) in idle.items():
         for key in keys:
@@ -246,7 +246,10 @@ def _idle_ahead(config: RunConfig) -> Iterator[str]:
         return
     why = "rollout.max_staleness above 0" if ahead else f"engine.num_engines {processes}"
     if config.engine.colocated:
-        yield f"engine.colocated does not go with {why}, where nobody takes turns; remove one of them"
+        yield (
+            f"engine.colocated does not go with {why}, where the engine generates while the trainer trains; "
+            "remove one of them"
+        )
 
 
 def _idle_sampling(config: RunConfig) -> Iterator[str]:
@@ -271,7 +274,10 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
     if advantage.kind in VALUED and config.critic is None:
         yield f"advantage kind {advantage.kind} needs a critic; add `critic: {{}}`"
     if advantage.kind not in VALUED and config.critic is not None:
-        yield f"critic has no effect with advantage kind {advantage.kind}, which asks for no value; remove it"
+        yield (
+            f"critic has no effect with advantage kind {advantage.kind}, which needs no value model; remove "
+            "it"
+        )
     if isinstance(advantage, GroupAdvantage):
         if not advantage.divide_by_std and "epsilon" in _given(advantage):
             yield "advantage.epsilon has no effect with divide_by_std false; remove it"

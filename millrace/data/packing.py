@@ -200,14 +200,14 @@ def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
         return None
     if len(known) < len(records):
         raise ValueError(
-            f"of {len(records)} trajectories only {len(known)} say which experts their tokens went to; let "
-            "every engine record them, or none"
+            f"of {len(records)} trajectories only {len(known)} record which experts their tokens went to; "
+            "let every engine record them, or none"
         )
     for record, trajectory in zip(known, trajectories, strict=True):
         if len(record) != trajectory.num_tokens:
             raise ValueError(
-                f"a trajectory has {trajectory.num_tokens} tokens, and its last completion says of "
-                f"{len(record)} which experts they went to"
+                f"a trajectory has {trajectory.num_tokens} tokens, and its last completion records the "
+                f"experts of {len(record)} tokens"
             )
     return torch.from_numpy(np.concatenate(known))
 

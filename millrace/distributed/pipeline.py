@@ -392,8 +392,8 @@ def _wait(work: dist.Work | None, problem: str) -> None:
         work.wait()
     except RuntimeError as error:
         raise RuntimeError(
-            f"in the pipeline {problem}, whose rank failed, ended, or took longer than the process group's "
-            f"timeout; see what it says: {error}"
+            f"in the pipeline {problem}; that rank failed, ended, or exceeded the process group's "
+            f"timeout: {error}"
         ) from error
 
 

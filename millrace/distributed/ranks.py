@@ -116,7 +116,7 @@ def given_ranks() -> tuple[int, int] | None:
         rank, size = (int(value or "") for value in given)
     except ValueError:
         told = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
-        raise RanksError(f"the environment says {told}; a rank needs both, as torchrun sets them") from None
+        raise RanksError(f"the environment has {told}; a rank needs both, as torchrun sets them") from None
     return rank, size
 
 

@@ -41,7 +41,7 @@ def grouped_linear(x_ND: Tensor, weight_EMD: Tensor, count_E: Sequence[int]) -> 
         )
     if len(count_E) != len(weight_EMD) or sum(count_E) != len(x_ND) or any(count < 0 for count in count_E):
         raise ValueError(
-            f"count_E is {list(count_E)}; it must say for each of {len(weight_EMD)} experts how many of "
+            f"count_E is {list(count_E)}; it must have for each of {len(weight_EMD)} experts how many of "
             f"{len(x_ND)} rows it has"
         )
     product: Tensor = _Grouped.apply(x_ND, weight_EMD, tuple(count_E))

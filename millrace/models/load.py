@@ -341,8 +341,8 @@ def _compute_buffers(model: PreTrainedModel) -> None:
     for name, buffer in model.named_non_persistent_buffers():
         if (buffer.isnan() | (buffer == _unknown(buffer))).any():
             raise ModelError(
-                f"a {model.config.model_type} cannot be loaded in parts, since transformers does not say how "
-                f"its {name} is computed; load it whole"
+                f"a {model.config.model_type} cannot be loaded in parts, since transformers does not define "
+                f"how its {name} is computed; load it whole"
             )
 
 

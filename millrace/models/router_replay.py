@@ -56,7 +56,7 @@ def recorded(expert_TLK: Tensor | None) -> Tensor:
     """
     if expert_TLK is None:
         raise ValueError(
-            "the batch does not say which experts its tokens went to; let the engine record them"
+            "the batch does not record which experts its tokens went to; let the engine record them"
         )
     return expert_TLK
 

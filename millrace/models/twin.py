@@ -276,7 +276,7 @@ def twin_of(
         kinds = layer_kinds(make(config))
     if not kinds:
         raise TwinError("it has no list of layers")
-    problem: Exception = TwinError("it stays large whatever its config says")
+    problem: Exception = TwinError("it stays large whatever its config has")
     for runs, token in itertools.product((True, False), (None, 0)):
         layers = chosen_layers(kinds, runs=runs)
         try:

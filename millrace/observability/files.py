@@ -282,7 +282,7 @@ def _tensors(header: Any, num_bytes: int) -> dict[str, StoredTensor]:
         if name == "__metadata__":
             continue
         if not isinstance(entry, dict):
-            raise ValueError(f"its header says nothing of tensor {name}")
+            raise ValueError(f"its header lacks tensor {name}")
         shape, offsets = entry.get("shape"), entry.get("data_offsets")
         bits = DTYPE_BITS.get(str(entry.get("dtype")))
         if not (_counts(shape) and _counts(offsets) and len(offsets) == 2 and bits):

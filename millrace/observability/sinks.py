@@ -160,7 +160,7 @@ def _wrong_record(record: Mapping[str, Any]) -> str | None:
     if record.get("stage") not in STAGES:
         return "its stage is none that there is"
     if record["stage"] == "evaluation" and record.get("during") not in STAGES:
-        return "it does not say during which stage"
+        return "it has no stage under during"
     if not count(record.get("step")):
         return "its step is no number"
     for name, value in record.items():

@@ -154,7 +154,7 @@ class IsolatedReward:
                     self._feed(work)
                     self._turn(work)
                     if self._closing:
-                        raise RewardError(f"{self._label()} was closed while it judged")
+                        raise RewardError(f"{self._label()} was closed while it scored")
             except BaseException:  # also Ctrl-C: partly read messages must not leak into the next call
                 self._kill_all()
                 raise

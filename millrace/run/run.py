@@ -433,7 +433,7 @@ class Controller:
             # No process may be left to correct this report, so it states only what holds either way.
             told = asdict(self._summary("interrupted")) | {"status": "not finished"}
             at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            note = f"As of {at}. `millrace status {self.folder.path}` says whether the run goes on."
+            note = f"As of {at}. `millrace status {self.folder.path}` shows whether the run goes on."
             write_report(self.folder.path, told | {"wall_s": self.wall_s}, note=note)
 
     def finish(self, status: Literal["finished", "interrupted", "failed"]) -> RunReport:

@@ -56,16 +56,16 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rewards": [{"kind": "format"}]},
-        "rewards.0.pattern is missing; it says: regular expression for the whole completion",
+        "rewards.0.pattern is missing; its meaning: regular expression for the whole completion",
     ),
     (
         {"rewards": []},
         "rewards is []: tuple should have at least 1 item after validation, not 0",
     ),
-    ({"sft": {}}, "sft.steps is missing; it says: most optimizer steps"),
+    ({"sft": {}}, "sft.steps is missing; its meaning: most optimizer steps"),
     (
         {"policy": {"optimizer": {"betas": [0.9]}}},
-        "policy.optimizer.betas.1 is missing; it says: decay of the first and second moments",
+        "policy.optimizer.betas.1 is missing; its meaning: decay of the first and second moments",
     ),
     (
         {"advantage": {"kind": "gae", "lamb": 0.9}, "critic": {}},
@@ -79,7 +79,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "opo"}}, f"advantage.kind is 'opo'; there are: {ADVANTAGES}"),
     (
         {"advantage": {"kind": "n_step"}, "critic": {}},
-        "advantage.num_steps is missing; it says: n, the rewards summed before the critic's value",
+        "advantage.num_steps is missing; its meaning: n, the rewards summed before the critic's value",
     ),
     (
         {"advantage": None},
@@ -105,7 +105,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": {"correction": {"reject": {}}}},
-        "policy.correction.reject.high is missing; it says: upper bound: of the ratio for k1, of the "
+        "policy.correction.reject.high is missing; its meaning: upper bound: of the ratio for k1, of the "
         "estimate for k2 and k3",
     ),
     ({3: 1}, "3 is 3: keys should be strings"),
@@ -124,8 +124,8 @@ def test_several_errors_are_several_lines() -> None:
     with pytest.raises(ConfigError) as error:
         validate(tree, "mine")
     assert str(error.value).splitlines() == [
-        "recipe mine: data.train is missing; it says: JSONL or Parquet file, Hugging Face dataset folder, or "
-        "reasoning-gym:NAME",
+        "recipe mine: data.train is missing; its meaning: JSONL or Parquet file, Hugging Face dataset "
+        "folder, or reasoning-gym:NAME",
         "recipe mine: unknown key rewards.0.wieght; did you mean rewards.0.weight?",
         "recipe mine: rewards.1.timeout_s is 0: input should be greater than 0",
     ]
@@ -141,7 +141,7 @@ def test_an_error_inside_a_list_is_not_told_as_an_empty_list_too() -> None:
     with pytest.raises(ConfigError) as error:
         validate({**BASE, "rewards": [{"kind": "format"}]}, "mine")
     assert str(error.value) == (
-        "recipe mine: rewards.0.pattern is missing; it says: regular expression for the whole completion"
+        "recipe mine: rewards.0.pattern is missing; its meaning: regular expression for the whole completion"
     )
 
 

@@ -59,8 +59,7 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         task(eval="held.jsonl"),
-        "data.eval has no effect because a task's held-out problems are drawn from the task itself; "
-        "remove it",
+        "data.eval has no effect because a task generates its held-out problems itself; remove it",
     ),
     (
         {"rewards": [{"kind": "exact"}, {"kind": "task"}]},
@@ -104,7 +103,7 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "gae"}}, "advantage kind gae needs a critic; add `critic: {}`"),
     (
         {"critic": {}},
-        "critic has no effect with advantage kind group, which asks for no value; remove it",
+        "critic has no effect with advantage kind group, which needs no value model; remove it",
     ),
     (
         {"advantage": {"divide_by_std": False, "epsilon": 1e-4}},
@@ -187,8 +186,8 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rollout": {"max_staleness": 1}, "engine": {"colocated": True}},
-        "engine.colocated does not go with rollout.max_staleness above 0, where nobody takes turns; remove "
-        "one of them",
+        "engine.colocated does not go with rollout.max_staleness above 0, where the engine "
+        "generates while the trainer trains; remove one of them",
     ),
     (
         {"rollout": {"stale_policy": "drop"}},

@@ -268,9 +268,9 @@ def test_the_last_turn_says_where_all_tokens_went() -> None:
     [
         (
             (3, None),
-            "of 2 trajectories only 1 say which experts their tokens went to; let every engine record",
+            "of 2 trajectories only 1 record which experts their tokens went to; let every engine record",
         ),
-        ((3, 2), "has 3 tokens, and its last completion says of 2 which experts they went to"),
+        ((3, 2), "has 3 tokens, and its last completion records the experts of 2 tokens"),
     ],
 )
 def test_a_record_of_some_or_of_other_tokens_is_an_error(

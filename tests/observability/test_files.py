@@ -136,7 +136,7 @@ def header(**entries) -> bytes:
     [
         (b"\xff" * 9, "its header would have 18,446,744,073,709,551,615 bytes, and the file has 9"),
         (b"abc", "its header would have 6,513,249 bytes, and the file has 3"),
-        (header(a=3), "its header says nothing of tensor a"),
+        (header(a=3), "its header lacks tensor a"),
         (header(a={"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}), "gives tensor a no dtype, shape"),
         (header(a={"dtype": "X", "shape": [1], "data_offsets": [0, 4]}), "gives tensor a no dtype, shape"),
         (header(a={"dtype": "F32", "shape": [9**30], "data_offsets": [0, 4]}), "a place that is not of its"),

@@ -271,7 +271,7 @@ def test_close_ends_a_call_of_another_thread(make):
         time.sleep(0.01)
     reward.close()
     thread.join(LIMIT_S)
-    assert raised == ["reward function my_rewards:grade was closed while it judged"]
+    assert raised == ["reward function my_rewards:grade was closed while it scored"]
     assert score(reward, "value 2")[0].value == 2.0
 
 

@@ -56,7 +56,7 @@ def test_a_run_that_is_gone_without_a_word_leaves_a_report_of_what_it_did(tmp_pa
     page = re.sub("<[^>]*>", " ", (folder / "report.html").read_text(encoding="utf-8"))
     assert page == reported[-1]
     assert "not finished" in page and "in 3 batches; the run has taken" in page and "so far." in page
-    assert f"`millrace status {folder}` says whether the run goes on." in page
+    assert f"`millrace status {folder}` shows whether the run goes on." in page
     assert "evaluate" in page and "start" in page
     assert "at the start; no step has been recorded yet." in reported[0]
     assert not (folder / "summary.json").exists()

@@ -31,7 +31,8 @@ def check_address(host: str, token: str | None, admin_token: str | None = None) 
             )
     if token is not None and token == admin_token:
         raise ValueError(
-            "the token and the admin token are the same, so whoever asks could steer; choose another one"
+            "the token and the admin token are the same, so every client could change the server; choose "
+            "another one"
         )
 
 

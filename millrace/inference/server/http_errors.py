@@ -116,7 +116,7 @@ def install(app: FastAPI) -> None:
     async def unknown(request: Request, error: Exception) -> Json:
         # The server raises it again after this response, so that the log has the traceback.
         name = type(error).__name__
-        return ApiError(500, f"the server failed with {name}; its log says where").response()
+        return ApiError(500, f"the server failed with {name}; see the server's log").response()
 
     app.add_exception_handler(ApiError, known)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -38,7 +38,9 @@ class Meter:
             return family.labels(name)
 
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", LENGTHS)
-        self._generation = histogram("vllm:request_generation_tokens", "Tokens a request drew.", LENGTHS)
+        self._generation = histogram(
+            "vllm:request_generation_tokens", "Generation tokens of a request.", LENGTHS
+        )
         self._first_s = histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", SLOW_S
         )
@@ -56,7 +58,8 @@ class Meter:
         )
         self._lag = Counter(
             "millrace:tokens_by_version_lag",
-            "Tokens drawn, by how many versions older than the weights at the end of their request.",
+            "Generation tokens by the number of weight updates between sampling and the end of their "
+            "request.",
             ["model_name", "lag"],
             registry=self._registry,
         )
@@ -101,7 +104,7 @@ class _EngineCounts(Collector):
         gauges = {
             "vllm:num_requests_running": ("Requests in the batch.", stats.num_running),
             "vllm:num_requests_waiting": ("Requests that wait for a place in the batch.", stats.num_waiting),
-            "vllm:kv_cache_usage_perc": ("Share of the cache in use, 1 is all.", stats.kv_usage),
+            "vllm:kv_cache_usage_perc": ("Fraction of the KV cache in use, from 0 to 1.", stats.kv_usage),
             "millrace:policy_version": ("Version of the weights.", self._engine.version),
         }
         counters = {
@@ -112,7 +115,7 @@ class _EngineCounts(Collector):
             "vllm:prefix_cache_hits": ("Prompt tokens found there.", stats.prefix_hits),
             "vllm:num_preemptions": ("Times a running request gave its place up.", stats.num_preemptions),
             "vllm:prompt_tokens": ("Prompt tokens of all requests.", stats.prompt_tokens),
-            "vllm:generation_tokens": ("Tokens drawn.", stats.generation_tokens),
+            "vllm:generation_tokens": ("Generation tokens.", stats.generation_tokens),
         }
         for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for title, (text, value) in table.items():

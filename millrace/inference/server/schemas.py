@@ -220,8 +220,8 @@ class ChatBody(OpenAIBody):
 
 def _no_alternatives(name: str, value: int, way_out: str) -> str:
     return (
-        f"{name} is {value}, but only the log-probability of the drawn token is held, none of alternatives; "
-        f"{way_out}"
+        f"{name} is {value}, but only the log-probability of the sampled token is stored, none of "
+        f"alternatives; {way_out}"
     )
 
 

@@ -198,7 +198,7 @@ class TextProcess:
 def _not_started(why: str) -> ApiError:
     """The error for the client. The reason, which has paths of the server, goes to the log only."""
     _LOG.warning("the process that tokenizes did not start: %s", why)
-    return ApiError(503, "the process that tokenizes did not start; the server's log says why")
+    return ApiError(503, "the tokenizer process did not start; see the server's log")
 
 
 def _encode(value: dict[str, Any]) -> bytes:

@@ -43,7 +43,7 @@ def test_a_token_that_no_header_can_carry_is_refused(token):
 def test_the_two_tokens_differ_and_either_lets_others_in():
     with pytest.raises(ValueError, match="the admin token must be printable ASCII without spaces"):
         check_address("127.0.0.1", None, "a b")
-    with pytest.raises(ValueError, match="the token and the admin token are the same, so whoever asks could"):
+    with pytest.raises(ValueError, match="the token and the admin token are the same, so every client"):
         check_address("127.0.0.1", "same", "same")
     check_address("192.168.1.5", None, "steers")
     check_address("192.168.1.5", "asks", "steers")

@@ -156,7 +156,7 @@ def test_one_that_cannot_start_says_why(tmp_path, caplog):
         error = await refusal(made, "messages", say("a"))
         assert error.status == 503
         # Clients are not told the server's paths.
-        assert error.message == "the process that tokenizes did not start; the server's log says why"
+        assert error.message == "the tokenizer process did not start; see the server's log"
 
     using(process(folder=tmp_path), use)
     assert caplog.messages[0] == (

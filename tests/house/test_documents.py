@@ -249,3 +249,14 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
         "page.md:2 gone.md does not exist",
         "page.md:3 other.md has no heading #three",
     ]
+
+
+def test_the_reading_list_names_files_and_what_they_define() -> None:
+    text = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| \[[^\]]+\]\(\.\./([^)]+)\) \| (\d+) \| [^|]+ \| ([^|]+) \|$", text, re.M)
+    assert len(rows) == 12
+    assert sum(int(minutes) for _, minutes, _ in rows) < 200
+    for file, _, answer in rows:
+        code = (ROOT / file).read_text(encoding="utf-8")
+        for name in re.findall(r"`([\w.]+)`", answer):
+            assert re.search(rf"^\s*(class|def) {name.rpartition('.')[2]}\b", code, re.M), f"{file}: {name}"

@@ -33,9 +33,7 @@ def constant(value: float) -> Quantile:
 def lognormal(median: float, spread: float) -> Quantile:
     """Values median * exp(spread * z), z standard normal: the long tail of answers, and of most waiting.
 
-    Args:
-        median: half of all values lie below.
-        spread: standard deviation of the logarithm; 1 puts one value in a hundred above 10 medians.
+    A spread of 1 puts one value in a hundred above 10 medians.
     """
     _check("the median", median)
     _check("the spread", spread)
@@ -49,11 +47,7 @@ def exponential(mean: float) -> Quantile:
 
 
 def measured(values: Sequence[float]) -> Quantile:
-    """One of the values that were measured, each as likely.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """One of the values that were measured, each as likely; ValueError if there are none."""
     if not values:
         raise ValueError("no measured values were given; a distribution needs at least one")
     ordered = sorted(values)
@@ -88,13 +82,9 @@ def planned_service(
 ) -> StepCost:
     """What a step of an engine costs as `step_time` counts it: weights, keys and values, and products.
 
-    Args:
-        shape: the model's.
-        work: the workload; a running request has generated half of `completion_tokens` on average.
-        memory: of a rank, which has an engine of its own.
-        gpu: the engine's.
-        mfu: the fraction of the peak that matrix products reach.
-        num_running: concurrent requests, which determine how many experts of a mixture are read.
+    `mfu` is the fraction of the peak that matrix products reach. A running request has generated half of
+    `completion_tokens` on average; `num_running` determines how many experts of a mixture are read. Every
+    rank has an engine.
     """
     rate, bandwidth = gpu.flops(work.weight_bytes) * mfu, gpu.bandwidth * BANDWIDTH_SHARE
     context = work.prompt_tokens + work.completion_tokens // 2

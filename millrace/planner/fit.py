@@ -22,14 +22,7 @@ MACHINE = 8
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A layout and what it takes.
-
-    Attributes:
-        layout: which.
-        memory: of its fullest rank.
-        fits: whether that is within the usable fraction of a device.
-        why: in a sentence.
-    """
+    """A layout, the memory of its fullest rank, whether that fits a device, and a sentence on it."""
 
     layout: Layout
     memory: Memory
@@ -39,7 +32,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change, and what the run takes with it and those before it."""
+    """A change, and the fit with it and those before it."""
 
     text: str
     fit: Fit
@@ -56,11 +49,7 @@ def fits(memory: Memory, device_bytes: float) -> bool:
 
 
 def judge(shape: ModelShape, layout: Layout, work: Workload, device_bytes: float, why: str = "") -> Fit:
-    """What a layout takes, and whether that fits.
-
-    Raises:
-        PlanError: the layout does not divide the model.
-    """
+    """Memory and fit of a layout; PlanError if it does not divide the model."""
     memory = memory_per_rank(shape, layout, work, device_bytes)
     return Fit(layout, memory, fits(memory, device_bytes), why)
 
@@ -69,14 +58,7 @@ def choose(shape: ModelShape, work: Workload, num_ranks: int, device_bytes: floa
     """The simplest layout of all ranks that fits; where none does, the one that takes least.
 
     dp_shard alone comes first; tensor, expert, context and pipeline parallel are added in this order, as
-    little of each as is needed.
-
-    Args:
-        shape: the model's.
-        work: what the ranks do.
-        num_ranks: how many there are.
-        device_bytes: memory of one device.
-        refuse: why a layout that divides the model cannot be used all the same; None where it can.
+    little of each as is needed. `refuse` is asked about every layout that divides the model.
 
     Raises:
         PlanError: no layout can be used; why the first one cannot.
@@ -120,13 +102,6 @@ def advice(
     """Changes that help, each on top of the ones before it, until the run fits or nothing is left.
 
     The layout may change with each of them, and by itself before them.
-
-    Args:
-        shape: the model's.
-        work: what does not fit.
-        fit: the layout that it does not fit in.
-        device_bytes: memory of one device.
-        refuse: as in `choose`.
     """
     found: list[Advice] = []
     num_ranks = fit.layout.num_ranks

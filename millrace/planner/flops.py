@@ -44,14 +44,9 @@ class Operations:
 
 
 def forward_operations(shape: ModelShape, length_B: Sequence[int], num_predicted: int) -> Operations:
-    """Operations of one forward over packed segments.
+    """Operations of one forward over packed segments of which `num_predicted` tokens are predicted.
 
     Only what is seen counts: half of the square of a segment, less where a layer looks back a window.
-
-    Args:
-        shape: the model's.
-        length_B: tokens of each segment.
-        num_predicted: number of tokens with a computed output distribution.
 
     Raises:
         ValueError: a number is negative.
@@ -79,20 +74,12 @@ def forward_operations(shape: ModelShape, length_B: Sequence[int], num_predicted
 
 
 def training_operations(shape: ModelShape, length_B: Sequence[int], num_predicted: int) -> int:
-    """Operations of a forward and a backward; what is computed again to save memory does not count.
-
-    Args and errors as `forward_operations`.
-    """
+    """Operations of a forward and a backward; what is computed again to save memory does not count."""
     return TRAINING * forward_operations(shape, length_B, num_predicted).total
 
 
 def utilization(num_operations: float, *, seconds: float, peak_flops: float) -> float:
-    """MFU: operations over what the devices could have done in that time.
-
-    Args:
-        num_operations: of the model, as `training_operations` counts them, over all ranks.
-        seconds: wall time.
-        peak_flops: operations per second that all devices together can do in the dtype of the products.
+    """MFU: operations on all ranks / (wall time * operations per second of all devices together).
 
     Raises:
         ValueError: the time or the peak is not above 0.

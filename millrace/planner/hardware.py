@@ -14,16 +14,14 @@ from millrace.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One accelerator.
+    """One accelerator; `devices` are the driver's names of it.
 
     Attributes:
-        name: as it is called here.
         memory_bytes: of the device.
         bandwidth: bytes per second of its memory.
         bfloat16_flops: operations per second of bfloat16 products.
         float32_flops: of float32 products (not TF32, which torch does not use by itself).
         source: where the figures come from.
-        devices: device names of the driver.
     """
 
     name: str
@@ -66,11 +64,9 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Operations per second of a device's products, from the table; None for what is not in it.
+    """Operations per second of products in a dtype, from the table; None for what is not in it.
 
-    Args:
-        device: what the driver calls it, such as "NVIDIA H200"; a part of a device has another name.
-        dtype: of the products' factors, such as "bfloat16".
+    The device is named as by its driver, such as "NVIDIA H200"; a part of a device has another name.
     """
     gpu = next((gpu for gpu in GPUS.values() if device in gpu.devices), None)
     return None if gpu is None or dtype not in NUMBER_BYTES else gpu.flops(NUMBER_BYTES[dtype])

@@ -32,13 +32,7 @@ MAX_LINES = 16
 class Sizes:
     """What of a decoder a layout divides.
 
-    Attributes:
-        num_layers: decoder layers.
-        num_heads: query heads.
-        num_key_heads: key heads, which divide the query heads.
-        vocabulary: entries of the embedding and of the head.
-        mlp_width: of a layer without experts.
-        num_experts: of a layer with experts; 0 has none.
+    `num_key_heads` divides the query heads `num_heads`; `mlp_width` is that of a layer without experts.
     """
 
     num_layers: int
@@ -131,7 +125,6 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
         return ",".join(f"{k}={n}" for k, n in asdict(self).items() if n > 1) or "dp_shard=1"
 
     def settings(self) -> dict[str, int]:
@@ -139,11 +132,7 @@ class Layout:
         return {f"mesh.{name}": size for name, size in asdict(self).items()}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of a rank along each dimension, and in its expert-parallel group (`ep`).
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Return the coordinate of a rank along each dimension, and in its expert-parallel group (`ep`)."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank is {rank}, but the layout {self} has ranks 0 to {self.num_ranks - 1}")
         place = {}
@@ -153,11 +142,7 @@ class Layout:
         return {name: place[name] for name in DIMENSIONS} | {"ep": place["dp_shard"] % self.ep}
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of processes that is not the layout's.
-
-        Raises:
-            PlanError: with both numbers.
-        """
+        """Raise PlanError, with both numbers, for a number of processes that is not the layout's."""
         if num_ranks != self.num_ranks:
             raise PlanError(
                 f"the layout {self} needs {self.num_ranks} ranks, and there are {num_ranks}; "
@@ -196,11 +181,7 @@ class Layout:
         return None
 
     def check(self, sizes: Sizes) -> None:
-        """Refuse a layout that does not divide a model.
-
-        Raises:
-            PlanError: the sentence of `misfit`.
-        """
+        """Raise PlanError with the sentence of `misfit` if the layout does not divide a model."""
         reason = self.misfit(sizes)
         if reason is not None:
             raise PlanError(reason)

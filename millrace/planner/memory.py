@@ -108,7 +108,6 @@ class Memory:
     """Bytes on the device of the fullest rank, by what they hold, and in its host's memory.
 
     Attributes:
-        weights: the policy's, as they are trained.
         moments: AdamW's.
         critic: weights and moments of a critic.
         frozen: weights of models that only score.
@@ -116,12 +115,10 @@ class Memory:
         gathered: whole layers, embedding and head, put together from the ranks for a while.
         activations: what forwards keep for their backwards.
         scratch: what the fullest moment of a backward needs besides: chunks of logits, or slopes of a layer.
-        sampler: the engine's weights.
         cache: keys and values.
         drawing: logits and one forward of the engine.
-        host: weights, moments, critic, frozen and gradients where they lie in the host's memory, or but for
+        host: weights, moments, critic, frozen and gradients where they are in the host's memory, or but for
             gradients wait there.
-        colocated: whether what trains and the engine are on the device one after the other.
     """
 
     weights: int
@@ -165,16 +162,9 @@ class Memory:
 
 
 def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_bytes: float) -> Memory:
-    """What the fullest rank holds.
+    """What the fullest rank holds; PlanError if the layout does not divide the model.
 
-    Args:
-        shape: the model's.
-        layout: how ranks share it.
-        work: what they do.
-        device_bytes: memory of one device; only an engine's cache without a size of its own depends on it.
-
-    Raises:
-        PlanError: the model does not divide so.
+    Only an engine's cache without a size of its own depends on `device_bytes`, the memory of one device.
     """
     layout.check(shape)
     held = _held(shape, layout)
@@ -205,14 +195,7 @@ def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_by
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Numbers of weights on the fullest rank.
-
-    Attributes:
-        layer: of a whole layer, as it computes with it.
-        ends: of embedding and head.
-        stage: of everything it computes with.
-        sharded: of its own share of that.
-    """
+    """Numbers of weights on the fullest rank: of a whole layer, embedding and head, its stage, its share."""
 
     layer: int
     ends: int

@@ -53,26 +53,17 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(Sizes):
-    """All sizes of a decoder: H, J, V, F and E are those of `Sizes`.
+    """All sizes of a decoder: H, J, V, F and E are those of `Sizes`, D = width, K = head_width.
 
     Attributes:
-        width: D.
-        head_width: K.
         tied: whether the head is the embedding.
-        experts_per_token: how many of them a token goes through.
-        expert_width: F of one expert.
         num_expert_layers: layers with experts as their MLP.
         num_norms: norms of width D in a layer.
         head_norms: norms of queries and keys: none, one weight for each number of a head (Qwen3), or of the
             whole row (OLMo 2).
         wide_norms: whether norms multiply by their weight in float32 (Gemma, OLMo 2).
-        query_bias: whether queries, keys and values have biases.
-        output_bias: whether the attention's output has one.
-        mlp_bias: whether the MLP's products have them.
         window: tokens a windowed layer looks back; None where no layer is.
-        num_windowed_layers: layers that look back so far only.
         capped_scores: whether attention scores are bounded by tanh (Gemma 2).
-        capped_logits: whether logits are.
     """
 
     width: int
@@ -195,7 +186,6 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def _experts(config: Mapping[str, Any], family: _Family, num_layers: int) -> dict[str, int]:
-    """The fields of a mixture of experts; none for a model without."""
     key = next((key for key in ("num_experts", "num_local_experts") if config.get(key)), None)
     if key is None:
         return {}

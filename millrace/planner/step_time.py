@@ -21,14 +21,7 @@ BANDWIDTH_SHARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Expected seconds.
-
-    Attributes:
-        prefill: reading the prompts, each once for its group.
-        decode: generating the completions.
-        scoring: forwards without gradient (reference, teacher, proximal log-probabilities, values).
-        training: forwards and backwards of policy and critic.
-    """
+    """Expected seconds; scoring is forwards without gradient (reference, teacher, proximal, values)."""
 
     prefill: float
     decode: float
@@ -46,16 +39,11 @@ def step_time(
 ) -> StepTime:
     """Expected time of one batch of reinforcement on all ranks.
 
-    Args:
-        shape: the model's.
-        layout: how ranks share it.
-        work: what they do.
-        memory: of `memory_per_rank`; its cache limits the number of concurrent sequences.
-        gpu: each rank's.
-        mfu: the fraction of the peak that products reach, those computed again too, above 0 and at most 1.
+    The cache of `memory`, from `memory_per_rank`, limits the number of concurrent sequences. `mfu` is the
+    fraction of the peak that products reach, those computed again too.
 
     Raises:
-        ValueError: the fraction is not between 0 and 1.
+        ValueError: the fraction is not above 0 and at most 1.
     """
     if not 0 < mfu <= 1:
         raise ValueError(f"mfu is {mfu}; it must be above 0 and at most 1")

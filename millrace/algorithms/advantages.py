@@ -2,11 +2,13 @@
 
 N = trajectories, G = groups (one prompt each), K = rewards of one trajectory, T = chosen tokens, B = segments
 (trajectories with their tokens). Group functions take one reward per trajectory and give one advantage per
-trajectory. A trajectory alone in its group has advantage 0 unless documented otherwise: it has no baseline.
-If all rewards of a group are equal, its advantages are exactly 0. An empty group is allowed.
+trajectory [N]; `group_N` holds integers in [0, num_groups). A trajectory alone in its group has advantage 0
+unless documented otherwise: it has no baseline (verl gives it its raw reward, unless noted). If all rewards
+of a group are equal, its advantages are exactly 0. An empty group is allowed. `epsilon` keeps a quotient
+finite.
 
-Every function raises ValueError if shapes differ, a group or segment is out of range, or a number is NaN
-or infinite.
+Every function raises ValueError if shapes differ, a group or segment is out of range, a length is negative, a
+number is NaN or infinite, or epsilon is not above 0.
 """
 
 from __future__ import annotations
@@ -31,14 +33,6 @@ from millrace.kernels.dispatch import Scan, linear_scan
 def group_centred(reward_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     """A_i = r_i - mean of the rewards in i's group.
 
-    Args:
-        reward_N: one scalar per trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
-
-    Returns:
-        advantages [N]. (verl gives a trajectory alone in its group its raw reward.)
-
     Source: Liu et al. 2025, "Understanding R1-Zero-like training" (Dr. GRPO).
     """
     below_N = _below_best(reward_N, group_N, num_groups)
@@ -50,15 +44,7 @@ def group_normalised(
 ) -> Tensor:
     """A_i = (r_i - mean_g) / (std_g + epsilon), std with Bessel's correction, over i's group g.
 
-    Args:
-        reward_N: one scalar per trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
-        epsilon: keeps the quotient finite; verl's value.
-        lone_reward: give a trajectory alone in its group r / (1 + epsilon), as verl does, in place of 0.
-
-    Raises:
-        ValueError: also if epsilon is not above 0.
+    `epsilon` is verl's. `lone_reward` gives a trajectory alone in its group r / (1 + epsilon), as verl does.
 
     Source: Shao et al. 2024, "DeepSeekMath" (GRPO).
     """
@@ -74,12 +60,7 @@ def group_normalised(
 def leave_one_out(reward_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     """A_i = r_i - mean of the other rewards in i's group: `group_centred` times n / (n - 1), unbiased.
 
-    (verl's `rloo` gives a trajectory alone in its group its raw reward, its `rloo_vectorized` gives 0 too.)
-
-    Args:
-        reward_N: one scalar per trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
+    verl's `rloo_vectorized` gives a trajectory alone in its group 0, too.
 
     Source: Ahmadian et al. 2024, "Back to basics" (RLOO).
     """
@@ -96,15 +77,6 @@ def leave_one_out_normalised(
     The std has Bessel's correction, over the n - 1 others; of a single other it is 0. This is what NeMo-RL
     does, with a pitfall: the only correct response of four is not divided, nor is the only wrong one; all
     others are.
-
-    Args:
-        reward_N: one scalar per trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
-        epsilon: keeps the quotient finite.
-
-    Raises:
-        ValueError: also if epsilon is not above 0.
 
     Source: NeMo-RL, `calculate_baseline_and_std_per_prompt`.
     """
@@ -124,20 +96,8 @@ def leave_one_out_normalised(
 def length_weighted_centred(reward_N: Tensor, length_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     """A_i = r_i - sum_j l_j r_j / sum_j l_j over i's group, l = chosen tokens.
 
-    The baseline of least variance if the squared gradient of a trajectory grows as its length.
-
-    Args:
-        reward_N: one scalar per trajectory.
-        length_N: chosen tokens of each trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
-
-    Returns:
-        advantages [N]. (verl gives a trajectory alone in its group its raw reward.) In a group without any
-        token the best reward is the baseline; nothing is there to be trained.
-
-    Raises:
-        ValueError: also if a length is negative.
+    The baseline of least variance if the squared gradient of a trajectory grows as its length. In a group
+    without any token the best reward is the baseline.
 
     Source: Hao et al. 2025, "On-policy RL with optimal reward baseline" (OPO).
     """
@@ -150,14 +110,6 @@ def length_weighted_centred(reward_N: Tensor, length_N: Tensor, group_N: Tensor,
 
 def gpg(reward_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     """A_i = N / (number of rewards that are not 0) * (r_i - mean_g): larger where success is rare.
-
-    Args:
-        reward_N: one scalar per trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
-
-    Returns:
-        advantages [N]. (verl gives a trajectory alone in its group its raw reward.)
 
     Source: Chu et al. 2025, "GPG: a simple and strong reinforcement learning baseline".
     """
@@ -175,20 +127,8 @@ def pass_at_k(
 ) -> Tensor:
     """A_i = r_i - second best of the group if i is its best, else 0; over (std_g + epsilon) if divided.
 
-    The best trajectory's contribution to the maximum of the group; 0 for a tie.
-
-    Args:
-        reward_N: one scalar per trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
-        divide_by_std: by the std with Bessel's correction.
-        epsilon: keeps the quotient finite.
-
-    Returns:
-        advantages [N]. (verl rejects a batch with a group of one.)
-
-    Raises:
-        ValueError: also if epsilon is not above 0.
+    The best trajectory's contribution to the maximum of the group; 0 for a tie. The std has Bessel's
+    correction. verl rejects a batch with a group of one.
 
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives"; verl's `grpo_passk`.
     """
@@ -213,16 +153,6 @@ def group_decoupled(
     So a reward of large range does not dominate one of small range. The authors, and verl, then whiten over
     all tokens of the batch: `whiten` of the result, after the caller broadcasts it to the chosen tokens.
 
-    Args:
-        reward_KN: K rewards of each trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
-        weight_K: weight of each reward.
-        epsilon: as in `group_normalised`.
-
-    Returns:
-        advantages [N]. (verl gives a trajectory alone in its group its raw rewards.)
-
     Source: Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization".
     """
     if reward_KN.shape != (len(weight_K), len(group_N)):
@@ -239,10 +169,7 @@ def group_decoupled(
 def baseline_centred(return_T: Tensor, baseline_N: Tensor, segment_T: Tensor) -> Tensor:
     """A_t = R_t - b of t's trajectory, per chosen token: ReMax, with b the reward of the greedy response.
 
-    Args:
-        return_T: undiscounted rewards from each token on.
-        baseline_N: b of each trajectory.
-        segment_T: the trajectory of each token, integers in [0, N).
+    The returns are undiscounted.
 
     Source: Li et al. 2024, "ReMax".
     """
@@ -255,11 +182,7 @@ def baseline_centred(return_T: Tensor, baseline_N: Tensor, segment_T: Tensor) ->
 def reinforce_plus_plus(reward_T: Tensor, length_B: Tensor, *, gamma: float, scan: Scan = "auto") -> Tensor:
     """Discounted returns, whitened over all chosen tokens of the batch, [T].
 
-    Args:
-        reward_T: rewards of the chosen tokens, segment after segment; a KL penalty included.
-        length_B: chosen tokens of each segment.
-        gamma: discount.
-        scan: implementation of the recurrence.
+    `reward_T` holds the segments one after the other, a KL penalty included.
 
     Source: Hu et al. 2025, "REINFORCE++".
     """
@@ -271,14 +194,7 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """`group_centred`, broadcast over each trajectory's chosen tokens, whitened over all of them, [T].
 
-    Args:
-        reward_N: one scalar per trajectory.
-        group_N: the group of each trajectory, integers in [0, num_groups).
-        num_groups: G.
-        length_N: chosen tokens of each trajectory.
-
-    Returns:
-        advantages [T]. (verl whitens the raw reward of a trajectory that is alone in its group.)
+    verl whitens the raw reward of a trajectory that is alone in its group.
 
     Source: Hu et al. 2025, "REINFORCE++".
     """
@@ -302,28 +218,15 @@ def optimal_token_baseline(
     """A_t = R_t - b(group, position), the baseline of least variance if gradients of tokens are independent.
 
     b = sum_i W_i R_i / (sum_i W_i + epsilon) over the trajectories i of the group that reach the position.
-    W_t = sum of w over the segment up to t; w = 1 - 2 pi + sum over the vocabulary of pi^2 is the squared
-    length of the gradient of log pi in the logits. If only one trajectory reaches a position, there is no
-    baseline: b is 0, the advantage is the return.
+    W_t = sum of w over the segment up to t; w = 1 - 2 pi + sum over the vocabulary of pi^2 (`square_T`) is
+    the squared length of the gradient of log pi in the logits, times `weight_T`^2, importance weights. If
+    only one trajectory reaches a position, there is no baseline: b is 0, the advantage is the return.
+    `segment_T` ascends.
 
     Positions in the response give verl's `optimal_token_baseline`, positions among the chosen tokens
-    (`Chosen.position_N`), which skip tool output, its multi-turn form. The former differs from verl
-    with tool output: verl takes the second largest number of tokens for the position from which on the
-    longest trajectory has no baseline, and before it subtracts a lone return from itself.
-
-    Args:
-        return_T: returns of the chosen tokens, segment after segment.
-        logprob_T: log pi of the sampled token.
-        square_T: sum over the vocabulary of pi^2.
-        position_T: the place at which trajectories of a group are compared, integers.
-        segment_T: the segment of each token, ascending integers in [0, B).
-        group_B: the group of each segment, integers.
-        weight_T: importance weights; w is multiplied by their square.
-        epsilon: keeps the quotient finite.
-        scan: implementation of the cumulative sum.
-
-    Raises:
-        ValueError: also if epsilon is not above 0.
+    (`Chosen.position_N`), which skip tool output, its multi-turn form. The former differs from verl with tool
+    output: verl takes the second largest number of tokens for the position from which on the longest
+    trajectory has no baseline, and before it subtracts a lone return from itself.
 
     Source: verl, `compute_optimal_token_baseline_advantage`.
     """

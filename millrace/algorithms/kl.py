@@ -60,12 +60,7 @@ def adaptive_coefficient(
 ) -> float:
     """The coefficient of the next step: beta (1 + clip(KL / target - 1, -0.2, 0.2) num_sequences / horizon).
 
-    Args:
-        coefficient: beta of this step.
-        divergence: the KL divergence measured in this step.
-        target: the target KL divergence.
-        horizon: sequences after which a full error (0.2) would have changed beta by a fifth.
-        num_sequences: sequences of this step.
+    After `horizon` sequences, a full error (0.2) would have changed beta by a fifth.
 
     Raises:
         ValueError: target is not above 0, the divergence is not finite, or the horizon is shorter than the

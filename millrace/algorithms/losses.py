@@ -50,17 +50,7 @@ def ppo_clip(
 ) -> Tensor:
     """L_t = max(-A r, -A clip(r, 1 - low, 1 + high)) with r = pi / mu; at most |A| dual.
 
-    Args:
-        policy_logprob_T: under the current policy.
-        sampler_logprob_T: under the behaviour policy that sampled the token.
-        advantage_T: advantages.
-        low: the ratio is clipped at 1 - low.
-        high: the ratio is clipped at 1 + high.
-        dual: bound on the ratio for negative advantages, above 1; None is off. (For positive advantages the
-            loss is negative, so the bound never acts.)
-
-    Returns:
-        loss [T], to be minimised.
+    `dual` bounds the ratio for negative advantages; for positive ones the loss is negative, so it never acts.
 
     Raises:
         ValueError: low is not in [0, 1), high is not above 0, or dual is not above 1.
@@ -79,11 +69,7 @@ def ppo_clip(
 def clipped(
     policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Find the tokens that get no gradient from `ppo_clip`, since their ratio is clipped, bool [T].
-
-    Raises:
-        ValueError: low is not in [0, 1), or high is not above 0.
-    """
+    """Find the tokens without gradient from `ppo_clip`, their ratio clipped, bool [T]; errors as there."""
     ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
     _check_clip(low, high)
     return ((advantage_T > 0) & (ratio_T > 1 + high)) | ((advantage_T < 0) & (ratio_T < 1 - low))
@@ -165,10 +151,7 @@ def dppo_kl(
     high: float,
     cap: float,
 ) -> Tensor:
-    """As `dppo_tv`, with the divergence mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
-
-    That is KL(mu || pi) of "this token or any other".
-    """
+    """As `dppo_tv`, with mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)): KL of this token or not."""
     clipped_T = dppo_kl_clipped(policy_logprob_T, sampler_logprob_T, advantage_T, low=low, high=high)
     return _dppo(policy_logprob_T, sampler_logprob_T, advantage_T, clipped_T, cap)
 
@@ -233,15 +216,8 @@ def clip_cov_selection(
     """Clip-Cov: the tokens to exclude from `ppo_clip` to preserve entropy, bool [T].
 
     max(1, int(fraction T)) tokens, or all candidates if fewer, sampled uniformly from the tokens that are not
-    clipped and have a covariance strictly between low and high.
-
-    Args:
-        covariance_T: from `covariance`, over the whole optimizer step.
-        clipped_T: from `clipped`.
-        fraction: fraction of all tokens; verl's default is 2e-4.
-        low: lower bound of the covariance; verl's default is 1.
-        high: upper bound of the covariance; verl's default is 5.
-        generator: random generator. (verl uses torch's global generator.)
+    clipped and have a covariance strictly between low and high. The covariance is that of the whole optimizer
+    step. verl's defaults: fraction 2e-4, low 1, high 5, with torch's global generator.
 
     Raises:
         ValueError: fraction is not in (0, 1], or low is not below high.
@@ -257,9 +233,7 @@ def clip_cov_selection(
 def kl_cov_selection(covariance_T: Tensor, *, fraction: float) -> Tensor:
     """KL-Cov: the max(1, int(fraction T)) tokens of largest covariance, bool [T]; of equal ones the first.
 
-    Args:
-        covariance_T: from `covariance`, over the whole optimizer step.
-        fraction: fraction of all tokens; verl's default is 2e-4.
+    The covariance is that of the whole optimizer step; verl's default fraction is 2e-4.
 
     Raises:
         ValueError: fraction is not in (0, 1].
@@ -282,7 +256,7 @@ def kl_cov(
     Raises:
         ValueError: coefficient is below 0.
 
-    Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models".
+    Source: as `covariance`.
     """
     require(coefficient >= 0, "coefficient", coefficient, "at least 0")
     check_shapes(policy_logprob_T=policy_logprob_T, selected_T=selected_T)
@@ -301,12 +275,7 @@ def value_loss(
 ) -> Tensor:
     """L_t = coefficient max((v - R)^2, (clip(v, V - c, V + c) - R)^2); the first alone without a clip.
 
-    Args:
-        value_T: v, of the critic being trained.
-        old_value_T: V, when the advantages were estimated.
-        return_T: R.
-        clip: c; None is off. verl's default is 0.5.
-        coefficient: 0.5 as in verl; slime has 1.
+    V = `old_value_T`, from when the advantages were estimated. verl's clip is 0.5; slime's coefficient is 1.
 
     Raises:
         ValueError: clip or coefficient is not above 0.
@@ -322,11 +291,7 @@ def value_loss(
 
 
 def value_clipped(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip: float) -> Tensor:
-    """Find the tokens that get no gradient from `value_loss`, since their value is clipped, bool [T].
-
-    Raises:
-        ValueError: clip is not above 0.
-    """
+    """Find the tokens without gradient from `value_loss`, their value clipped, bool [T]; errors as there."""
     check_shapes(value_T=value_T, old_value_T=old_value_T, return_T=return_T)
     return _clipped_square(value_T, old_value_T, return_T, clip) > (value_T - return_T).square()
 

@@ -1,7 +1,7 @@
 """Gather and scatter of the chosen tokens of a packed row; segment sums; whitening.
 
 T = packed tokens, N = chosen tokens, B = segments. Sums and checks also apply to groups of trajectories: a
-group is a segment with members that need not be contiguous.
+group is a segment with members that need not be contiguous. Tensors of different shapes raise ValueError.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from millrace.algorithms.checks import check_positive, check_segments, check_sha
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The positions of the chosen tokens (actions) in a packed row.
+    """The positions of the chosen tokens (actions) in a packed row of `num_tokens` = T.
 
     Tokens written by the environment between two turns are not actions: advantages are computed on the
-    compact row [N], in which the turns are adjacent, and scattered back.
-
-    Attributes:
-        index_N: position in the packed row of each chosen token, ascending.
-        length_B: chosen tokens of each segment, 0 allowed.
-        num_tokens: T.
+    compact row [N], in which the turns are adjacent, and scattered back. `index_N` ascends; a segment may
+    have length 0.
     """
 
     index_N: Tensor
@@ -44,33 +40,20 @@ class Chosen:
         return torch.arange(len(self.index_N), device=self.index_N.device) - before_B[self.segment_N]
 
     def take(self, x_T: Tensor) -> Tensor:
-        """Gather the numbers of the chosen tokens, [N].
-
-        Raises:
-            ValueError: the row has another length.
-        """
+        """Gather the numbers of the chosen tokens, [N]; ValueError if the row has another length."""
         if x_T.shape != (self.num_tokens,):
             raise ValueError(f"x_T has shape {list(x_T.shape)}; the row has {self.num_tokens} tokens")
         return x_T[self.index_N]
 
     def put(self, x_N: Tensor) -> Tensor:
-        """Scatter numbers of the chosen tokens to the row, [T]; 0 elsewhere.
-
-        Raises:
-            ValueError: there is not one number for each chosen token.
-        """
+        """Scatter numbers of the chosen tokens to the row, [T], 0 elsewhere; ValueError if they are not N."""
         if x_N.shape != self.index_N.shape:
             raise ValueError(f"x_N has shape {list(x_N.shape)}; {len(self.index_N)} tokens were chosen")
         return x_N.new_zeros(self.num_tokens).index_copy(0, self.index_N, x_N)
 
 
 def chosen(action_mask_T: Tensor, segment_T: Tensor, num_segments: int) -> Chosen:
-    """Find the chosen tokens of a packed row.
-
-    Args:
-        action_mask_T: True for tokens the policy chose.
-        segment_T: the segment of each token, ascending integers in [0, num_segments).
-        num_segments: B; a segment may hold no token, or none that was chosen.
+    """Find the chosen tokens of a packed row; a segment may hold no token, or none that was chosen.
 
     Raises:
         ValueError: the shapes differ, or a segment is out of order or out of range.
@@ -83,21 +66,13 @@ def chosen(action_mask_T: Tensor, segment_T: Tensor, num_segments: int) -> Chose
 
 
 def segment_sum(x_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
-    """Sum over each segment, [B]; 0 for an empty one. Segments may be in any order.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Sum over each segment, [B]; 0 for an empty one. Segments may be in any order."""
     check_shapes(x_T=x_T, segment_T=segment_T)
     return x_T.new_zeros(num_segments).index_add(0, segment_T, x_T)
 
 
 def segment_mean(x_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
-    """Mean over each segment, [B]; 0 for an empty one. Segments may be in any order.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Mean over each segment, [B]; 0 for an empty one. Segments may be in any order."""
     total_B = segment_sum(x_T, segment_T, num_segments)
     return total_B / torch.bincount(segment_T, minlength=num_segments).clamp(min=1)
 

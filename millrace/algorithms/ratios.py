@@ -1,9 +1,9 @@
 """Importance weights, rejection and metrics for the mismatch of trainer and sampler log-probabilities.
 
-T = packed tokens, here only sampled ones; segment_T = the segment of each, ids in
-[0, num_segments); B = segments, of which some may have no token; N = chosen tokens.
-With x = log pi_trainer - log mu_sampler, before the first update of a batch: 0 but for arithmetic, unless the
-batch is stale. Every function raises ValueError for tensors of different shapes.
+T = packed tokens, here only sampled ones; segment_T = the segment of each, ids in [0, num_segments); B =
+segments, of which some may have no token; N = chosen tokens. With x = log pi_trainer - log mu_sampler, before
+the first update of a batch: 0 but for arithmetic, unless the batch is stale. Every function raises ValueError
+for tensors of different shapes; metrics, for no tokens.
 """
 
 from __future__ import annotations
@@ -24,17 +24,10 @@ Reduction = Literal["token", "sum", "mean", "max"]
 
 
 def importance_weights(log_ratio_T: Tensor, segment_T: Tensor, num_segments: int, *, level: Level) -> Tensor:
-    """Importance weights w = exp(x), x clamped to +-20, without gradient.
+    """Importance weights [T]: exp(x), x clamped to +-20, without gradient.
 
-    Args:
-        log_ratio_T: x.
-        segment_T: the segment of each token.
-        num_segments: B.
-        level: token: x of the token. sequence: its sum over the segment, the exact weight of a sequence.
-            geometric: its mean over the segment.
-
-    Returns:
-        weights [T]; the last two are one number per segment, broadcast to its tokens.
+    level: token: x of the token. sequence: its sum over the segment, the exact weight of a sequence.
+    geometric: its mean over the segment. The last two are one number per segment, broadcast to its tokens.
 
     Source: token and sequence as in verl's rollout correction; geometric as in GSPO.
     """
@@ -93,17 +86,10 @@ def rejection(
 ) -> Tensor:
     """Find the tokens to keep, bool [T]: their estimate of KL(mu || pi) is within the bounds.
 
-    With x clamped to +-20: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
-
-    Args:
-        log_ratio_T: x.
-        segment_T: the segment of each token.
-        num_segments: B.
-        estimator: k1, k2 or k3.
-        level: token: each token by itself. sum, mean, max: of the segment, which is kept or left out whole.
-        low: for k1 the lower bound, as the ratio mu / pi; None is 1 / high. For k2 and k3, which are never
-            negative, None.
-        high: the upper bound, inclusive; for k1 as the ratio mu / pi, so low <= exp(k1) <= high.
+    With x clamped to +-20: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x. At level token each token by itself; at
+    sum, mean and max the segment, which is kept or left out whole. Bounds are inclusive; for k1 they are of
+    the ratio mu / pi, low <= exp(k1) <= high, and low None is 1 / high. For k2 and k3, which are never
+    negative, low is None.
 
     Raises:
         ValueError: bounds out of order or not above 0; a lower bound for k2 or k3; the largest k1, which
@@ -130,9 +116,6 @@ def effective_sample_size(w_T: Tensor) -> float:
     """(sum w)^2 / (T sum w^2): the effective fraction of the tokens.
 
     1 for equal weights, 1 / T where one token carries everything, 0 where all weights are 0.
-
-    Raises:
-        ValueError: there are no tokens.
     """
     if len(w_T) == 0:
         raise ValueError("the effective sample size of no tokens is not defined")
@@ -150,12 +133,6 @@ def interpolated_proximal(
     one policy version ago (lag 1) has the sampler's, an old one nearly the policy's. Tokens of the
     current version have the sampler's, too.
 
-    Args:
-        policy_logprob_T: under the weights being trained; no gradient flows.
-        sampler_logprob_T: under the behaviour policy that sampled the token.
-        version_T: policy version that sampled each token.
-        version: current policy version.
-
     Source: AReaL's `loglinear`.
     """
     check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T, version_T=version_T)
@@ -167,9 +144,6 @@ def mismatch(trainer_logprob_N: Tensor, sampler_logprob_N: Tensor) -> dict[str, 
     """k1 = mean(-x) and k3 = mean(e^x - 1 - x), estimates of KL(mu || pi), and mean and largest |x|.
 
     All are 0 for equal weights and equal arithmetic; rounding alone leaves about 1e-7 in float32.
-
-    Raises:
-        ValueError: there are no tokens.
     """
     check_shapes(trainer_logprob_N=trainer_logprob_N, sampler_logprob_N=sampler_logprob_N)
     if trainer_logprob_N.numel() == 0:
@@ -188,9 +162,6 @@ def typical(x_N: Tensor) -> float:
 
     Mixture-of-experts routers that break a near tie differently change few tokens by much. Wrong weights or
     wrong arithmetic change nearly all.
-
-    Raises:
-        ValueError: there are no tokens.
     """
     if len(x_N) == 0:
         raise ValueError("the typical difference of no tokens is not defined")
@@ -203,17 +174,12 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """`mismatch` and the rest of what verl reports.
 
-    Returns:
-        k1, k3, mean, max: as `mismatch`.
-        perplexity_trainer, perplexity_sampler: exp(-mean log-probability), mean over segments.
-        perplexity_ratio: trainer / sampler for each segment, mean over segments.
-        chi_square_token: mean(e^2x) - 1, an estimate of chi^2(pi || mu).
-        chi_square_sequence: likewise with the sum of x over each segment, mean over segments.
-        ess: `effective_sample_size` of the weights e^x.
-        Segments without a token count for nothing; x is clamped to +-20 in the last three.
-
-    Raises:
-        ValueError: there are no tokens.
+    perplexity_trainer, perplexity_sampler: exp(-mean log-probability), mean over segments.
+    perplexity_ratio: trainer / sampler for each segment, mean over segments.
+    chi_square_token: mean(e^2x) - 1, an estimate of chi^2(pi || mu).
+    chi_square_sequence: likewise with the sum of x over each segment, mean over segments.
+    ess: `effective_sample_size` of the weights e^x.
+    Segments without a token count for nothing; x is clamped to +-20 in the last three.
     """
     found = mismatch(trainer_logprob_N, sampler_logprob_N)
     check_shapes(trainer_logprob_N=trainer_logprob_N, segment_N=segment_N)
@@ -246,7 +212,6 @@ def _chi_square(x_T: Tensor) -> float:
 
 
 def _spread(x_T: Tensor, segment_T: Tensor, num_segments: int, how: Reduction) -> Tensor:
-    """Each token's own number, or the sum, mean or largest of its segment."""
     check_shapes(log_ratio_T=x_T, segment_T=segment_T)
     if how == "token":
         return x_T

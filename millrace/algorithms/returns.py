@@ -32,18 +32,9 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: (A, A + V), each [T].
 
-    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t.
-    lam = 0 is the one-step error, lam = 1 the return less the value. A policy and a critic that want a lam
-    each (VAPO) take the advantage of one call and the return of another.
-
-    Args:
-        reward_T: rewards.
-        value_T: V_t.
-        length_B: tokens of each segment.
-        gamma: discount.
-        lam: one for all, or one for each segment [B].
-        bootstrap_B: V after the last token of each segment; 0 without.
-        scan: implementation.
+    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t. lam, one number or one per
+    segment [B], = 0 is the one-step error, = 1 the return less the value. A policy and a critic that want a
+    lam each (VAPO) take the advantage of one call and the return of another.
 
     Source: Schulman et al. 2016, "High-dimensional continuous control" (GAE).
     """
@@ -97,13 +88,10 @@ def n_step_returns(
     bootstrap_B: Tensor | None = None,
     scan: Scan = "auto",
 ) -> Tensor:
-    """G_t = r_t + gamma r_{t+1} + ... + gamma^n V_{t+n}, [T], n = num_steps.
+    """G_t = r_t + gamma r_{t+1} + ... + gamma^n V_{t+n}, [T], n = num_steps, at least 1.
 
     Where the segment ends sooner the whole return. Found as R_t + gamma^n (V_{t+n} - R_{t+n}) from the
     discounted returns R, in the same time for every n; in float64, because R may be far larger than G.
-
-    Raises:
-        ValueError: also if num_steps is below 1.
 
     Source: Sutton and Barto 2018, "Reinforcement learning", chapter 7.
     """
@@ -131,23 +119,12 @@ def v_trace(
 ) -> tuple[Tensor, Tensor]:
     """V-trace targets for off-policy tokens: (advantage, v), each [T].
 
-    With rho_t = min(max_rho, pi/mu) and c_t = lam min(max_c, pi/mu):
+    With x = log_ratio_T = log(pi / mu), rho_t = min(max_rho, e^x) and c_t = lam min(max_c, e^x):
     v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}),
     A_t = rho_t (r_t + gamma ((1 - lam) V_{t+1} + lam v_{t+1}) - V_t).
     The advantage holds the weight rho already. Where pi = mu both are those of `gae`. The paper has no lam in
-    A; for lam = 1 there is no difference.
-
-    Args:
-        reward_T: rewards.
-        value_T: V_t.
-        log_ratio_T: log(pi / mu), for the current policy pi and the behaviour policy mu.
-        length_B: tokens of each segment.
-        gamma: discount.
-        lam: trace decay.
-        max_rho: bound on the weight of the token's TD error; sets which policy v evaluates. May be infinite.
-        max_c: bound on the trace weight, at most max_rho; decides speed and variance.
-        bootstrap_B: V after the last token of each segment; 0 without.
-        scan: implementation.
+    A; for lam = 1 there is no difference. max_rho, which may be infinite, sets which policy v evaluates;
+    max_c decides speed and variance.
 
     Raises:
         ValueError: also if a bound is not above 0, or max_c is above max_rho.

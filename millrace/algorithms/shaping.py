@@ -9,13 +9,7 @@ from torch import Tensor
 def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
     """From 0 to -1 over the last `buffer` tokens: min(0, (max_tokens - buffer - length) / buffer).
 
-    Args:
-        length_N: tokens of each response.
-        max_tokens: the longest response.
-        buffer: tokens over which the penalty falls.
-
-    Returns:
-        what to add to each reward, float64 [N], within [-1, 0].
+    The result is float64.
 
     Raises:
         ValueError: `buffer` is not between 1 and `max_tokens`.

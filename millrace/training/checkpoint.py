@@ -33,8 +33,6 @@ _ASIDE = ".aside-"
 
 
 class _Order(Shape):
-    """Of a state, what orders checkpoints."""
-
     order: int
 
 
@@ -44,7 +42,7 @@ Entries = dict[str, dict[str, Any]]
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Whatever keeps a checkpoint from being written, as one sentence.
+    """Turn errors of writing a checkpoint into one sentence.
 
     Raises:
         CheckpointError: the disk is full or read-only, or a folder is not there.
@@ -86,11 +84,8 @@ def seal_checkpoint(folder: Path, entries: Entries) -> None:
     """Make what was filled aside the checkpoint `folder`.
 
     All is on disk before the rename, so that a crash at any moment leaves the folder absent or whole. One
-    that stands there already (a damaged one, being redone) gives way at the last moment.
-
-    Args:
-        folder: the checkpoint's final place.
-        entries: of the files that other ranks have flushed; all others are flushed here.
+    that is there already (a damaged one, being redone) gives way at the last moment. `entries` are of the
+    files that other ranks have flushed; all others are flushed here.
 
     Raises:
         CheckpointError: another rank's file is not to be seen here.
@@ -151,11 +146,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Read every byte and compare it with the manifest.
-
-    Raises:
-        CheckpointError: a file is missing, changed or not in the manifest.
-    """
+    """Compare every byte with the manifest; CheckpointError if a file is missing, changed or not in it."""
     try:
         entries = read_manifest(folder)
         there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
@@ -197,16 +188,12 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """`state.json` into a checkpoint being filled."""
+    """Write `state.json` into a checkpoint being filled."""
     (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `write_state` wrote.
-
-    Raises:
-        CheckpointError: it is missing or not a JSON object.
-    """
+    """Read `state.json`; CheckpointError if it is missing or not a JSON object."""
     try:
         return read_json(folder / "state.json", dict[str, Any])
     except FileError:
@@ -214,7 +201,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """Have a file or folder on disk before going on."""
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

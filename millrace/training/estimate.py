@@ -39,13 +39,10 @@ class Scored:
     Attributes:
         batch: the packed trajectories; their `reward_T` holds penalties too, `value_T` the critic's values.
         reward_N: rewards, penalties included, in float64 so that 0.1 is 0.1 in every group.
-        group_N: the group of each trajectory.
-        num_groups: G.
         component_KN: the rewards that were added up, float64.
         baseline_N: reward of the greedy answer to each trajectory's prompt.
         final_value_N: the critic's value after the last token of a trajectory that ran out of tokens, else 0.
         square_T: sum over the vocabulary of the squared probabilities a token was chosen from.
-        teacher_logprob_T: the teacher's log-probability of each chosen token.
     """
 
     batch: Batch
@@ -132,10 +129,7 @@ def greedy_baseline(scored: Scored, *, scan: Scan) -> Estimate:
 def token_baseline(scored: Scored, *, by_action: bool, scan: Scan) -> Estimate:
     """The return minus the baseline of least variance at each position of the group.
 
-    Args:
-        scored: with `square_T`.
-        by_action: positions count the policy's own tokens; otherwise all tokens since its first.
-        scan: implementation of the scan.
+    Positions count the policy's own tokens if `by_action`, otherwise all tokens since its first.
     """
     here = scored.chosen
     position_N = here.position_N
@@ -240,16 +234,10 @@ def v_trace(
 
 
 def _spread(scored: Scored, advantage_N: Tensor) -> Tensor:
-    """One number per trajectory to its tokens, in float32."""
     return advantage_N.float()[scored.chosen.segment_N]
 
 
 def _there(column: Tensor | None, what: str) -> Tensor:
-    """A column that this estimator cannot do without.
-
-    Raises:
-        ValueError: it was not computed.
-    """
     if column is None:
         raise ValueError(f"this advantage needs {what}, which the batch does not have")
     return column

@@ -6,16 +6,12 @@ from millrace.algorithms.kl import adaptive_coefficient
 
 
 class KlControl:
-    """The coefficient of a KL penalty, shared by all its users."""
+    """The coefficient of a KL penalty, shared by all its users; without a target it is constant.
+
+    Over `horizon` sequences, a deviation of 20 % from the target would move it by as much.
+    """
 
     def __init__(self, coefficient: float, *, target: float | None = None, horizon: int = 10_000) -> None:
-        """A coefficient at its start.
-
-        Args:
-            coefficient: factor of the divergence.
-            target: divergence to steer to; None keeps the coefficient.
-            horizon: sequences over which a deviation of 20 % would move the coefficient by as much.
-        """
         self.coefficient = coefficient
         self._target = target
         self._horizon = horizon

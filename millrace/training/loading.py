@@ -35,19 +35,11 @@ def loaded(
     kind: ModelKind = LANGUAGE,
     prepare: Callable[[Model], object] | None = None,
 ) -> ParallelModel:
-    """A model of a folder, dealt as `spread_over` does it; each rank reads only what it keeps.
+    """A model of a folder, sharded as by `spread_over`; each rank reads only what it keeps.
 
-    All ranks call it in step. Whether the folder holds all that is needed is found out before anything is
-    exchanged; in the end the ranks try the model together.
-
-    Args:
-        folder: a Hugging Face folder (safetensors) that every rank can read.
-        mesh: from `mesh_of`.
-        options: of the recipe.
-        dtype: of the weights.
-        device: of this rank.
-        kind: as what the folder is loaded.
-        prepare: changes the model in place before it is dealt, where its weights may have no memory yet.
+    A collective call. Whether the folder holds all that is needed is found out before anything is exchanged;
+    in the end the ranks try the model together. `prepare` changes the model in place before it is sharded,
+    where its weights may have no memory yet.
 
     Raises:
         ModelError: the folder cannot be loaded as `kind`.
@@ -75,14 +67,9 @@ def loaded(
 def taken(
     model: Model, named: Iterable[tuple[str, Tensor]], mesh: Mesh, options: MeshConfig, device: torch.device
 ) -> ParallelModel:
-    """A model without memory, dealt as `spread_over` does it, and given weights of another one.
+    """A model from `models.load_sharded`, sharded as by `spread_over` and given weights of another one.
 
-    Args:
-        model: from `models.load_sharded`.
-        named: its weights whole, one at a time; all ranks go through them in step.
-        mesh: from `mesh_of`.
-        options: of the recipe.
-        device: of this rank.
+    `named` are its weights whole, one at a time; all ranks go through them in step.
 
     Raises:
         ValueError: as `spread_over`, or they are not the model's weights.
@@ -98,7 +85,6 @@ def taken(
 
 
 def _roots(spread: ParallelModel) -> list[Root]:
-    """What runs the model, or each of its stages on this rank."""
     runner = spread.runner
     roots: list[Any] = [*runner.runners.values()] if isinstance(runner, Pipeline) else [runner]
     assert all(isinstance(root, Root) for root in roots)

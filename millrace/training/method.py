@@ -47,8 +47,6 @@ class Method:
     """The arithmetic of a recipe, apart from models and optimizers.
 
     Attributes:
-        estimator: advantages, over the whole batch.
-        token_weights: weights of the tokens in the loss of an optimizer step.
         num_parts: optimizer steps a batch is divided into.
         recompute: the ratio is taken to the trainer's own log-probabilities before the batch.
         correction: factor of a token's loss, from the ratio of the former over the sampler's.
@@ -58,9 +56,7 @@ class Method:
         multiple: the loss is a multiple of the advantage, so that a segment without one moves nothing.
         reward_divergence: estimator of the KL divergence that is taken off the rewards.
         squares: the estimator needs the sums of squared probabilities.
-        greedy_baseline: the estimator needs the reward of each prompt's greedy answer.
         bootstrap_truncated: answers that ran out of tokens go on with the critic's value.
-        max_tokens: longest completion.
         overlong_tokens: over so many tokens before `max_tokens` the reward sinks by up to 1.
     """
 
@@ -110,12 +106,7 @@ def build_method(config: RunConfig) -> Method:
 
 
 def build_objective(config: RunConfig, control: KlControl | None) -> Objective:
-    """What the policy minimises.
-
-    Args:
-        config: of the run.
-        control: of the KL penalty, if the recipe has one.
-    """
+    """Build the policy's objective; `control` is that of the KL penalty, if the recipe has one."""
     policy = config.policy
     penalty = None
     if policy.kl is not None and policy.kl.place == "loss" and control is not None:

@@ -19,11 +19,8 @@ from millrace.training.kl_control import KlControl
 class Predicted:
     """The policy's outputs for the chosen tokens, with gradient during training.
 
-    Attributes:
-        logprob_N: log-probability of each chosen token.
-        entropy_N: entropy of the distribution it was chosen from.
-        version: of the policy's weights.
-        divergence_N: KL(policy || reference) over the candidates of each token, if requested.
+    `divergence_N` is KL(policy || reference) over the candidates of each token, if requested; `version` is
+    that of the policy's weights.
     """
 
     logprob_N: Tensor
@@ -39,9 +36,6 @@ class Terms:
     Attributes:
         policy_N: log-probability under the weights being trained, with gradient.
         start_N: log-probability that the ratio is taken to.
-        advantage_N: advantages.
-        segment_N: the segment of each token, ascending.
-        num_segments: B.
         selected_N: tokens to treat apart, where the method selects some.
     """
 
@@ -78,15 +72,9 @@ def surrogate(
 ) -> Objective:
     """Combine a policy loss with its entropy bonus and penalty.
 
-    The ratio is taken to the batch's proximal log-probabilities where it has some, else to the sampler's.
-
-    Args:
-        loss: per chosen token.
-        interpolate: the ratio is taken to a mean of sampler and policy by version instead.
-        correction: with `interpolate`, the importance weight of that mean over the sampler; otherwise it
-            comes with the batch.
-        entropy_coefficient: factor of an entropy bonus.
-        penalty: added to the loss, such as `kl_penalty`.
+    The ratio is taken to the batch's proximal log-probabilities where it has some, else to the sampler's;
+    with `interpolate` to a mean of sampler and policy by version, and `correction` is the importance weight
+    of that mean over the sampler, which otherwise comes with the batch.
     """
 
     def objective(predicted: Predicted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -47,19 +47,14 @@ class Shelf(Protocol):
 
 
 class HostShelf:
-    """Host memory, for tensors on an accelerator."""
+    """Host memory, for tensors on an accelerator; with pinned pages it copies without the host."""
 
     def __init__(self, *, pinned: bool) -> None:
-        """Start empty.
-
-        Args:
-            pinned: whether to pin pages, so that an accelerator copies without the host.
-        """
         self._pinned = pinned
         self._copies: list[Tensor] = []
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """See `Shelf`. All copies start at once and are awaited together."""
+        """Start all copies at once and await them together."""
         sizes = [storage.nbytes() for storage in storages]
         if [len(copy) for copy in self._copies] != sizes:
             # Pinning takes longer than a copy, so pages are reused.
@@ -75,34 +70,25 @@ class HostShelf:
             torch.cuda.empty_cache()
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        """See `Shelf`. Later work on the accelerator waits for the copies."""
+        """Copy back; later work on the accelerator waits for it."""
         for copy, storage in zip(self._copies, storages, strict=True):
             storage.resize_(len(copy))
             _bytes(storage).copy_(copy, non_blocking=True)
 
 
 class FileShelf:
-    """An unnamed temporary file, for tensors in host memory.
+    """An unnamed temporary file, for tensors in host memory; a folder in memory gains nothing.
 
     A storage that numpy has accessed cannot be resized. So its address stays, and only its whole pages are
     returned to the system.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Start empty.
-
-        Args:
-            folder: on a disk; one in memory gains nothing.
-        """
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """See `Shelf`.
-
-        Raises:
-            OffloadError: the system did not release the memory.
-        """
+        """Write to the file; OffloadError if the system did not release the memory."""
         self._file.seek(0)
         for storage in storages:
             self._file.write(_bytes(storage).numpy().data)
@@ -111,23 +97,19 @@ class FileShelf:
             _drop_pages(storage.data_ptr(), storage.nbytes())
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        """See `Shelf`; writing allocates the memory again."""
+        """Read the file back; writing allocates the memory again."""
         self._file.seek(0)
         for storage in storages:
             self._file.readinto(_bytes(storage).numpy().data)
 
 
 class Offload:
-    """All tensors of some models and their optimizers on one device type, present or offloaded."""
+    """All tensors of some models and their optimizers on one device type, present or offloaded.
+
+    A shared tensor is offloaded once; tensors on other devices stay.
+    """
 
     def __init__(self, owners: Sequence[Owner], shelf: Shelf, *, device: str) -> None:
-        """Start with everything present.
-
-        Args:
-            owners: of the tensors; a shared tensor is offloaded once.
-            shelf: storage for the numbers.
-            device: type of the device to offload from; tensors elsewhere stay.
-        """
         self._owners, self._shelf, self._device = owners, shelf, device
         self._away: list[tuple[str, UntypedStorage, str]] = []
 
@@ -144,11 +126,7 @@ class Offload:
             self._away = there
 
     def wake(self) -> None:
-        """Restore everything; a second call does nothing.
-
-        Raises:
-            OffloadError: a checksum differs.
-        """
+        """Restore everything, OffloadError if a checksum differs; a second call does nothing."""
         if not self._away:
             return
         away, self._away = self._away, []

@@ -28,11 +28,7 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step.
 
-    Args:
-        model: to optimize.
-        betas: decay of the two moments.
-        weight_decay: of matrices.
-        eight_bit: keep moments as 8-bit codes; see `training.eight_bit`, and `check_eight_bit` beforehand.
+    For 8-bit moments see `training.eight_bit`, and `check_eight_bit` beforehand.
     """
     parameters = list(model.parameters())
     groups = [
@@ -77,20 +73,14 @@ def optimizer_step(
 ) -> StepReport:
     """Update the weights from their gradient and clear it; where it is not finite, only clear it.
 
-    The gradient is clipped to a norm over all weights. After the step, the update overwrites the gradient and
-    is measured there: five passes over the weights, and no extra memory.
-
-    Args:
-        optimizer: from `adamw`; a missing gradient counts as 0.
-        learning_rate: of this step.
-        max_grad_norm: that the gradient is scaled down to.
-        metrics: to add to the report. A `loss` that is not finite skips the step too.
-        norms: of the gradients of each group of weights, over all ranks; see `models.fsdp.grad_norms`.
+    The gradient is clipped to a norm over all weights; a missing one counts as 0. After the step, the update
+    overwrites the gradient and is measured there: five passes over the weights, and no extra memory. A `loss`
+    in `metrics` that is not finite skips the step too. `norms`, over all ranks, is `models.fsdp.grad_norms`.
 
     Returns:
-        metrics: those given; for the kinds of weights, `grad_norm_matrices` and `grad_norm_vectors`
-            before clipping; and where the weights moved, `update_norm_matrices` and `update_norm_vectors`, of
-            what was added to them.
+        metrics: those given; for the kinds of weights, `grad_norm_matrices` and `grad_norm_vectors` before
+            clipping; and where the weights moved, `update_norm_matrices` and `update_norm_vectors`, of what
+            was added to them.
     """
     groups = optimizer.param_groups
     rows = [group["params"] for group in groups]

@@ -50,8 +50,7 @@ class TokenReadout:
     Attributes:
         places: returns the tokens of a micro-batch to compute at, [N], ascending.
         numbers: from the model, the micro-batch, which M of the N are asked for and their states [M, D], to
-            `count` tensors [M].
-        count: K.
+            `count` = K tensors [M].
         routing: what the model's routers do with the batch's record of experts; None leaves them alone.
     """
 
@@ -61,11 +60,7 @@ class TokenReadout:
     routing: Routing | None = None
 
     def routed(self, micro: Batch) -> Routed | None:
-        """The routers during one micro-batch; None where they are left alone.
-
-        Raises:
-            ValueError: the batch has no record of experts.
-        """
+        """The routers during one micro-batch, or None; ValueError if the batch has no record of experts."""
         return None if self.routing is None else Routed(self.routing, recorded(micro.expert_TLK))
 
 
@@ -88,21 +83,12 @@ def mesh_of(options: MeshConfig, device: torch.device) -> Mesh | None:
 
 
 def layout_of(options: MeshConfig) -> Layout:
-    """The recipe's layout of ranks.
-
-    Raises:
-        PlanError: its numbers do not go together.
-    """
+    """The recipe's layout of ranks; PlanError if its numbers do not go together."""
     return Layout.of(options.model_dump())
 
 
 def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> ParallelModel:
-    """Shard a model over the ranks of a mesh.
-
-    Args:
-        model: from `models.load`, the same on every rank; the shards of other ranks are removed from it.
-        mesh: from `mesh_of`.
-        options: of the recipe.
+    """Shard a model, the same on every rank, over the ranks of a mesh, and remove the other ranks' shards.
 
     Raises:
         ValueError: the layout does not divide the model, or its architecture cannot be sharded so.
@@ -134,9 +120,8 @@ def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Paralle
 class ParallelModel:
     """A parallel model: this rank's slice of a batch, its forward, and the reductions over ranks.
 
-    Attributes:
-        model: has the weights of this rank.
-        runner: runs the forward.
+    Without a `runner` the model is whole on each rank. Segments are divided among the data ranks of the mesh,
+    as `Batch.deal` does it with `even_tokens`, the same on every rank.
     """
 
     def __init__(
@@ -148,15 +133,6 @@ class ParallelModel:
         kind: Kind = "ulysses",
         even_tokens: float = math.inf,
     ) -> None:
-        """Wrap a model that is whole on this rank, or sharded by `spread_over`.
-
-        Args:
-            model: from `models.load`.
-            runner: what runs it, or its stages; None for a model that is whole on each rank.
-            mesh: segments are divided among its data ranks.
-            kind: how ranks along `cp` exchange.
-            even_tokens: as `Batch.deal` takes it, the same on every rank.
-        """
         self.model = model
         self._mesh = mesh or Mesh(Layout(), model.device.type, None)
         self.runner = runner or Root(model)
@@ -171,15 +147,12 @@ class ParallelModel:
     def learn(self, batch: Batch, max_tokens: int, reading: TokenReadout, loss: Loss) -> Tensor:
         """Add the gradient of a loss and return the numbers behind it; a collective call.
 
-        Args:
-            batch: the whole batch, on any device.
-            max_tokens: tokens of one forward.
-            reading: what the loss needs.
-            loss: a sum over tokens, so that the gradient does not depend on how the batch is split.
+        Every rank passes the whole batch, on any device. The loss is a sum over tokens, so that the gradient
+        does not depend on how the batch is split into forwards of `max_tokens`.
 
         Returns:
             The numbers where they were read, 0 elsewhere, [K, T], the same on every rank; in float32, of a
-            wider model in its own dtype.
+                wider model in its own dtype.
 
         Raises:
             ValueError: one segment alone is longer than `max_tokens`, or experts are to be replayed or
@@ -259,7 +232,6 @@ class ParallelModel:
     def _one_by_one(
         self, micros: Iterator[tuple[Batch, Tensor]], reading: TokenReadout, loss: Loss | None
     ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
-        """One micro-batch after the other through the whole model: its places, what was read where."""
         run: Any = self.runner
         for micro, place_T in micros:
             here = micro.to(self._mesh.device)
@@ -275,7 +247,7 @@ class ParallelModel:
     def _in_stages(
         self, micros: Iterator[tuple[Batch, Tensor]], reading: TokenReadout, loss: Loss | None
     ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
-        """All micro-batches through the stages of a pipeline; the last one has the numbers."""
+        """The last stage has the numbers."""
         pipeline: Any = self.runner
         pairs = list(micros)
         here = [micro.to(self._mesh.device) for micro, _ in pairs]
@@ -314,7 +286,6 @@ class ParallelModel:
     def _numbers(
         self, here: Batch, at_N: Tensor, reading: TokenReadout, routed: Routed | None, model: Model
     ) -> tuple[Tensor, ...]:
-        """All numbers of a micro-batch, on each of the ranks that it is shared out to."""
         if self._mesh.size("cp") == 1:
             return reading.numbers(model, here, slice(None), states(model, here, at_N, routed=routed))
         sharded = shard_row(model, here, self._mesh, at_N, kind=self._kind)

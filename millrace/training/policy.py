@@ -27,7 +27,13 @@ from millrace.training.scorer import ModelScorer
 
 
 class PolicyTrainer:
-    """The weights being trained, their optimizer, and the number of steps they have taken."""
+    """The weights being trained, their optimizer, and the number of steps they have taken, its version.
+
+    `learning_rate` is of the n-th call of `optim_step`, counted from 0. `temperature` is the sampler's:
+    logits are divided by it. `max_tokens` are those of a micro-batch. `reference` is for the divergence over
+    the whole vocabulary. `routing` is how a mixture of experts uses a batch's record of its tokens' experts;
+    load balance is computed over the tokens of one `forward_backward`.
+    """
 
     def __init__(
         self,
@@ -44,22 +50,6 @@ class PolicyTrainer:
         reference: ModelScorer | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """Create a trainer at `version`; its first step makes version `version + 1`.
-
-        Args:
-            model: a model from `models.load`.
-            objective: loss per chosen token.
-            optimizer: over the model's trainable weights (`models.adapters.trained_weights`).
-            learning_rate: of the n-th call of `optim_step`, counted from 0.
-            temperature: the sampler's; logits are divided by it.
-            max_tokens: tokens of one micro-batch.
-            max_grad_norm: gradients are scaled down to this norm.
-            version: optimizer steps already done.
-            spread: the parallel model; None for this rank alone.
-            reference: for the divergence over the whole vocabulary, where the loss has it.
-            routing: of a mixture of experts: how to use a batch's record of its tokens' experts. Load balance
-                is computed over the tokens of one `forward_backward`.
-        """
         self.model = model
         self._spread = spread or ParallelModel(model)
         self.optimizer = optimizer
@@ -97,7 +87,6 @@ class PolicyTrainer:
         return predicted.logprob_N.float()
 
     def _numbers(self, model: Model, micro: Batch, which: Which, hidden_MD: Tensor) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of chosen tokens, and their divergence where the loss has it."""
         head, support = output_head(model), micro.chosen_support
         support = None if support is None else support[which]
         target_M = micro.token_T[micro.action_mask_T][which]
@@ -161,7 +150,6 @@ class PolicyTrainer:
         return self._spread.named_tensors()
 
     def _take(self) -> dict[str, float]:
-        """The metrics since the last step: the loss, and means weighted by the token weights."""
         shared = self._weight or 1.0
         metrics = {name: total if name == "loss" else total / shared for name, total in self._totals.items()}
         if self._load_LE is not None:

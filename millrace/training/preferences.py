@@ -43,12 +43,8 @@ NUM_REPORTS = 10
 class PreferenceReport:
     """What training a reward model came to.
 
-    Attributes:
-        num_train: pairs trained on.
-        num_held_out: pairs of other prompts, which the accuracies are over.
-        steps: optimizer steps.
-        accuracy_before: fraction of held-out pairs whose chosen text had the higher score; a tie counts half.
-        accuracy_after: likewise, with the weights that were saved.
+    The accuracies are the fraction of held-out pairs, of other prompts, whose chosen text had the higher
+    score; a tie counts half.
     """
 
     num_train: int
@@ -67,11 +63,7 @@ def bradley_terry(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
 
 
 def pair_accuracy(model: Model, pairs: Sequence[Rows], *, max_tokens: int) -> float:
-    """Share of pairs whose chosen text has the higher score; a tie counts half.
-
-    Raises:
-        ValueError: there are no pairs.
-    """
+    """Share of pairs whose chosen text has the higher score, a tie counts half; ValueError without pairs."""
     with torch.no_grad():
         return sum(float(_won(scores).sum()) for scores in _scored(model, pairs, max_tokens)) / len(pairs)
 
@@ -86,8 +78,7 @@ def preference_step(
 ) -> StepReport:
     """One optimizer step on the mean `bradley_terry` loss of the pairs, however they are split into forwards.
 
-    Returns:
-        metrics: `loss` and `accuracy` before the step, both means over the pairs.
+    Its metrics are means over the pairs before the step.
 
     Raises:
         ValueError: there are no pairs.
@@ -122,18 +113,9 @@ def train_reward_model(
     """Train a reward model on preference pairs and write its folder, tokenizer included.
 
     The learning rate falls linearly to a tenth, and the weights are float32. The same arguments give the same
-    weights.
-
-    Args:
-        pairs: a file with the columns prompt, chosen and rejected, each a text.
-        model: folder of a causal language model, whose head is then zeros, or of a reward model.
-        output: the folder to be made; its parents are made too.
-        steps: optimizer steps; None goes through the pairs once.
-        learning_rate: of the first step.
-        pairs_per_step: pairs in one optimizer step.
-        seed: of what is held out, and of the order.
-        device: where it is trained.
-        say: takes a line of progress.
+    weights. `pairs` is a file with the columns prompt, chosen and rejected, each a text; `model` the folder
+    of a causal language model, whose head is then zeros, or of a reward model. Without `steps` each pair is
+    used once. The seed is that of what is held out, and of the order.
 
     Raises:
         ConfigError: a number is not above 0.

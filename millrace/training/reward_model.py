@@ -24,21 +24,14 @@ if TYPE_CHECKING:
 class RewardModel:
     """The score of a model from `models.heads` at the last token of what it reads.
 
-    It reads the prompt's text, the completion and the end of text, as `tokens` puts them together. The same
-    texts in the same order give the same bits.
+    It reads the prompt's text, the completion and the end of text, as `tokens` puts them together, with the
+    model's own tokenizer, not the policy's. The same texts in the same order give the same bits.
+
+    Raises:
+        ModelError: the tokenizer has ids the model has no embedding for.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, *, max_tokens: int) -> None:
-        """A reward over a model and the tokenizer it was made with.
-
-        Args:
-            model: from `models.heads`.
-            tokenizer: of that model, not of the policy.
-            max_tokens: tokens of one forward.
-
-        Raises:
-            ModelError: the tokenizer has ids the model has no embedding for.
-        """
         num_ids = model.config.get_text_config().vocab_size
         most = max(tokenizer.get_vocab().values())
         if most >= num_ids:
@@ -71,7 +64,7 @@ class RewardModel:
         """One outcome for each completion, in order.
 
         `failed` where the text has more tokens than the model reads, or the score is not finite: a model that
-        cannot judge an answer has not found it bad.
+        cannot score an answer has not found it bad.
         """
         rows = [self.tokens(p.text + said) for p, said in zip(prompts, completions, strict=True)]
         readable = [row for row in rows if len(row) <= self.max_length]
@@ -88,7 +81,6 @@ class RewardModel:
         """Nothing is held that must be given back."""
 
     def _outcome(self, num_tokens: int, left: Iterator[float]) -> Outcome:
-        """The outcome of the next text; its score is the next of those left, if it was readable."""
         if num_tokens > self.max_length:
             return Outcome.failure(
                 f"the text has {num_tokens} tokens, but the reward model reads at most {self.max_length}"
@@ -104,11 +96,7 @@ def load_reward_model(
 ) -> RewardModel:
     """A reward from a folder that holds a sequence-classification model with one label, and its tokenizer.
 
-    Args:
-        folder: written by `millrace reward-model`, or by anyone with transformers.
-        dtype: of the weights.
-        device: where it runs.
-        max_tokens: tokens of one forward.
+    The folder is from `millrace reward-model` or transformers. `max_tokens` are those of one forward.
 
     Raises:
         ModelError: the model cannot be loaded; see `load_scalar_model`.

@@ -22,10 +22,8 @@ class ModelScorer:
     """Log-probabilities of chosen tokens under a model's current weights, without gradient.
 
     Where the batch has supports, the softmax is over them, so that ratios and divergences use the same
-    candidates.
-
-    Attributes:
-        model: to score with.
+    candidates. The temperature is the sampler's. A reference must be frozen. With `routing`, the model's
+    routers use a batch's record of experts.
     """
 
     def __init__(
@@ -37,15 +35,6 @@ class ModelScorer:
         spread: ParallelModel | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """A scorer over `model`.
-
-        Args:
-            model: a model from `models.load`; freeze it where it is a reference.
-            temperature: the sampler's.
-            max_tokens: tokens of one forward.
-            spread: the parallel model; None for this rank alone.
-            routing: what the model's routers do with a batch's record of experts; None leaves them alone.
-        """
         self.model = model
         self._spread = spread or ParallelModel(model)
         self._temperature = temperature
@@ -65,10 +54,7 @@ class ModelScorer:
         """Return the final hidden states that predict the chosen tokens, [N, D], and the output head.
 
         No gradient flows to either. With sharded weights this is a collective call; each rank passes its own
-        tokens.
-
-        Args:
-            micro: one micro-batch, on the device that computes.
+        tokens, on its device.
         """
         runner: Any = self._spread.runner
 

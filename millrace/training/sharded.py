@@ -26,12 +26,9 @@ from millrace.models.saving import host_copy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorShard:
-    """The part of a tensor on one rank.
+    """The part of a tensor on one rank, copied to host memory.
 
-    Attributes:
-        name: of the whole tensor.
-        offsets: of the part within the tensor, along each dimension.
-        tensor: the part, copied to host memory.
+    `name` is the whole tensor's, `offsets` the part's place in it along each dimension.
     """
 
     name: str
@@ -58,11 +55,7 @@ def own_parts(tensors: Mapping[str, Tensor]) -> list[TensorShard]:
 def deal(held: Sequence[Mapping[str, int]]) -> list[set[str]]:
     """Assign each part to a writer: of the ranks that hold it, the one with the fewest bytes so far.
 
-    Args:
-        held: bytes of each part, by rank.
-
-    Returns:
-        The parts that each rank writes, by rank; every part occurs once.
+    By rank, `held` has the bytes of each part, the result the parts to write; every part occurs once.
     """
     holders: dict[str, list[int]] = {}
     for rank, places in enumerate(held):
@@ -94,12 +87,8 @@ def write_parts(parts: Sequence[TensorShard], folder: Path, *, rank: int) -> lis
 def read_parts(folder: Path, into: Mapping[str, Tensor], names: Collection[str]) -> None:
     """Fill tensors, whole ones or DTensors of any layout, from the files of `write_parts`.
 
-    Every rank reads only what it needs.
-
-    Args:
-        folder: of a verified checkpoint.
-        into: this rank's tensors.
-        names: of the tensors on all ranks together, which the folder must match.
+    Every rank reads only what it needs of a verified checkpoint. `names` are of the tensors on all ranks
+    together, which the folder must match.
 
     Raises:
         CheckpointError: the names or the shapes differ.

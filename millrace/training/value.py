@@ -20,7 +20,11 @@ from millrace.training.parallel_model import ParallelModel, TokenReadout, Which,
 
 
 class ValueTrainer:
-    """The critic's weights, their optimizer, and the number of times it was asked to step."""
+    """The critic's weights, their optimizer, and the number of times it was asked to step.
+
+    `learning_rate` is of the n-th call of `optim_step`, counted from 0. `clip` is how far a value may move
+    from the batch's `value_T` before its loss holds it; None is off.
+    """
 
     def __init__(
         self,
@@ -34,18 +38,6 @@ class ValueTrainer:
         max_grad_norm: float,
         spread: ParallelModel | None = None,
     ) -> None:
-        """A critic.
-
-        Args:
-            model: from `models.heads`.
-            optimizer: over the model's parameters.
-            learning_rate: of the n-th call of `optim_step`, counted from 0.
-            clip: how far a value may move from the batch's `value_T` before its loss holds it; None is off.
-            coefficient: factor of the squared error.
-            max_tokens: tokens of one micro-batch.
-            max_grad_norm: gradients are scaled down to this norm.
-            spread: the parallel model; None for this rank alone.
-        """
         self.model = model
         self._spread = spread or ParallelModel(model)
         self.optimizer = optimizer
@@ -139,7 +131,6 @@ def _every_token(batch: Batch) -> Tensor:
 
 
 def _metrics(columns_5N: Tensor) -> dict[str, float]:
-    """What one step's tokens come to: loss, clipped, value, return and weight of each."""
     loss_N, clipped_N, value_N, return_N, weight_N = columns_5N
     normalised_N = weight_N / (weight_N.sum() or 1.0)
 

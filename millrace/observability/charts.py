@@ -44,7 +44,7 @@ class Series:
     """One curve.
 
     Attributes:
-        label: what it is; shown beside its last value once there are several.
+        label: shown beside its last value once there are several.
         points: (x, y) by rising x; the curve breaks where y is None or not finite.
         colour: 1 to 11.
         faint: thin and pale, for raw values behind their smoothed curve.
@@ -69,8 +69,6 @@ class Shade:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Maps data to picture coordinates."""
-
     x_low: float
     x_high: float
     y_low: float
@@ -100,18 +98,11 @@ def curve_svg(
     shade: Shade | None = None,
     standalone: bool = False,
 ) -> str:
-    """Curves over one pair of axes.
+    """Curves over one pair of axes, in the order of the series, the last on top.
 
-    Args:
-        series: plotted in order, the last on top.
-        title: accessible name for screen readers; visible only if `standalone`.
-        x_label: what the x axis counts, with its unit.
-        y_label: what the y axis measures, with its unit.
-        width: of the picture, in its own units (about pixels).
-        height: likewise.
-        y_range: lowest and highest y; the data's own if None.
-        shade: a stretch of x to set apart.
-        standalone: a whole SVG file with its title, colours and background, rather than part of a page.
+    The title is the accessible name for screen readers, visible only if `standalone`: a whole SVG file with
+    its title, colours and background, rather than part of a page. Width and height are in the picture's own
+    units, about pixels. `y_range` is that of the data if None.
 
     Raises:
         ValueError: no series holds a finite point.
@@ -134,12 +125,7 @@ def curve_svg(
 
 
 def bar_svg(parts: Sequence[tuple[str, float, int]], *, title: str, unit: str) -> str:
-    """Render one stacked bar over the full width.
-
-    Args:
-        parts: name, size and colour (1 to 11) of each; sizes are above 0.
-        title: accessible name for screen readers.
-        unit: of the sizes.
+    """Render one stacked bar, full width: name, size above 0 and colour (1 to 11) of each part.
 
     Raises:
         ValueError: there is no part.
@@ -247,7 +233,6 @@ def _tick_texts(ticks: Sequence[float]) -> list[str]:
 
 
 def _axes(frame: _Frame, x_label: str) -> str:
-    """Horizontal rules with their numbers, the x axis with its ticks and name."""
     parts = []
     ticks = _ticks(frame.y_low, frame.y_high, 4)
     for value, text in zip(ticks, _tick_texts(ticks), strict=True):
@@ -291,7 +276,6 @@ def _shading(frame: _Frame, shade: Shade) -> str:
 
 
 def _curve(frame: _Frame, one: Series, points: Sequence[Point]) -> str:
-    """The line, broken where values are missing, and its dots."""
     path, pen = [], "M"
     for x, y in points:
         if y is None:
@@ -313,12 +297,10 @@ def _curve(frame: _Frame, one: Series, points: Sequence[Point]) -> str:
 
 
 def _held(frame: _Frame, value: float) -> float:
-    """Return the y coordinate of a value, clamped to the frame."""
     return frame.y(min(max(value, frame.y_low), frame.y_high))
 
 
 def _tooltips(frame: _Frame, one: Series, points: Sequence[Point], x_label: str) -> str:
-    """Render invisible discs that show the values of their points as tooltips."""
     finite = [(x, y) for x, y in points if y is not None]
     every = max(1, math.ceil(len(finite) / MOST_TOOLTIPS))
     return "".join(

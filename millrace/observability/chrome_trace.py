@@ -14,16 +14,6 @@ _MICRO = 1e6
 
 @dataclass(slots=True)
 class _Slice:
-    """One activity with a duration.
-
-    Attributes:
-        worker: name of the worker.
-        name: name of the activity.
-        begin_s: start, in seconds of the run.
-        end_s: end, in seconds of the run.
-        facts: arguments shown with the slice.
-    """
-
     worker: str
     name: str
     begin_s: float
@@ -36,10 +26,8 @@ def chrome_trace(
 ) -> dict[str, Any]:
     """Build a trace of trainer, engines and rewards for https://ui.perfetto.dev and chrome://tracing.
 
-    Args:
-        events: of the run's event log, in order.
-        spans: of the trainer's thread on each rank: `name`, `begin_s`, `seconds`, in the order in which they
-            ended.
+    Events are in order; spans are those of the trainer's thread on each rank, with `name`, `begin_s` and
+    `seconds`, in the order in which they ended.
 
     Returns:
         the object of a trace file, in the Trace Event Format: slices (`ph` X), moments (i), names (M).
@@ -65,14 +53,9 @@ def chrome_trace(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A range of steps of a run, with its times.
+    """A range of steps of a run, counted from 1, with its times in seconds of the run.
 
-    Attributes:
-        first: step, counted from 1.
-        last: step.
-        num_steps: of the log; the last may be under way.
-        begin_s: second of the run at which the first began.
-        end_s: likewise.
+    `num_steps` is that of the log; the last may be under way.
     """
 
     first: int
@@ -132,8 +115,6 @@ def within(trace: Mapping[str, Any], window: Window) -> dict[str, Any]:
 
 
 class _Reader:
-    """Slices and moments of an event log."""
-
     def __init__(self) -> None:
         self.slices: list[_Slice] = []
         self.moments: list[tuple[str, float]] = []
@@ -145,7 +126,6 @@ class _Reader:
         self._now_s = 0.0
 
     def read(self, event: Mapping[str, Any]) -> None:
-        """Process one event."""
         self._now_s = now_s = event["time_s"]
         match event["kind"]:
             case "dispatch":
@@ -215,7 +195,6 @@ class _Reader:
         self.moments.append(("resume", now_s))
 
     def end(self, how: str) -> None:
-        """Close the slices of all in-flight generation requests."""
         self._end_draws(how, list(self._draws))
 
     def _end_draws(self, how: str, places: Iterable[tuple[int, int]]) -> None:

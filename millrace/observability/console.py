@@ -68,16 +68,9 @@ class Console:
     every 10 s and for each evaluation, without control codes. If the terminal goes away, the console stops
     writing; the run continues.
 
-    Args:
-        title: name of the run.
-        facts: what it is, such as `("model", "0.9 M parameters")`.
-        file: where to write; standard output if None.
-        quiet: write nothing at all.
-        clock: monotonic time in seconds.
-
-    Attributes:
-        waiting: callback that returns a line about the longest pending wait, or an empty string; called at
-            each refresh.
+    `facts` are pairs such as `("model", "0.9 M parameters")`; without a file it writes to standard output;
+    the clock is monotonic, in seconds. `waiting` returns a line about the longest pending wait, or an empty
+    string; it is called at each refresh.
     """
 
     def __init__(
@@ -105,7 +98,6 @@ class Console:
         self._last_line_s = -math.inf
 
     def __enter__(self) -> Console:
-        """Show the header; in a terminal, begin the live view."""
         if self._quiet:
             return self
         if self._has_terminal():
@@ -123,7 +115,6 @@ class Console:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the live view and leave its last frame on the screen."""
         if self._live is not None:
             live, self._live = self._live, None
             self._attempt(live.stop)
@@ -163,11 +154,9 @@ class Console:
         self._plain_progress()
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a permanent line, above the live view if there is one.
+        """Print a permanent line, as it is and not as markup, above the live view if there is one.
 
-        Args:
-            text: shown as it is; nothing in it is markup.
-            style: a rich style for terminals, such as "yellow".
+        The style is a rich style for terminals, such as "yellow".
         """
         if self._quiet:
             return
@@ -180,7 +169,6 @@ class Console:
         self._attempt(lambda: live.console.print(line))
 
     def _has_terminal(self) -> bool:
-        """Return whether a live view is possible (a terminal with control codes and Unicode)."""
         from rich.console import Console as Terminal
 
         encoding = (getattr(self._file, "encoding", None) or "ascii").lower()
@@ -223,7 +211,6 @@ class Console:
         self._line("  ".join([*words, *filter(None, [_time_left(stage, now)])]))
 
     def _view(self) -> Any:
-        """Render the live view."""
         from rich.console import Group
         from rich.panel import Panel
         from rich.text import Text
@@ -248,7 +235,6 @@ class Console:
         )
 
     def _progress(self) -> Table:
-        """A row for each stage: name, bar, count, time."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -265,7 +251,6 @@ class Console:
         return table
 
     def _current(self) -> Table:
-        """Render the metrics of the latest record, with curves of rewards and of the evaluation metric."""
         from rich.table import Table
         from rich.text import Text
 
@@ -285,7 +270,6 @@ class Console:
         return table
 
     def _time_fractions(self) -> Text:
-        """Where the time of this stage went, in per cent."""
         from rich.text import Text
 
         total = sum(self._seconds.values())
@@ -341,7 +325,6 @@ def _evaluation_line(record: Mapping[str, float | int | str]) -> str:
 
 
 def _numbers_of(record: Mapping[str, float | int | str]) -> Iterator[tuple[str, str, str]]:
-    """What of a record is shown, as in `NUMBERS`; below the reward, each of those that were added up."""
     for key, name, form in NUMBERS:
         if key in record:
             yield key, name, form

@@ -90,11 +90,7 @@ def notice(text: str) -> None:
 
 
 def read_bytes(path: Path, *, mend: str = RESTORE) -> bytes:
-    """The bytes of an ordinary file.
-
-    Args:
-        path: of the file.
-        mend: what to do if it cannot be used, for the message.
+    """The bytes of an ordinary file; `mend` is the fix for the message.
 
     Raises:
         FileError: it is no ordinary file, too large, or cannot be read.
@@ -125,11 +121,7 @@ def read_text(path: Path, *, mend: str = RESTORE) -> str:
 
 
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
-    """Parse JSON; unless `finite` is off, reject infinite numbers and NaN.
-
-    Raises:
-        ValueError: it is not JSON, with the reason in one line.
-    """
+    """Parse JSON; unless `finite` is off, reject infinity and NaN. ValueError has the reason in one line."""
     try:
         return json.loads(text, **(_FINITE if finite else {}))
     except json.JSONDecodeError as error:
@@ -155,13 +147,9 @@ _FINITE: dict[str, Any] = {"parse_constant": _not_finite, "parse_float": _finite
 
 
 def read_json(path: Path, kind: type[Kind], *, mend: str = RESTORE, finite: bool = True) -> Kind:
-    """Read a JSON file as a value of the expected type.
+    """Read a JSON file as a `Shape`, a dataclass, or a type such as `dict[str, str]`.
 
-    Args:
-        path: of the file.
-        kind: a `Shape`, a dataclass, or a type such as `dict[str, str]`.
-        mend: what to do if it cannot be used, for the message.
-        finite: whether to reject infinite numbers and NaN.
+    Infinite numbers and NaN are rejected unless `finite` is off; `mend` is the fix for the message.
 
     Raises:
         FileError: as `read_text`, or it is not JSON, or not of that kind.
@@ -193,7 +181,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _first(error: ValidationError) -> str:
-    """The first mistake in one line."""
     found = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(str(part) for part in found["loc"])
     # Names of our classes mean nothing to a user.
@@ -211,13 +198,8 @@ def read_json_lines(
 ) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, without a last line that has no line break.
 
-    Such a line is still being written, or was cut by a kill.
-
-    Args:
-        path: of the file.
-        check: returns what is wrong with an object, or None.
-        mend: what to do with a damaged line, for the message.
-        tell: callback with a message about skipped lines; without it, a damaged line is an error.
+    Such a line is still being written, or was cut by a kill. `check` returns what is wrong with an object;
+    `tell` takes a message about skipped lines, and without it a damaged line is an error.
 
     Raises:
         FileError: the file cannot be read; or a line is damaged, and there is no `tell`.
@@ -306,11 +288,7 @@ def _counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def read_manifest(folder: Path, *, mend: str = RESTORE) -> dict[str, Digest]:
-    """The files that a folder must hold, by their names in it.
-
-    Raises:
-        FileError: it has no manifest, or a damaged one.
-    """
+    """The files that a folder must hold, by name; FileError if its manifest is missing or damaged."""
     found = read_json(folder / MANIFEST, Manifest, mend=mend).files
     for name, entry in found.items():
         path = PurePosixPath(name)
@@ -379,11 +357,7 @@ def count(value: Any) -> bool:
 
 
 def paths_within(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """Files named by another file of a folder.
-
-    Raises:
-        FileError: a name points outside the folder.
-    """
+    """Files named by another file of a folder; FileError if a name points outside the folder."""
     for name in names:
         if "/" in name or "\0" in name or name in ("", ".", ".."):
             raise FileError(

@@ -20,11 +20,6 @@ class PeakMemory:
     """
 
     def __init__(self, *, cuda: bool) -> None:
-        """Create a record without peaks.
-
-        Args:
-            cuda: whether the run computes on a CUDA device.
-        """
         self._cuda = cuda
         self._peaks: dict[str, int] = {}
         self._known = False

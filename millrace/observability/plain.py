@@ -14,11 +14,8 @@ def plain_text(text: str, limit: int = 500) -> str:
     r"""Escape untrusted text so that it is one line that a terminal shows as it is.
 
     Control characters (C0, DEL, C1), controls of writing direction, U+2028, U+2029 and lone surrogates become
-    escapes such as ``\x1b``. The rest stays, a backslash too: the result is to be read, not to be parsed.
-
-    Args:
-        text: from a model, a file or another process.
-        limit: characters of the text that are kept; a longer one ends in "…" and the number left out.
+    escapes such as ``\x1b``. The rest stays, a backslash too: the result is to be read, not to be parsed. Of
+    a text longer than `limit`, the end is replaced by "…" and the number of characters left out.
 
     Raises:
         ValueError: the limit is negative.

@@ -10,24 +10,14 @@ import torch
 
 
 class Profiler:
-    """Profiles the given steps; open the traces in https://ui.perfetto.dev or chrome://tracing."""
+    """Profiles steps into `step-000003.json`, for https://ui.perfetto.dev or chrome://tracing."""
 
     def __init__(self, steps: Collection[int], folder: Path) -> None:
-        """Create a profiler.
-
-        Args:
-            steps: numbers of the steps to record.
-            folder: for the traces, `step-000003.json`; made when the first is written.
-        """
         self._steps, self._folder = frozenset(steps), folder
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Record the block if it is one of the steps.
-
-        Raises:
-            OSError: the trace cannot be written.
-        """
+        """Record the block if it is one of the steps; OSError if the trace cannot be written."""
         if step not in self._steps:
             yield
             return

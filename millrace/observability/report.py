@@ -75,15 +75,11 @@ class Told(Shape):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The contents of a run folder.
+    """The contents of a run folder, with records in order.
 
     Attributes:
-        name: of the run.
         recipe: the resolved configuration, as YAML.
         summary: of `summary.json`; empty while the run goes on.
-        sft: records of SFT, in order.
-        reinforcement: records of reinforcement, in order.
-        evaluations: records of evaluations, in order.
         before: evaluation rows before reinforcement (before training, where there is none).
         after: evaluation rows at the end.
     """
@@ -144,11 +140,9 @@ class RunRecord:
 def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: str = "") -> Path:
     """Write `report.html` into a run folder and return its path. Works while the run still goes on.
 
-    Args:
-        run: a run folder. Read are `recipe.yaml`, `metrics.jsonl`, `summary.json` and, under `evaluations`,
-            `before.parquet` and `after.parquet`, as far as they are there.
-        summary: replaces `summary.json`.
-        note: text below the headline.
+    Read are `recipe.yaml`, `metrics.jsonl`, `summary.json`, unless `summary` replaces it, and under
+    `evaluations` `before.parquet` and `after.parquet`, as far as they are there. The note is below the
+    headline.
 
     Raises:
         FileNotFoundError: it is not a run folder.
@@ -177,11 +171,7 @@ def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: s
 
 
 def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
-    """Everything the report needs of a run folder.
-
-    Args:
-        run: the folder.
-        told: replaces `summary.json`.
+    """Everything the report needs of a run folder; `told` replaces `summary.json`.
 
     Raises:
         FileNotFoundError: it is not a run folder.
@@ -207,7 +197,6 @@ def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a table; a damaged table gives no rows and a notice."""
     try:
         return read_table(path) if path.is_file() else []
     except FileError as error:
@@ -262,7 +251,6 @@ def before_and_after(record: RunRecord) -> tuple[float | None, float | None]:
 
 
 def _work(record: RunRecord) -> str:
-    """What the run has done, in words; empty if nothing yet."""
     batches, steps = record.num_batches, record.num_sft_steps
     if batches and steps:
         return f"{_counted(batches, 'batch')} after {_counted(steps, 'SFT step')}"
@@ -276,12 +264,10 @@ def _counted(count: int, what: str) -> str:
 
 
 def _status(record: RunRecord) -> tuple[str, bool]:
-    """The word beside the name, and whether the run is finished."""
     return str(record.summary.get("status", "not finished")), record.is_finished
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
-    """The numbers under the headline."""
     told, best = record.summary, _number(record.summary.get("eval_best"))
     best = best if best is not None else max((one[record.measure] for one in record.measured), default=None)
     sampled = told.get("tokens_sampled") or sum(
@@ -301,7 +287,6 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _measured(record: RunRecord) -> str:
-    """Plot the evaluation metric over time and over steps, SFT shaded."""
     seen, words, right = record.measured, measure_words(record.measure), record.measure == "accuracy"
     name = f"{words[0].upper()}{words[1:]}"
     warm = [*record.sft, *(one for one in seen if one["during"] == "sft")]
@@ -336,7 +321,6 @@ def _step_label(record: RunRecord) -> str:
 
 
 def _curves(record: RunRecord) -> str:
-    """Everything else that was measured at each step."""
     figures = []
     loss = SUPERVISED_CURVES[0]
     # Next to reinforcement, only the loss of SFT is shown, under its own name.
@@ -357,7 +341,6 @@ def _curves(record: RunRecord) -> str:
 
 
 def _with_parts(record: RunRecord) -> list[tuple[str, str, str, int]]:
-    """The curves of reinforcement, with those of each reward where several were added up."""
     parts, failures = [], []
     keys = dict.fromkeys(key for one in record.reinforcement for key in one)
     for key in keys:
@@ -393,5 +376,4 @@ def _time_parts(record: RunRecord) -> list[tuple[str, float, int]]:
 
 
 def _number(value: object) -> float | None:
-    """A finite number, or None."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

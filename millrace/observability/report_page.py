@@ -177,7 +177,6 @@ def _examples(title: str, num_problems: int, table: str, cards: Sequence[str]) -
 
 
 def _moves(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
-    """How many problems went from right or not right to right or not right."""
     count = Counter((verdict(old) == "right", verdict(new) == "right") for old, new in pairs)
     rows = "".join(
         f'<tr><th scope="row">{name} before</th>'
@@ -210,7 +209,6 @@ def _graded_moves(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) 
 def _example(
     row: Mapping[str, Any], answers_given: Sequence[tuple[str, Mapping[str, Any]]], graded: bool
 ) -> str:
-    """Render one problem and its completions."""
     said = "".join(_said(name, given, graded) for name, given in answers_given)
     answer = f'<p class="answer">Answer: <b>{text(row["answer"])}</b></p>' if row.get("answer") else ""
     question = f'<pre class="question">{text(row["prompt"])}</pre>'
@@ -218,7 +216,6 @@ def _example(
 
 
 def _said(name: str, row: Mapping[str, Any], graded: bool) -> str:
-    """Render one completion with its outcome (symbol, word and colour) or its reward."""
     word = verdict(row)
     symbol, kind = VERDICTS.get(word, ("?", "unknown"))
     if graded and row["outcome"] == "score":

@@ -13,11 +13,8 @@ from millrace.observability.sinks import Record, TrackerError, tagged
 class MlflowSink:
     """One MLflow run in the experiment `millrace`; a resumed run continues it, by the id in `mlflow_id.txt`.
 
-    Where it goes is MLflow's own setting (`MLFLOW_TRACKING_URI`).
-
-    Args:
-        folder: the run folder; its name becomes the run's.
-        settings: logged as parameters, dotted keys.
+    It has the name of the run folder, and dotted keys as parameters. Where it goes is MLflow's own setting
+    (`MLFLOW_TRACKING_URI`).
 
     Raises:
         TrackerError: the mlflow package is missing.

@@ -11,10 +11,8 @@ from millrace.observability.sinks import Record, tagged
 class TensorBoardSink:
     """Scalars for TensorBoard, one TensorBoard run for each stage, because each counts its own steps.
 
-    Args:
-        folder: made if missing.
-        purge_step: when a run resumes, the first step that will be written again: what TensorBoard holds of
-            the resumed stage from there on, and of any later stage, is hidden. None for a fresh run.
+    `purge_step` is the first step that a resumed run will write again: what TensorBoard holds of the resumed
+    stage from there on, and of any later stage, is hidden. None for a fresh run.
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:

@@ -13,9 +13,7 @@ from millrace.observability.sinks import Record, TrackerError, tagged
 class WandbSink:
     """One Weights & Biases run; a resumed run continues it, by the id kept in `wandb_id.txt`.
 
-    Args:
-        folder: the run folder; its name becomes the run's.
-        settings: what to show as the run's configuration, dotted keys.
+    It has the name of the run folder, and dotted keys as its configuration.
 
     Raises:
         TrackerError: the wandb package is missing.

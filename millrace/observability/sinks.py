@@ -63,10 +63,7 @@ class Sink(Protocol):
 class JsonlSink:
     """Writes one JSON object per line and flushes each to the OS, so that a killed process loses none.
 
-    An incomplete last line of a killed process is truncated when the file is opened.
-
-    Args:
-        path: the file; made if missing, continued if there.
+    An existing file is continued; an incomplete last line of a killed process is truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,11 +92,7 @@ class JsonlSink:
         self._file.flush()
 
     def rewind(self, position: int) -> None:
-        """Forget every record written after `position` bytes.
-
-        Raises:
-            FileError: the file is shorter than that, or no record ends there.
-        """
+        """Forget the records after `position` bytes; FileError if no record ends there."""
         size = self._file.seek(0, 2)
         if position > size:
             raise FileError(
@@ -135,9 +128,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_records(path: Path, tell: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl`, under today's names; null where a number was not finite.
 
-    Args:
-        path: of the file.
-        tell: callback with a message about damaged lines, which are then skipped.
+    `tell` takes a message about damaged lines, which are then skipped.
 
     Raises:
         FileError: the file cannot be read; or a line is no record, and there is no `tell`.
@@ -147,7 +138,6 @@ def read_records(path: Path, tell: Callable[[str], None] | None = None) -> list[
 
 
 def _renamed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with today's names of metrics and stages."""
     found = {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
     for name in ("stage", "during"):
         if isinstance(stage := found.get(name), str):
@@ -156,7 +146,6 @@ def _renamed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrong_record(record: Mapping[str, Any]) -> str | None:
-    """What is wrong with a line of `metrics.jsonl`."""
     if record.get("stage") not in STAGES:
         return "its stage is none that there is"
     if record["stage"] == "evaluation" and record.get("during") not in STAGES:

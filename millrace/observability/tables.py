@@ -13,9 +13,8 @@ from millrace.observability.plain import plain_text
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as one Parquet file. It appears under its name only when it is complete.
 
-    Args:
-        path: the file; its folder is made if missing, an older file is replaced.
-        rows: every row with the same columns; a value may be a number, text, None or a list of numbers.
+    Its folder is made if missing, an older file is replaced. Every row has the same columns; a value may be a
+    number, text, None or a list of numbers.
 
     Raises:
         ValueError: a row has other columns than the first.

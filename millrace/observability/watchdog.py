@@ -32,15 +32,7 @@ STALLED = 1
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One wait, as `status.json` shows it.
-
-    Attributes:
-        owner: the component that waits.
-        reason: what it waits for.
-        waited_s: seconds waited so far.
-        deadline_s: maximum seconds.
-        on: the components it waits for, with their current activity.
-    """
+    """One wait, as `status.json` shows it; `on` are the awaited components, with their current activity."""
 
     owner: str
     reason: str
@@ -67,8 +59,10 @@ class _Held:
 class Watchdog:
     """Monitors a run while entered as a context manager.
 
-    Attributes:
-        more: callback with further fields of `status.json`; called each second.
+    `path` is that of `status.json`, `limit_s` limits one phase. `phase` returns the name of the current
+    phase, and the time of the monotonic `clock`, in seconds, at which it began; `facts` the progress of the
+    run (`stage`, `step`, `steps`). `stalled` records the stall and leaves the run resumable. `more` returns
+    further fields of `status.json`; it is called each second.
     """
 
     def __init__(
@@ -81,16 +75,6 @@ class Watchdog:
         stalled: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create a watchdog; monitoring starts with `__enter__`.
-
-        Args:
-            path: of `status.json`.
-            limit_s: time limit of one phase.
-            phase: returns the name of the current phase, and the time of `clock` at which it began.
-            facts: returns the progress of the run (`stage`, `step`, `steps`).
-            stalled: callback that records the stall and leaves the run resumable.
-            clock: monotonic time in seconds.
-        """
         self._path = path
         self._limit_s = limit_s
         self._phase = phase
@@ -109,11 +93,7 @@ class Watchdog:
     ) -> Iterator[None]:
         """Register a wait for the duration of the block, which must raise its own error at the deadline.
 
-        Args:
-            owner: the component that waits.
-            reason: what it waits for, such as `batch 3`.
-            deadline_s: maximum seconds.
-            on: callback that lists the components it waits for.
+        The reason is such as `batch 3`; `on` lists the components that the owner waits for.
         """
         held = _Held(owner, reason, self._clock(), deadline_s, on)
         with self._lock:
@@ -151,14 +131,12 @@ class Watchdog:
         return lines[-1] if lines else ""
 
     def __enter__(self) -> Watchdog:
-        """Begin to watch."""
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Stop monitoring and delete the status file."""
         self._over.set()
         self._thread.join()
         self._path.unlink(missing_ok=True)
@@ -201,7 +179,6 @@ class Watchdog:
 
 
 def _stacks() -> Iterator[str]:
-    """Format the stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield f"thread {names.get(ident, ident)}"

@@ -15,7 +15,7 @@ SLACK = 0.05
 def deal(
     work: Sequence[float], saved: Sequence[float], group: Sequence[Hashable], world: int
 ) -> list[list[int]]:
-    """Shard segments over ranks; some ranks may get none.
+    """Shard segments over ranks; some ranks may get none, and each gets its segments in ascending order.
 
     Two assignments are computed, and the one with the lower maximum load is used:
 
@@ -23,16 +23,8 @@ def deal(
     - in groups: the most expensive group first, to the rank with the lowest load; if the load would exceed
       (1 + SLACK) times the mean, its segments are assigned one by one after all other groups.
 
-    So the maximum load is never above that of the one-by-one assignment.
-
-    Args:
-        work: cost of each segment alone.
-        saved: part of that cost that is saved if another segment of its group is on the rank.
-        group: group of each segment.
-        world: number of ranks.
-
-    Returns:
-        The segments of each rank, ascending.
+    So the maximum load is never above that of the one-by-one assignment. `work` is the cost of each segment
+    alone, `saved` the part of it that is saved if another segment of its group is on the rank.
     """
     members: dict[Hashable, list[int]] = {}
     for b, name in enumerate(group):
@@ -57,11 +49,7 @@ def _deal(
     whole: Sequence[tuple[list[int], float]],
     limit: float,
 ) -> tuple[list[list[int]], float]:
-    """Assign whole groups (members, cost) where the load stays within `limit`, then segments one by one.
-
-    Returns:
-        The segments of each rank, and the maximum load.
-    """
+    """Assign whole groups (members, cost) up to a load of `limit`, then segments; also the maximum load."""
     held: list[list[int]] = [[] for _ in range(world)]
     groups: list[set[Hashable]] = [set() for _ in range(world)]
     load = [0.0] * world

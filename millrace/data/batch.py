@@ -90,11 +90,7 @@ class Batch:
         return self._each(lambda column: column.to(device))
 
     def select(self, segments: list[int]) -> Batch:
-        """The named segments, in the order given, renumbered from 0.
-
-        Raises:
-            ValueError: no segment was named, or one that is not there.
-        """
+        """The named segments, in order, renumbered from 0; ValueError for none or an unknown one."""
         if not segments or min(segments) < 0 or max(segments) >= self.num_segments:
             raise ValueError(f"segments {segments} were asked of a batch of {self.num_segments}")
         index_T, length_B = self.places(segments), self.length_B
@@ -135,13 +131,9 @@ class Batch:
     def deal(self, world: int, *, even_tokens: float = math.inf, sharing: bool = False) -> list[list[int]]:
         """Assign segments to `world` ranks so that the work is balanced; some ranks may get none.
 
-        A segment of n tokens costs c(n) = n + n^2 / even_tokens; see `data.dealing` for the assignment.
-
-        Args:
-            world: number of ranks.
-            even_tokens: length at which attention costs as much as everything else.
-            sharing: whether a rank computes shared prompts once. Then a prompt of n tokens costs c(n) once on
-                each rank that has samples of it.
+        A segment of n tokens costs c(n) = n + n^2 / even_tokens: at `even_tokens`, attention costs as much as
+        everything else. With `sharing`, a rank computes shared prompts once: a prompt of n tokens costs c(n)
+        once on each rank that has samples of it. See `data.balancing` for the assignment.
         """
         length = self.length_B.tolist()
         work = [n + n**2 / even_tokens for n in length]
@@ -155,7 +147,6 @@ class Batch:
         return deal(work, saved, [prompt.tobytes() for prompt in prompts], world)
 
     def _prompts(self) -> list[np.ndarray]:
-        """The tokens of each segment before the first chosen one; all of one without any."""
         mask_T, length_B = self.action_mask_T, self.length_B
         first_B = length_B.scatter_reduce(0, self.segment_T[mask_T], self.position_T[mask_T], "amin")
         token_T, start_B = self.token_T.cpu().numpy(), length_B.cumsum(0) - length_B

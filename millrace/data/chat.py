@@ -26,13 +26,8 @@ def render(
     """The text of a prompt and its tokens.
 
     A plain template gets the special tokens the tokenizer puts in front (BOS), never an end token behind; a
-    chat template writes its own special tokens and opens the assistant's turn.
-
-    Args:
-        tokenizer: of the policy.
-        template: text around `{prompt}`, `chat`, or `auto`.
-        prompt: text; with `chat` and `auto` also a list of `{role, content}` messages.
-        where: the row's place, for messages.
+    chat template writes its own special tokens and opens the assistant's turn. The prompt is text; with
+    `chat` and `auto` also a list of `{role, content}` messages. `where` is the row's place, for messages.
 
     Raises:
         DataError: the prompt is not text or a list of messages, is empty, holds a character that the
@@ -72,11 +67,7 @@ def plain_text(template: str, prompt: Any, where: str) -> str:
 
 
 def as_text(value: Any, what: str, where: str) -> str:
-    """The value, which must be text that can be written as UTF-8.
-
-    Raises:
-        DataError: it is not; the message names `where` and `what`.
-    """
+    """The value, which must be text that can be written as UTF-8; else DataError names `where` and `what`."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {what} is {json_kind(value)}, not text")
     try:

@@ -26,26 +26,15 @@ def hard(row: Mapping[str, Any], reward: float | None, tries: int) -> float:
 
 
 class Curriculum:
-    """Sampling probability of each prompt, from its rewards so far."""
+    """Sampling probability of each prompt, at least `least`, from its rewards so far."""
 
     def __init__(self, chance: Chance, *, least: float, name: str = HARD) -> None:
-        """Create a curriculum without rewards.
-
-        Args:
-            chance: probability of a prompt, from 0 to 1.
-            least: lower bound of the probability.
-            name: name of the probability function, for messages.
-        """
         self._chance, self._least, self._name = chance, least, name
         self._known: dict[str, tuple[float, int]] = {}
 
     @classmethod
     def of(cls, config: CurriculumConfig) -> Curriculum:
-        """Build the curriculum of a recipe.
-
-        Raises:
-            DataError: there is no such function.
-        """
+        """Build the curriculum of a recipe; DataError if there is no such function."""
         chance = hard if config.chance == HARD else _own(config.chance)
         return cls(chance, least=config.least, name=config.chance)
 

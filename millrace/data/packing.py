@@ -169,7 +169,6 @@ def _twins(batch: Batch, names: Sequence[str]) -> list[int]:
 
 
 def _bounds(size_B: Tensor) -> list[int]:
-    """Where each of neighbouring pieces begins, and where the last one ends."""
     return [0, *size_B.cumsum(0).tolist()]
 
 
@@ -183,16 +182,11 @@ def _positions(lengths: Sequence[int]) -> Tensor:
 
 
 def _logprobs(drawn: Completion) -> np.ndarray:
-    """Return log-probabilities of the sampled tokens over their supports."""
     return drawn.logprobs if drawn.support is None else drawn.support.logprobs
 
 
 def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """The experts of each token, [T, L, K]; None where they were not recorded.
-
-    Raises:
-        ValueError: they were for some trajectories only, or a record is of other tokens.
-    """
+    """The experts of each token, [T, L, K]; ValueError if they were recorded for some trajectories only."""
     # The last turn's prompt is all that was before it.
     records = [trajectory.turns[-1].completion.experts for trajectory in trajectories]
     known = [record for record in records if record is not None]
@@ -213,11 +207,6 @@ def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
 
 
 def _supports(trajectories: Sequence[Trajectory]) -> Supports | None:
-    """Return the support of each token; None if sampling was not truncated.
-
-    Raises:
-        ValueError: a sampled token has an empty support.
-    """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = [turn.completion.support.token_ids for turn in turns if turn.completion.support is not None]
     if not tokens:

@@ -16,14 +16,7 @@ _HELD_OUT = 10
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt.
-
-    Attributes:
-        prompt: as the policy will see it, its template included.
-        chosen: the answer that was preferred.
-        rejected: the other one.
-        where: the pair's place, such as `pairs.jsonl line 3`.
-    """
+    """Two answers to a prompt, as the policy will see it; `where` is such as `pairs.jsonl line 3`."""
 
     prompt: str
     chosen: str

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """Rows to train on and rows to evaluate on. No problem is on both sides.
+    """Rows to train on and rows to evaluate on, in the order of the source. No problem is on both sides.
 
     Attributes:
-        train: rows to train on, in the order of the source.
-        eval: held-out rows, in the order of the source.
         num_read: rows read from `data.train`.
         num_twins: duplicate problems of a reasoning-gym task, left out.
         num_held_out: rows of `data.train` left out because their problem is evaluated on by another row.
@@ -109,17 +107,10 @@ def make_prompts(
     prefix: str,
     max_prompt_tokens: int,
 ) -> tuple[list[Prompt], int]:
-    """Render and tokenise rows.
+    """Render and tokenise rows of one side of a split; return the prompts, and how many were dropped.
 
-    Args:
-        rows: of one side of a split.
-        config: which columns, template and pattern.
-        tokenizer: of the policy.
-        prefix: the prompt of row 17 gets the id `prefix:17`, whichever others are dropped.
-        max_prompt_tokens: longer prompts are dropped, or raise an error, as set by `data.too_long`.
-
-    Returns:
-        The prompts, and how many were dropped.
+    The prompt of row 17 gets the id `prefix:17`, whichever others are dropped. Prompts longer than
+    `max_prompt_tokens` are dropped, or raise an error, as set by `data.too_long`.
 
     Raises:
         DataError: a column is missing or not text, no answer matches, a prompt is too long, or none is left.
@@ -154,14 +145,8 @@ def make_demonstrations(
 ) -> dict[str, tuple[int, ...]]:
     """The tokens of each prompt's demonstration, its end of text included, by prompt id.
 
-    Args:
-        prompts: to be imitated.
-        config: `too_long` selects what happens to a demonstration that does not fit.
-        tokenizer: of the policy.
-        max_tokens: prompt and demonstration together.
-
-    Returns:
-        Demonstrations that fit; the others are left out.
+    `max_tokens` is that of prompt and demonstration together; `data.too_long` selects whether one that does
+    not fit is left out.
 
     Raises:
         DataError: a prompt has no demonstration, one is too long and may not be left out, or none fits.
@@ -192,24 +177,14 @@ def make_demonstrations(
 class PromptStream:
     """An endless stream of prompts: every epoch yields each prompt once, in its own order.
 
-    A curriculum skips some prompts. The state of the stream is three numbers and the curriculum's state, so a
+    The order of epoch e is a permutation seeded with `[seed, e]`; without `shuffle`, it is the given one. A
+    curriculum skips some prompts. The state of the stream is three numbers and the curriculum's state, so a
     resumed stream continues exactly.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, curriculum: Curriculum | None = None
     ) -> None:
-        """Start at the first epoch.
-
-        Args:
-            prompts: the prompts of each epoch.
-            seed: the order of epoch e is a permutation seeded with `[seed, e]`.
-            shuffle: false keeps the given order in every epoch.
-            curriculum: how likely each prompt is dealt; None deals all.
-
-        Raises:
-            DataError: there are no prompts.
-        """
         if not prompts:
             raise DataError("there are no prompts to deal")
         self._prompts = prompts
@@ -219,11 +194,7 @@ class PromptStream:
         self._enter(0, 0)
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; they may span epochs.
-
-        Raises:
-            DataError: the curriculum's function fails, or gives no chance.
-        """
+        """The next prompts; they may span epochs. DataError if the curriculum's function fails."""
         dealt: list[Prompt] = []
         while len(dealt) < num_prompts:
             index = self._order[self._position]
@@ -284,12 +255,7 @@ class PromptStream:
 
 
 def settled(config: DataConfig, prompt: Prompt) -> DataConfig:
-    """The settings with the template that a prompt was made with, for text that comes without a row.
-
-    Args:
-        config: of the run.
-        prompt: one of those made with it.
-    """
+    """The settings with the template that a prompt was made with, for text that comes without a row."""
     if config.template != AUTO:
         return config
     template = template_of(config.template, _prompt(prompt.row, config, prompt.id))
@@ -297,7 +263,6 @@ def settled(config: DataConfig, prompt: Prompt) -> DataConfig:
 
 
 def _prompt(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:
-    """The prompt of a row: text, or a list of messages."""
     if config.prompt_column != AUTO:
         return column(row, config.prompt_column, where)
     for name in PROMPT_COLUMNS:
@@ -322,7 +287,6 @@ def _identity(row: Row, config: DataConfig) -> str:
 
 
 def _first_rows(rows: Sequence[Row], config: DataConfig) -> dict[str, Row]:
-    """The first row of each problem, in order."""
     first: dict[str, Row] = {}
     for row in rows:
         first.setdefault(_identity(row, config), row)

@@ -20,7 +20,6 @@ class Row(dict[str, Any]):
     __slots__ = ("where",)
 
     def __init__(self, columns: Mapping[str, Any], where: str) -> None:
-        """Take the columns, and the place that messages name."""
         super().__init__(columns)
         self.where = where
 
@@ -28,10 +27,9 @@ class Row(dict[str, Any]):
 def read_rows(path: str) -> list[Row]:
     """Every row of a data set, in order.
 
-    Args:
-        path: a .jsonl or .json file with one object per line (empty lines are skipped), a .parquet file, or a
-            folder written by `datasets.save_to_disk`. Of a folder with several splits, `train` is read; name
-            another as a subfolder.
+    The path is a .jsonl or .json file with one object per line (empty lines are skipped), a .parquet file, or
+    a folder written by `datasets.save_to_disk`. Of a folder with several splits, `train` is read; name
+    another as a subfolder.
 
     Raises:
         DataError: there is no such file, its ending is unknown, a line is not a JSON object, or there is no

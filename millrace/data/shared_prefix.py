@@ -27,10 +27,8 @@ LEAST_LEFT_OUT = 0.02
 class Leading:
     """The tokens of a packed row that lead to those that are read; on the CPU.
 
-    Attributes:
-        kept_S: which they are, ascending.
-        length_B: how many of each segment; one of a segment of which nothing is read.
-        at_N: indices of the tokens that are read in `kept_S`.
+    Of them, `kept_S` has the positions in the row, ascending, `length_B` the number in each segment (one of a
+    segment of which nothing is read) and `at_N` the indices of those that are read.
     """
 
     kept_S: Tensor
@@ -39,12 +37,7 @@ class Leading:
 
 
 def leading_to(at_N: Tensor, length_B: Tensor) -> Leading | None:
-    """Select the tokens that some outputs depend on; None if these are nearly all, or nothing is read.
-
-    Args:
-        at_N: the tokens, int64, in any order, on the CPU.
-        length_B: tokens of each segment of the row, likewise.
-    """
+    """Select the tokens that some outputs depend on; None if these are nearly all, or nothing is read."""
     end_B = length_B.cumsum(0)
     start_B = end_B - length_B
     segment_N = torch.searchsorted(end_B, at_N, right=True)
@@ -78,13 +71,7 @@ class Beginnings:
 def common_beginnings(
     token_T: Tensor, length_B: Tensor, expert_TLK: Tensor | None = None
 ) -> Beginnings | None:
-    """Find shared prefixes of the segments of a row; None if no segment shares enough.
-
-    Args:
-        token_T: token ids.
-        length_B: tokens of each segment.
-        expert_TLK: the experts that each token is routed to; tokens with different routing are not shared.
-    """
+    """Find prefixes that segments share, routed to the same experts; None if no segment shares enough."""
     known, length = token_T[:, None].int(), length_B.tolist()
     if expert_TLK is not None:
         known = torch.cat([known, expert_TLK.flatten(1).int()], 1)
@@ -108,7 +95,6 @@ def common_beginnings(
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the length of the common prefix of two segments."""
     size = min(len(one), len(other))
     apart = np.flatnonzero((one[:size] != other[:size]).any(1))
     return int(apart[0]) if len(apart) else size

@@ -56,14 +56,8 @@ def _refuse_without_pycosat(*given: object) -> None:
 def task_rows(name: str, options: Mapping[str, Any], *, size: int, seed: int) -> list[Row]:
     """`size` problems of a task, the same for the same seed. Some may be equal.
 
-    Args:
-        name: the task, with or without `reasoning-gym:` before it.
-        options: fields of the task's configuration, such as `{"max_terms": 2}`.
-        size: problems to generate.
-        seed: of the task's generator.
-
-    Returns:
-        The task's entries: columns `question`, `answer` and `metadata`.
+    The name may have `reasoning-gym:` before it. Options are fields of the task's configuration, such as
+    `{"max_terms": 2}`. The rows have the columns `question`, `answer` and `metadata`.
 
     Raises:
         DataError: there is no such task or option, the task refuses a value, or a package is missing.

@@ -67,15 +67,11 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer: any text comes back unchanged, and every digit is a token of its own.
 
-    Args:
-        texts: what it is trained on; the same texts give the same tokenizer.
-        vocab_size: most entries; fewer where the texts have fewer pairs that occur twice.
-        across_words: let an entry span white space (never a digit), so that templated prompts become short.
-        alphabet: `bytes` spells any text; `seen` only what occurs in the texts, and has `<|unknown|>` for the
-            rest. Each entry that never occurs costs a tiny model: its row must be learned away.
-
-    Returns:
-        A tokenizer with `<|endoftext|>` as both its end-of-text and its padding token.
+    The same texts give the same tokenizer, with `<|endoftext|>` as both its end-of-text and its padding
+    token, and fewer than `vocab_size` entries where they have fewer pairs that occur twice. `across_words`
+    lets an entry span white space (never a digit), so that templated prompts become short. The alphabet
+    `bytes` spells any text; `seen` only what occurs in the texts, and has `<|unknown|>` for the rest. Each
+    entry that never occurs costs a tiny model: its row must be learned away.
 
     Raises:
         DataError: `vocab_size` has no room for the alphabet and the end of text.
@@ -123,22 +119,13 @@ def train_tokenizer(
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's end of text, and those the model's own config names.
-
-    Args:
-        tokenizer: its end-of-text token comes first.
-        generation_config_eos: `eos_token_id` as a generation config holds it: one, several or none.
-    """
+    """The tokens that end a completion: the tokenizer's end of text, then those of the model's config."""
     more = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or ()
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *more]))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size_of_model: int) -> None:
-    """Refuse a tokenizer that can produce ids the model has no embedding for.
-
-    Raises:
-        DataError: it can; the message gives both numbers.
-    """
+    """Raise DataError, with both numbers, for a tokenizer with ids the model has no embedding for."""
     most = max(tokenizer.get_vocab().values())
     if most >= vocab_size_of_model:
         raise DataError(
@@ -148,7 +135,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size_of_model: in
 
 
 def _is_plain(folder: Path) -> bool:
-    """Return whether the folder's config declares tokenizer.json alone as the tokenizer."""
     config = folder / "tokenizer_config.json"
     if not config.is_file() or not (folder / "tokenizer.json").is_file():
         return False

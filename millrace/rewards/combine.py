@@ -30,14 +30,11 @@ class CombinedReward:
     """Combine rewards as R = sum over parts of weight times value.
 
     An outcome is `failed` if any part failed, else `invalid` if any part is invalid (its value is still the
-    weighted sum), else a `score`. `Outcome.parts` holds each part's own value, without its weight, by name.
+    weighted sum), else a `score`. `Outcome.parts` holds each part's own value, without its weight, by name; a
+    duplicate name gets a number: format, format-2.
 
-    Rewards that compute outside this process run concurrently, each called from its own thread. The others
-    run sequentially in the calling thread, because they use torch's threads and device.
-
-    Args:
-        parts: name, weight and reward of each part. A duplicate name gets a number: format, format-2.
-        apart: the rewards among `parts` that compute outside this process.
+    The rewards in `apart` compute outside this process and run concurrently, each called from its own thread.
+    The others run sequentially in the calling thread, because they use torch's threads and device.
 
     Raises:
         RewardError: there is no part, or a weight is not finite.
@@ -46,7 +43,6 @@ class CombinedReward:
     def __init__(
         self, parts: Sequence[tuple[str, float, WeightedReward]], *, apart: Container[WeightedReward] = ()
     ) -> None:
-        """Check the weights and make the names unique; starts no thread."""
         if not parts:
             raise RewardError("there is no reward to combine; name at least one under rewards")
         for name, weight, _ in parts:
@@ -60,11 +56,7 @@ class CombinedReward:
         self._threads = ThreadPoolExecutor(max(1, sum(self._apart)), "millrace-judge")
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """Return one outcome for each completion, in order.
-
-        Raises:
-            Exception: the error of the first part that raised, after all parts have finished.
-        """
+        """Return one outcome for each completion, or raise the first part's error after all have finished."""
         calls = [partial(reward.score, prompts, completions) for reward in self._rewards]
         columns = [found.result() for found in self._all(calls)]
         return [self._sum(outcomes) for outcomes in zip(*columns, strict=True)]
@@ -77,7 +69,6 @@ class CombinedReward:
                 stack.callback(reward.close)
 
     def _all(self, calls: Sequence[Callable[[], list[Outcome]]]) -> list[Future[list[Outcome]]]:
-        """Run all calls; each future holds the result or the error of one part."""
         pairs = list(zip(calls, self._apart, strict=True))
         asked = [self._threads.submit(call) if apart else None for call, apart in pairs]
         try:
@@ -110,7 +101,6 @@ class CombinedReward:
 
 
 def _called(call: Callable[[], list[Outcome]]) -> Future[list[Outcome]]:
-    """Run a call in this thread; the future holds its result or error."""
     found: Future[list[Outcome]] = Future()
     try:
         found.set_result(call())

@@ -79,11 +79,8 @@ _CONNECTIONS = frozenset({"socket.bind", "socket.connect", "socket.sendmsg", "so
 def limit_resources(memory_bytes: int, file_bytes: int) -> None:
     """Set resource limits of this process and, separately, of each process it starts; disable core dumps.
 
-    A process that exceeds a limit gets an error; the others are not affected.
-
-    Args:
-        memory_bytes: limit on allocated memory. A worker with SymPy, NumPy and a task's data takes 0.2 GiB.
-        file_bytes: limit on the size of each written file.
+    A process that exceeds a limit gets an error; the others are not affected. A worker with SymPy, NumPy and
+    a task's data takes 0.2 GiB. `file_bytes` limits the size of each written file.
     """
     for kind, most in (
         (resource.RLIMIT_DATA, memory_bytes),
@@ -103,9 +100,7 @@ def refuse_effects() -> None:
 def refuse_beyond(writable: Sequence[str], *, network: bool) -> None:
     """Make Python code raise PermissionError when it writes or connects beyond its permissions.
 
-    Args:
-        writable: folders with write access, in addition to the temporary folder and /dev.
-        network: whether network connections are allowed.
+    Besides the `writable` folders, it may write to the temporary folder and /dev.
     """
     allowed = [os.path.realpath(folder) for folder in (*writable, tempfile.gettempdir(), "/dev")]
 
@@ -145,7 +140,6 @@ def _check_path(path: Any, allowed: Sequence[str], folder: int = -1) -> None:
 
 
 def _caller() -> str:
-    """Return the name of the module that triggered the event, skipping frames of this module."""
     frame = sys._getframe(1)
     while frame.f_globals is globals() and frame.f_back is not None:
         frame = frame.f_back

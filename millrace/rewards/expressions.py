@@ -80,11 +80,7 @@ def disarm_sympy() -> None:
 def _parse_expr(
     text: str, local_dict: Mapping[str, Any] | None = None, evaluate: bool = True, **_: Any
 ) -> Any:
-    """Replacement for SymPy's `parse_expr`.
-
-    Raises:
-        SyntaxError: the text is not an expression; `sympify` converts this into its own error.
-    """
+    """Replace SymPy's `parse_expr`; `sympify` converts this SyntaxError into its own error."""
     try:
         with sympy.evaluate(evaluate):
             return read_expression(text, local_dict)

@@ -46,24 +46,17 @@ class _Work:
 
 
 class IsolatedReward:
-    """Score completions in worker processes, with a deadline for each completion.
+    """Score completions in worker processes, killing a worker after `timeout_s` for one completion.
 
     The specs: `{"kind": "number"}` (math-verify), `{"kind": "task", "name": ..., "options": {...}}`
-    (reasoning-gym), `{"kind": "format", "pattern": ...}` (regular expression) and
-    `{"kind": "function", "function": "module:function"}`.
+    (reasoning-gym), `{"kind": "format", "pattern": ...}` (regular expression) and `{"kind": "function",
+    "function": "module:function"}`.
 
     A completion is `failed` if scoring it times out, raises, crashes the worker or returns no finite number.
     The other completions are still scored, each of them once. Workers start on demand, more of them for large
     batches or slow rewards. They end with `close` or with this process, even if it is killed. Outcomes do not
-    depend on the number of workers. Calls from several threads are serialized.
-
-    Args:
-        spec: kind and options of the reward.
-        timeout_s: time limit for one completion, after which its worker is killed.
-        num_workers: maximum number of worker processes.
-        permissions: what a worker may do beside computing and reading files. By default a function may write
-            temporary files and has 4 GiB; a built-in reward writes nothing and has 2 GiB.
-        clock: monotonic time in seconds.
+    depend on the number of workers. Calls from several threads are serialized. By default a function may
+    write temporary files and has 4 GiB; a built-in reward writes nothing and has 2 GiB.
 
     Raises:
         RewardError: the spec is not one of the above, or a number is not positive.
@@ -78,7 +71,6 @@ class IsolatedReward:
         permissions: Permissions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check the settings; starts no worker."""
         kind = str(spec.get("kind"))
         if kind not in _OPTIONS:
             raise RewardError(f"there is no isolated reward of kind {kind}; there are: {', '.join(_OPTIONS)}")
@@ -187,7 +179,6 @@ class IsolatedReward:
                 process.ask(numbers, _message(work, numbers))
 
     def _turn(self, work: _Work) -> None:
-        """Wait for a message or the next deadline, then process messages, exits and timeouts."""
         # Deadlines are compared with the time before the pipes are read: a message may have waited unread.
         now = self._clock()
         next_s = min(process.deadline for process in self._processes)
@@ -237,7 +228,6 @@ class IsolatedReward:
 
 
 def _message(work: _Work, numbers: Sequence[int]) -> dict[str, Any]:
-    """Build the message of a batch: each prompt once, and (index of its prompt, completion) for each item."""
     places: dict[int, int] = {}
     prompts: list[tuple[str, str, Any]] = []
     items: list[tuple[int, str]] = []

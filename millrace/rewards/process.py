@@ -39,15 +39,10 @@ class RewardWorker:
     """A worker process that scores completions in order, with its in-flight batch.
 
     Output that the worker prints is kept out of the protocol. Output of a user's function is copied to this
-    process's standard error, without control characters and up to 2^20 characters.
-
-    Args:
-        spec: kind and options of the reward.
-        permissions: what the worker may do beside computing.
-        selector: registers the worker's pipes, with this object as data.
+    process's standard error, without control characters and up to 2^20 characters. The selector registers the
+    worker's pipes, with this object as data.
 
     Attributes:
-        ready: the worker has started and can score.
         ended: the worker has closed its pipe, or never started.
         broken: description of a malformed line of the protocol; empty if there was none.
         batch: indices of the in-flight completions, in order.
@@ -84,12 +79,7 @@ class RewardWorker:
         self._send({**given, "path": path, "key": self._key.hex()})
 
     def ask(self, numbers: Sequence[int], message: Mapping[str, Any]) -> None:
-        """Send a batch of completions to score.
-
-        Args:
-            numbers: indices of the completions, in the order of the message.
-            message: prompts and completions of the batch.
-        """
+        """Send a batch of completions to score, with their indices in the order of the message."""
         self.batch.extend(numbers)
         self._send(message)
 
@@ -188,7 +178,6 @@ class RewardWorker:
             self._selector.register(pipe, selectors.EVENT_WRITE, self)
 
     def _listen(self) -> None:
-        """Read the worker's printed output, keep its end, and echo the output of a user's function."""
         while data := _read(self._pipe(2)):
             text = self._decoder.decode(data)
             self._tail = (self._tail + text)[-_TAIL_CHARACTERS:]
@@ -210,12 +199,9 @@ class RewardWorker:
 
 
 def _start(permissions: Permissions) -> tuple[subprocess.Popen[bytes], int | None]:
-    """Start the worker under its keeper process.
+    """Start the worker under its keeper process, which ends it when the returned lifeline pipe is closed.
 
     Temporary files go to a folder of the worker's own, which the keeper removes.
-
-    Returns:
-        the process, and the write end of the keeper's lifeline pipe; closing it ends the worker.
     """
     temporary = tempfile.mkdtemp(prefix="millrace-reward-")
     permissions = replace(permissions, writable=(*permissions.writable, temporary))

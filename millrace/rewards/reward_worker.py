@@ -62,9 +62,6 @@ def _take_channel() -> tuple[BinaryIO, BinaryIO]:
     """Move the protocol's pipes off descriptors 0 and 1, so that `print` and `input` do not use them.
 
     Programs that a reward starts do not inherit the pipes and cannot open them through /proc either.
-
-    Returns:
-        the pipe of requests and the pipe of replies.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -30,12 +30,8 @@ _SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
 class Permissions:
     """What a reward may do beside computing and reading files.
 
-    Attributes:
-        network: whether it may open connections.
-        env_vars: environment variables passed on in addition to the harmless ones.
-        writable: absolute paths of folders with write access, including subfolders.
-        memory_bytes: memory limit of each of its processes.
-        file_bytes: size limit of each file it writes.
+    `env_vars` are passed on in addition to harmless ones, `writable` are absolute paths of folders,
+    `memory_bytes` limits each process and `file_bytes` each file.
     """
 
     network: bool = False
@@ -79,13 +75,8 @@ def find_bubblewrap() -> str | None:
 def sandboxed(bubblewrap: str, command: Sequence[str], permissions: Permissions) -> list[str]:
     """Build a command line that runs a command in its own namespaces.
 
-    The command sees files read-only and only its own processes, has no network, no sockets in /run and no
-    capabilities, and is killed with its parent.
-
-    Args:
-        bubblewrap: path of the bubblewrap executable.
-        command: the command to run.
-        permissions: exceptions from these restrictions.
+    Apart from its permissions, it sees files read-only and only its own processes, has no network, no sockets
+    in /run and no capabilities, and is killed with its parent.
     """
     # The order matters: later mounts cover earlier ones.
     mounts = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/run"]

@@ -73,11 +73,7 @@ def open_scorer(name: str, options: Mapping[str, Any]) -> Scorer:
 
 
 def check_reviewed(task: str) -> None:
-    """Refuse a task if the source of its scorer differs from the reviewed source.
-
-    Raises:
-        RewardError: the source differs, or the task was not reviewed.
-    """
+    """Raise RewardError if the source of a task's scorer is not the reviewed one, or was not reviewed."""
     known = reviewed().get(task)
     if known == digest(load_reasoning_gym().DATASETS[task][0]):
         return

@@ -52,11 +52,7 @@ def make_judge(spec: Mapping[str, Any]) -> Judge:
 def verdict(
     judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
 ) -> tuple[str, float, str]:
-    """Score one completion.
-
-    Returns:
-        kind, value and reason, as in `Outcome`; the value of a failure is 0, since JSON has no NaN.
-    """
+    """Score one completion: kind, value and reason of an `Outcome`; a failure is 0, since JSON has no NaN."""
     kind, value, reason = _verdict(judge, prompt, completion, answer, row)
     return kind, value, plain_text(reason)
 

@@ -24,24 +24,13 @@ def encode_line(value: Any) -> bytes:
 
 
 def seal(key: bytes, number: int, value: Any) -> bytes:
-    """Encode a value as a line authenticated with the key.
-
-    Args:
-        key: secret shared by the worker and its parent.
-        number: sequence number of the message, from 0.
-        value: the message.
-    """
+    """Encode the message of a sequence number, from 0, as a line authenticated with the shared key."""
     line = encode_line(value)
     return _digest(key, number, line[:-1]) + b" " + line
 
 
 def unseal(key: bytes, number: int, line: bytes) -> Any:
-    """Decode a line of `seal`, without its line break.
-
-    Args:
-        key: secret shared by the worker and its parent.
-        number: expected sequence number, from 0.
-        line: the received line.
+    """Decode a line of `seal`, without its line break, of the expected sequence number.
 
     Raises:
         ValueError: the line has another sequence number, or was written without the key.

@@ -189,5 +189,4 @@ def _wrong(result: Evaluation) -> list[dict[str, Any]]:
 
 
 def _short(text: str) -> str:
-    """Quoted, so that white space and control characters show."""
     return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")

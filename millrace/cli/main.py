@@ -125,11 +125,7 @@ class Command(TyperCommand):
     """A command that explains how to give a setting that was given as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer does it.
-
-        Raises:
-            typer.Exit: there is no such option, but such a setting.
-        """
+        """Raise typer.Exit with a hint if an unknown option is a setting; else parse as typer does."""
         parameters = self.get_params(ctx)
         known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)}
         if any(each.name == "overrides" for each in parameters):
@@ -145,12 +141,7 @@ class Command(TyperCommand):
 
 
 def as_setting(option: str, words: Sequence[str]) -> str | None:
-    """How to give a setting that was given as an option; None if there is no such setting either.
-
-    Args:
-        option: as it was written, such as `--learning_rate`.
-        words: all that was given.
-    """
+    """How to give a setting that was given as an option, such as `--learning_rate`; None if there is none."""
     from millrace.config.explain import known_keys
     from millrace.config.other_names import hint, key_of
 

@@ -142,11 +142,7 @@ def simulate(
 
 
 def comparison(run: str, found: MeasuredRun) -> Iterator[str]:
-    """A run beside its own simulation.
-
-    Raises:
-        PlanError: what it did cannot be simulated.
-    """
+    """A run beside its own simulation; PlanError if what it did cannot be simulated."""
     from millrace.simulation.from_plan import check_simulated, foreseen
 
     check_simulated(found.config)

@@ -50,12 +50,9 @@ def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> 
 
 
 def start_ranks(mesh: MeshConfig) -> bool:
-    """Start this command once per rank and exit with the run's exit code; do nothing for a single rank.
+    """Start this command once per rank and exit with the run's exit code; return whether Ray starts them.
 
-    Does nothing either if this process is already a rank.
-
-    Returns:
-        whether Ray starts the ranks instead.
+    Does nothing for a single rank, or if this process is already a rank.
 
     Raises:
         typer.Exit: with the exit code of the run.
@@ -79,11 +76,7 @@ def start_ranks(mesh: MeshConfig) -> bool:
 
 
 def as_a_rank(work: Callable[[], Result]) -> Result:
-    """Run `work`; if another rank was lost, exit with a short message, since the failed rank reports why.
-
-    Raises:
-        typer.Exit: another rank was lost.
-    """
+    """Run `work`; if another rank was lost, exit with a short message, since the failed rank reports why."""
     try:
         return work()
     except Exception as error:
@@ -103,11 +96,7 @@ def speaks() -> bool:
 
 
 def show_result(report: RunReport) -> None:
-    """Print the result of a run and the next command, on rank 0.
-
-    Raises:
-        typer.Exit: with code 130, the run was interrupted.
-    """
+    """Print the result of a run and the next command, on rank 0; exit with code 130 if it was interrupted."""
     if speaks():
         for line in result_lines(report):
             typer.echo(plain_text(line, 2000))

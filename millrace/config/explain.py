@@ -16,7 +16,6 @@ from millrace.config.settings import RunConfig
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections an annotation names, seen through `| None`, lists and unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
@@ -24,7 +23,6 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _section(info: FieldInfo) -> type[BaseModel] | None:
-    """The section a field holds, None for a value or a choice of kinds."""
     sections = list(_sections(info.annotation))
     return sections[0] if len(sections) == 1 else None
 
@@ -113,7 +111,6 @@ def explain(item: dict[str, Any], name: str) -> str:
 
 
 def _unknown(place: _Place, value: Any) -> Iterator[str]:
-    """An unknown key with its hint; of a section as other systems have it, each of its keys."""
     below = [key for key in _leaves(place.key, value) if hint(key)] if isinstance(value, Mapping) else []
     if below:
         for key in below:
@@ -141,7 +138,6 @@ def _unquoted(key: str, value: Any) -> str:
 
 
 def _as_written(value: Any) -> str:
-    """Return the YAML text of a value, as far as it can be reconstructed."""
     if value is None or isinstance(value, bool):
         return {None: "", True: "true", False: "false"}[value]
     if isinstance(value, Mapping) and all(inner is None for inner in value.values()):

@@ -68,10 +68,7 @@ class MeshConfig(Section):
 def idle_mesh(mesh: MeshConfig, *, precision: str, used: Mapping[str, bool]) -> Iterator[str]:
     """One sentence for each setting of the mesh that can have no effect, or does not go with another.
 
-    Args:
-        mesh: of the recipe.
-        precision: of the weights.
-        used: which of `UNDIVIDED` the recipe uses.
+    `used` is which of `UNDIVIDED` the recipe uses.
     """
     for name, needs in (("sequence_parallel", "tp"), ("pp_chunks", "pp"), ("cp_kind", "cp")):
         if getattr(mesh, name) != type(mesh).model_fields[name].default and getattr(mesh, needs) == 1:

@@ -169,6 +169,5 @@ def hint(name: str) -> str:
 
 
 def _suffixes(name: str) -> list[str]:
-    """The name and its last parts, the longest first."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]

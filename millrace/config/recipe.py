@@ -78,11 +78,7 @@ def is_method(name: str) -> bool:
 
 
 def recipe_text(name: str | Path) -> str:
-    """The YAML of a shipped recipe, or of a file of the user's own.
-
-    Raises:
-        ConfigError: there is no such recipe or file.
-    """
+    """The YAML of a shipped recipe, or of a file of the user's own; ConfigError if there is none."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -99,12 +95,9 @@ def recipe_text(name: str | Path) -> str:
 
 
 def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """A validated RunConfig from a recipe and dotted overrides.
+    """A validated RunConfig from a recipe (a shipped one's name, or a path in .yaml) and dotted overrides.
 
-    Args:
-        name: a shipped recipe's name, or a path that ends in .yaml.
-        overrides: dotted key to value, such as `{"policy.optimizer.learning_rate": 3e-4}`; `base` names
-            another recipe than the recipe's own base to lay it over.
+    The override `base` names another recipe than the recipe's own base to lay it over.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or a setting that can have no effect.
@@ -143,12 +136,7 @@ def _without_task(name: str) -> str:
 def _with_base(
     name: str | Path, above: tuple[str, ...] = (), *, base: str | Path | None = OWN_BASE
 ) -> dict[str, Any]:
-    """A recipe's tree, laid over that of its `base`.
-
-    Args:
-        name: of the recipe.
-        above: the recipes that are laid over it.
-        base: a recipe to lay it over in place of its own base; None is none.
+    """A recipe's tree, laid over that of its `base`, or of the given one; None is none.
 
     Raises:
         ConfigError: a recipe or its base cannot be read, or a recipe is its own base.
@@ -207,7 +195,6 @@ def _at(tree: Mapping[str, Any], section: str, name: str) -> Any:
 
 
 def _inputs(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of the overrides that select the data, model and tokenizer."""
     tree: dict[str, Any] = {}
     for key in sorted(overrides, key=lambda key: key.count(".")):
         if key.partition(".")[0] in ("data", "model", "tokenizer"):
@@ -216,7 +203,6 @@ def _inputs(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes_kind(section: Any, kind: Any, place: str) -> bool:
-    """Whether a section, found at a dotted place, is of another kind than the one that is asked for."""
     return (
         kind is not None
         and isinstance(section, Mapping)
@@ -225,16 +211,11 @@ def _changes_kind(section: Any, kind: Any, place: str) -> bool:
 
 
 def _touches(given: str, key: str) -> bool:
-    """Return whether `given` is the setting `key`, a part of it, or a section that contains it."""
     return f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
 
 
 def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
-    """A RunConfig from a plain tree, with errors a person can act on.
-
-    Raises:
-        ConfigError: as `load_recipe`.
-    """
+    """A RunConfig from a plain tree; ConfigError as `load_recipe`."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -245,11 +226,7 @@ def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
 
 
 def from_settings(given: Mapping[str, Any], name: str) -> RunConfig:
-    """A RunConfig without a recipe, from dotted keys and values.
-
-    Args:
-        given: as the overrides of `load_recipe`.
-        name: what messages call them.
+    """A RunConfig without a recipe, from dotted overrides; messages call them `name`.
 
     Raises:
         ConfigError: as `load_recipe`.
@@ -260,11 +237,7 @@ def from_settings(given: Mapping[str, Any], name: str) -> RunConfig:
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`["steps=50", "data.eval=null"]` to dotted keys and YAML values.
-
-    Raises:
-        ConfigError: a word without `=`.
-    """
+    """`["steps=50", "data.eval=null"]` to dotted keys and YAML values; ConfigError for a word without `=`."""
     found = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -367,16 +340,11 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def from_yaml(text: str, name: str) -> RunConfig:
-    """A RunConfig from what `to_yaml` wrote.
-
-    Raises:
-        ConfigError: as `load_recipe`.
-    """
+    """A RunConfig from what `to_yaml` wrote; ConfigError as `load_recipe`."""
     return validate(renamed(_parse(text, name), name, quiet=True), name)
 
 
 def _read(text: str) -> Any:
-    """Plain values alone, as `yaml.safe_load`."""
     loader = _Loader(text)
     try:
         return loader.get_single_data()

@@ -47,15 +47,11 @@ class RenamedSettingWarning(FutureWarning):
 def renamed(tree: Mapping[str, Any], name: str, *, quiet: bool = False) -> dict[str, Any]:
     """Return a recipe's tree with every old name replaced by the new one.
 
-    A setting that is given under both names keeps both, so that the old one is refused as unknown.
-
-    Args:
-        tree: nested mappings, as parsed from YAML.
-        name: of the recipe, for the warning.
-        quiet: do not warn; for files that millrace wrote itself.
+    A setting that is given under both names keeps both, so that the old one is refused as unknown. `quiet` is
+    for files that millrace wrote itself.
 
     Warns:
-        RenamedSettingWarning: once for each old name.
+        RenamedSettingWarning: once for each old name, with the recipe's name.
     """
     found = _copy(tree)
     # Settings before their sections, since a section that moves takes along what is left in it.
@@ -91,12 +87,11 @@ def _warn(name: str, old: str) -> None:
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the mappings of a tree, not its values."""
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
 def _move(tree: dict[str, Any], old: list[str], new: list[str]) -> bool:
-    """Move a value to a new place in the tree; False if there is none to move or the new place is taken."""
+    """Move a value in the tree; False if there is none to move or the new place is taken."""
     *path, last = old
     above: list[dict[str, Any]] = [tree]
     for part in path:

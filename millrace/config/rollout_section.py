@@ -93,9 +93,7 @@ def synchronous(rollout: RolloutConfig) -> RolloutConfig:
 def idle_rollout(rollout: RolloutConfig, *, corrected: bool) -> Iterator[str]:
     """One sentence for each setting of asynchrony that was given and has no effect, or needs another one.
 
-    Args:
-        rollout: of the recipe.
-        corrected: whether the loss has an importance correction for the weights that sampled the tokens.
+    `corrected` is whether the loss has an importance correction for the weights that sampled the tokens.
     """
     given = {name for name in type(rollout).model_fields if getattr(rollout, name) != _default(name)}
     in_order, at_once = rollout.batch_order == "submission", rollout.max_staleness == 0

@@ -356,7 +356,6 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
 
 
 def _given(section: Section) -> set[str]:
-    """Return the fields that are set to a value other than their default."""
     kept = set()
     for name in section.model_fields_set:
         info = type(section).model_fields[name]

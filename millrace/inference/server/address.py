@@ -10,11 +10,6 @@ from ipaddress import ip_address
 def check_address(host: str, token: str | None, admin_token: str | None = None) -> None:
     """Require a token for an address that other machines can reach.
 
-    Args:
-        host: listen address.
-        token: token for generation requests.
-        admin_token: token for control requests.
-
     Raises:
         ValueError: other machines can reach the host and no token is set; a token is not valid in a header;
             or both tokens are equal.
@@ -47,14 +42,11 @@ def is_loopback(host: str) -> bool:
 
 
 def is_allowed_host(header: str, host: str, allowed: Collection[str] = ()) -> bool:
-    """Return whether a request's Host header names this server.
+    """Return whether a request's Host header, with or without a port, names this server.
 
-    An attacker can resolve a name of its own to this server (DNS rebinding), but not an address.
-
-    Args:
-        header: name or address, with or without a port.
-        host: listen address. On loopback only loopback names and addresses are accepted, else every address.
-        allowed: further accepted names.
+    An attacker can resolve a name of its own to this server (DNS rebinding), but not an address. If the
+    listen address is a loopback, only loopback names and addresses are accepted, else every address; always
+    those in `allowed`.
     """
     name = header.strip().lower()
     if name.startswith("["):
@@ -73,11 +65,7 @@ def is_allowed_host(header: str, host: str, allowed: Collection[str] = ()) -> bo
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address, without listening.
-
-    Args:
-        host: an address or a name.
-        port: port number; 0 selects a free one.
+    """Bind a socket to an address or name, without listening; port 0 selects a free one.
 
     Raises:
         ValueError: the address is not this machine's, or the port is taken.

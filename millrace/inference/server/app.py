@@ -104,5 +104,4 @@ class _Tools:
 
 
 def _json(body: bytes) -> Response:
-    """A response with a body that is JSON already."""
     return Response(body, media_type="application/json")

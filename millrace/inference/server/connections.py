@@ -25,10 +25,7 @@ def connection_bounds(soft_limit: int, num_open: int) -> tuple[int, int]:
     """Return the maximal number of connections and the accept backlog for a limit of open files.
 
     A whole backlog can be accepted before surplus connections are closed, so it counts against the limit.
-
-    Args:
-        soft_limit: file descriptors that this process may have (`ulimit -n`).
-        num_open: file descriptors open already.
+    `soft_limit` is that of file descriptors (`ulimit -n`), `num_open` are open already.
 
     Raises:
         ValueError: too few descriptors are left.

@@ -17,7 +17,8 @@ class Detokenizer:
     """The text of one growing completion; returned text never changes.
 
     Only the tokens since the last whole character are decoded again, at most `MOST_OPEN` if the bytes never
-    form a character. So the work is linear in the text.
+    form a character. So the work is linear in the text. `decode` leaves `special` tokens out; the texts in
+    `stop` end the completion, and are not part of it.
     """
 
     def __init__(
@@ -26,13 +27,6 @@ class Detokenizer:
         stop: Sequence[str] = (),
         special: Collection[int] = (),
     ) -> None:
-        """A completion without tokens.
-
-        Args:
-            decode: converts tokens to text without special tokens.
-            stop: texts that end the completion, which are not part of it.
-            special: tokens that `decode` leaves out.
-        """
         self._decode = decode
         self._stop = tuple(stop)
         self._special = special
@@ -72,11 +66,9 @@ class Detokenizer:
                 return
 
     def finish(self, text: str) -> str:
-        """Return the rest of the completion.
+        """Return the rest of `text`, that of the whole completion, cut at the stop string.
 
-        Args:
-            text: text of the whole completion, cut at the stop string. With some decoders, later tokens
-                change the text of earlier ones; text returned before stays as it is.
+        With some decoders, later tokens change the text of earlier ones; text returned before stays as it is.
         """
         return text[self._sent :]
 

@@ -86,7 +86,6 @@ def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def _resolve(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """The definition that a field refers to, or itself."""
     if "$ref" not in field:
         return field
     found: dict[str, Any] = schema["components"]["schemas"][field["$ref"].rsplit("/", 1)[1]]

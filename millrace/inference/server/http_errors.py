@@ -34,11 +34,7 @@ class Json(JSONResponse):
 
 
 def encode(content: Any) -> bytes:
-    """Encode as JSON in one line of ASCII.
-
-    Raises:
-        ValueError: a number is NaN or infinite, which JSON does not allow.
-    """
+    """Encode as JSON in one line of ASCII; ValueError if a number is NaN or infinite, which JSON lacks."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -49,14 +45,7 @@ def shown(text: str) -> str:
 
 
 class ApiError(Exception):
-    """An error response.
-
-    Attributes:
-        status: HTTP status.
-        message: one sentence.
-        param: the field of the body concerned, if any.
-        code: machine-readable error code.
-    """
+    """An error response; `param` is the field of the body concerned, `code` is machine-readable."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None

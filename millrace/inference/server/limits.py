@@ -33,12 +33,9 @@ class Limits:
     """Access control and resource limits of a server.
 
     Attributes:
-        token: token for every request except control requests. If both tokens are None, no request needs one.
-        admin_token: token for all requests. Without it, a server with a token accepts no control request.
-        host: listen address or name.
+        token: for every request except control requests. If both tokens are None, no request needs one.
+        admin_token: for all requests. Without it, a server with a token accepts no control request.
         allowed_hosts: more names accepted in the Host header.
-        max_concurrent: concurrent requests.
-        max_body_bytes: bytes of one request body.
         body_timeout_s: seconds until the body must have arrived.
         header_timeout_s: seconds until the headers must have arrived, for the first request from the
             connection's start, for a later one from its first byte.
@@ -62,7 +59,6 @@ class AccessControl:
     """ASGI middleware that enforces `Limits` and passes requests on once their whole body has arrived."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits) -> None:
-        """Middleware in front of `app`."""
         self._app = app
         self._limits = limits
         self._num_inside = 0

@@ -20,15 +20,9 @@ SLOW_S = [0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600]
 
 
 class Meter:
-    """The counters of one server; no state is shared between servers."""
+    """The counters of one server, labelled with the model's name; the engine's are read at each scrape."""
 
     def __init__(self, name: str, engine: AsyncEngine) -> None:
-        """Counters at zero.
-
-        Args:
-            name: model name, a label of each metric.
-            engine: its statistics are read at each scrape.
-        """
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCounts(name, engine))
         self._name = name

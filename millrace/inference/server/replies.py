@@ -38,7 +38,6 @@ class Streamed(Response):
     """
 
     def __init__(self, samples: ResponseStream, lines: AsyncGenerator[bytes, None], media_type: str) -> None:
-        """A response of these lines, each sent without buffering."""
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._samples = samples

@@ -12,11 +12,7 @@ from millrace.inference.server.service import GenerationService, ModelService
 
 
 def check_model(served: ModelService, name: str | None) -> None:
-    """Reject a request for another model.
-
-    Raises:
-        ApiError: the name is not that of the served model.
-    """
+    """Raise ApiError if the name is not that of the served model."""
     if name is not None and name != served.name:
         raise ApiError(
             404,
@@ -30,11 +26,6 @@ async def texts(
     service: GenerationService, prompt: str | list[str] | list[int] | list[list[int]], num_samples: int = 1
 ) -> list[list[int]]:
     """Tokenize the prompts of a completion request: one or several, as text or as tokens.
-
-    Args:
-        service: its text process tokenizes.
-        prompt: the `prompt` field of the body.
-        num_samples: samples of each prompt.
 
     Raises:
         ApiError: there is no prompt, there are too many, or one is empty or cannot be tokenized.
@@ -64,11 +55,7 @@ async def conversation(service: GenerationService, messages: Sequence[Message]) 
 
 
 def checked_turns(served: ModelService, messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Convert messages to the input of chat templates.
-
-    Raises:
-        ApiError: the model has no template for them.
-    """
+    """Convert messages to the input of chat templates; ApiError if the model has none for them."""
     turns = [{"role": message.role, "content": _content(message)} for message in messages]
     for turn, message in zip(turns, messages, strict=True):
         if message.name is not None:

@@ -144,11 +144,7 @@ class Verbs:
         )
 
     async def _refusable(self, verb: Coroutine[Any, Any, T]) -> T:
-        """Await a command of the engine and return its result.
-
-        Raises:
-            ApiError: the engine rejects the command; the message is the engine's reason.
-        """
+        """Return the result of an engine command; ApiError with the engine's reason if it is rejected."""
         try:
             return await verb
         except ValueError as error:
@@ -161,10 +157,6 @@ class Verbs:
 
 def allowed_folder(root: Path | None, path: str) -> Path:
     """Resolve a client's path, symbolic links included, to a folder below the root.
-
-    Args:
-        root: the weights root; None allows no folder.
-        path: path in the request, relative to the root or absolute.
 
     Raises:
         ApiError: the folder is outside the root, or there is no root.

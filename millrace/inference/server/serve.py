@@ -29,7 +29,13 @@ KEPT_CONNECTIONS = 4
 
 
 class Server(uvicorn.Server):
-    """uvicorn with graceful shutdown: reject new requests, wait `grace_s`, return partial completions."""
+    """uvicorn with graceful shutdown: reject new requests, wait `grace_s`, return partial completions.
+
+    It runs on sockets from `address.bind`; `ready` is called with the URL once it listens.
+
+    Raises:
+        ValueError: the limit of open files is too low.
+    """
 
     def __init__(
         self,
@@ -40,18 +46,6 @@ class Server(uvicorn.Server):
         ready: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A server that is not started; `run` it on sockets from `address.bind`.
-
-        Args:
-            service: the service to run.
-            limits: access control and resource limits.
-            grace_s: seconds for running requests to finish at shutdown.
-            ready: callback, called with the URL once the server listens.
-            clock: time source of the connections' deadlines, in seconds.
-
-        Raises:
-            ValueError: the limit of open files is too low.
-        """
         max_connections, backlog = connection_bounds(*open_descriptors())
         # Some connections are reserved for `/health` and control requests.
         most = min(limits.max_concurrent, max_connections - KEPT_CONNECTIONS)

@@ -46,11 +46,7 @@ class ModelService:
     Attributes:
         engine: generates; the server starts and stops it.
         tokenizer: the server's own instance, because it is not thread-safe.
-        name: model name in requests.
         max_length: tokens of prompt and completion together that the model and the cache allow.
-        vocab_size: tokens of the model's vocabulary.
-        dtype: dtype of the weights.
-        stop_token_ids: the model's end-of-text tokens.
         template: prompt template: `chat` for the tokenizer's own, or text around `{prompt}`, which allows a
             single message.
         weights_root: `/load_weights` reads only below this folder; None disables it.
@@ -79,7 +75,6 @@ class ResponseStream:
     def __init__(
         self, service: GenerationService, id: str, num_prompt_tokens: list[int], streams: list[Stream]
     ) -> None:
-        """In-flight samples, with the number of prompt tokens of each."""
         self.id = id
         self.num_samples = len(streams)
         self._num_prompt_tokens = num_prompt_tokens
@@ -181,21 +176,11 @@ class ResponseStream:
 class GenerationService:
     """The in-flight samples by request id.
 
-    Attributes:
-        served: the model.
-        texts: renders and tokenizes.
-        meter: metrics of the server.
-        closing: whether new requests are rejected.
+    `max_samples` is what the engine can hold, running and waiting; larger requests are rejected, and while
+    `closing` all new ones. By default a child process renders and tokenizes.
     """
 
     def __init__(self, served: ModelService, *, max_samples: int, texts: TextService | None = None) -> None:
-        """A service without requests.
-
-        Args:
-            served: the model.
-            max_samples: samples the engine can hold, running and waiting; larger requests are rejected.
-            texts: renders and tokenizes; by default a child process.
-        """
         self.served = served
         self.texts = texts or TextProcess(
             served.tokenizer,
@@ -218,11 +203,8 @@ class GenerationService:
     ) -> ResponseStream:
         """Start the samples of a request; each prompt is computed once for all its samples.
 
-        Args:
-            id: request id, unique among unfinished requests.
-            prompts: token ids of each prompt.
-            params: sampling parameters of each sample, grouped by prompt, equally many for each.
-            priority: lower runs first.
+        The id is unique among unfinished requests; `params` are those of each sample, grouped by prompt,
+        equally many for each; lower priorities run first.
 
         Raises:
             ApiError: a sample cannot be served, too many wait, or the server is closing; none is started.
@@ -253,11 +235,7 @@ class GenerationService:
         return samples
 
     def check_count(self, num_samples: int) -> None:
-        """Reject more samples than the engine can hold, before any allocation for each.
-
-        Raises:
-            ApiError: there are more than `max_samples`.
-        """
+        """Raise ApiError for more than `max_samples`, before any allocation for each."""
         if num_samples > self._max_samples:
             raise ApiError(
                 400,
@@ -280,11 +258,7 @@ class GenerationService:
         return [] if samples is None else await samples.abort()
 
     async def abort_all(self) -> None:
-        """Abort every request.
-
-        Raises:
-            ApiError: the engine has stopped.
-        """
+        """Abort every request; ApiError if the engine has stopped."""
         await asyncio.gather(*(samples.abort() for samples in self._running.values()))
 
 
@@ -297,11 +271,7 @@ def _refusal(error: ValueError | EngineFull | EngineClosed) -> ApiError:
 
 
 def require_success(completion: Completion) -> Completion:
-    """Return the completion unless it failed.
-
-    Raises:
-        ApiError: it failed; the message is the engine's reason.
-    """
+    """Return the completion; ApiError with the engine's reason if it failed."""
     if completion.finish_reason == "error":
         raise ApiError(500, f"the request failed: {completion.reason}", code="request_failed")
     return completion
@@ -327,17 +297,9 @@ def sampling_params(
     max_tokens: int,
     **more: object,
 ) -> list[SamplingParams]:
-    """Build the sampling parameters of each sample of a request.
+    """Build the sampling parameters of each sample of a request; ApiError if a value is out of range.
 
-    Args:
-        body: the request body.
-        served: the model, for its end-of-text tokens.
-        num_samples: samples of the whole request.
-        max_tokens: limit of each sample.
-        more: `SamplingParams` fields of a single endpoint.
-
-    Raises:
-        ApiError: a value is out of range.
+    `num_samples` is that of the whole request; `more` are `SamplingParams` fields of a single endpoint.
     """
     seed = secrets.randbits(63) if body.seed is None else body.seed
     ends = () if body.ignore_eos else served.stop_token_ids

@@ -14,7 +14,6 @@ class TextShape:
     whole = chunk = "text_completion"
 
     def __init__(self, *, wants_logprobs: bool) -> None:
-        """A shape with log-probabilities or without."""
         self.wants_logprobs = wants_logprobs
         self._num_letters: dict[int, int] = {}
 
@@ -50,7 +49,6 @@ class ChatShape:
     chunk = "chat.completion.chunk"
 
     def __init__(self, *, wants_logprobs: bool) -> None:
-        """A shape with log-probabilities or without."""
         self.wants_logprobs = wants_logprobs
 
     def choice(self, index: int, text: str, reason: str, logprobs: Any) -> dict[str, Any]:

@@ -70,7 +70,11 @@ class TextService(Protocol):
 
 
 class TextProcess:
-    """A child process that renders, tokenizes and detokenizes, one request after another."""
+    """A child process that renders, tokenizes and detokenizes, one request after another.
+
+    Without a `folder`, the tokenizer is saved for the child to load. `cpu_s` is the CPU limit of a short
+    request, in seconds.
+    """
 
     def __init__(
         self,
@@ -81,15 +85,6 @@ class TextProcess:
         max_length: int,
         cpu_s: float = CPU_S,
     ) -> None:
-        """A process that is not started.
-
-        Args:
-            tokenizer: the model's tokenizer.
-            folder: folder the tokenizer was loaded from; None saves it for the child to load.
-            template: prompt template.
-            max_length: tokens that the model allows.
-            cpu_s: CPU limit of a short request, in seconds.
-        """
         self._tokenizer = tokenizer
         self._folder = folder
         self._options: dict[str, Any] = {"template": template, "max_length": max_length, "cpu_s": cpu_s}
@@ -154,7 +149,6 @@ class TextProcess:
                 await self._ready()
 
     async def _ready(self) -> _Child:
-        """The child, its tokenizer loaded."""
         if self._child is not None:
             return self._child
         child = _Child()
@@ -224,11 +218,7 @@ def _died(code: int, field: str | None, limit_s: float) -> ApiError:
 
 
 class _Child:
-    """The child process and its socket; its keeper process kills it and its workers if the server exits.
-
-    Attributes:
-        is_waiting: whether a reply is pending.
-    """
+    """The child process and its socket; its keeper process kills it and its workers if the server exits."""
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair()
@@ -257,11 +247,7 @@ class _Child:
             os.close(read_end)
 
     async def exchange(self, number: int, request: bytes) -> tuple[int, bytes]:
-        """Send a request and read its reply.
-
-        Raises:
-            EOFError, OSError: the process has ended.
-        """
+        """Send a request and read its reply; EOFError or OSError if the process has ended."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._ours)
         reader, writer = self._streams
@@ -277,11 +263,7 @@ class _Child:
         return kind, reply
 
     def kill(self) -> str:
-        """Kill the child and its workers, and close socket and output file.
-
-        Returns:
-            the tail of its output, in brackets; empty at the second call.
-        """
+        """Kill the child and its workers; return the tail of its output, in brackets, at the first call."""
         if self._output.closed:
             return ""
         os.close(self._lifeline)

@@ -43,11 +43,7 @@ FIELDS = {"prompts": "prompt", "messages": "messages", "tokenize": None, "detoke
 
 
 class Refused(ValueError):
-    """The client's text is rejected.
-
-    Attributes:
-        param: the field of the request's body.
-    """
+    """The client's text is rejected; `param` is the field of the request's body."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -55,12 +51,9 @@ class Refused(ValueError):
 
 
 class Texts:
-    """Converts text to tokens and back, for one model.
+    """Converts text to tokens and back, for one model; a prompt above `max_length` tokens is rejected early.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        template: prompt template: `chat` for the tokenizer's own, or text around `{prompt}`.
-        max_length: tokens that the model allows; a longer prompt is rejected before its tokens are sent.
+    The template is `chat` for the tokenizer's own, or text around `{prompt}`.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, max_length: int) -> None:
@@ -69,14 +62,9 @@ class Texts:
         self._max_length = max_length
 
     def answer(self, do: str, value: Any) -> bytes:
-        """Return the reply to a request, as JSON.
+        """Return the reply to a request, as JSON; raise Refused if the text is rejected.
 
-        Args:
-            do: `prompts` (texts), `messages`, or the bodies of the endpoints `tokenize` and `detokenize`.
-            value: the operation's input.
-
-        Raises:
-            Refused: the text is rejected.
+        `do` is `prompts` (texts), `messages`, or the bodies of the endpoints `tokenize` and `detokenize`.
         """
         answers: dict[str, Callable[[Any], Any]] = {
             "prompts": lambda texts: [self._bounded(tokens) for tokens in self._prompts(texts)],

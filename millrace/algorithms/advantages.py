@@ -167,9 +167,7 @@ def group_decoupled(
 
 
 def baseline_centred(return_T: Tensor, baseline_N: Tensor, segment_T: Tensor) -> Tensor:
-    """A_t = R_t - b of t's trajectory, per chosen token: ReMax, with b the reward of the greedy response.
-
-    The returns are undiscounted.
+    """A_t = R_t - b, per chosen token, R undiscounted, b the reward of the greedy response: ReMax.
 
     Source: Li et al. 2024, "ReMax".
     """

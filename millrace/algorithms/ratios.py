@@ -37,11 +37,7 @@ def importance_weights(log_ratio_T: Tensor, segment_T: Tensor, num_segments: int
 
 
 def truncate(w_T: Tensor, *, high: float) -> Tensor:
-    """min(w, high): truncated importance sampling (TIS).
-
-    Raises:
-        ValueError: high is not above 0.
-    """
+    """min(w, high): truncated importance sampling (TIS); ValueError if high is not above 0."""
     require(high > 0, "high", high, "above 0")
     return w_T.clamp(max=high)
 

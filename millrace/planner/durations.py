@@ -31,10 +31,7 @@ def constant(value: float) -> Quantile:
 
 
 def lognormal(median: float, spread: float) -> Quantile:
-    """Values median * exp(spread * z), z standard normal: the long tail of answers, and of most waiting.
-
-    A spread of 1 puts one value in a hundred above 10 medians.
-    """
+    """Values median * exp(spread * z), z standard normal; a spread of 1 puts 1 % of them above 10 medians."""
     _check("the median", median)
     _check("the spread", spread)
     return lambda fraction: median * math.exp(spread * _NORMAL.inv_cdf(min(max(fraction, _EDGE), 1 - _EDGE)))

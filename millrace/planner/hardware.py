@@ -64,20 +64,13 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Operations per second of products in a dtype, from the table; None for what is not in it.
-
-    The device is named as by its driver, such as "NVIDIA H200"; a part of a device has another name.
-    """
+    """Operations per second of products in a dtype, by the driver's name of the device; None if unknown."""
     gpu = next((gpu for gpu in GPUS.values() if device in gpu.devices), None)
     return None if gpu is None or dtype not in NUMBER_BYTES else gpu.flops(NUMBER_BYTES[dtype])
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """`8xH200` to 8 and the H200; upper or lower case, with or without RTX.
-
-    Raises:
-        PlanError: it is not of that form, or the accelerator is not one of `GPUS`.
-    """
+    """`8xH200` to 8 and the H200, upper or lower case, with or without RTX; PlanError for any other form."""
     match = re.fullmatch(r"\s*([1-9]\d*)\s*[xX*]\s*(\S.*?)\s*", text)
     if match is None:
         raise PlanError(

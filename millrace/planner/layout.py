@@ -30,10 +30,7 @@ MAX_LINES = 16
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a decoder a layout divides.
-
-    `num_key_heads` divides the query heads `num_heads`; `mlp_width` is that of a layer without experts.
-    """
+    """What of a decoder a layout divides; `mlp_width` is that of a layer without experts."""
 
     num_layers: int
     num_heads: int
@@ -90,11 +87,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """`dp_shard=4,tp=2` to a layout; what is not named is 1.
-
-        Raises:
-            PlanError: a part is not of that form, or there is no such dimension.
-        """
+        """`dp_shard=4,tp=2` to a layout, 1 for what is not named; PlanError for another form or dimension."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, size = (word.strip() for word in part.partition("="))

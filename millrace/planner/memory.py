@@ -164,7 +164,7 @@ class Memory:
 def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_bytes: float) -> Memory:
     """What the fullest rank holds; PlanError if the layout does not divide the model.
 
-    Only an engine's cache without a size of its own depends on `device_bytes`, the memory of one device.
+    Only an engine's cache without a size of its own depends on `device_bytes`, those of one device.
     """
     layout.check(shape)
     held = _held(shape, layout)
@@ -337,7 +337,6 @@ def cache_bytes_per_token(shape: ModelShape, number_bytes: int) -> int:
 
 
 def _cache(shape: ModelShape, work: Workload, free_bytes: float) -> int:
-    """Of an engine that is built beside a whole model, before ranks give their shares of it away."""
     each = cache_bytes_per_token(shape, work.weight_bytes)
     if work.cache_tokens is not None:
         return work.cache_tokens * each
@@ -347,7 +346,6 @@ def _cache(shape: ModelShape, work: Workload, free_bytes: float) -> int:
 
 
 def _drawing(shape: ModelShape, work: Workload) -> int:
-    """Logits of every request in float32, twice, and one layer of a forward of the engine."""
     logits = 8 * min(work.max_requests, work.num_sequences) * shape.vocabulary
     inner = max(shape.mlp_width, shape.experts_per_token * shape.expert_width)
     query = (shape.num_heads + 2 * shape.num_key_heads) * shape.head_width

@@ -200,7 +200,6 @@ def _experts(config: Mapping[str, Any], family: _Family, num_layers: int) -> dic
 
 
 def _window(config: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int | None, int]:
-    """How far a windowed layer looks back, and how many layers are windowed."""
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if kinds is not None:

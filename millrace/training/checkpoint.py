@@ -42,11 +42,7 @@ Entries = dict[str, dict[str, Any]]
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn errors of writing a checkpoint into one sentence.
-
-    Raises:
-        CheckpointError: the disk is full or read-only, or a folder is not there.
-    """
+    """Turn a full or read-only disk, or a missing folder, into a CheckpointError of one sentence."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -19,8 +19,7 @@ from millrace.training.kl_control import KlControl
 class Predicted:
     """The policy's outputs for the chosen tokens, with gradient during training.
 
-    `divergence_N` is KL(policy || reference) over the candidates of each token, if requested; `version` is
-    that of the policy's weights.
+    `divergence_N` is KL(policy || reference) over the candidates of each token, if requested.
     """
 
     logprob_N: Tensor

@@ -34,11 +34,7 @@ class Shelf(Protocol):
     """Storage for offloaded numbers."""
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """Copy the numbers here, overwriting earlier ones, and release their memory.
-
-        Raises:
-            OSError: there is no room; the tensors are unchanged.
-        """
+        """Copy the numbers over earlier ones, and free their memory; without room OSError, no change."""
         ...
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
@@ -104,10 +100,7 @@ class FileShelf:
 
 
 class Offload:
-    """All tensors of some models and their optimizers on one device type, present or offloaded.
-
-    A shared tensor is offloaded once; tensors on other devices stay.
-    """
+    """All tensors of some models and their optimizers on one device type, present or offloaded."""
 
     def __init__(self, owners: Sequence[Owner], shelf: Shelf, *, device: str) -> None:
         self._owners, self._shelf, self._device = owners, shelf, device
@@ -139,7 +132,6 @@ class Offload:
             )
 
     def _there(self) -> Iterator[tuple[str, UntypedStorage]]:
-        """Every storage once, named by the first tensor in it."""
         seen = set()
         for owner in self._owners:
             for name, tensor in held_tensors(owner):
@@ -151,10 +143,7 @@ class Offload:
 
 
 def held_tensors(owner: Owner) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights, gradients and optimizer states of this rank by name.
-
-    A tensor subclass (sharded, quantized) yields its inner tensors.
-    """
+    """Yield this rank's weights, gradients and optimizer states by name; of a subclass, its inner tensors."""
     whose, module, optimizer = owner
     for name, parameter in module.named_parameters():
         state = {} if optimizer is None else optimizer.state.get(parameter, {})

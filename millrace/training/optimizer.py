@@ -26,10 +26,7 @@ _CONSTANT = ("qmap1", "qmap2")
 def adamw(
     model: nn.Module, *, betas: tuple[float, float], weight_decay: float, eight_bit: bool = False
 ) -> torch.optim.Optimizer:
-    """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step.
-
-    For 8-bit moments see `training.eight_bit`, and `check_eight_bit` beforehand.
-    """
+    """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step."""
     parameters = list(model.parameters())
     groups = [
         {"kind": "matrices", "params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},

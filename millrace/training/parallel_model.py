@@ -206,10 +206,7 @@ class ParallelModel:
         return grad_norms(groups, self._mesh, elsewhere=[p for name, p in named if name in copies])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole under its Hugging Face name, an adapter merged; tied weights once.
-
-        A collective call.
-        """
+        """Yield whole weights by Hugging Face name, an adapter merged, tied ones once; a collective call."""
         held = merged_tensors(self.model)
         return self.runner.everywhere(held) if isinstance(self.runner, Pipeline) else held
 
@@ -247,7 +244,6 @@ class ParallelModel:
     def _in_stages(
         self, micros: Iterator[tuple[Batch, Tensor]], reading: TokenReadout, loss: Loss | None
     ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
-        """The last stage has the numbers."""
         pipeline: Any = self.runner
         pairs = list(micros)
         here = [micro.to(self._mesh.device) for micro, _ in pairs]

@@ -114,10 +114,7 @@ class PolicyTrainer:
         return found
 
     def optim_step(self) -> StepReport:
-        """Update the weights, or skip the step where the gradient is not finite; see `protocols.Trainer`.
-
-        Router biases for load balance are updated too.
-        """
+        """Update weights and router biases, unless the gradient is not finite; see `protocols.Trainer`."""
         load_LE = self._load_LE
         report = optimizer_step(
             self.optimizer,
@@ -143,10 +140,7 @@ class PolicyTrainer:
         return self._take()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole under its Hugging Face name, an adapter merged; tied weights once.
-
-        A collective call.
-        """
+        """Yield whole weights by Hugging Face name, an adapter merged, tied ones once; a collective call."""
         return self._spread.named_tensors()
 
     def _take(self) -> dict[str, float]:

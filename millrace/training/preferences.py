@@ -76,13 +76,7 @@ def preference_step(
     learning_rate: float,
     max_tokens: int,
 ) -> StepReport:
-    """One optimizer step on the mean `bradley_terry` loss of the pairs, however they are split into forwards.
-
-    Its metrics are means over the pairs before the step.
-
-    Raises:
-        ValueError: there are no pairs.
-    """
+    """One optimizer step on the mean `bradley_terry` loss, metrics before it; ValueError without pairs."""
     metrics = {"loss": 0.0, "accuracy": 0.0}
     for score_2N in _scored(model, pairs, max_tokens):
         loss = bradley_terry(*score_2N).sum() / len(pairs)
@@ -185,14 +179,12 @@ def _rows(reader: RewardModel, pair: Pair) -> Rows:
 
 
 def _dealt(pairs: Sequence[Rows], seed: int) -> Iterator[Rows]:
-    """Pairs without end, each once in an epoch, in an order of its own."""
     for epoch in count():
         for index in np.random.default_rng([seed, epoch]).permutation(len(pairs)):
             yield pairs[index]
 
 
 def _scored(model: Model, pairs: Sequence[Rows], max_tokens: int) -> Iterator[Tensor]:
-    """Scores of the chosen and the rejected texts, [2, N], in forwards of whole pairs."""
     size = max(1, max_tokens // max(len(chosen) + len(rejected) for chosen, rejected in pairs))
     for first in range(0, len(pairs), size):
         rows = [row for pair in pairs[first : first + size] for row in pair]

@@ -26,10 +26,7 @@ from millrace.models.saving import host_copy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorShard:
-    """The part of a tensor on one rank, copied to host memory.
-
-    `name` is the whole tensor's, `offsets` the part's place in it along each dimension.
-    """
+    """A rank's part of a tensor, copied to host memory; `offsets` are its place along each dimension."""
 
     name: str
     offsets: tuple[int, ...]

@@ -41,14 +41,11 @@ CHART_STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve.
+    """One curve, broken where y is None or not finite.
 
-    Attributes:
-        label: shown beside its last value once there are several.
-        points: (x, y) by rising x; the curve breaks where y is None or not finite.
-        colour: 1 to 11.
-        faint: thin and pale, for raw values behind their smoothed curve.
-        marked: a dot at each point, for few and exact ones.
+    The label is shown beside its last value once there are several; points are (x, y) by rising x; colours
+    are 1 to 11; `faint` is for raw values behind their smoothed curve, `marked` a dot at each of few and
+    exact points.
     """
 
     label: str
@@ -125,11 +122,7 @@ def curve_svg(
 
 
 def bar_svg(parts: Sequence[tuple[str, float, int]], *, title: str, unit: str) -> str:
-    """Render one stacked bar, full width: name, size above 0 and colour (1 to 11) of each part.
-
-    Raises:
-        ValueError: there is no part.
-    """
+    """Render one stacked bar of name, size above 0 and colour (1 to 11) of each part; ValueError for none."""
     if not parts:
         raise ValueError(f"the bar {title!r} has no part to draw")
     total = sum(size for _, size, _ in parts)
@@ -196,7 +189,6 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _spread(low: float, high: float) -> tuple[float, float]:
-    """A range that is not empty; values that differ by rounding alone count as equal."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     margin = abs(low) * 0.5 or 0.5
@@ -204,14 +196,12 @@ def _spread(low: float, high: float) -> tuple[float, float]:
 
 
 def _step(low: float, high: float, most: int) -> float:
-    """The round distance (1, 2 or 5 times a power of ten) that puts at most `most` ticks in the range."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def _aired(low: float, high: float) -> tuple[float, float]:
-    """The range with a little air around it; from 0 if that is near."""
     air = 0.06 * (high - low)
     return (0.0 if 0 <= low < 0.4 * high else low - air), high + air
 
@@ -223,7 +213,6 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _tick_texts(ticks: Sequence[float]) -> list[str]:
-    """Format the ticks with the fewest decimals that keep them distinct."""
     largest = max(abs(tick) for tick in ticks)
     distance = ticks[1] - ticks[0] if len(ticks) > 1 else largest
     if not 2e-3 < largest < 1e4 or distance == 0:
@@ -249,7 +238,6 @@ def _axes(frame: _Frame, x_label: str) -> str:
 
 
 def _heading(frame: _Frame, y_label: str, curves: Sequence[tuple[Series, list[Point]]]) -> str:
-    """The name of the y axis above it; at the right the last value of each curve, named if several."""
     height = frame.top - 16
     parts = [f'<text x="{16 if frame.top > TOP else 4}" y="{height}">{escape(y_label)}</text>']
     right = frame.width - RIGHT

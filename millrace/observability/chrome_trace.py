@@ -53,10 +53,7 @@ def chrome_trace(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A range of steps of a run, counted from 1, with its times in seconds of the run.
-
-    `num_steps` is that of the log; the last may be under way.
-    """
+    """A range of steps, counted from 1, with its times in seconds of the run; the last may be under way."""
 
     first: int
     last: int
@@ -66,11 +63,7 @@ class Window:
 
 
 def window_of(events: Iterable[Mapping[str, Any]], first: int, last: int) -> Window:
-    """Return the window of the existing steps from `first` to `last`; a step ends with its update.
-
-    Raises:
-        ValueError: the log ends before the first.
-    """
+    """Return the window of the existing steps from `first` to `last`; ValueError if the log ends before."""
     # When each step ended; the last one has not, as far as the log goes.
     ends_s, taken, now_s = [], False, 0.0
     for event in events:
@@ -238,6 +231,5 @@ def _named(kind: str, process: int, **facts: Any) -> dict[str, Any]:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """Sort key that puts engine-2 before engine-10."""
     word, _, number = name.rpartition("-")
     return (word, int(number)) if number.isdecimal() else (name, 0)

@@ -50,8 +50,6 @@ PARTS = (
 
 @dataclass(slots=True)
 class _Stage:
-    """Progress of one stage; `first` is how many steps were done, and when, at its first record."""
-
     name: str
     total: int
     done: int
@@ -154,10 +152,7 @@ class Console:
         self._plain_progress()
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a permanent line, as it is and not as markup, above the live view if there is one.
-
-        The style is a rich style for terminals, such as "yellow".
-        """
+        """Print a permanent line without markup above a live view; styles are rich's, such as "yellow"."""
         if self._quiet:
             return
         if self._live is None:
@@ -199,7 +194,6 @@ class Console:
         self._attempt(lambda: (self._file.write(f"{known}\n"), self._file.flush()))
 
     def _plain_progress(self) -> None:
-        """One line on the latest record, if the last is long enough ago or the stage is over."""
         if self._live is not None or self._quiet or not self._stages:
             return
         now, stage = self._clock(), self._stages[-1]

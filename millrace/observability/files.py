@@ -108,11 +108,7 @@ def read_bytes(path: Path, *, mend: str = RESTORE) -> bytes:
 
 
 def read_text(path: Path, *, mend: str = RESTORE) -> str:
-    """The text of a UTF-8 file, in any locale.
-
-    Raises:
-        FileError: as `read_bytes`, or it is not UTF-8.
-    """
+    """The text of a UTF-8 file, in any locale; FileError as `read_bytes`, or if it is not UTF-8."""
     content = read_bytes(path, mend=mend)
     try:
         return content.decode("utf-8")
@@ -162,11 +158,7 @@ def read_json(path: Path, kind: type[Kind], *, mend: str = RESTORE, finite: bool
 
 
 def checked(kind: type[Kind], value: Any) -> Kind:
-    """Validate a value as a type.
-
-    Raises:
-        ValueError: the value does not match; the message describes the first mistake in one line.
-    """
+    """Validate a value as a type; ValueError has its first mistake in one line."""
     # Looked up by its class, not by the hash of its values.
     adapter: TypeAdapter[Kind] = _adapter(kind)  # type: ignore[arg-type]
     try:
@@ -232,11 +224,7 @@ def _object(line: bytes, check: Callable[[Mapping[str, Any]], str | None]) -> di
 
 
 def read_tensor_header(path: Path, *, mend: str = RESTORE) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name; no tensor is read.
-
-    Raises:
-        FileError: the file cannot be read, is cut, or its header does not describe it.
-    """
+    """The tensors of a safetensors file by name; FileError if it is cut or damaged. No tensor is read."""
     try:
         if not path.is_file():
             raise FileError(f"{shown(path)} is not a file; {mend}")

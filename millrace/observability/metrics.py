@@ -32,11 +32,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to `name`, also when the block raises.
-
-        Raises:
-            RuntimeError: another span is open; its seconds would count twice.
-        """
+        """Add the seconds of the block to `name`, also when it raises; RuntimeError inside another span."""
         if self._open is not None:
             raise RuntimeError(f"span {name} was opened inside span {self._open}; close {self._open} first")
         if self._memory is not None:

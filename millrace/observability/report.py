@@ -77,11 +77,8 @@ class Told(Shape):
 class RunRecord:
     """The contents of a run folder, with records in order.
 
-    Attributes:
-        recipe: the resolved configuration, as YAML.
-        summary: of `summary.json`; empty while the run goes on.
-        before: evaluation rows before reinforcement (before training, where there is none).
-        after: evaluation rows at the end.
+    The recipe is the resolved configuration, as YAML; the summary is empty while the run goes on. The rows of
+    evaluation are those before reinforcement (before training, where there is none) and at the end.
     """
 
     name: str
@@ -138,15 +135,11 @@ class RunRecord:
 
 
 def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: str = "") -> Path:
-    """Write `report.html` into a run folder and return its path. Works while the run still goes on.
+    """Write `report.html` into a run folder, also while the run goes on, and return its path.
 
     Read are `recipe.yaml`, `metrics.jsonl`, `summary.json`, unless `summary` replaces it, and under
     `evaluations` `before.parquet` and `after.parquet`, as far as they are there. The note is below the
-    headline.
-
-    Raises:
-        FileNotFoundError: it is not a run folder.
-        ValueError: a file in it cannot be read.
+    headline. Errors are those of `read_run`.
     """
     record = read_run(run, summary)
     html = page.document(
@@ -171,7 +164,7 @@ def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: s
 
 
 def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
-    """Everything the report needs of a run folder; `told` replaces `summary.json`.
+    """Everything the report needs of a run folder, with another summary than `summary.json` if given.
 
     Raises:
         FileNotFoundError: it is not a run folder.
@@ -353,7 +346,6 @@ def _with_parts(record: RunRecord) -> list[tuple[str, str, str, int]]:
 
 
 def _with_smooth(points: list[Point], label: str, colour: int) -> list[Series]:
-    """The curve itself, or where it is long and not exact its smoothed self over a pale one."""
     if len(points) < SMOOTH_FROM or label == "Learning rate":
         return [Series(label, points, colour)]
     raw = Series(label, points, colour, faint=True)
@@ -361,7 +353,6 @@ def _with_smooth(points: list[Point], label: str, colour: int) -> list[Series]:
 
 
 def _time_parts(record: RunRecord) -> list[tuple[str, float, int]]:
-    """Name, seconds and colour of what the run's time went to; the rest of the clock is `other`."""
     first = "SFT" if record.reinforcement else "supervised"
     seconds = {"start": 0.0, first: sum(_number(one.get("time/step_s")) or 0.0 for one in record.sft)}
     for one in (*record.sft, *record.reinforcement, *record.evaluations):

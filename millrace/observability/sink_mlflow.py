@@ -11,10 +11,10 @@ from millrace.observability.sinks import Record, TrackerError, tagged
 
 
 class MlflowSink:
-    """One MLflow run in the experiment `millrace`; a resumed run continues it, by the id in `mlflow_id.txt`.
+    """One MLflow run named as its folder; a resumed run continues it, by the id in `mlflow_id.txt`.
 
-    It has the name of the run folder, and dotted keys as parameters. Where it goes is MLflow's own setting
-    (`MLFLOW_TRACKING_URI`).
+    Its experiment is `millrace`, its parameters the settings by dotted keys. Where it goes is MLflow's own
+    setting (`MLFLOW_TRACKING_URI`).
 
     Raises:
         TrackerError: the mlflow package is missing.

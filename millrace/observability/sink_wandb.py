@@ -11,9 +11,7 @@ from millrace.observability.sinks import Record, TrackerError, tagged
 
 
 class WandbSink:
-    """One Weights & Biases run; a resumed run continues it, by the id kept in `wandb_id.txt`.
-
-    It has the name of the run folder, and dotted keys as its configuration.
+    """One Weights & Biases run named as its folder; a resumed run continues it, by the id in `wandb_id.txt`.
 
     Raises:
         TrackerError: the wandb package is missing.

@@ -80,11 +80,7 @@ class JsonlSink:
         return self._file.tell()
 
     def write(self, record: Record) -> None:
-        """Append one record. A number that is not finite becomes null, which JSON has and NaN it has not.
-
-        Raises:
-            TypeError: a value is neither a number nor text.
-        """
+        """Append one record, null for a number that is not finite; TypeError beside numbers and text."""
         told = {key: plain(key, value) for key, value in record.items()}
         self._file.write(
             json.dumps(told, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
@@ -115,13 +111,7 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, such as `metrics.jsonl` or `spans.jsonl`.
-
-    A last line without its line break is one still being written, or cut by a kill; it is left out.
-
-    Raises:
-        FileError: the file cannot be read, or any other line is not a JSON object.
-    """
+    """The objects of a file of JSON lines, such as `spans.jsonl`; see `read_json_lines`."""
     return read_json_lines(path)
 
 

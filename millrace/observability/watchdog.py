@@ -91,7 +91,7 @@ class Watchdog:
     def waiting(
         self, owner: str, reason: str, *, deadline_s: float, on: Callable[[], Sequence[str]] = tuple
     ) -> Iterator[None]:
-        """Register a wait for the duration of the block, which must raise its own error at the deadline.
+        """Register a wait for the block, which must raise its own error at the deadline.
 
         The reason is such as `batch 3`; `on` lists the components that the owner waits for.
         """
@@ -116,10 +116,7 @@ class Watchdog:
         ]
 
     def line(self) -> str:
-        """Return the innermost wait of at least `LONG_S`, such as `waiting 12 s of 600: trainer for batch 3`.
-
-        The current phase does not count as a wait.
-        """
+        """The innermost wait, not the phase, from `LONG_S` on: `waiting 12 s of 600: trainer for batch 3`."""
         now_s = self._clock()
         with self._lock:
             held = list(self._held.values())

@@ -101,11 +101,7 @@ class Batch:
         return batch
 
     def split(self, max_tokens: int) -> Iterator[Batch]:
-        """Micro-batches of at most `max_tokens` tokens, whole segments in order.
-
-        Raises:
-            ValueError: one segment alone is longer than `max_tokens`.
-        """
+        """Micro-batches up to `max_tokens`, whole segments in order; ValueError for a longer segment."""
         spans = micro_batches(self.length_B.tolist(), max_tokens)
         if len(spans) < 2:
             yield self
@@ -168,11 +164,7 @@ class Batch:
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[slice]:
-    """Neighbouring segments of at most `max_tokens` tokens together, as many as fit each time.
-
-    Raises:
-        ValueError: one segment alone is longer.
-    """
+    """As many neighbouring segments as fit into `max_tokens` each time; ValueError for one that is longer."""
     spans: list[slice] = []
     first = size = 0
     for b, length in enumerate(lengths):

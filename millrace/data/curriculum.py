@@ -39,11 +39,7 @@ class Curriculum:
         return cls(chance, least=config.least, name=config.chance)
 
     def chance(self, prompt: Prompt) -> float:
-        """Return the probability that a prompt is used when it is next in the epoch.
-
-        Raises:
-            DataError: the recipe's function fails, or gives no number from 0 to 1.
-        """
+        """The probability that a prompt is used in the epoch; DataError if the recipe's function fails."""
         reward, tries = self._known.get(prompt.id, (None, 0))
         try:
             found = self._chance(prompt.row, reward, tries)

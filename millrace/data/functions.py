@@ -14,11 +14,7 @@ class FunctionError(ValueError):
 
 
 def imported(function: str) -> Callable[..., Any]:
-    """A function by its name `module:function`.
-
-    Raises:
-        FunctionError: there is no such module or function, or the module fails when it is imported.
-    """
+    """A function by its name `module:function`; FunctionError if there is none, or its import fails."""
     module_name, _, name = function.partition(":")
     found: object = getattr(_module(module_name), name, None)
     if not callable(found):

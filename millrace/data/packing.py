@@ -25,12 +25,10 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
 
     If sampling was truncated, the sampler's log-probabilities become those over the supports.
 
-    Args:
-        trajectories: each with an outcome that did not fail.
-
     Raises:
-        ValueError: there are none, one was not scored, one begins with a token of the policy's own, the
-            support of a token is empty, or experts are known of some trajectories only or of other tokens.
+        ValueError: there are none, one was not scored or failed, one begins with a token of the policy's own,
+            the support of a token is empty, or experts are known of some trajectories only or of other
+            tokens.
     """
     if not trajectories:
         raise ValueError("there are no trajectories to pack")
@@ -110,7 +108,7 @@ def with_gradient(batch: Batch) -> Batch | None:
     """The segments that have an advantage other than 0, or None if none has.
 
     Where the loss is a multiple of the advantage, the others add exactly nothing to the gradient, and their
-    weights are already fixed, so leaving them out saves their forward and backward and changes no number.
+    weights are already fixed, so leaving them out saves time and changes no number.
     """
     moving_B = torch.zeros(batch.num_segments, dtype=torch.bool).index_put(
         (batch.segment_T[batch.advantage_T != 0],), torch.tensor(True)
@@ -152,7 +150,6 @@ def once_each(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def _twins(batch: Batch, names: Sequence[str]) -> list[int]:
-    """Return for each segment the first one with equal named fields and supports."""
     columns = [getattr(batch, name) for name in names]
     bounds = _bounds(batch.length_B)
     spans = [(column_T.numpy(), bounds) for column_T in columns if column_T is not None]

@@ -43,9 +43,7 @@ def read_pairs(path: str) -> list[Pair]:
 
 
 def hold_out(pairs: Sequence[Pair], *, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Split pairs by prompt: training pairs, and held-out pairs of a tenth of the prompts (at least one).
-
-    The held-out prompts are sampled by seed.
+    """Split pairs by prompt, with a tenth of the prompts (at least one) held out, sampled by seed.
 
     Raises:
         DataError: all pairs have the same prompt.

@@ -212,19 +212,12 @@ class PromptStream:
             self._curriculum.learn(prompt, sum(rewards) / len(rewards))
 
     def state(self) -> dict[str, Any]:
-        """Return the stream state: `epoch`, `position` in it, and `num_prompts` to check the data on resume.
-
-        With a curriculum also `known`, its state.
-        """
+        """`epoch`, `position` in it, `num_prompts` to check on resume, and the curriculum's `known`."""
         place = {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
         return place if self._curriculum is None else {**place, "known": self._curriculum.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            DataError: it was taken on a data set of another size, or is not a state.
-        """
+        """Continue where `state` was taken; DataError for a data set of another size, or another state."""
         epoch, position, num_prompts = (state.get(key) for key in ("epoch", "position", "num_prompts"))
         if not isinstance(epoch, int) or not isinstance(position, int) or not isinstance(num_prompts, int):
             raise DataError(f"the state of the data {dict(state)} lacks epoch, position or num_prompts")

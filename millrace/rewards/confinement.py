@@ -98,10 +98,7 @@ def refuse_effects() -> None:
 
 
 def refuse_beyond(writable: Sequence[str], *, network: bool) -> None:
-    """Make Python code raise PermissionError when it writes or connects beyond its permissions.
-
-    Besides the `writable` folders, it may write to the temporary folder and /dev.
-    """
+    """Make Python code raise PermissionError beyond `writable`, TMPDIR, /dev and, if allowed, the network."""
     allowed = [os.path.realpath(folder) for folder in (*writable, tempfile.gettempdir(), "/dev")]
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

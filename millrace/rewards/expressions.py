@@ -53,10 +53,6 @@ def read_expression(text: str, local_dict: Mapping[str, Any] | None = None) -> A
     Decimals become `sympy.Float`; quotients of integers stay exact. A name is looked up in `local_dict`,
     then among pi, E, I and oo, and is a symbol otherwise.
 
-    Args:
-        text: one expression in Python's syntax.
-        local_dict: values of names.
-
     Raises:
         UnreadableError: the text holds anything else, more than 10,000 characters, more than 2,000 syntax
             nodes, or a power of more than 20,000 bits.

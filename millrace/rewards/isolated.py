@@ -160,7 +160,6 @@ class IsolatedReward:
         self._processes.append(process)
 
     def _feed(self, work: _Work) -> None:
-        """Assign batches to idle workers; start more workers if the queue exceeds what the idle ones take."""
         for process in list(self._processes):
             if process.ready and not process.batch and process.is_gone():
                 self._bury(process, work, process.obituary())

@@ -52,7 +52,6 @@ class RewardWorker:
     def __init__(
         self, spec: Mapping[str, Any], permissions: Permissions, selector: selectors.BaseSelector
     ) -> None:
-        """Start the worker; its `ready` message arrives later."""
         self.ready = False
         self.ended = False
         self.broken = ""

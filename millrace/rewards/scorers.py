@@ -52,11 +52,7 @@ PARSERS: Mapping[str, Mapping[str, Any]] = {
 
 
 def open_scorer(name: str, options: Mapping[str, Any]) -> Scorer:
-    """Return the scorer of a task, which maps a completion and its row to a number.
-
-    Raises:
-        RewardError: there is no such task, it refuses its options, or its scorer was not reviewed.
-    """
+    """The scorer of a task; RewardError for an unknown task, a refused option or an unreviewed scorer."""
     factory = load_reasoning_gym()
     if name not in factory.DATASETS:
         raise RewardError(f"reward task: reasoning-gym has no task {name}; correct data.train")

@@ -35,11 +35,7 @@ Judge = Callable[[str, str, str, dict[str, Any]], object]
 
 
 def make_judge(spec: Mapping[str, Any]) -> Judge:
-    """Build the scoring function of a spec (for its form see `isolated.IsolatedReward`).
-
-    Raises:
-        RewardError: the task, pattern or function cannot be used; the message names the cause.
-    """
+    """The scoring function of a spec as in `IsolatedReward`; RewardError if it cannot be used."""
     makers: dict[str, Callable[..., Judge]] = {
         "number": number_judge,
         "task": task_judge,
@@ -127,11 +123,7 @@ def number_judge() -> Judge:
 
 
 def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
-    """Score the completion, stripped of surrounding white space, with a reasoning-gym task.
-
-    Raises:
-        RewardError: there is no such task, or it refuses the options.
-    """
+    """Score the stripped completion with a reasoning-gym task; RewardError as `open_scorer`."""
     from millrace.rewards.scorers import open_scorer
 
     score = open_scorer(name, options)
@@ -148,7 +140,7 @@ def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
 
 
 def format_judge(pattern: str) -> Judge:
-    """Score 1 if the pattern matches the whole completion (a dot matches line breaks too), else 0.
+    """Score 1 if the pattern, in which a dot matches line breaks too, matches the whole completion, else 0.
 
     Raises:
         RewardError: the pattern is not a regular expression.
@@ -165,9 +157,7 @@ def format_judge(pattern: str) -> Judge:
 
 
 def function_judge(function: str) -> Judge:
-    """Score with a user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`.
-
-    A result of None makes the outcome invalid.
+    """Score with a user's `f(prompt=, completion=, answer=, row=)`; None makes the outcome invalid.
 
     Raises:
         RewardError: the module or function does not exist, cannot be imported or does not take these

@@ -30,11 +30,7 @@ def seal(key: bytes, number: int, value: Any) -> bytes:
 
 
 def unseal(key: bytes, number: int, line: bytes) -> Any:
-    """Decode a line of `seal`, without its line break, of the expected sequence number.
-
-    Raises:
-        ValueError: the line has another sequence number, or was written without the key.
-    """
+    """Decode a line of `seal` without its line break; ValueError for another number, or another key."""
     digest, _, text = line.partition(b" ")
     if not compare_digest(digest, _digest(key, number, text)):
         raise ValueError("the line has another number or another author")

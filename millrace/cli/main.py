@@ -38,7 +38,6 @@ from millrace.version import __version__
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 # Characters of one line of an error.
 MAX_SHOWN = 5000
-# Python's own option.
 UTF8 = ["-X", "utf8"]
 
 # What a user can mend, and the exit code. By full name, since to import the classes is to wait for torch.

@@ -153,11 +153,7 @@ def refusal(config: RunConfig, shape: ModelShape, layout: Layout) -> str | None:
 
 
 def workload(config: RunConfig) -> Workload:
-    """What a recipe asks of its ranks.
-
-    Raises:
-        PlanError: the precision is float64, or there is no reinforcement to plan.
-    """
+    """What a recipe asks of its ranks; PlanError for precision float64, or without reinforcement."""
     from millrace.planner.hardware import NUMBER_BYTES
     from millrace.planner.memory import EIGHT_BIT_MOMENT, Workload
     from millrace.planner.plan_errors import PlanError

@@ -168,11 +168,7 @@ def comparison(run: str, found: MeasuredRun) -> Iterator[str]:
 
 
 def table(config: RunConfig, machines: Machines, split: str) -> list[TableRow]:
-    """Every mode with every split that was tried.
-
-    Raises:
-        PlanError: the split leaves nothing to sample or to train on, or nothing fits.
-    """
+    """Every mode with every split; PlanError if one leaves nothing to sample or train on, or nothing fits."""
     from millrace.planner.plan_errors import PlanError
     from millrace.simulation.simulate import best_split, simulate
 
@@ -209,11 +205,7 @@ def table(config: RunConfig, machines: Machines, split: str) -> list[TableRow]:
 
 
 def possible_splits(num_gpus: int, split: str) -> list[int]:
-    """How many may sample; even shares where there are many.
-
-    Raises:
-        PlanError: it is neither search nor a number that leaves at least one to train on.
-    """
+    """How many may sample: search, or a number; PlanError unless some are left to train on."""
     from millrace.planner.plan_errors import PlanError
 
     if split == "search":

@@ -46,8 +46,6 @@ def known_keys(model: type[BaseModel] = RunConfig, above: str = "") -> list[str]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Location of a validation error: its dotted key, the section that should define it, and its field."""
-
     key: str
     section: type[BaseModel] | None
     info: FieldInfo | None
@@ -131,7 +129,6 @@ KINDS = {dict: "a mapping", list: "a list", bool: "true or false", int: "a numbe
 
 
 def _unquoted(key: str, value: Any) -> str:
-    """What YAML made of text without quotes, and how to quote it."""
     made = KINDS.get(type(value), f"a {type(value).__name__}")
     quoted = json.dumps(_as_written(value), ensure_ascii=False)
     return f"YAML made {made} of what should be text; put it in quotes: {quoted}, in a shell '{key}={quoted}'"

@@ -66,10 +66,7 @@ class MeshConfig(Section):
 
 
 def idle_mesh(mesh: MeshConfig, *, precision: str, used: Mapping[str, bool]) -> Iterator[str]:
-    """One sentence for each setting of the mesh that can have no effect, or does not go with another.
-
-    `used` is which of `UNDIVIDED` the recipe uses.
-    """
+    """One sentence for each setting of the mesh without effect, or that does not go with what is `used`."""
     for name, needs in (("sequence_parallel", "tp"), ("pp_chunks", "pp"), ("cp_kind", "cp")):
         if getattr(mesh, name) != type(mesh).model_fields[name].default and getattr(mesh, needs) == 1:
             yield f"mesh.{name} has no effect with mesh.{needs} 1; remove it, or raise mesh.{needs}"

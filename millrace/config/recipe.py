@@ -136,11 +136,7 @@ def _without_task(name: str) -> str:
 def _with_base(
     name: str | Path, above: tuple[str, ...] = (), *, base: str | Path | None = OWN_BASE
 ) -> dict[str, Any]:
-    """A recipe's tree, laid over that of its `base`, or of the given one; None is none.
-
-    Raises:
-        ConfigError: a recipe or its base cannot be read, or a recipe is its own base.
-    """
+    """A recipe's tree over its `base`, or over the given one; ConfigError if unreadable, or its own base."""
     if str(name) in above:
         raise ConfigError(f"recipe {name} is its own base: {' -> '.join((*above, str(name)))}")
     tree = renamed(_parse(recipe_text(name), str(name)), str(name))
@@ -226,11 +222,7 @@ def validate(tree: Mapping[str, Any], name: str) -> RunConfig:
 
 
 def from_settings(given: Mapping[str, Any], name: str) -> RunConfig:
-    """A RunConfig without a recipe, from dotted overrides; messages call them `name`.
-
-    Raises:
-        ConfigError: as `load_recipe`.
-    """
+    """A RunConfig without a recipe, from dotted overrides; errors as `load_recipe`, with this name."""
     tree: dict[str, Any] = {}
     _assign_all(tree, renamed_overrides(given))
     return validate(tree, name)
@@ -314,7 +306,6 @@ def _section(tree: Any, key: str) -> Any:
 
 
 def _description(key: str) -> str:
-    """The description of a section, none of the sections above it a choice of kinds."""
     model: type[BaseModel] = RunConfig
     *path, name = key.split(".")
     for part in path:

@@ -114,7 +114,6 @@ def install(app: FastAPI) -> None:
 
 
 def _of_validation(errors: Sequence[Any]) -> ApiError:
-    """An error for the first invalid field; for a union, with the message of each member."""
     first = errors[0]
     place = _place(first)
     if first["type"] == "json_invalid":

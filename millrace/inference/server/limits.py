@@ -99,10 +99,7 @@ class AccessControl:
             self._num_inside -= is_counted
 
     def _check_origin(self, scope: Scope) -> None:
-        """Reject cross-site requests of web pages in a browser.
-
-        With DNS rebinding, the page's name is in Host; without it, the page's name is in Origin.
-        """
+        """Reject cross-site requests: with DNS rebinding, the page's name is in Host, otherwise in Origin."""
         host = _header(scope, b"host")
         if not is_allowed_host(host, self._limits.host, self._limits.allowed_hosts):
             raise ApiError(
@@ -139,7 +136,6 @@ class AccessControl:
             )
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if the client disconnected before its end."""
         limits = self._limits
         parts, size = [], 0
         try:
@@ -188,7 +184,6 @@ def _is_same(given: str, token: str | None) -> bool:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receiver that returns the body already read, then all later messages."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def give() -> Message:

@@ -90,7 +90,6 @@ class OpenAI:
         max_tokens: int,
         shape: Shape,
     ) -> Response:
-        """Generate `n` samples of each prompt and respond in a JSON shape, whole or streamed."""
         params = sampling_params(body, self._served, len(prompts) * body.n, max_tokens=max_tokens)
         id, created_s = body.request_id or new_id(shape.prefix), int(time.time())
         samples = await self._service.submit(id, prompts, params, priority=body.priority)

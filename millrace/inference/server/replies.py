@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 async def completed(samples: ResponseStream, request: Request) -> list[Completion]:
-    """Wait for all samples and return their completions.
+    """Return the completions of all samples.
 
     Raises:
         ApiError: a sample failed or the client disconnected; the other samples are aborted.
@@ -32,10 +32,7 @@ async def completed(samples: ResponseStream, request: Request) -> list[Completio
 
 
 class Streamed(Response):
-    """A response that is streamed line by line.
-
-    Its samples are closed when it ends, fails, or the client disconnects.
-    """
+    """A response streamed line by line; its samples are closed when it ends, fails, or the client leaves."""
 
     def __init__(self, samples: ResponseStream, lines: AsyncGenerator[bytes, None], media_type: str) -> None:
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})

@@ -44,11 +44,7 @@ async def texts(
 
 
 async def conversation(service: GenerationService, messages: Sequence[Message]) -> list[int]:
-    """Render and tokenize a conversation, with the header of the assistant's next message.
-
-    Raises:
-        ApiError: the model's chat template fails on it.
-    """
+    """Render and tokenize a conversation and the next header; ApiError if the chat template fails."""
     turns = checked_turns(service.served, messages)
     token_ids: list[int] = json.loads(await service.texts.ask("messages", turns))
     return token_ids

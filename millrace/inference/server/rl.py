@@ -156,11 +156,7 @@ class Verbs:
 
 
 def allowed_folder(root: Path | None, path: str) -> Path:
-    """Resolve a client's path, symbolic links included, to a folder below the root.
-
-    Raises:
-        ApiError: the folder is outside the root, or there is no root.
-    """
+    """Resolve a client's path and its links; ApiError for a folder outside the root, or without a root."""
     if root is None:
         raise ApiError(403, "this server loads no weights; start it with --weights-root FOLDER")
     outside = ApiError(
@@ -178,7 +174,7 @@ def allowed_folder(root: Path | None, path: str) -> Path:
 
 
 def read_tensors(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
-    """Read every tensor of a model folder's safetensors files; convert floating ones to `dtype`.
+    """Read all tensors of a folder's safetensors files, floating ones as `dtype`.
 
     Raises:
         ModelError, OSError, SafetensorError: a file is missing or damaged.

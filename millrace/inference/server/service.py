@@ -84,11 +84,7 @@ class ResponseStream:
         self._unfinished = set(range(len(streams)))
 
     async def events(self) -> AsyncGenerator[tuple[int, TokenChunk | Completion], None]:
-        """Yield (sample index, piece) as generated; a Completion is the last event of a sample.
-
-        Raises:
-            ApiError: the engine has stopped.
-        """
+        """Yield (sample index, piece) as generated, last a Completion; ApiError if the engine has stopped."""
         queue: asyncio.Queue[tuple[int, TokenChunk | Completion | ApiError]] = asyncio.Queue()
         pumps = [asyncio.create_task(self._pump(i, s, queue)) for i, s in enumerate(self._streams)]
         try:
@@ -104,11 +100,7 @@ class ResponseStream:
                 pump.cancel()
 
     async def completions(self) -> list[Completion]:
-        """Wait for all samples and return their completions in order.
-
-        Raises:
-            ApiError: a sample failed; the others are not waited for.
-        """
+        """Return all completions in order; ApiError at once if a sample failed."""
         ended: dict[int, Completion] = {}
         async with aclosing(self.events()) as events:
             async for index, event in events:
@@ -130,11 +122,7 @@ class ResponseStream:
             self._service.forget(self.id)
 
     async def abort(self) -> list[Completion]:
-        """Abort unfinished samples and return their partial completions, which also go to the reader.
-
-        Raises:
-            ApiError: the engine has stopped.
-        """
+        """Abort unfinished samples; the reader, too, gets partial completions. ApiError without engine."""
         try:
             found = await self._abort(sorted(self._unfinished))
         except EngineClosed as error:

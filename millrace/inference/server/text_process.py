@@ -175,7 +175,6 @@ class TextProcess:
 
     @contextlib.contextmanager
     def _files(self) -> Iterator[Path]:
-        """A folder with the tokenizer, kept until the child has loaded it."""
         if self._folder is not None:
             yield self._folder
             return
@@ -200,7 +199,6 @@ def _encode(value: dict[str, Any]) -> bytes:
 
 
 def _died(code: int, field: str | None, limit_s: float) -> ApiError:
-    """The error for a client with a text that killed a worker."""
     if code == -signal.SIGPROF:
         return ApiError(
             400,

@@ -51,7 +51,7 @@ class Refused(ValueError):
 
 
 class Texts:
-    """Converts text to tokens and back, for one model; a prompt above `max_length` tokens is rejected early.
+    """Converts text to tokens and back; a prompt above `max_length` tokens is rejected before they are sent.
 
     The template is `chat` for the tokenizer's own, or text around `{prompt}`.
     """

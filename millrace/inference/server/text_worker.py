@@ -179,8 +179,8 @@ def _work(channel: socket.socket, texts: Texts, cpu_s: float, current: mmap.mmap
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while head := _exactly(channel, REQUEST.size):
         length, number = REQUEST.unpack(head)
-        request = json.loads(_receive(channel, length))
         current[:] = number.to_bytes(4)
+        request = json.loads(_receive(channel, length))
         signal.setitimer(signal.ITIMER_PROF, allowed_s(cpu_s, length))
         try:
             kind, reply = DONE, texts.answer(request["do"], request["value"])

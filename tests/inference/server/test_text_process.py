@@ -115,8 +115,10 @@ def test_a_worker_that_is_killed_is_told_and_replaced():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
         (worker,) = children(child_of(made._child._popen.pid))
+        before = _cpu_ticks(worker)
         asking = asyncio.create_task(refusal(made, "messages", say("loop")))
-        while not made._child.is_waiting or not _is_busy(worker):
+        # To read the request takes less than a tick of 10 ms, so after ten it is in the template's loop.
+        while _cpu_ticks(worker) < before + 10:
             await asyncio.sleep(0.01)
         os.kill(worker, signal.SIGSEGV)
         error = await asking
@@ -127,9 +129,10 @@ def test_a_worker_that_is_killed_is_told_and_replaced():
     using(process(LOOPING, cpu_s=100.0), use)
 
 
-def _is_busy(pid: int) -> bool:
-    """Whether it computes instead of waiting for its socket."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+def _cpu_ticks(pid: int) -> int:
+    """CPU time of a process in user and kernel mode, in clock ticks."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def test_a_process_that_is_lost_is_started_again(tmp_path):

@@ -7,14 +7,26 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from millrace.observability import report_page as page
-from millrace.observability.charts import Point, Series, Shade, curve_svg, smoothed
+from millrace.observability.charts import (
+    CHART_STYLE,
+    DARK,
+    LIGHT,
+    Point,
+    Series,
+    Shade,
+    bar_svg,
+    curve_svg,
+    smoothed,
+)
 from millrace.observability.files import FileError, Shape, notice, read_json, read_text
 from millrace.observability.measure import measure_words
-from millrace.observability.report_style import style_sheet
 from millrace.observability.sinks import read_records
 from millrace.observability.tables import read_table
 
@@ -142,20 +154,25 @@ def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: s
     headline. Errors are those of `read_run`.
     """
     record = read_run(run, summary)
-    html = page.document(
-        title=record.name,
-        style=style_sheet(),
-        body=[
-            page.headline(record.name, *_status(record), result_sentence(record), note),
-            page.facts(_facts(record)),
-            page.warnings([str(line) for line in record.summary.get("warnings", [])]),
-            _measured(record),
-            _curves(record),
-            page.time_bar(_time_parts(record), record.wall_s),
-            page.answers(record.before, record.after, graded=record.measure != "accuracy"),
-            page.configuration(record.recipe),
-            page.versions(record.summary.get("versions", {})),
-        ],
+    status, finished = _status(record)
+    parts = _time_parts(record)
+    html = page.render(
+        name=record.name,
+        style=Markup(_style_sheet()),
+        status=status,
+        finished=finished,
+        sentence=result_sentence(record),
+        note=note,
+        facts=_facts(record),
+        warnings=[str(line) for line in record.summary.get("warnings", [])],
+        measured=_measured(record),
+        curves=_curves(record),
+        time_parts=parts,
+        time_bar=Markup(bar_svg(parts, title="Seconds by kind of work", unit="s")) if parts else "",
+        wall_s=record.wall_s,
+        answers=page.answers(record.before, record.after, graded=record.measure != "accuracy"),
+        recipe=record.recipe,
+        versions=record.summary.get("versions", {}),
     )
     target, aside = run / "report.html", run / "report.html.partial"
     aside.write_text(html, encoding="utf-8", errors="replace")
@@ -252,6 +269,15 @@ def _work(record: RunRecord) -> str:
     return f"{_counted(steps, 'step')} of supervised training" if steps else ""
 
 
+def _style_sheet() -> str:
+    """Light and dark, for screens of any width; on paper always light."""
+    own = (resources.files("millrace") / "observability" / "report.css").read_text(encoding="utf-8")
+    return (
+        f":root{{color-scheme:light dark;{LIGHT}}}"
+        f"@media screen and (prefers-color-scheme:dark){{:root{{{DARK}}}}}{CHART_STYLE}{own}"
+    )
+
+
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
 
@@ -279,7 +305,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found if value]
 
 
-def _measured(record: RunRecord) -> str:
+def _measured(record: RunRecord) -> page.ChartSection:
     seen, words, right = record.measured, measure_words(record.measure), record.measure == "accuracy"
     name = f"{words[0].upper()}{words[1:]}"
     warm = [*record.sft, *(one for one in seen if one["during"] == "sft")]
@@ -303,8 +329,8 @@ def _measured(record: RunRecord) -> str:
                 y_range=(0, 1) if right else None,
                 shade=shade,
             )
-            figures.append(page.figure(f"{name} {what}", "", svg))
-    return page.charts(f"{name} on held-out problems", "", figures, wide=True)
+            figures.append(page.Figure(f"{name} {what}", Markup(svg)))
+    return page.ChartSection(f"{name} on held-out problems", "", figures)
 
 
 def _step_label(record: RunRecord) -> str:
@@ -313,7 +339,7 @@ def _step_label(record: RunRecord) -> str:
     return "SFT steps, then batches" if record.sft else "batches"
 
 
-def _curves(record: RunRecord) -> str:
+def _curves(record: RunRecord) -> page.ChartSection:
     figures = []
     loss = SUPERVISED_CURVES[0]
     # Next to reinforcement, only the loss of SFT is shown, under its own name.
@@ -327,10 +353,10 @@ def _curves(record: RunRecord) -> str:
             if any(y is not None for _, y in points):
                 series = _with_smooth(points, title, colour)
                 svg = curve_svg(series, title=title, x_label=x_label, y_label=y_label, width=360, height=210)
-                figures.append(page.figure(title, "", svg))
+                figures.append(page.Figure(title, Markup(svg)))
     longest = max(len(record.reinforcement), len(record.sft))
     note = "Thin: each step. Thick: the mean of the steps around it." if longest >= SMOOTH_FROM else ""
-    return page.charts("How training went", note, figures, wide=False)
+    return page.ChartSection("How training went", note, figures)
 
 
 def _with_parts(record: RunRecord) -> list[tuple[str, str, str, int]]:

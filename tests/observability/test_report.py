@@ -352,7 +352,7 @@ def test_a_broken_summary_is_named(tmp_path: Path):
 def test_text_is_cut_and_control_characters_are_made_visible():
     assert text("a\x00b\x1b[2J\n\tc") == "a\ufffdb\ufffd[2J\n\tc"
     assert text("x" * 12, most=10) == "x" * 10 + " … (2 more characters)"
-    assert text('<"&') == "&lt;&quot;&amp;"
+    assert text('<"&') == "&lt;&#34;&amp;"
 
 
 def test_a_verdict_needs_a_score_and_a_full_reward():

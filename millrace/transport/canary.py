@@ -13,12 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Tokens and the trainer's log-probabilities of them.
+    """Tokens (at least 2) and the trainer's log-probability of each but the first, at temperature 1.
 
-    Attributes:
-        token_ids: at least two tokens.
-        logprobs: log-probability of each token but the first, at temperature 1.
-        most: largest mean absolute difference of a sampler that rounding can explain.
+    `most` is the largest mean absolute difference of a sampler that rounding can explain.
     """
 
     token_ids: tuple[int, ...]

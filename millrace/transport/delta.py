@@ -21,11 +21,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changes(old: Tensor, new: Tensor) -> Tensor | None:
-    """Encode the changes between two tensors of the same shape and dtype.
-
-    Args:
-        old: the previous tensor, on the CPU.
-        new: the new tensor, on the CPU.
+    """Encode the changes between two CPU tensors of the same shape and dtype.
 
     Returns:
         uint8 [num_bytes]: counts per block (int32), new bits and indices within the block (uint16),
@@ -45,12 +41,7 @@ def changes(old: Tensor, new: Tensor) -> Tensor | None:
 
 
 def apply_changes(held: Tensor, packed: Tensor, name: str) -> None:
-    """Apply the result of `changes` to a contiguous tensor in place.
-
-    Args:
-        held: the previous tensor.
-        packed: the encoded changes, uint8 [num_bytes].
-        name: of the weight, for the error message.
+    """Apply the result of `changes` to the previous tensor, which is contiguous, in place.
 
     Raises:
         WeightSyncError: the changes do not fit a tensor of this size.

@@ -26,9 +26,7 @@ def fingerprint(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 def digest(tensor: Tensor, into: Tensor | None = None) -> str:
     """Compute XXH3-128 over dtype, shape and bytes, as 32 hexadecimal digits.
 
-    Args:
-        tensor: on any device.
-        into: optional host memory, uint8 [num_bytes], to which the bytes are copied in the same pass.
+    The bytes are copied to `into`, host memory of uint8 [num_bytes], in the same pass.
     """
     there = tensor.detach().cpu()
     state = xxhash.xxh3_128(f"{there.dtype} {tuple(there.shape)} ".encode())

@@ -21,11 +21,6 @@ class WeightSyncError(RuntimeError):
 def prove(sent: Mapping[str, str], held: Mapping[str, str], version: int) -> None:
     """Compare the fingerprints of trainer and sampler: names, dtypes, shapes and bits of all weights.
 
-    Args:
-        sent: the trainer's fingerprint.
-        held: the sampler's fingerprint.
-        version: policy version, for the error message.
-
     Raises:
         WeightSyncError: they differ; the message names the first weight.
     """
@@ -43,11 +38,6 @@ def ask(canary: Canary, logprobs_of: LogprobsOf, version: int) -> None:
     If the trainer's are not finite, the weights have diverged. Then nothing is compared, and generation fails
     with the layer's name.
 
-    Args:
-        canary: the trainer's.
-        logprobs_of: the sampler's.
-        version: policy version, for the error message.
-
     Raises:
         WeightSyncError: the mean difference exceeds what rounding explains.
     """
@@ -64,7 +54,11 @@ def ask(canary: Canary, logprobs_of: LogprobsOf, version: int) -> None:
 
 
 class LocalTransport:
-    """Updates a sampler in the same process, and verifies its weights and its log-probabilities."""
+    """Updates a sampler in the same process, and verifies its weights and its log-probabilities.
+
+    `load` and `held` are the sampler's `load_weights` and `fingerprint`. `canary` returns the trainer's
+    canary under the sent weights.
+    """
 
     def __init__(
         self,
@@ -73,26 +67,13 @@ class LocalTransport:
         logprobs_of: LogprobsOf,
         canary: Callable[[], Canary],
     ) -> None:
-        """Connect to one sampler.
-
-        Args:
-            load: the sampler's `load_weights`.
-            held: the sampler's `fingerprint`.
-            logprobs_of: the sampler's log-probabilities.
-            canary: returns the trainer's canary under the weights that are sent.
-        """
         self._load = load
         self._held = held
         self._logprobs_of, self._canary = logprobs_of, canary
         self.metrics: dict[str, float] = {}
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Update the sampler to `version`, with one retry; see `protocols.WeightTransport`.
-
-        Args:
-            named_tensors: all weights.
-            version: their policy version.
-        """
+        """Update the sampler to `version`, with one retry; see `protocols.WeightTransport`."""
         # Iterated once: it may all-gather, and other ranks do not take part in a retry.
         sent, canary = list(named_tensors), self._canary()
         try:

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 
 class SharedWeights:
-    """The trainer's end of the shared memory.
+    """The trainer's end of the shared memory; `delta` writes the changes since the previous version too.
 
     Attributes:
         handle: descriptor of the memory, which a sampler process inherits.
@@ -35,11 +35,6 @@ class SharedWeights:
     """
 
     def __init__(self, *, delta: bool = False) -> None:
-        """Create empty shared memory.
-
-        Args:
-            delta: whether to write the changes since the previous version too, behind the weights.
-        """
         self.handle = os.memfd_create("millrace-weights")
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._delta = delta
@@ -55,10 +50,7 @@ class SharedWeights:
     ) -> Note:
         """Overwrite the previous version, which no sampler may be reading.
 
-        Args:
-            named_tensors: the weights, each name once; they are copied before this returns.
-            version: their policy version.
-            canary: returns the canary of these weights; called after they are copied. None for no canary.
+        The weights are copied before this returns, and `canary` is called after they are copied.
 
         Returns:
             the manifest for `MappedWeights`: dtype, shape and offset of each weight, its fingerprint, and the
@@ -115,11 +107,8 @@ class SharedWeights:
 class _Changes:
     """Deltas against the version in the memory, weight by weight.
 
-    Attributes:
-        last: the manifest of that version.
-        packed: byte range of the delta, for each weight whose delta is smaller than the weight.
-        num_bytes: bytes to transfer, of weights and deltas.
-        end: end of the last delta in the memory.
+    `packed` has the byte range of each delta that is smaller than its weight. `num_bytes` counts the bytes to
+    transfer, of weights and deltas. `end` is the end of the last delta in the memory.
     """
 
     def __init__(self, last: Note) -> None:
@@ -152,12 +141,6 @@ class MappedWeights:
     """
 
     def __init__(self, handle: int, answer: Callable[[Note], None]) -> None:
-        """Prepare to map the memory on the first `take`.
-
-        Args:
-            handle: descriptor of the memory.
-            answer: callback that reports the result of a weight update to the trainer.
-        """
         self.note: Note = {}
         self._handle, self._answer = handle, answer
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -191,14 +174,10 @@ class MappedWeights:
 
 
 def pieces(note: Note, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges to copy to a remote memory before its `MappedWeights` can take these weights.
+    """Yield begin and end of the byte ranges to copy to a remote memory before its `MappedWeights.take`.
 
-    Args:
-        note: manifest from `SharedWeights.write`, with `patch` if the previous version is there.
-        most_bytes: maximum length of one range.
-
-    Yields:
-        begin and end of a range; the offsets are the same in both memories.
+    The note is the manifest from `SharedWeights.write`, with `patch` if the previous version is there. The
+    offsets are the same in both memories.
     """
     begins = [begin for _, _, begin in note["tensors"].values()]
     whole = zip(note["tensors"], begins, [*begins[1:], note["bytes"]], strict=True)
@@ -214,11 +193,7 @@ def pieces(note: Note, most_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _give_size(handle: int, num_bytes: int) -> None:
-    """Resize the memory and allocate its pages now: a later page fault without memory kills the process.
-
-    Raises:
-        WeightSyncError: memory is exhausted.
-    """
+    """Resize the memory and allocate its pages now: a later page fault without memory kills the process."""
     os.ftruncate(handle, num_bytes)
     try:
         os.posix_fallocate(handle, 0, num_bytes)

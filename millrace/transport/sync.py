@@ -1,7 +1,7 @@
 """The sampler's side of a weight update between processes: load, verify, reply.
 
-A transport (`memory.MappedWeights`) delivers the tensors and the sender's manifest. The receiver loads the
-tensors into its sampler, compares fingerprints and the log-probabilities of the canary with the sender's, and
+A transport (`shared_memory.MappedWeights`) delivers the tensors and the sender's manifest. The receiver loads
+them into its sampler, compares fingerprints and the log-probabilities of the canary with the sender's, and
 replies. A version is verified if the reply holds no error. The sampler must not serve before that.
 """
 
@@ -23,12 +23,9 @@ Note = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """One weight update.
+    """One weight update; `closing` has the sender's `fingerprint` and `canary`.
 
-    Attributes:
-        version: policy version of the weights.
-        named_tensors: views of the transport's memory, valid until the reply; copy what is to be kept.
-        closing: the sender's `fingerprint` and `canary`.
+    `named_tensors` are views of the transport's memory, valid until the reply; copy what is to be kept.
     """
 
     version: int
@@ -49,10 +46,9 @@ class Incoming(Protocol):
 
 
 class WeightReceiver:
-    """Loads and verifies weight updates for one sampler.
+    """Loads and verifies weight updates for one sampler, with its `load_weights` and `fingerprint`.
 
-    Attributes:
-        version: the last verified policy version; None before the first.
+    `version` is the last verified one. Without `logprobs_of` the canary is skipped.
     """
 
     def __init__(
@@ -62,22 +58,11 @@ class WeightReceiver:
         held: Callable[[], dict[str, str]],
         logprobs_of: LogprobsOf | None = None,
     ) -> None:
-        """Connect a transport to a sampler.
-
-        Args:
-            carrier: delivers weight updates.
-            load: the sampler's `load_weights`.
-            held: the sampler's `fingerprint`.
-            logprobs_of: the sampler's log-probabilities, for the canary; None to skip the canary.
-        """
         self._carrier, self._load, self._held, self._logprobs_of = carrier, load, held, logprobs_of
         self.version: int | None = None
 
     def receive(self) -> int:
-        """Load and verify the next weight update, and reply.
-
-        Returns:
-            The verified policy version.
+        """Load and verify the next weight update, reply, and return its version.
 
         Raises:
             WeightSyncError: the update was refused or failed verification. The sampler must not serve until a
@@ -94,7 +79,6 @@ class WeightReceiver:
         return self.version
 
     def _accept(self, parcel: WeightUpdate) -> float:
-        """Load and verify; return the duration of the verification in seconds."""
         if self.version is not None and parcel.version < self.version:
             raise WeightSyncError(f"version {parcel.version} was sent after version {self.version}")
         self._load(parcel.named_tensors, parcel.version)

@@ -33,11 +33,7 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """A process group; every method is a collective that all of its ranks call in step.
-
-    Attributes:
-        group: at least one rank, including this one.
-    """
+    """A process group of at least one rank; every method is a collective that all ranks call in step."""
 
     group: dist.ProcessGroup
 
@@ -69,10 +65,8 @@ class Peers:
     def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchange rows (all-to-all); the result is [sum of received, ...], ordered by source rank.
 
-        Args:
-            x: rows ordered by destination rank, [sum of sent, ...].
-            sent: number of rows to each rank.
-            received: number of rows from each rank.
+        The rows `x`, [sum of sent, ...], are ordered by destination rank; `sent` and `received` count rows by
+        rank.
         """
         there, back = list(sent), list(received)
         return _paired(
@@ -112,8 +106,6 @@ class Peers:
 
 
 class _Paired(torch.autograd.Function):
-    """An autograd function with given forward and backward functions."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Change, back: Change) -> Tensor:
         ctx.back = back

@@ -37,10 +37,6 @@ def deal(length_B: Tensor, num_ranks: int) -> list[Tensor]:
     the load, because a late token attends to many tokens and an early one to few. Each remaining token goes
     to the rank with the fewest so far, so token counts differ by at most 1. The work of attention, in pairs
     of query and visible key, is at most 1 % above the mean if segments have some hundred tokens per rank.
-
-    Args:
-        length_B: tokens of each segment.
-        num_ranks: P.
     """
     parts: list[list[Tensor]] = [[] for _ in range(num_ranks)]
     held = [0] * num_ranks
@@ -63,14 +59,8 @@ def deal(length_B: Tensor, num_ranks: int) -> list[Tensor]:
 class Share:
     """One rank's shard of a packed row.
 
-    Attributes:
-        token_T: token ids of the shard.
-        position_T: positions of the tokens in their segments.
-        context: attention context, which communicates with the other ranks.
-        read_M: indices into the N tokens to read, of those on this rank.
-        row_M: indices of the same tokens into the shard.
-        num_read: N.
-        group: the ranks; None for a single rank.
+    `read_M` indexes the N tokens to read, `row_M` the shard; both have those tokens to read that are on this
+    rank. `group` is None for a single rank.
     """
 
     token_T: Tensor
@@ -103,12 +93,8 @@ class Share:
 def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, at_N: Tensor, *, kind: Kind) -> Share:
     """Shard a packed row over the mesh dimension `cp`, whose ranks all have the same batch.
 
-    Args:
-        model: a model from `models.load`.
-        batch: the complete row, on the compute device.
-        mesh: its dimension `cp` has the ranks.
-        at_N: indices of the tokens with hidden states to read.
-        kind: attention algorithm; `ulysses` is faster, `ring` works with any number of heads.
+    `at_N` are indices of the tokens with hidden states to read. Kind `ulysses` is faster; `ring` works with
+    any number of heads.
 
     Raises:
         ValueError: the kind is unknown, the model is deterministic and the kind `ring`, or batches differ.

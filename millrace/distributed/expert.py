@@ -40,17 +40,13 @@ def register() -> None:
 
 
 def apply(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard a model's experts over the ranks of a mesh, and compute them with our function.
+    """Shard a mixture of experts over the ranks of a mesh of one dimension; compute them with our function.
 
     Rank p of P keeps experts p E/P to (p + 1) E/P - 1. Parameters keep their names and become DTensors,
     sharded along their first dimension; the collective `full_tensor()` returns the complete one. Everything
     else is unchanged. Call it before `fully_shard`, which may shard the experts of one rank further over a
     mesh with the same root, and before making a `Pipeline`, in which some stages may have no experts. It also
     works on the meta device.
-
-    Args:
-        model: a mixture of experts, the same on all ranks.
-        mesh: the ranks that shard the experts, in one dimension.
 
     Raises:
         ValueError: the model has no experts or unsupported ones, or their number is not divisible by the
@@ -74,16 +70,9 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def experts(module: Any, hidden_TD: Tensor, expert_TN: Tensor, weight_TN: Tensor) -> Tensor:
-    """Compute a layer of experts; transformers calls this.
+    """Return the weighted sum of the experts' outputs of each token, [T, D]; transformers calls this.
 
-    Args:
-        module: the layer's experts.
-        hidden_TD: hidden states of this rank's tokens.
-        expert_TN: each token's experts, integers in [0, E).
-        weight_TN: router weight of each of these experts.
-
-    Returns:
-        The weighted sum of the experts' outputs of each token, [T, D].
+    `module` has the layer's experts; `expert_TN` are integers in [0, E).
     """
     num_tokens, num_choices = expert_TN.shape
     chosen_S = expert_TN.reshape(-1)
@@ -119,14 +108,12 @@ def _elsewhere(module: Any, x_SD: Tensor, count_E: Tensor, group: dist.ProcessGr
 
 
 def _computed(module: Any, x_RD: Tensor, count_L: Sequence[int]) -> Tensor:
-    """Compute the output of this rank's experts for rows sorted by expert, [R, D]."""
     up_LMD, down_LDM = (_local(getattr(module, key)) for key in EXPERT_WEIGHTS)
     gated_RM = module._apply_gate(grouped_linear(x_RD, up_LMD, count_L))
     return grouped_linear(gated_RM, down_LDM, count_L)
 
 
 def _group(weight: Tensor) -> dist.ProcessGroup | None:
-    """Return the group over which a weight's experts are sharded; None if this rank has all experts."""
     if not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
         return None
     return weight.device_mesh.get_group()
@@ -137,7 +124,6 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _check(name: str, module: Any, num_ranks: int) -> None:
-    """Refuse experts that our function does not support."""
     if isinstance(module.gate_up_proj, DTensor):
         raise ValueError(f"the experts of {name} are dealt already; deal them once")
     known = getattr(module, "has_gate", False) and not (

@@ -72,12 +72,10 @@ class Sharding:
 class Root(nn.Module):
     """Wrapper of a model; within its forward all weights of the model are available.
 
-    Attributes:
-        model: the model, with this rank's shards as parameters outside the forward.
+    Outside the forward, parameters of `model` are this rank's shards.
     """
 
     def __init__(self, model: Model) -> None:
-        """Wrap a model; `shard` calls this."""
         super().__init__()
         self.model = model
 
@@ -107,13 +105,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
     """Shard a model's weights in place: one FSDP unit per layer, and one for all other weights.
 
-    With a single data-parallel rank, and without precision or offload, the model is unchanged. Experts that
-    are already sharded over `ep` (`expert.apply`) are sharded further over the ranks with the same experts.
-
-    Args:
-        model: the same weights on every rank, or a model on the meta device.
-        mesh: the ranks that shard weights and reduce gradients.
-        sharding: options for precision and memory.
+    The model has the same weights on every rank, or is on the meta device. With a single data-parallel rank,
+    and without precision or offload, it is unchanged. Experts that are already sharded over `ep`
+    (`expert.apply`) are sharded further over the ranks with the same experts.
 
     Raises:
         ValueError: a precision is set and the weights are not float32, or precision or offload is set without
@@ -201,12 +195,8 @@ def grad_norms(
 ) -> list[float]:
     """Compute sqrt(sum of g^2) over all ranks for each group of weights, counting each weight once.
 
-    All ranks call it in step with equally many groups and get the same numbers.
-
-    Args:
-        groups: this rank's weights, complete or sharded (DTensor), all with gradients.
-        mesh: the layout; norms are summed over pipeline stages.
-        elsewhere: weights with a copy on another pipeline stage that is counted there (a tied head).
+    All ranks call it in step with equally many groups and get the same numbers. All weights have gradients.
+    Weights in `elsewhere` are counted on another pipeline stage, which has a copy (a tied head).
     """
     rows = [list(group) for group in groups]
     skipped = {id(parameter) for parameter in elsewhere}
@@ -238,7 +228,6 @@ def _norm(gradient: Tensor | None) -> Tensor:
 
 
 def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which the squares of a parameter's shards are summed."""
     if not isinstance(parameter, DTensor):
         return ()
     over: DeviceMesh = parameter.device_mesh

@@ -50,11 +50,6 @@ Part = tuple[slice, ...]
 def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LANGUAGE) -> Model:
     """Build the model of a folder with our modules; weights are on the meta device, buffers are computed.
 
-    Args:
-        folder: a Hugging Face folder (safetensors).
-        dtype: dtype of the weights.
-        kind: model class to load, such as language model or critic.
-
     Raises:
         ModelError: a file is missing or damaged, the folder is not of this kind, or transformers cannot
             compute a buffer.
@@ -74,11 +69,7 @@ def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LAN
 def stored_weights(folder: str | Path, model: Model) -> Iterator[Stored]:
     """Open the files of a folder within the block, and check that they hold every weight of the model.
 
-    Every rank gets the same result, without communication.
-
-    Args:
-        folder: the folder of `empty_model`, readable by every rank.
-        model: from `empty_model`, before it is sharded.
+    Call it before the model is sharded. Every rank gets the same result, without communication.
 
     Raises:
         ModelError: a file is damaged, weights do not match the config, or their format does not allow partial
@@ -93,17 +84,10 @@ def stored_weights(folder: str | Path, model: Model) -> Iterator[Stored]:
 def read_weights(
     roots: Sequence[Root], model: Model, stored: Stored, *, device: torch.device, offload: bool = False
 ) -> None:
-    """Allocate this rank's shards of a model, and read them.
+    """Allocate this rank's shards of a model, with `offload` in host memory, and read them.
 
-    Parameters that are allocated already (LoRA weights) keep their values.
-
-    Args:
-        roots: wrappers of the model or its stages, sharded by `fsdp.shard`, and before that by `tensor` and
-            `expert`.
-        model: this rank's part of the model.
-        stored: from `stored_weights`.
-        device: compute device.
-        offload: whether weights are in host memory.
+    Parameters that are allocated already (LoRA weights) keep their values. `roots` wrap the model or its
+    stages; they are sharded by `fsdp.shard`, and before that by `tensor` and `expert`.
 
     Raises:
         ModelError: a file is damaged.
@@ -120,10 +104,6 @@ def read_weights(
 def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
     """Run the self-check of an ordinary load; all ranks call it in step.
 
-    Args:
-        root: wrapper of the sharded model.
-        kind: model class that it was loaded as.
-
     Raises:
         ModelError: the architecture cannot run packed.
     """
@@ -137,11 +117,7 @@ def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
 
 @torch.no_grad()
 def record_model(root: Root) -> None:
-    """Run `record_facts` on a sharded model; all ranks call it in step.
-
-    Raises:
-        ValueError: see `record_facts`.
-    """
+    """Run `record_facts` on a sharded model, with its errors; all ranks call it in step."""
 
     def record(model: Model) -> tuple[Tensor, ...]:
         record_facts(model)
@@ -160,15 +136,9 @@ def take_weights(
     device: torch.device,
     offload: bool = False,
 ) -> None:
-    """Like `read_weights`, from a stream of complete weights, which all ranks iterate in step.
+    """Like `read_weights`, from a stream of complete weights in any order, which all ranks iterate in step.
 
-    Args:
-        roots: see `read_weights`.
-        model: see `read_weights`; no weight may be tied to one on another rank.
-        named: every weight of the complete model once, in any order.
-        wanted: the names of all these weights.
-        device: compute device.
-        offload: whether weights are in host memory.
+    `wanted` are the names of all weights of the complete model. None may be tied to one on another rank.
 
     Raises:
         ValueError: a weight is unknown, repeated or missing.
@@ -187,13 +157,11 @@ def take_weights(
 
 
 def _without_numbers(model: Model) -> set[str]:
-    """Return the names of the weights to read: parameters on the meta device, and all buffers."""
     given = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     return {name for name, _ in named_weights(model)} - given
 
 
 def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) -> None:
-    """Allocate this rank's parameters, uninitialized; those that are allocated already keep their values."""
     buffers = [
         (module, name, buffer)
         for module in root.modules()
@@ -218,7 +186,6 @@ def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) 
 
 
 def _place(tensor: Tensor) -> Part:
-    """Return the index range of this rank's shard of a tensor, a DTensor or plain."""
     begins = (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -232,8 +199,7 @@ class Stored:
 
     def __init__(self, path: Path, model: Model, stack: ExitStack) -> None:
         self._path = path
-        # Stored tensors of each parameter, by source pattern: one, or several for a converter of
-        # transformers.
+        # Tensors of each parameter, by source pattern: one, or several for a converter of transformers.
         self._sources: dict[str, dict[str, list[tuple[Any, str]]]] = {}
         self._converters: dict[str, WeightConverter] = {}
         transforms = get_model_conversion_mapping(model)
@@ -287,7 +253,6 @@ class Stored:
                 near.copy_(self._slice(name, _place(tensor)))
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the complete shape of a stored weight."""
         sources = self._sources[name]
         shapes = [tuple(file.get_slice(key).get_shape()) for file, key in _firsts(sources)]
         if name not in self._converters:

@@ -19,15 +19,12 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 class Mesh:
     """The process groups of this rank.
 
-    Attributes:
-        layout: sizes of the dimensions.
-        device_type: device type of communicated tensors, such as "cuda".
-        device_mesh: torch's mesh with the dimensions `DIMENSIONS`; None for one process without a process
-            group.
+    `device_type` is that of communicated tensors, such as "cuda". `device_mesh` is torch's mesh with the
+    dimensions `DIMENSIONS`, None for one process without a process group. An unknown dimension is a
+    ValueError.
     """
 
     def __init__(self, layout: Layout, device_type: str, device_mesh: DeviceMesh | None) -> None:
-        """Build the groups; `make_mesh` calls this."""
         self.layout = layout
         self.device_type = device_type
         self.device_mesh = device_mesh
@@ -46,29 +43,17 @@ class Mesh:
         self._weights = self._data_mesh(device_mesh)
 
     def size(self, name: str) -> int:
-        """Return the number of ranks along a dimension, including `ep`.
-
-        Raises:
-            ValueError: the dimension is unknown.
-        """
+        """Return the number of ranks along a dimension, including `ep`."""
         self._check_name(name)
         return int(getattr(self.layout, name))
 
     def rank(self, name: str) -> int:
-        """Return this rank's coordinate along a dimension.
-
-        Raises:
-            ValueError: the dimension is unknown.
-        """
+        """Return this rank's coordinate along a dimension."""
         self._check_name(name)
         return self._place[name]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return this rank's process group along a dimension; None if its size is 1.
-
-        Raises:
-            ValueError: the dimension is unknown.
-        """
+        """Return this rank's process group along a dimension; None if its size is 1."""
         if self.size(name) == 1:
             return None
         mesh = self._experts if name == "ep" else self.device_mesh
@@ -134,11 +119,7 @@ class Mesh:
         )
 
     def sum_over(self, tensor_N: torch.Tensor, *names: str) -> torch.Tensor:
-        """All-reduce (sum) along the named dimensions, on `device`, without gradient.
-
-        Raises:
-            ValueError: a dimension is unknown.
-        """
+        """All-reduce (sum) along the named dimensions, on `device`, without gradient."""
         total_N = tensor_N.detach().to(self.device, copy=True)
         for name in names:
             group = self.group(name)
@@ -147,7 +128,6 @@ class Mesh:
         return total_N
 
     def _data_mesh(self, device_mesh: DeviceMesh) -> DeviceMesh:
-        """Build the mesh of `weights`."""
         over = device_mesh["dp_shard"]
         if self.layout.cp > 1:
             # Ranks along cp hold different tokens, so weights are sharded over them as over dp_shard.
@@ -164,11 +144,8 @@ class Mesh:
 def make_mesh(layout: Layout, device_type: str) -> Mesh:
     """Build the process groups of a layout; all ranks call it in step.
 
-    A layout of one rank works without a process group.
-
-    Args:
-        layout: sizes of the dimensions.
-        device_type: "cpu" or "cuda"; the process group must support its tensors.
+    A layout of one rank works without a process group. Otherwise the group must support tensors of
+    `device_type`, "cpu" or "cuda".
 
     Raises:
         PlanError: the world size differs from the layout's number of ranks.

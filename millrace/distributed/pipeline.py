@@ -67,15 +67,10 @@ class Pipeline:
     ) -> None:
         """Cut a model into stages; all ranks of the pipeline call it with the same complete model.
 
-        It then calls `check`, except on the meta device: there, call it after the weights are loaded.
-
-        Args:
-            model: from `models.load`; the modules of other ranks are removed from it.
-            mesh: its dimension "pp" has the ranks.
-            num_chunks: stages per rank. The schedule is 1F1B with 1, and interleaved with more: less idle
-                time, more communication.
-            dtype: dtype of the hidden states; that of the weights if None.
-            wrap: wraps the model of each stage (FSDP); its result calls a function of the model.
+        The modules of other ranks are removed from it. With one chunk (stage per rank) the schedule is 1F1B,
+        with more it is interleaved: less idle time, more communication. Hidden states have `dtype`, or that
+        of the weights. `wrap` wraps the model of each stage (FSDP). It then calls `check`, except on the meta
+        device: there, call it after the weights are loaded.
 
         Raises:
             ValueError: pp is 1, cp is above 1, num_chunks is below 1, there are more stages than layers, or
@@ -120,11 +115,7 @@ class Pipeline:
     def check(self, kind: ModelKind | None = None) -> None:
         """Refuse an architecture if its stages in sequence do not compute the complete model.
 
-        All ranks of the pipeline call it in step.
-
-        Args:
-            kind: model class that it was loaded as, to run the self-check of an ordinary load too; None to
-                skip that.
+        All ranks of the pipeline call it in step. With `kind` it runs the self-check of an ordinary load too.
 
         Raises:
             ModelError: the outputs differ on a short row, or the self-check fails; the same on every rank.
@@ -134,15 +125,11 @@ class Pipeline:
     def forward_backward(
         self, micros: Sequence[Batch], loss_of: Callable[[Batch, Tensor], tuple[Tensor, R]]
     ) -> list[R]:
-        """Accumulate the gradients of all micro-batches; all ranks of the pipeline call it in step.
+        """Accumulate the gradients of all micro-batches; all ranks call it in step with the same ones.
 
-        After an error on one rank, the others fail when its process ends or the group's timeout expires. The
-        pipeline cannot be used afterwards.
-
-        Args:
-            micros: at least one micro-batch on the compute device, the same on all ranks of the pipeline.
-            loss_of: called on the last stage with a micro-batch and its final hidden states, [T, D]; returns
-                its part of the loss and any other result.
+        On the last stage, `loss_of` gets a micro-batch and its final hidden states, [T, D], and returns its
+        part of the loss and another result. After an error on one rank, the others fail when its process ends
+        or the group's timeout expires. The pipeline cannot be used afterwards.
 
         Returns:
             The other results of `loss_of` by micro-batch; empty except on the last rank.
@@ -169,17 +156,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micros: Sequence[Batch], number_of: Callable[[Batch, Tensor], R]) -> list[R]:
-        """Compute a result from each micro-batch and its final hidden states, without gradient.
+        """Return a result from each micro-batch and its final hidden states, [T, D], without gradient.
 
-        Args:
-            micros: see `forward_backward`.
-            number_of: called on the last stage with a micro-batch and its final hidden states, [T, D].
-
-        Returns:
-            The results of `number_of` by micro-batch; empty except on the last rank.
-
-        Raises:
-            ValueError, RuntimeError: see `forward_backward`.
+        The list is empty except on the last rank. Errors are those of `forward_backward`.
         """
         results: list[R] = []
 
@@ -193,11 +172,8 @@ class Pipeline:
     def everywhere(self, local: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Broadcast every weight of the complete model to every rank, one at a time, in the model's order.
 
-        All ranks of the pipeline iterate in step.
-
-        Args:
-            local: this rank's weights, or their gradients, unsharded and in the order of
-                `load.named_weights(model)`, with the dtype of the given model.
+        All ranks of the pipeline iterate in step. `local` has this rank's weights, or their gradients,
+        unsharded and in the order of `load.named_weights(model)`, with the dtype of the given model.
 
         Raises:
             ValueError: a weight is missing, or differs from the given model in shape or dtype.
@@ -236,7 +212,6 @@ class Pipeline:
         passage.wait()
 
     def _weights(self, found: list[ModelPiece]) -> tuple[dict[str, int], dict[str, str]]:
-        """Return `holders` and `tied`."""
         stage_of = {
             f"{piece.name}.{name}": piece.stage
             for piece in found
@@ -281,8 +256,6 @@ class Pipeline:
 
 
 class _Passage:
-    """Execution of one schedule on this rank's stages."""
-
     def __init__(
         self, pipeline: Pipeline, micros: Sequence[Batch], end: Callable[[Batch, Tensor], Tensor]
     ) -> None:
@@ -299,7 +272,6 @@ class _Passage:
         self._sends: deque[tuple[dist.Work | None, Tensor, str]] = deque()
 
     def take(self, step: StageStep) -> None:
-        """Execute one step of the schedule."""
         at = step.stage, step.micro
         if step.act == "forward":
             self._forward(*at)
@@ -314,7 +286,6 @@ class _Passage:
             self._receive(step)
 
     def wait(self, sends: int = 0) -> None:
-        """Wait until at most `sends` sends are in flight."""
         while len(self._sends) > sends:
             work, _, problem = self._sends.popleft()
             _wait(work, problem)
@@ -382,11 +353,6 @@ class _Passage:
 
 
 def _wait(work: dist.Work | None, problem: str) -> None:
-    """Wait for a transfer.
-
-    Raises:
-        RuntimeError: the group's timeout expired or the peer is gone; the message starts with `problem`.
-    """
     assert work is not None  # this rank is in the group
     try:
         work.wait()

@@ -39,13 +39,7 @@ Act = Literal[
 
 @dataclass(frozen=True, slots=True)
 class StageStep:
-    """One step of a rank: compute, or transfer hidden states or a gradient to or from a neighbour stage.
-
-    Attributes:
-        act: kind of step.
-        stage: local stage of the step.
-        micro: index of the micro-batch, from 0.
-    """
+    """One step of a rank: compute, or transfer hidden states or a gradient to or from a neighbour stage."""
 
     act: Act
     stage: int
@@ -60,13 +54,8 @@ class StageStep:
 def deal_layers(num_layers: int, num_stages: int, *, head_cost: float) -> tuple[range, ...]:
     """Partition layers into contiguous stages so that the cost of the most expensive stage is minimal.
 
-    Among equal choices, later stages get more layers, because they keep the activations of fewer
-    micro-batches.
-
-    Args:
-        num_layers: number of layers of equal cost.
-        num_stages: at least 2.
-        head_cost: cost of the output head, on the last stage, in layers.
+    Layers have equal cost; the head, on the last stage, costs `head_cost` layers. Among equal choices, later
+    stages get more layers, because they keep the activations of fewer micro-batches.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -92,17 +81,11 @@ def deal_layers(num_layers: int, num_stages: int, *, head_cost: float) -> tuple[
 def schedule(
     num_ranks: int, num_chunks: int, num_micros: int, *, backward: bool = True
 ) -> tuple[tuple[StageStep, ...], ...]:
-    """Compute the schedule: the steps of each rank, in order.
+    """Compute the schedule: the steps of each rank (at least 2), in order.
 
     If all forwards and backwards take one time unit and the last round is complete, the total time is
     2 (micro-batches * chunks + ranks - 1) units. Rank r holds the activations of at most ranks - r
     micro-batches at a time. Interleaved, these are 2 (ranks - r) - 1 + ranks (chunks - 1), each of one stage.
-
-    Args:
-        num_ranks: at least 2.
-        num_chunks: stages per rank.
-        num_micros: number of micro-batches.
-        backward: False for forwards only.
     """
     last = num_ranks * num_chunks - 1
     left = [_computed(rank, num_ranks, num_chunks, num_micros, backward) for rank in range(num_ranks)]
@@ -129,7 +112,6 @@ def schedule(
 
 
 def _needed(step: StageStep, last: int) -> StageStep | None:
-    """Return the step that a step depends on."""
     if step.act == "forward":
         return StageStep("forward", step.stage - 1, step.micro) if step.stage else None
     if step.stage == last:
@@ -138,7 +120,6 @@ def _needed(step: StageStep, last: int) -> StageStep | None:
 
 
 def _computed(rank: int, num_ranks: int, num_chunks: int, num_micros: int, backward: bool) -> list[StageStep]:
-    """Return the forwards and backwards of one rank, in order."""
     # Filtered from the order of complete rounds: with fewer forwards in the last round, a forward could be
     # scheduled before a backward that it depends on.
     order = [
@@ -163,13 +144,7 @@ def _computed(rank: int, num_ranks: int, num_chunks: int, num_micros: int, backw
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRow:
-    """Model inputs of a micro-batch.
-
-    Attributes:
-        token_T: token ids.
-        position_T: positions of the tokens.
-        context: attention context.
-    """
+    """Model inputs of a micro-batch."""
 
     token_T: Tensor
     position_T: Tensor
@@ -178,13 +153,7 @@ class MicroBatchRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelPiece:
-    """An indivisible module of a model: a layer, the embedding, the final norm or the head.
-
-    Attributes:
-        name: module name in the complete model.
-        module: the module.
-        stage: stage that computes it.
-    """
+    """An indivisible module of a model: a layer, the embedding, the final norm or the head."""
 
     name: str
     module: nn.Module
@@ -200,10 +169,6 @@ def pieces(model: PreTrainedModel, num_stages: int) -> list[ModelPiece]:
     """Assign the modules with weights to stages; all other modules are on every stage.
 
     The cost of the head is its number of weights relative to the active weights of a layer.
-
-    Args:
-        model: the complete model.
-        num_stages: at least 2.
 
     Raises:
         ValueError: the model has no list of layers, weights outside of all modules found, weights that are
@@ -234,15 +199,7 @@ def pieces(model: PreTrainedModel, num_stages: int) -> list[ModelPiece]:
 
 
 def stage_model(model: PreTrainedModel, found: list[ModelPiece], stage: int) -> PreTrainedModel:
-    """Build the model of one stage, which shares its modules with the given model.
-
-    Call it through `stage_states`.
-
-    Args:
-        model: the complete model.
-        found: from `pieces`.
-        stage: the stage.
-    """
+    """Build the model of one stage, to call with `stage_states`; it shares modules with the given model."""
     others = {
         piece.module: _Earlier() if piece.stage < stage else _Later()
         for piece in found
@@ -255,10 +212,7 @@ def stage_model(model: PreTrainedModel, found: list[ModelPiece], stage: int) -> 
 def stage_states(model: PreTrainedModel, row: MicroBatchRow, received_1TD: Tensor | None) -> Tensor:
     """Compute the hidden states after a stage's layers, [1, T, D]; the final ones on the last stage.
 
-    Args:
-        model: from `stage_model`.
-        row: model inputs.
-        received_1TD: output of the previous stage; None on the first.
+    `received_1TD` is the output of the previous stage, None on the first.
     """
     given: dict[str, Any] = {"input_ids": row.token_T[None]}
     if received_1TD is not None:
@@ -274,12 +228,7 @@ def stage_states(model: PreTrainedModel, row: MicroBatchRow, received_1TD: Tenso
 
 
 def replaced(module: Any, others: Mapping[nn.Module, nn.Module]) -> Any:
-    """Return a shallow copy of a module with submodules replaced; the module itself if none occurs in it.
-
-    Args:
-        module: the module.
-        others: replacements by submodule.
-    """
+    """Return a shallow copy of a module with submodules replaced; the module itself if none occurs in it."""
     if module in others:
         return others[module]
     if others.keys().isdisjoint(module.modules()):
@@ -314,11 +263,7 @@ class Absent(nn.Module):
     """Placeholder for a module of another rank, which must not be called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raise an error.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise a RuntimeError."""
         raise RuntimeError(
             "this part of the model is on another rank of the pipeline; call Pipeline.forward or "
             "Pipeline.forward_backward"

@@ -52,14 +52,8 @@ def check_stages(
 ) -> None:
     """Refuse an architecture if its stages do not compute the complete model; all ranks call it in step.
 
-    Args:
-        model: this rank's part of the model, with placeholders for modules of other ranks.
-        stage_of: stage of each module, by name.
-        runners: run the stages of this rank; stage s is on rank s modulo the number of ranks.
-        group: the ranks of the pipeline.
-        device: compute device.
-        kind: model class that it was loaded as, to compare its packed forward with its plain one too; None to
-            skip that.
+    `model` has placeholders for modules of other ranks. Stage s is on rank s modulo the number of ranks. With
+    `kind`, its packed forward is compared with its plain one too.
 
     Raises:
         ModelError: on a short row, stages and complete model differ or cannot run, or the other comparison
@@ -131,7 +125,6 @@ def _inside(runners: Iterable[Runner], compute: Callable[[], Any]) -> Any:
 def _one_by_one(
     row: MicroBatchRow, num_stages: int, runners: Mapping[int, Runner], together: _Together
 ) -> Tensor:
-    """Run the stages in sequence on a row and return the final hidden states, [T, D]."""
     received_1TD: Tensor | None = None
 
     def states(stage: int, received_1TD: Tensor | None) -> Tensor:
@@ -166,8 +159,6 @@ class _Relay(nn.Module):
 
 
 class _Together:
-    """Communication of the pipeline's ranks during the check."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._apart = False
@@ -175,13 +166,7 @@ class _Together:
     def computed(self, number: int, stage: int, compute: Callable[[], Tensor]) -> Tensor:
         """Compute a 3-dimensional tensor on the rank of a stage, and broadcast it.
 
-        Args:
-            number: identifies the tensor, to check that all ranks agree.
-            stage: stage that computes it.
-            compute: called on that rank only.
-
-        Raises:
-            RuntimeError: another rank computes another tensor, or has failed.
+        Raises RuntimeError if another rank computes a tensor of another number, or has failed.
         """
         holder, made, told = stage % self._group.size(), None, [number, 0, 0, 0, 0]
         if self._group.rank() == holder:
@@ -199,11 +184,7 @@ class _Together:
         return made
 
     def do(self, work: Callable[[], None]) -> None:
-        """Run a function on all ranks in step.
-
-        Raises:
-            ModelError: it failed on a rank; the message is that of the last failed rank.
-        """
+        """Run a function on all ranks in step; raise ModelError with the message of the last failed rank."""
         problem, cause = "", None
         try:
             work()
@@ -218,14 +199,13 @@ class _Together:
             raise ModelError(next((each for each in told if each != ELSEWHERE), ELSEWHERE)) from cause
 
     def _tell(self, row: Sequence[int]) -> list[list[int]]:
-        """All-gather a row of integers."""
         mine = torch.tensor(row, device=self._device)
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(rows, mine, group=self._group)
         return [each.tolist() for each in rows]
 
     def _sentences(self, sentence: str) -> list[str]:
-        """All-gather a message; return those of all ranks, the last rank first."""
+        """Return the messages of all ranks, the last rank first."""
         data = sentence.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0")
         rows = [bytes(row) for row in self._tell(list(data))]
         return [row.rstrip(b"\0").decode(errors="ignore") for row in reversed(rows)]

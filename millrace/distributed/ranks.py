@@ -30,17 +30,11 @@ class RanksError(ValueError):
 class Ranks:
     """All ranks of a run; with a single rank nothing is communicated.
 
-    Attributes:
-        waiting: returns a context that is entered while this rank waits for others.
+    With more than one, the default process group must exist. `waiting` returns a context that is entered
+    while this rank waits for others.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        """Describe the ranks; with more than one, the default process group must exist.
-
-        Args:
-            rank: this rank.
-            size: world size.
-        """
         self.rank, self.size = rank, size
         # A separate gloo group, because the data is in host memory, whatever the backend for gradients.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if size > 1 else None
@@ -88,11 +82,7 @@ class Ranks:
         return [int(told) for told in self.gather(str(torch.get_num_threads()).encode())]
 
     def since(self, started_s: float) -> float:
-        """Return the start time of rank 0 on this rank's `time.monotonic()`, up to a message's latency.
-
-        Args:
-            started_s: start time of this rank.
-        """
+        """Return the start time of rank 0 on this rank's `time.monotonic()`, up to a message's latency."""
         # Without this barrier a late rank would count its delay twice.
         self.wait()
         return time.monotonic() - float(self.share(str(time.monotonic() - started_s)))
@@ -121,12 +111,7 @@ def given_ranks() -> tuple[int, int] | None:
 
 
 def device_of(rank: int, num_devices: int) -> int:
-    """Return the index of a rank's own device among its visible devices; 0 if it has only one.
-
-    Args:
-        rank: used if LOCAL_RANK is not set.
-        num_devices: number of visible devices.
-    """
+    """Return the index of a rank's own device, by LOCAL_RANK if set; 0 if only one device is visible."""
     return int(os.environ.get("LOCAL_RANK", rank)) % num_devices
 
 
@@ -142,12 +127,8 @@ def open_store(host: str) -> TCPStore:
 def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
     """Join the process group that the environment describes, for the duration of the block.
 
-    Args:
-        num_ranks: world size of the recipe.
-        device: device of the weights.
-
     Raises:
-        RanksError: the environment and the recipe disagree.
+        RanksError: environment and recipe (`num_ranks`) disagree.
     """
     given = given_ranks()
     rank, size = given if given is not None else (0, 1)

@@ -24,9 +24,8 @@ from millrace.models.attention import Dealt
 class _Plan:
     """Communication plan for one window and chunk.
 
-    Attributes:
-        tiles_P: at step j, the visible tiles of this rank's queries and the keys of the j-th rank before it.
-        hops_P: number of hops that the keys of each rank must travel.
+    At step j, `tiles_P` has the visible tiles of this rank's queries and the keys of the j-th rank before it.
+    The keys of each rank travel `hops_P` hops.
     """
 
     tiles_P: list[Tiles]
@@ -41,13 +40,6 @@ class Ring(Dealt):
     """
 
     def __init__(self, length_B: Tensor, dealt: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """Prepare the forward of one row.
-
-        Args:
-            length_B: tokens of each segment, on the CPU.
-            dealt: indices of each rank's tokens in the row.
-            group: the ranks.
-        """
         first_W = (length_B.cumsum(0) - length_B).repeat_interleave(length_B)
         self._place_P, self._first_P = list(dealt), [first_W[place_T] for place_T in dealt]
         self._group, self.rank, self._num_ranks = group, group.rank(), len(dealt)
@@ -56,14 +48,7 @@ class Ring(Dealt):
     def attend(
         self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """Compute the attention output of this rank's tokens, [T, H, V].
-
-        Args:
-            query_THK: queries of this rank's tokens.
-            key_TJK: their keys.
-            value_TJK: their values.
-            options: window, chunk and options of the kernel.
-        """
+        """Compute the attention output of this rank's tokens, [T, H, V]."""
         out_THV: Tensor = _Ringed.apply(query_THK, key_TJK, value_TJK, self, tuple(options.items()))
         return out_THV
 
@@ -160,7 +145,6 @@ class _Owed:
         self._exchange = ring.exchange(sends, receives)
 
     def settled(self) -> Tensor:
-        """Return the complete gradient of this rank's keys and values."""
         self._wait()
         assert self._home is not None
         return self._home

@@ -57,14 +57,9 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
     Linear layers are sliced by transformers' own plan, embedding and head by rows of the vocabulary.
     Embedding and last layer return complete hidden states with and without `sequence`. Only
     `logprobs.output_head(model)` is a slice, with its vocabulary range. Gradients are complete on every rank
-    if all ranks of `tp` compute the same loss. Call it on a model from `load`, after experts are sharded over
-    `ep` and before `fully_shard`.
-
-    Args:
-        model: the same on every rank, possibly on the meta device, or the same pipeline stage; its layout has
-            been checked.
-        mesh: process groups of the run.
-        sequence: shard the tokens between regions too; a row's length need not be a multiple of `tp`.
+    if all ranks of `tp` compute the same loss. A row's length need not be a multiple of `tp`. Call it on a
+    model from `load` or a pipeline stage, possibly on the meta device, whose layout has been checked, after
+    experts are sharded over `ep` and before `fully_shard`.
 
     Raises:
         ValueError: the architecture cannot be sliced, a width is not divisible, or the model is
@@ -104,8 +99,6 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A tensor-parallel module, and the styles of its linear layers."""
-
     module: nn.Module
     styles: dict[nn.Linear, str]
 
@@ -179,7 +172,6 @@ def _check_sequence(model: PreTrainedModel, layers: list[nn.Module], regions: li
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a model or of a pipeline stage."""
     lists = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
     if len(lists) != 1:
         raise ValueError(
@@ -190,7 +182,6 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear | None]:
-    """Return embedding and output head, None if the model or pipeline stage lacks it."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     return (
         embedding if isinstance(embedding, nn.Embedding) else None,
@@ -208,8 +199,6 @@ def _entering(peers: Peers, sequence: bool) -> Callable[..., Any]:
 
 
 def _hook(linear: nn.Linear, style: str, peers: Peers, sequence: bool) -> None:
-    """Register the communication before and after a sliced linear layer."""
-
     def leaving(linear: Any, args: tuple[Tensor, ...], y_TD: Tensor) -> Tensor:
         total_TD = peers.scatter(y_TD) if sequence else peers.leave(y_TD)
         # Once after the sum, not on every rank before it.
@@ -299,7 +288,6 @@ def _local(change: Change, parameter: DTensor) -> Tensor:
 
 
 def _of_local(change: Change, dealt: DTensor) -> DTensor:
-    """Apply a function to the local shard of a DTensor over other ranks (experts over `ep`)."""
     return DTensor.from_local(change(dealt.to_local()), dealt.device_mesh, dealt.placements, run_check=False)
 
 
@@ -314,7 +302,6 @@ def _reader(name: str, local: Callable[[DTensor], Tensor]) -> Callable[[nn.Modul
 
 
 def _by_rows(embedding: nn.Embedding, peers: Peers) -> None:
-    """Make an embedding look up its own rows and all-reduce the results."""
     num_rows = len(embedding.weight)
     first_row = peers.group.rank() * num_rows
     if embedding.padding_idx is not None:

@@ -28,13 +28,6 @@ class Ulysses(Dealt):
     """
 
     def __init__(self, packed: Packed, dealt: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """Prepare the forward of one row.
-
-        Args:
-            packed: attention context of the whole row.
-            dealt: indices of each rank's tokens in the row.
-            group: the ranks.
-        """
         self._packed = packed
         self._peers = Peers(group)
         self._counts = [len(place_T) for place_T in dealt]
@@ -46,12 +39,6 @@ class Ulysses(Dealt):
         self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """Compute the attention output of this rank's tokens, [T, H, K].
-
-        Args:
-            query_THK: queries of this rank's tokens.
-            key_TJK: their keys.
-            value_TJK: their values.
-            options: see `attend_packed`.
 
         Raises:
             ValueError: the number of query heads is not divisible by the ranks.
@@ -75,7 +62,7 @@ class Ulysses(Dealt):
         return self._to_tokens(out.flatten(1)).reshape(num_tokens, num_heads, -1)
 
     def _to_heads(self, x_TPX: Tensor) -> Tensor:
-        """All-to-all from token shards to head slices: return this rank's slice for all tokens, [W, X]."""
+        """Return this rank's slice of the heads for all tokens, [W, X]."""
         num_tokens, num_ranks, _ = x_TPX.shape
         x_WX = self._peers.exchange(
             x_TPX.transpose(0, 1).flatten(0, 1), [num_tokens] * num_ranks, self._counts
@@ -83,7 +70,6 @@ class Ulysses(Dealt):
         return x_WX.index_select(0, self._arrival_W)
 
     def _to_tokens(self, x_WX: Tensor) -> Tensor:
-        """All-to-all from head slices back to token shards, [T, P, X]."""
         num_ranks, num_tokens = len(self._counts), self._counts[self._peers.group.rank()]
         x_WX = x_WX.index_select(0, self._place_W)
         x_SX = self._peers.exchange(x_WX, self._counts, [num_tokens] * num_ranks)

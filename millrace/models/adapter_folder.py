@@ -39,13 +39,9 @@ _INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def load_adapter(model: Model, folder: str | Path) -> None:
-    """Put the adapter of a peft folder into a model and freeze all the rest.
+    """Put the adapter of a peft folder into the base that it was made for, and freeze all the rest.
 
     The folder's weights determine which layers are adapted. Its dropout is ignored, as all dropout is.
-
-    Args:
-        model: the base that the adapter was made for, from `models.load`.
-        folder: holds adapter_config.json and adapter_model.safetensors.
 
     Raises:
         ModelError: a file is missing or damaged, the adapter is of another kind than plain LoRA, or it was
@@ -86,11 +82,8 @@ def load_adapter(model: Model, folder: str | Path) -> None:
 def save_adapter(model: Model, folder: Path, *, base: str = "", weights: bool = True) -> None:
     """Write a model's adapter as a folder that peft and `load_adapter` read.
 
-    Args:
-        model: has an adapter.
-        folder: created if missing.
-        base: a checksum of the base's weights, written besides for `saved_base`; empty writes none.
-        weights: whether the pairs are written too; they must be unsharded on this rank.
+    `base` is a checksum of the base's weights for `saved_base`; empty writes none. With `weights` the pairs
+    are written too; they must be unsharded on this rank.
 
     Raises:
         ModelError: the model has no adapter.
@@ -122,10 +115,7 @@ def save_adapter(model: Model, folder: Path, *, base: str = "", weights: bool = 
 
 
 def adapter_pairs(model: Model) -> dict[str, Tensor]:
-    """Copies of an adapter's matrices, whole and in the host's memory, as peft names them; none without one.
-
-    A collective: all ranks with shards of them call it.
-    """
+    """Copy an adapter's matrices, all-gathered, to host memory, by peft's names; empty without an adapter."""
     return {
         f"{_PREFIX}{name}.lora_{which}.weight": host_copy(whole(pair.weight.detach()))
         for name, layer in adapted_layers(model).items()
@@ -134,7 +124,7 @@ def adapter_pairs(model: Model) -> dict[str, Tensor]:
 
 
 def write_pairs(pairs: Weights, folder: Path) -> Path:
-    """The file that `adapter_pairs` go to, in a folder that is there."""
+    """Write `adapter_pairs` to an existing folder."""
     path = folder / WEIGHTS
     save_file(pairs, path, metadata={"format": "pt"})
     return path
@@ -147,7 +137,6 @@ def saved_base(folder: Path) -> str:
 
 
 def _read_config(path: Path, base: str) -> dict[str, Any]:
-    """The fields of a peft configuration, if they mean a plain LoRA adapter for this base."""
     if not (path / CONFIG).is_file():
         raise ModelError(f"adapter folder {path} has no {CONFIG}")
     try:
@@ -181,7 +170,6 @@ def _read_config(path: Path, base: str) -> dict[str, Any]:
 
 
 def _check_pair(path: Path, name: str, pair: dict[str, Tensor], layer: Linear, rank: int) -> None:
-    """Reject a pair that does not fit its layer."""
     for which, shape in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
         if which not in pair:
             raise ModelError(f"adapter {path} lacks lora_{which} of layer {name}")

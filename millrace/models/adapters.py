@@ -31,13 +31,9 @@ ALL_LINEAR = "all-linear"
 
 
 class Adapted(Linear):
-    """A linear layer with a low-rank pair of matrices.
+    """A linear layer with a low-rank pair of matrices, added where `active`.
 
-    Attributes:
-        lora_A: [R, D], and lora_B: [N, R], as layers under peft's names.
-        alpha: the factor's numerator.
-        rank_stabilised: whether its denominator is sqrt(R) and not R.
-        active: whether the pair adds anything now.
+    `lora_A` [R, D] and `lora_B` [N, R] are layers under peft's names.
     """
 
     lora_A: nn.Linear
@@ -64,7 +60,7 @@ class Adapted(Linear):
 
     @property
     def rank(self) -> int:
-        """R."""
+        """The rank R."""
         return self.lora_A.out_features
 
     @property
@@ -73,7 +69,7 @@ class Adapted(Linear):
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The layer's product and what the pair adds, [..., N]."""
+        """Compute y, [..., N]."""
         if not self.active:
             return super().forward(input)
         if self.tile is not None:
@@ -88,7 +84,7 @@ class Adapted(Linear):
         return self.merge(self.weight, self.lora_A.weight, self.lora_B.weight)
 
     def merge(self, weight_ND: Tensor, a_RD: Tensor, b_NR: Tensor) -> Tensor:
-        """As `merged_weight`, of matrices that are given, since this rank may hold parts of its own alone."""
+        """Compute `merged_weight` from given matrices, which may be this rank's parts."""
         change_ND = self.scale * (b_NR @ a_RD)
         return (weight_ND.to(change_ND.dtype) + change_ND).to(weight_ND.dtype)
 
@@ -111,16 +107,8 @@ def add_adapter(
 ) -> None:
     """Put a fresh adapter into a model and freeze all the rest; the model's outputs do not change.
 
-    A is uniform in +-1 / sqrt(D), as in peft, and B is zero.
-
-    Args:
-        model: a model from `models.load`, on any device.
-        rank: of each pair.
-        alpha: numerator of the factor.
-        seed: of A.
-        targets: names of linear layers, whole or the end of one from a dot on, such as q_proj; `all-linear`
-            is every one but the output head.
-        rank_stabilised: the factor is alpha / sqrt(rank).
+    A is uniform in +-1 / sqrt(D), as in peft, and B is zero. Targets are names of linear layers, whole or the
+    end of one from a dot on, such as q_proj; `all-linear` is every one but the output head.
 
     Raises:
         ModelError: the rank is below 1, alpha is not above 0, the model has an adapter, or a target is not
@@ -142,7 +130,7 @@ def add_adapter(
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """A model's adapted layers by name; none where it has no adapter."""
+    """Return a model's adapted layers by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
@@ -171,16 +159,13 @@ def merged(model: Model) -> Model:
 
 
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight but an adapter's, unsharded under its Hugging Face name; tied ones once.
-
-    A collective, as `saving.full_tensors`.
-    """
+    """Yield every weight but an adapter's, otherwise like `saving.full_tensors` (a collective)."""
     pairs = {f"{name}.lora_{which}.weight" for name in adapted_layers(model) for which in "AB"}
     return ((name, weight) for name, weight in full_tensors(model) if name not in pairs)
 
 
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As `base_tensors`, with the adapter merged."""
+    """Like `base_tensors`, with the adapter merged."""
     layers = adapted_layers(model)
     for name, weight in base_tensors(model):
         layer = layers.get(name.removesuffix(".weight"))
@@ -217,10 +202,9 @@ def trained_weights(model: nn.Module) -> nn.ParameterList:
 
 
 def linears(model: Model) -> dict[str, Linear]:
-    """Find the layers that can have an adapter; the head cannot, since its product is computed elsewhere.
+    """Find the layers that can have an adapter; ModelError if the model has one already.
 
-    Raises:
-        ModelError: the model has an adapter.
+    The head cannot, since its product is computed elsewhere.
     """
     if adapted_layers(model):
         raise ModelError("the model has an adapter already; merge it first")
@@ -230,7 +214,6 @@ def linears(model: Model) -> dict[str, Linear]:
 
 
 def _targeted(model: Model, targets: Sequence[str]) -> dict[str, Linear]:
-    """The layers that targets name, in the model's order."""
     there = linears(model)
     if list(targets) == [ALL_LINEAR]:
         return there

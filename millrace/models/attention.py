@@ -66,15 +66,9 @@ HARMLESS = frozenset(
 
 
 class DenseCache:
-    """Keys and values of every pool of a model for a rectangle of rows and slots.
-
-    Shapes: [pools] of [B, J, C, K] and [B, J, C, V], B rows, J key heads, C slots, K and V widths of keys and
-    values.
-    """
+    """Keys [B, J, C, K] and values [B, J, C, V] of every pool, for B rows of C slots."""
 
     def __init__(self, facts: ModelFacts, *, num_rows: int, num_slots: int, like: Tensor) -> None:
-        """Empty caches with the dtype and device of `like`."""
-
         def empty(shape: PoolShape, width: int) -> Tensor:
             size = (num_rows, shape.num_heads, num_slots, width)
             return torch.zeros(size, dtype=like.dtype, device=like.device)
@@ -84,7 +78,7 @@ class DenseCache:
         self.turns: Turns = {}
 
     def write(self, pool: int, row_N: Tensor, slot_N: Tensor, key_NJK: Tensor, value_NJV: Tensor) -> None:
-        """Put token n into its row and slot."""
+        """Write token n to its row and slot."""
         self.keys[pool][row_N, :, slot_N] = key_NJK
         self.values[pool][row_N, :, slot_N] = value_NJV
 
@@ -117,7 +111,7 @@ class Packed:
 
 
 class Dealt(ABC):
-    """A packed row sharded over several ranks, which communicate in every layer; see `models.context`."""
+    """A packed row sharded over ranks, which communicate in every layer; see `distributed.context`."""
 
     @abstractmethod
     def attend(
@@ -138,12 +132,8 @@ class Decode:
 class Paged:
     """New tokens of any number of rows; their keys and values are written to the pool, then attended over.
 
-    Attributes:
-        pools: keys and values, from `new_pools`.
-        rows: which tokens these are and where each row's keys lie.
-        last_B: index of each row's last token, if only their final hidden states are read: a model may
-            then return those alone, in this order. None if all are read.
-        turns: of layers that attend several times; filled in as they do.
+    With `last_B`, the index of each row's last token, a model may return only the final hidden states of
+    those, in this order. Layers that attend several times count in `turns`.
     """
 
     pools: Sequence[tuple[Tensor, Tensor]]
@@ -158,7 +148,7 @@ Context = Packed | Dealt | Paged | Decode | Recorder
 def new_pools(
     facts: ModelFacts, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Empty pools of keys and values for all that a model keeps of so many blocks of tokens."""
+    """Allocate empty pools of keys and values."""
     return [
         new_pool(
             num_blocks,
@@ -188,27 +178,15 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention; transformers calls this in each attention layer.
+    """Compute attention, [1, T, H, V], without attention weights; transformers calls this in each layer.
 
-    Args:
-        module: the attention layer.
-        query: [1, H, T, K], rotary positions applied.
-        key: [1, J, T, K].
-        value: [1, J, T, V].
-        attention_mask: None but while a model is recorded.
-        context: what this forward is.
-        scaling: factor of the scores; 1/sqrt(K) if None.
-        sliding_window: as in `packed_attention`; the recorded mask takes precedence.
-        softcap: likewise.
-        dropout: must be 0 or None.
-        is_causal: must not be False.
-        kwargs: further keywords of transformers, rejected unless `HARMLESS` or None.
-
-    Returns:
-        [1, T, H, V] and no attention weights.
+    The query [1, H, T, K] and key [1, J, T, K] have rotary positions applied; the value is [1, J, T, V]. The
+    scores' factor is 1/sqrt(K) if `scaling` is None. A recorded mask takes precedence over `sliding_window`.
+    `attention_mask` is None except while a model is recorded.
 
     Raises:
-        ValueError: no context was given, the layer was not recorded, or it needs an unsupported feature.
+        ValueError: no context was given, the layer was not recorded, dropout is not 0, attention is not
+            causal, or it needs an unsupported feature (a keyword that is neither None nor `HARMLESS`).
     """
     context = carried_context(key) if context is None else context
     if context is None:
@@ -246,7 +224,6 @@ REFUSED = {
 
 
 def _refuse_unknown(module: nn.Module, given: dict[str, Any]) -> None:
-    """Reject unsupported keywords that would change a result."""
     known_causal = given.pop("is_causal")
     unknown = [name for name, value in given.items() if value is not None and name not in HARMLESS]
     unknown = sorted(f"{name} ({REFUSED[name]})" if name in REFUSED else name for name in unknown)
@@ -265,7 +242,6 @@ def _attended(
     context: Packed | Dealt | Paged | Decode,
     options: dict[str, Any],
 ) -> Tensor:
-    """The attention output of one layer in this context, [T, H, V]."""
     query_THK, key_TJK, value_TJV = heads
     if isinstance(context, Paged):
         key_PJSK, value_PJSV = context.pools[_pool(of_layer, context.turns)]
@@ -290,7 +266,6 @@ def _attended(
 
 
 def _pool(of_layer: LayerFacts, turns: Turns) -> int:
-    """The pool of a layer's call, one after the other where it attends several times in a forward."""
     if len(of_layer.pools) == 1:
         return of_layer.pools[0]
     turn = turns.get(of_layer.name, 0)
@@ -311,13 +286,7 @@ def attend_packed(
 
 
 def contiguous_rows(length_B: Tensor, *, block_size: int, device: torch.device) -> PagedRows:
-    """Segments of a packed row as rows of a pool of their own, block after block.
-
-    Args:
-        length_B: tokens of each segment, on the CPU.
-        block_size: slots of a block.
-        device: where the rows are needed.
-    """
+    """Lay out segments (lengths on the CPU) as rows of a pool of their own on `device`, block after block."""
     blocks_B = -(-length_B // block_size)
     first_block_B = blocks_B.cumsum(0) - blocks_B
     first_B = length_B.cumsum(0) - length_B
@@ -369,7 +338,7 @@ class _Invariant(torch.autograd.Function):
 
 
 def register() -> None:
-    """Make `attn_implementation="millrace"` known to transformers; doing so twice is harmless."""
+    """Register `attn_implementation="millrace"` with transformers; idempotent."""
     AttentionInterface.register(NAME, attention)
     AttentionInterface.register(RECORDED, attention)
     facts.register()

@@ -64,8 +64,6 @@ def prepare(model: PreTrainedModel) -> None:
 
 
 class _Parts:
-    """The modules of a layer, looked up once; and scale, window and softcap of its attention."""
-
     def __init__(self, module: Any, options: dict[str, Any]) -> None:
         attention, feed_forward = module.self_attn, module.mlp
         (self.number,), self._options = attention.millrace_layer.pools, options
@@ -79,7 +77,7 @@ class _Parts:
         self._known: tuple[Any, LayerWeights | None] = (None, None)
 
     def weights(self) -> LayerWeights:
-        """The current weights, packed again after one was written or moved."""
+        """Return the current weights, packed again after one was written or moved."""
         # Called for each layer of each step; module attributes would need lookups in three dictionaries.
         found = [x for some in self._parameters for x in some.values() if x is not None]
         key = [(x.data_ptr(), x._version) for x in found]
@@ -110,7 +108,6 @@ class _Parts:
         )
 
     def forget(self) -> None:
-        """Free the packed weights."""
         self._known = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,14 +116,11 @@ class _Parts:
 
 
 class _Chain:
-    """A stack of layers and the final norm, if any, with their current weights."""
-
     def __init__(self, parts: list[_Parts], norm: RMSNorm | None = None) -> None:
         self._parts, self._norm = parts, norm
         self._known: tuple[Any, Layers | None] = (None, None)
 
     def layers(self) -> Layers:
-        """The layers with their current weights."""
         weights, norm = [parts.weights() for parts in self._parts], self._norm
         norm_D, eps = (None, 0.0) if norm is None else (norm.weight.detach(), norm.eps)
         key = [*map(id, weights), None if norm_D is None else norm_D.data_ptr()]
@@ -137,7 +131,6 @@ class _Chain:
         return layers
 
     def forget(self) -> None:
-        """Free the packed weights."""
         self._known = (None, None)
         for parts in self._parts:
             parts.forget()
@@ -150,14 +143,13 @@ class Stack:
     """All layers of a prepared model, from tokens to final hidden states, without the calls around them."""
 
     def __init__(self, base: Any) -> None:
-        """Build the stack of a base model; all its layers are prepared."""
         self._embed, self._turn = base.embed_tokens, base.rotary_emb
         self._chain = _Chain([module.millrace_parts for module in base.layers], base.norm)
         self._angles: list[Tensor] = []
 
     @classmethod
     def of(cls, model: PreTrainedModel, shape: PoolShape) -> Stack | None:
-        """The stack of a model that keeps this in each layer; None where it computes something else."""
+        """Return the stack of a model if all pools have this shape; None where it computes something else."""
         base = backbone(model)
         names = ("embed_tokens", "rotary_emb", "norm", "layers")
         if not all(hasattr(base, name) for name in names) or getattr(base.norm, "form", None) != "llama":
@@ -192,14 +184,13 @@ class Stack:
 
 
 def _ordinary(base: Any, token_T: Tensor, position_T: Tensor, context: Paged) -> Tensor:
-    """The base model's own hidden states of tokens, [T, D]."""
     given = {"input_ids": token_T[None], "position_ids": position_T[None]}
     hidden: Tensor = base(**given, use_cache=False, context=context).last_hidden_state[0]
     return hidden
 
 
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-    """A layer's forward; anything but a paged one without gradient is the layer's own.
+    """Compute a layer; anything but a paged forward without gradient is the layer's own.
 
     So is one that turns a part of each head only: the trial turned all of it.
     """
@@ -221,7 +212,6 @@ def _head_norms(attention: nn.Module) -> tuple[RMSNorm, ...]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module has the parts that `Layers` knows."""
     attention, feed_forward = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     if attention is None or feed_forward is None or not all(hasattr(module, name) for name in NORMS):
         return False
@@ -240,7 +230,6 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _computes_alike(module: Any, shape: PoolShape) -> dict[str, Any] | None:
-    """How a layer attends, if the rest of it is what `Layers` compute; None otherwise."""
     weight_ND = module.self_attn.q_proj.weight
     generator = torch.Generator().manual_seed(0)
     # Small, so that what the layer adds is not lost beside it.

@@ -37,13 +37,7 @@ ROUNDING = {torch.bfloat16: 0.05, torch.float16: 0.01}
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Shape of a layer's cached key and value of one token.
-
-    Attributes:
-        num_heads: key heads.
-        key_width: numbers of a key.
-        value_width: numbers of a value.
-    """
+    """Shape of a layer's cached key and value of one token; `num_heads` counts key heads."""
 
     num_heads: int
     key_width: int
@@ -51,7 +45,7 @@ class PoolShape:
 
     @property
     def num_numbers(self) -> int:
-        """Of one token."""
+        """Numbers of one token."""
         return self.num_heads * (self.key_width + self.value_width)
 
 
@@ -59,14 +53,9 @@ class PoolShape:
 class LayerFacts:
     """Attention settings of one layer.
 
-    Attributes:
-        name: of its module.
-        num_query_heads: H.
-        window: a token sees itself and the `window - 1` tokens before it; None sees all.
-        chunk: a token sees none of an earlier chunk of so many positions; None for no chunks.
-        softcap: bound of its scores, if any.
-        pools: which pool of the model each of its calls of attention in a forward reads; most have one.
-        writes: whether it stores what it reads; otherwise an earlier layer stored it (shared keys).
+    A token sees itself and the `window - 1` tokens before it, and none of an earlier `chunk` of positions;
+    None is no limit. `softcap` bounds the scores. `pools` are read by its calls of attention in a forward, of
+    which most layers have one. With `writes` False an earlier layer stored them (shared keys).
     """
 
     name: str
@@ -80,13 +69,10 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Attention settings and pools of a model.
+    """Attention settings and pools of a model; layers are in the order in which a forward calls them.
 
-    Attributes:
-        layers: in the order in which a forward calls them.
-        pools: keys and values that are kept, each by one call of a layer.
-        asks_positions: whether layers read token positions from a cache, not only from `position_ids`.
-        drops_context: whether the keyword `context` does not come through to attention.
+    `pools` are each kept by one call of a layer. `asks_positions` is set if layers read token positions from
+    a cache, not only from `position_ids`; `drops_context` if the keyword `context` does not reach attention.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -101,12 +87,12 @@ class ModelFacts:
 
     @property
     def token_numbers(self) -> int:
-        """Numbers of all keys and values that are kept of one token."""
+        """Numbers of all keys and values of one token."""
         return sum(pool.num_numbers for pool in self.pools)
 
     @property
     def uniform(self) -> PoolShape | None:
-        """What every layer keeps, if all keep the same, keys as wide as values, in a pool of their own."""
+        """Shape of each layer's own pool, if all are equal, with keys as wide as values, and no chunks."""
         own = all(layer.pools == (n,) and layer.writes for n, layer in enumerate(self.layers))
         first = self.pools[0]
         same = len(set(self.pools)) == 1 and first.key_width == first.value_width
@@ -124,48 +110,41 @@ class CacheView:
     """
 
     def __init__(self, position_T: Tensor, context: Any) -> None:
-        """The view of a forward of these tokens in this context."""
         self._before_T = position_T - torch.arange(len(position_T), device=position_T.device)
         self._context = context
 
     def within(self, context: Any) -> CacheView:
-        """The view of the same forward in another context."""
+        """Return the view of the same forward in another context."""
         view = copy.copy(self)
         view._context = context
         return view
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are."""
+        """Return keys and values unchanged."""
         key.millrace_context = self._context  # type: ignore[attr-defined]
         return key, value
 
     def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
-        """What makes a token's position when its index in the row is added, [T]."""
+        """Return a token's position minus its index in the row, [T]."""
         return self._before_T
 
     def get_query_offset(self, *_: Any) -> int:
-        """A mask, where one is made, is of the tokens of the forward alone."""
+        """Return 0: a mask covers only the tokens of the forward."""
         return 0
 
     def get_mask_sizes(self, num_tokens: int, *_: Any) -> tuple[int, int]:
-        """Likewise."""
+        """Return the sizes of a mask of the forward's tokens."""
         return num_tokens, 0
 
 
 def carried_context(key: Tensor) -> Any:
-    """The context that a `CacheView` left on keys, or None."""
+    """Return the context that a `CacheView` left on keys, or None."""
     return getattr(key, "millrace_context", None)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of attention.
-
-    Attributes:
-        module: the layer.
-        heads: queries [T, H, K], keys [T, J, K] and values [T, J, V].
-        options: scale, window, softcap and chunk.
-    """
+    """One call of attention: queries [T, H, K], keys [T, J, K], values [T, J, V], and its options."""
 
     module: nn.Module
     heads: tuple[Tensor, Tensor, Tensor]
@@ -180,16 +159,15 @@ class Recorder:
 
 
 class _Masks:
-    """The masks that a model makes in one forward, and the window and chunk of each."""
-
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._made: list[tuple[Tensor, dict[str, int | None] | ValueError]] = []
 
     def make(self, num_rows: int, mask_function: Callable[..., Any], device: Any) -> Tensor:
-        """The boolean mask of a row, [rows, 1, T, T]; limits that we do not have are kept as an error.
+        """Return the boolean mask of a row, [rows, 1, T, T].
 
-        Not every mask is given to a layer: a decoder also makes that of an encoder that is not there.
+        Limits without a kernel are errors only if a layer gets the mask: a decoder also makes that of an
+        absent encoder.
         """
         limits: dict[str, int | None] | ValueError
         try:
@@ -203,11 +181,7 @@ class _Masks:
         return mask
 
     def limits(self, layer: nn.Module, mask: Tensor) -> dict[str, int | None]:
-        """Those of a mask that a layer was given.
-
-        Raises:
-            ValueError: it is none that was made here, or none that a kernel has.
-        """
+        """Return those of a mask that a layer was given; ValueError for any other, or without a kernel."""
         for made, limits in self._made:
             if (made.data_ptr(), made.shape, made.dtype) == (mask.data_ptr(), mask.shape, mask.dtype):
                 if isinstance(limits, ValueError):
@@ -231,21 +205,17 @@ def _recorded_mask(
 
 
 def recorded_limits(layer: nn.Module, mask: Tensor | None) -> dict[str, int | None] | None:
-    """Window and chunk of a mask that a recorded model gave a layer; None without one."""
+    """Return window and chunk of a mask that a recorded model gave a layer; None without one."""
     return None if mask is None else _MASKS.get().limits(layer, mask)
 
 
 def register() -> None:
-    """Make the mask of recorded models known to transformers; doing so twice is harmless."""
+    """Register the mask of recorded models with transformers; idempotent."""
     AttentionMaskInterface.register(RECORDED, _recorded_mask)
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
-    """The facts that were recorded of a model.
-
-    Raises:
-        ValueError: none were.
-    """
+    """Return the recorded facts of a model; ValueError without them."""
     facts = getattr(model, "millrace_facts", None)
     if not isinstance(facts, ModelFacts):
         raise ValueError(f"nothing is known of this {type(model).__name__}; load it by millrace.models.load")
@@ -253,7 +223,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
 
 
 def backbone(model: PreTrainedModel) -> Any:
-    """What makes hidden states of tokens: the model without its head."""
+    """Return the model without its head."""
     base = model.base_model
     if base is model:
         # Of some models transformers' own prefix names nothing.
@@ -263,7 +233,7 @@ def backbone(model: PreTrainedModel) -> Any:
 
 
 def in_context(model: PreTrainedModel, position_T: Tensor, context: Any) -> dict[str, Any]:
-    """The keywords by which a forward of a model's backbone brings the context to attention."""
+    """Return the keywords with which a backbone's forward passes the context to attention."""
     facts = getattr(model, "millrace_facts", None)
     if facts is None or not facts.needs_view:
         return {"context": context}
@@ -272,15 +242,11 @@ def in_context(model: PreTrainedModel, position_T: Tensor, context: Any) -> dict
 
 
 def record_facts(model: PreTrainedModel, *, in_step: bool = False) -> ModelFacts:
-    """Record a model, and leave the facts on it and on its attention layers.
+    """Record a model made with our attention; store the facts on it and its attention layers.
 
     Weights do not matter; the model must compute. Where autograd is off, only other tokens' numbers and no
-    gradients show a mixture of tokens outside of attention.
-
-    Args:
-        model: made with `attn_implementation="millrace"`.
-        in_step: whether other ranks compute parts of the same forwards; a model that drops the context is
-            refused then.
+    gradients show a mixture of tokens outside of attention. With `in_step`, other ranks compute parts of the
+    same forwards, and a model that drops the context is refused.
 
     Raises:
         ValueError: a layer attends in a way that millrace does not, or something else mixes tokens; the
@@ -312,7 +278,7 @@ def record_facts(model: PreTrainedModel, *, in_step: bool = False) -> ModelFacts
 
 
 def _first(model: PreTrainedModel, *, drops: bool) -> tuple[list[Call], Tensor]:
-    """A forward with masks; its last token must not have a gradient to the embeddings of others."""
+    """Run a forward with masks; its last token must not have a gradient to the embeddings of others."""
     token = _MASKS.set(_Masks(_longest(model)))
     try:
         if not torch.is_grad_enabled():
@@ -331,7 +297,7 @@ def _first(model: PreTrainedModel, *, drops: bool) -> tuple[list[Call], Tensor]:
 
 @torch.no_grad()
 def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, drops: bool) -> bool:
-    """Whether layers ask a cache for positions.
+    """Return whether layers ask a cache for positions.
 
     A forward of other tokens before the same last one, of a row that began long before.
     """
@@ -380,7 +346,7 @@ class _Asked(CacheView):
 def _forward(
     model: PreTrainedModel, first: int, *, drops: bool, view: _Asked | None = None
 ) -> tuple[list[Call], Tensor]:
-    """Calls and final hidden states of tokens that count from `first`, but for the last, which stays."""
+    """Return calls and final hidden states of tokens that count from `first`; the last token is fixed."""
     device = next(model.parameters()).device
     token_T = torch.arange(first, first + TOKENS, device=device)
     token_T[-1] = 0
@@ -406,7 +372,7 @@ def _detached(heads: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Ten
 
 @contextmanager
 def _leaf(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Within, the first output of the input embedding begins a graph of its own and is kept."""
+    """Start a graph at the first output of the input embedding, and keep that output."""
     leaves: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -422,7 +388,6 @@ def _leaf(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def _reaches(last_D: Tensor, x: Tensor) -> bool:
-    """Whether the last token's numbers depend on those of other tokens of [1, T, D]."""
     if not last_D.requires_grad:
         return False
     # Some weights, since a plain sum of what a norm made depends on nothing.
@@ -434,7 +399,6 @@ def _reaches(last_D: Tensor, x: Tensor) -> bool:
 
 
 def _mixer(model: PreTrainedModel, *, drops: bool) -> str:
-    """The innermost module that mixes tokens, as the beginning of a sentence."""
     seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []
 
     def keep(name: str, module: nn.Module, inputs: Any, options: Any, output: Any) -> None:
@@ -463,8 +427,6 @@ def _mixer(model: PreTrainedModel, *, drops: bool) -> str:
 
 
 def _longest(model: PreTrainedModel) -> int:
-    """More tokens than any window or chunk of the config."""
-
     def numbers(tree: Any) -> Iterator[int]:
         for value in tree.values() if isinstance(tree, dict) else tree:
             if isinstance(value, dict | list | tuple):
@@ -476,11 +438,10 @@ def _longest(model: PreTrainedModel) -> int:
 
 
 def fit(mask_function: Callable[..., Any], longest: int) -> dict[str, int | None]:
-    """Window and chunk of a mask of transformers.
+    """Return window and chunk of a mask of transformers.
 
-    Args:
-        mask_function: returns for row, head, query and key whether the query sees the key.
-        longest: more tokens than window or chunk.
+    `mask_function` returns for row, head, query and key whether the query sees the key. `longest` is more
+    tokens than window or chunk.
 
     Raises:
         ValueError: the mask is neither causal, nor a window, nor chunks.
@@ -509,7 +470,7 @@ def fit(mask_function: Callable[..., Any], longest: int) -> dict[str, int | None
 
 
 def _first_seen(mask_function: Callable[..., Any], query: int) -> int:
-    """The first key that a query sees, if it sees all from there to itself and none behind."""
+    """Return the first key that a query sees, if it sees all from there to itself and none behind."""
     zero, key_L = torch.tensor(0), torch.arange(query + TOKENS)
     try:
         seen_L = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), key_L)).flatten()
@@ -523,7 +484,6 @@ def _first_seen(mask_function: Callable[..., Any], query: int) -> int:
 
 
 def _facts(model: PreTrainedModel, calls: list[Call], *, asks: bool, drops: bool) -> ModelFacts:
-    """The facts of recorded calls, which are left on the layers."""
     names = {module: name for name, module in model.named_modules()}
     pools: list[PoolShape] = []
     stored: list[tuple[Tensor, Tensor]] = []
@@ -558,7 +518,6 @@ def _facts(model: PreTrainedModel, calls: list[Call], *, asks: bool, drops: bool
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same memory, seen alike."""
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
@@ -567,7 +526,7 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold a layer's stacked experts, by name, in model order; none in a dense model."""
+    """Return the modules with a layer's stacked experts, by name, in model order; empty for a dense model."""
     return {
         name: module
         for name, module in model.named_modules()

@@ -30,9 +30,8 @@ ROTARY = "apply_rotary_pos_emb"
 class Linear(nn.Linear):
     """`nn.Linear` by our products.
 
-    Attributes:
-        tile: rows of one product for batch-invariant results; None otherwise.
-        packs: whether a packed copy of the weight is kept for forwards without gradient.
+    `tile` is the number of rows of one product for batch-invariant results, or None. With `packs`, a packed
+    copy of the weight is kept for forwards without gradient.
     """
 
     tile: int | None
@@ -41,18 +40,18 @@ class Linear(nn.Linear):
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> None:
-        """Make a linear layer, and no subclass of it, one of ours."""
+        """Convert a plain linear layer (no subclass) to ours, in place."""
         linear.__class__ = cls
         linear.tile, linear.packs, linear._packed = None, False, (None, None)  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product, [..., N]."""
+        """Compute the product, [..., N]."""
         if self.tile is not None:
             return products.invariant_linear(input, self.weight, self.bias, tile=self.tile)
         return products.linear(input, self.weight, self.bias, packed=self.packed_weight())
 
     def packed_weight(self) -> PackedWeight | None:
-        """The packed copy of the weight as it is now; None where none is kept, or a gradient is recorded."""
+        """Return the packed copy of the current weight; None if none is kept or a gradient is recorded."""
         if not self.packs or torch.is_grad_enabled():
             return None
         key = (self.weight.data_ptr(), self.weight._version)
@@ -79,7 +78,7 @@ class RMSNorm(nn.Module):
         self.form: Form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each row by its root mean square, scaled."""
+        """Divide each row by its root mean square, and scale it."""
         return rms_norm(x, self.weight, self.eps, form=self.form)
 
 
@@ -123,7 +122,7 @@ ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Replace linear layers, norms and rotary positions in place; twice is harmless."""
+    """Replace linear layers, norms and rotary positions in place; idempotent."""
     trials: dict[Any, Any] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -158,13 +157,10 @@ def forget_packed(model: PreTrainedModel) -> None:
 
 
 def set_deterministic(model: PreTrainedModel, *, tile: int = 32) -> None:
-    """Make every module outside of attention batch-invariant, permanently.
+    """Make every module outside of attention of a fused model batch-invariant, permanently.
 
-    The output head's own product is not the model's: call `invariant_linear` there, with the same tile.
-
-    Args:
-        model: one that `fuse` has been through.
-        tile: rows of one product.
+    `tile` is the number of rows of one product. The output head's own product is not the model's: call
+    `invariant_linear` there, with the same tile.
 
     Raises:
         ValueError: the tile is below 1, or a module is not known to keep rows apart; nothing is changed then.
@@ -195,12 +191,10 @@ def _linears(model: nn.Module) -> list[Linear]:
 
 
 def _by_float32(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Through float32 where x is narrower, rounded once, as torch's own activations do it."""
     return function(x.float()).to(x.dtype) if x.dtype == torch.bfloat16 else function(x)
 
 
 def _once(trials: dict[Any, Any], module: nn.Module, trial: Callable[[nn.Module], Any]) -> Any:
-    """The outcome of a trial, one for all modules of a class that have the same parameters."""
     key = type(module), trial, tuple(module._parameters)
     if key not in trials:
         trials[key] = trial(module)
@@ -213,7 +207,6 @@ def _eps(norm: Any) -> float:
 
 
 def _norm_form(norm: Any) -> Form | None:
-    """The form of a norm of transformers; None if it has none of ours."""
     if {name for name, _ in norm.named_parameters()} != {"weight"} or norm.weight.ndim != 1:
         return None
     # In bfloat16 and with any weights, or what is rounded first would not show; small rows, so that eps does.
@@ -229,7 +222,6 @@ def _norm_form(norm: Any) -> Form | None:
 
 
 def _with_our_rotary(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward of a module's class with our rotary positions for its file's; None if it has none."""
     forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
         return None
@@ -243,8 +235,6 @@ def _with_our_rotary(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _rotary(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A file's rotary positions by our kernel where the tensors are as it knows them."""
-
     def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
         known = query.ndim == 4 and len(query) == 1 and len(cos) == 1 and cos.shape[-1] == query.shape[-1]
         if rest or options or not known or cos.dtype != query.dtype:
@@ -257,7 +247,6 @@ def _rotary(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rotates_alike(theirs: Callable[..., Any]) -> bool:
-    """Whether a file's rotary positions are those our kernel computes."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, num_heads, 3, 8, generator=generator) for num_heads in (4, 2))
     cos, sin = torch.randn(2, 1, 3, 8, generator=generator)

@@ -41,7 +41,7 @@ _KIND = "ForSequenceClassification"
 
 
 def scalar_model(model: Model) -> Model:
-    """The backbone of a causal language model, copied, under a head of zeros: every score is 0 at first.
+    """Copy the backbone of a causal language model, under a head of zeros: every score is 0 at first.
 
     Raises:
         ModelError: transformers has no sequence classification for this architecture.
@@ -60,22 +60,16 @@ def scalar_model(model: Model) -> Model:
 
 
 def empty_scalar_model(model: Model) -> Model:
-    """As `scalar_model`, without memory for its weights; the model may be sharded over ranks.
-
-    Raises:
-        ModelError: as `scalar_model`.
-    """
+    """Like `scalar_model`, with its errors, on the meta device; the model may be sharded over ranks."""
     made = empty_of(_scalar_config(model), dtype=model.dtype, kind=SCALAR)
     _head(made)
     return made
 
 
 def scalar_weights(model: Model, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `scalar_model` by name.
+    """Convert a language model's weights to those of `scalar_model`, by name.
 
-    Args:
-        model: from `empty_scalar_model`, before it is sharded; only its head is read, immediately.
-        named: the language model's.
+    The model is from `empty_scalar_model`, before it is sharded; only its head is read, immediately.
     """
     backbone, head = f"{model.base_model_prefix}.", _head(model).weight
     zeros = torch.zeros(head.shape, dtype=head.dtype)
@@ -95,7 +89,7 @@ def _scalar_config(model: Model) -> Any:
 
 
 def load_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
-    """A reward model or a critic from a Hugging Face folder (safetensors).
+    """Load a reward model or a critic from a Hugging Face folder (safetensors).
 
     Raises:
         ModelError: a file is missing or damaged, the folder holds another kind of model or one with several
@@ -105,7 +99,6 @@ def load_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
 
 
 def _check_folder(folder: str | Path) -> Path:
-    """The folder, if it holds a model that gives one number."""
     path = check_folder(folder)
     config = _config(path)
     if not _is_scalar(config):
@@ -130,11 +123,7 @@ SCALAR = ModelKind(
 
 
 def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
-    """As `load_scalar_model`, or `scalar_model` of the causal language model that the folder holds.
-
-    Raises:
-        ModelError: as both.
-    """
+    """Call `load_scalar_model`, or `scalar_model` of the folder's causal language model; errors as both."""
     path = check_folder(folder)
     if _is_scalar(_config(path)):
         return load_scalar_model(path, dtype=dtype)
@@ -142,20 +131,14 @@ def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Mode
 
 
 def save_scalar_model(model: Model, folder: Path) -> None:
-    """An ordinary Hugging Face folder that `AutoModelForSequenceClassification` loads."""
+    """Write a Hugging Face folder that `AutoModelForSequenceClassification` loads."""
     save_model(model, folder)
 
 
 def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: Tensor) -> Tensor:
-    """The head's number at every position of a packed row, [T], in float32 (float64 stays float64).
+    """Return the score at every position of a packed row, [T], in float32 (float64 stays float64).
 
-    A gradient flows to the whole model where autograd is on.
-
-    Args:
-        model: from this file.
-        token_T: segments laid end to end.
-        position_T: counts from 0 in each segment.
-        length_B: tokens of each segment.
+    Positions count from 0 in each segment. A gradient flows to the whole model where autograd is on.
 
     Raises:
         ValueError: a segment is empty.
@@ -165,7 +148,7 @@ def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: T
 
 
 def scores(model: Model, hidden_ND: Tensor) -> Tensor:
-    """The head's number of final hidden states, [N], in float32 (float64 stays float64)."""
+    """Return the scores of final hidden states, [N], in float32 (float64 stays float64)."""
     # A product in bfloat16 would round the score to three digits.
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     score_N: Tensor = hidden_ND.to(wide) @ _head(model).weight[0].to(wide)
@@ -173,7 +156,7 @@ def scores(model: Model, hidden_ND: Tensor) -> Tensor:
 
 
 def row_scores(model: Model, rows: Sequence[Sequence[int]]) -> Tensor:
-    """The score of each row of tokens, read at its last token, [N]; one packed forward.
+    """Return the score of each row of tokens at its last token, [N]; one packed forward.
 
     Raises:
         ValueError: there is no row, or one is empty.
@@ -185,7 +168,7 @@ def row_scores(model: Model, rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def max_positions(model: Model) -> int | None:
-    """Tokens of the longest sequence the model was made for; None where it sets no limit."""
+    """Return the maximum sequence length of the model in tokens; None for no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 

@@ -37,13 +37,10 @@ class _Enough(Exception):  # noqa: N818 - no error
 
 @torch.no_grad()
 def compare_layers(model: PreTrainedModel, reading: TrialReadout, *, whole: bool) -> str:
-    """Give a model our modules, and describe what differs then; empty if nothing does.
+    """Fuse a model with recorded facts, and describe what differs then; empty if nothing does.
 
-    Args:
-        model: with its weights; its facts are recorded (`models.facts`).
-        reading: what is compared of a model that is not whole.
-        whole: whether all of it is in this process, so that single layers can be compared; otherwise all
-            ranks that have parts call this in step.
+    Single layers are compared only if the `whole` model is in this process. Otherwise only the results of
+    `reading` are, and all ranks that have parts call this in step.
 
     Raises:
         ValueError, TypeError, ...: whatever a forward of these modules raises.
@@ -88,7 +85,6 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _mixers(model: PreTrainedModel) -> list[nn.Module]:
-    """What mixes tokens in the first layer of each kind; it was recorded."""
     stack, kinds = decoder_stack(model), layer_kinds(model)
     firsts = [] if stack is None else [stack[kinds.index(kind)] for kind in sorted(set(kinds))]
     return [m for layer in firsts for m in layer.modules() if hasattr(m, "millrace_layer")]
@@ -96,13 +92,9 @@ def _mixers(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def _watched(mixers: Sequence[nn.Module], first: int) -> Iterator[list[Tensor]]:
-    """Give mixers the same random hidden states in place of their inputs, and keep what each makes.
+    """Give mixers the same random hidden states in place of their inputs, and keep their outputs.
 
-    A forward ends where all were called.
-
-    Args:
-        mixers: are watched.
-        first: which of the random rows is the first of the call's.
+    A forward ends where all were called. Row `first` of the random rows is the first of the call's.
     """
     made: dict[nn.Module, Tensor] = {}
 

@@ -42,12 +42,9 @@ class ModelError(ValueError):
 class ModelKind:
     """The kind of model that a folder is loaded as.
 
-    Attributes:
-        auto: class of transformers that makes such a model.
-        folder: gives the folder back if it holds one, and raises a `ModelError` otherwise.
-        tried: gives the model our modules, and raises one where its packed forward is not its own plain one;
-            `whole=False` means that parts of it are on other ranks.
-        reading: what is compared then.
+    `folder` returns the folder if it holds one, and raises a `ModelError` otherwise. `tried` gives the model
+    our modules, and raises one where its packed forward differs from its plain one in `reading`;
+    `whole=False` means that parts of it are on other ranks.
     """
 
     auto: Any
@@ -59,7 +56,7 @@ class ModelKind:
 def fresh_config(
     architecture: str, shape: dict[str, Any], *, vocab_size: int, eos_token_id: int
 ) -> PretrainedConfig:
-    """A transformers config for a fresh model.
+    """Build a transformers config for a fresh model.
 
     Raises:
         ModelError: unknown architecture, unknown or impossible shape field.
@@ -86,11 +83,7 @@ def fresh_config(
 
 
 def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Random weights from `seed`.
-
-    Raises:
-        ModelError: the shape is impossible, or the architecture cannot run packed.
-    """
+    """Build a model with random weights; ModelError if its shape is impossible or it cannot run packed."""
     attention.register()
     adopt(config.model_type)
     with torch.random.fork_rng(devices=[]):
@@ -111,11 +104,7 @@ def fresh_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype) -> P
 
 
 def check_folder(folder: str | Path) -> Path:
-    """The folder, if it holds what a model needs.
-
-    Raises:
-        ModelError: it is missing, or a file in it is.
-    """
+    """Return the folder; a missing folder or file is a `ModelError`."""
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(f"model folder {path} does not exist")
@@ -129,7 +118,7 @@ def check_folder(folder: str | Path) -> Path:
 
 
 def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Weights from a Hugging Face folder (safetensors).
+    """Load a language model from a Hugging Face folder (safetensors).
 
     Raises:
         ModelError: a file is missing or damaged, weights do not fit the config, or the architecture cannot
@@ -139,11 +128,7 @@ def load_model(folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_kind(kind: ModelKind, folder: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of a kind from a folder, with our modules and every weight it needs.
-
-    Raises:
-        ModelError: as `load_model`, or it is of another kind.
-    """
+    """Load a model of a kind with our modules; errors as `load_model`, or for another kind."""
     path = kind.folder(folder)
     attention.register()
     with sentences(path):
@@ -177,7 +162,7 @@ def load_kind(kind: ModelKind, folder: str | Path, *, dtype: torch.dtype) -> Pre
 
 @contextmanager
 def sentences(path: Path) -> Iterator[None]:
-    """What transformers raises on a bad folder, as one sentence that names it."""
+    """Convert transformers' errors on a bad folder to one sentence that names it."""
     try:
         yield
     except FileError as error:
@@ -189,7 +174,6 @@ def sentences(path: Path) -> Iterator[None]:
 
 
 def _num_elements(path: Path, kind: ModelKind) -> int:
-    """Weights of the model that a config makes, which has no memory."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = kind.auto.from_config(config, attn_implementation=attention.NAME)
@@ -197,12 +181,12 @@ def _num_elements(path: Path, kind: ModelKind) -> int:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """An ordinary Hugging Face folder that `AutoModelForCausalLM` loads, of a model whole on this rank."""
+    """Write a Hugging Face folder that `AutoModelForCausalLM` loads, of a model whole on this rank."""
     model.save_pretrained(folder, safe_serialization=True)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that a folder of the model holds, by name: parameters, tied ones once, then buffers.
+    """Yield all that a folder of the model holds, by name: parameters, tied ones once, then buffers.
 
     Buffers that are computed from the config are none of it; the biases of a router's choice are.
     """
@@ -214,12 +198,12 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def num_parameters(model: PreTrainedModel) -> int:
-    """Weights, tied ones once."""
+    """Return the number of weights, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def checked_logits(model: PreTrainedModel, *, whole: bool = True) -> PreTrainedModel:
-    """`checked` for a causal language model."""
+    """Call `checked` for a causal language model."""
     return checked(model, LANGUAGE.reading, whole=whole)
 
 
@@ -241,7 +225,7 @@ LANGUAGE = ModelKind(
 
 
 def states_of(auto: Any) -> TrialReadout:
-    """The final hidden states of a kind of model."""
+    """Return the readout of final hidden states of a kind of model."""
 
     def packed(model: PreTrainedModel, hidden_TD: Tensor) -> Tensor:
         return hidden_TD
@@ -254,15 +238,10 @@ def states_of(auto: Any) -> TrialReadout:
 
 
 def checked(model: PreTrainedModel, reading: TrialReadout, *, whole: bool = True) -> PreTrainedModel:
-    """Give a model our modules, and reject it if its forward then differs from transformers' plain forward.
+    """Give a model our modules, turn off dropout, and reject it if it differs from transformers' own forward.
 
     The architecture is tried on a small twin (`models.trial`), this model's weights in one layer of each kind
-    (`models.layer_check`).
-
-    Args:
-        model: to be checked; its dropout is off from now on.
-        reading: what is compared.
-        whole: whether all of the model is in this process, so that its forward may end behind these layers.
+    (`models.layer_check`). The forward may end behind these layers if the `whole` model is in this process.
 
     Raises:
         ModelError: they differ, or one of them cannot be made.
@@ -285,7 +264,6 @@ def checked(model: PreTrainedModel, reading: TrialReadout, *, whole: bool = True
 
 
 def _check_finite(model: PreTrainedModel) -> None:
-    """Reject weights that are not finite."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"its weight {name} holds numbers that are not finite")
@@ -310,7 +288,7 @@ def _check_rotary(model: PreTrainedModel) -> None:
 
 
 def empty_of(config: PretrainedConfig, *, dtype: torch.dtype, kind: ModelKind = LANGUAGE) -> PreTrainedModel:
-    """The model of a config; otherwise as `empty_model`."""
+    """Build the model of a config; otherwise like `empty_model`."""
     attention.register()
     adopt(config.model_type)
     with torch.device("meta"):
@@ -330,7 +308,7 @@ def empty_of(config: PretrainedConfig, *, dtype: torch.dtype, kind: ModelKind = 
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Numbers that no file holds (rotary frequencies, scales), by transformers' own initialisation."""
+    """Compute numbers that no file holds (rotary frequencies, scales) as transformers initializes them."""
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
@@ -347,5 +325,4 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 
 def _unknown(buffer: Tensor) -> float:
-    """The placeholder in a buffer until it is computed."""
     return torch.iinfo(buffer.dtype).min if buffer.dtype in (torch.int32, torch.int64) else float("nan")

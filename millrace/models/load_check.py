@@ -28,25 +28,15 @@ _MOST_TIMES, _SPARE = 2, 1 << 26
 
 
 class _Generation(Shape):
-    """Fields read from `generation_config.json`."""
-
     eos_token_id: NonNegativeInt | list[NonNegativeInt] | None = None
 
 
 class _Index(Shape):
-    """Which file holds which weight."""
-
     weight_map: dict[str, str]
 
 
 def check_files(path: Path) -> dict[str, StoredTensor]:
-    """Check the files of a model folder, but for the tokenizer's, which are checked as it is loaded.
-
-    Args:
-        path: holds a config and weights.
-
-    Returns:
-        the stored tensors by name.
+    """Check the files of a model folder except the tokenizer's; return the stored tensors by name.
 
     Raises:
         FileError: a file is damaged, or the config has sizes that the weights cannot have.
@@ -69,7 +59,6 @@ def check_files(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_stops(path: Path, config: Mapping[str, Any]) -> None:
-    """Reject stop tokens outside the vocabulary."""
     mend = "restore it from a copy, or remove it"
     stops = read_json(path, _Generation, mend=mend).eos_token_id
     text = config.get("text_config") or config
@@ -80,16 +69,7 @@ def _check_stops(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_total(path: Path, num_elements: int, stored: Mapping[str, StoredTensor]) -> None:
-    """Reject a config that makes a model far larger than its weights.
-
-    Args:
-        path: the model folder.
-        num_elements: of the model that the config makes.
-        stored: what `check_files` gave.
-
-    Raises:
-        FileError: it does.
-    """
+    """Reject a config whose model is far larger than its stored weights, by a FileError."""
     there = sum(tensor.num_elements for tensor in stored.values())
     if num_elements > _MOST_TIMES * there + _SPARE:
         sizes = f"{num_elements:,} weights, and its files hold {there:,}"

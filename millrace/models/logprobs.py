@@ -23,11 +23,11 @@ from millrace.models.router_replay import Routed
 
 
 def output_head(model: PreTrainedModel) -> Head:
-    """The model's output embedding and what its architecture does to the logits; this rank's rows under `tp`.
+    """Return the model's output embedding and its changes to the logits; this rank's rows under `tp`.
 
     Raises:
         ValueError: the model has no linear output embedding; or its weight is sharded over data ranks, and
-            this is not within the forward that gathers it (`models.fsdp.Root`).
+            this is not within the forward that gathers it (`distributed.fsdp.Root`).
     """
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
@@ -58,7 +58,7 @@ def output_head(model: PreTrainedModel) -> Head:
 
 
 def _slice(linear: nn.Linear) -> tuple[ProcessGroup | None, int]:
-    """The ranks over which `models.tensor` sharded a head's rows, and the first row; (None, 0) if whole."""
+    """Return the ranks that shard a head's rows and the first row; (None, 0) if unsharded."""
     # A module reads its own rows; the parameter itself has the sharding.
     weight = linear._parameters["weight"]
     if not isinstance(weight, DTensor):
@@ -68,7 +68,7 @@ def _slice(linear: nn.Linear) -> tuple[ProcessGroup | None, int]:
 
 
 def hidden_states(model: PreTrainedModel, token_T: Tensor, position_T: Tensor, context: Context) -> Tensor:
-    """Final hidden states of a packed row, [T, D]."""
+    """Compute final hidden states of a packed row, [T, D]."""
     output = backbone(model)(
         input_ids=token_T[None],
         position_ids=position_T[None],
@@ -88,12 +88,7 @@ def deterministic(model: nn.Module) -> bool:
 
 
 def packed_context(model: PreTrainedModel, length_B: Tensor) -> Packed:
-    """Segments laid end to end; a deterministic model attends as the paged engine does.
-
-    Args:
-        model: from `models.load`, or a part of one.
-        length_B: tokens of each segment, on the device that computes.
-    """
+    """Build the context of a packed row; a deterministic model attends as the paged engine does."""
     device, length_B = length_B.device, length_B.cpu()
     segments = Segments.of(length_B).to(device)
     if not deterministic(model):
@@ -102,17 +97,11 @@ def packed_context(model: PreTrainedModel, length_B: Tensor) -> Packed:
 
 
 def states(model: PreTrainedModel, batch: Batch, at_N: Tensor, *, routed: Routed | None = None) -> Tensor:
-    """Final hidden states of some tokens of a packed row, [N, D].
+    """Compute final hidden states of some tokens of a packed row, [N, D], in the order of `at_N`.
 
     Tokens after them are not computed, except by a mixture of experts, where routers are recorded over the
     whole row. A shared prefix of segments is computed once, except by a deterministic model, which must have
-    the engine's bits.
-
-    Args:
-        model: from `models.load`, or a part of one.
-        batch: the row, on the device that computes.
-        at_N: the tokens, in any order.
-        routed: what the model's routers do meanwhile; None leaves them alone.
+    the engine's bits. Without `routed` the routers are unchanged.
     """
     device, token_T, position_T, length_B = at_N.device, batch.token_T, batch.position_T, batch.length_B.cpu()
     leading = None if experts_of(model) else leading_to(at_N.cpu(), length_B)
@@ -136,7 +125,7 @@ def states(model: PreTrainedModel, batch: Batch, at_N: Tensor, *, routed: Routed
 
 
 def chosen_hidden(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The hidden state each chosen token was predicted from, [N, D], and the token, [N], in packed order.
+    """Return the hidden states [N, D] that chosen tokens were predicted from, and these tokens [N], in order.
 
     A token is predicted from the hidden state before it, so the first token of a segment cannot be chosen.
     A batch without chosen tokens gives N = 0, through which a gradient of 0 flows.
@@ -146,9 +135,9 @@ def chosen_hidden(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]
 
 
 def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each chosen token and the entropy it was chosen from, in packed order, both [N].
+    """Return the log-probability of each chosen token and the entropy at it, in packed order, both [N].
 
-    As everywhere here, over the batch's supports where it has them.
+    Both are over the batch's supports where it has them.
 
     Raises:
         ValueError: the temperature is not above 0, or a support lacks its token.

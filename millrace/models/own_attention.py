@@ -25,7 +25,7 @@ PLACES = {
 
 
 def adopt(model_type: str) -> None:
-    """Make models of this type attend through millrace where they are asked to; twice is harmless."""
+    """Let models of this type use millrace's attention; idempotent."""
     if model_type not in PLACES:
         return
     file = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
@@ -94,7 +94,6 @@ def _falcon(theirs: Any, file: Any) -> Any:
 
 
 def _by_head(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-    """As `attention`, [1, H, T, K]."""
     out, weights = attention(module, query, key, value, mask, **options)
     return out.transpose(1, 2), weights
 

@@ -25,12 +25,8 @@ from millrace.models.routing import Record, Routers, balance_loss, expert_load
 class Routing:
     """Settings for the recorded choices.
 
-    Attributes:
-        routers: of the model that learns.
-        replay: whether tokens go to the experts of the record.
-        coefficient: of the loss that balances the experts; 0 is none.
-        bias_step: by which the biases of the choice move after an optimizer step; 0 leaves them.
-        load_LE: choices of each expert by the tokens of the whole optimizer step, for that loss.
+    `coefficient` is that of the loss that balances the experts, 0 for none; `load_LE` counts the choices of
+    each expert over the whole optimizer step, for that loss. `bias_step` moves the biases after the step.
     """
 
     routers: Routers
@@ -40,20 +36,12 @@ class Routing:
     load_LE: Tensor | None = None
 
     def load(self, expert_TLK: Tensor | None) -> Tensor:
-        """Choices of each expert, [L, E].
-
-        Raises:
-            ValueError: there is no record.
-        """
+        """Count the choices of each expert, [L, E]; ValueError without a record."""
         return expert_load(recorded(expert_TLK), self.routers.num_experts)
 
 
 def recorded(expert_TLK: Tensor | None) -> Tensor:
-    """A record that must be there.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return the record; ValueError if it is None."""
     if expert_TLK is None:
         raise ValueError(
             "the batch does not record which experts its tokens went to; let the engine record them"
@@ -65,12 +53,6 @@ class Routed:
     """The routers of a model while one micro-batch goes forward and backward."""
 
     def __init__(self, routing: Routing, expert_TLK: Tensor) -> None:
-        """Nothing has passed.
-
-        Args:
-            routing: what is done with the record.
-            expert_TLK: the micro-batch's.
-        """
         self._routing, self._expert_TLK = routing, expert_TLK
         self._forced_SLK, self._count_SL = expert_TLK, expert_TLK[..., 0]
         self._record: Record | None = None
@@ -82,10 +64,9 @@ class Routed:
 
     @contextmanager
     def forward(self, shared: Beginnings | None) -> Iterator[None]:
-        """Within it the tokens are computed.
+        """Record the forward of the tokens within the block.
 
-        Args:
-            shared: which of them, and for which others; None for each by itself.
+        `shared` has the tokens that are computed, and for which others; None for each by itself.
         """
         # A token without a record counts neither among the loads nor here.
         known_TL = (self._expert_TLK >= 0).all(2).float()
@@ -103,12 +84,12 @@ class Routed:
             yield
 
     def backward(self) -> AbstractContextManager[None]:
-        """Within it the backward runs, in which layers may be computed again."""
+        """Apply the record to the backward within the block, in which layers may be computed again."""
         routing = self._routing
         return routing.routers.replay(self._forced_SLK) if routing.replay else nullcontext()
 
     def balance(self) -> Tensor:
-        """This micro-batch's part of the loss that balances the experts, once the forward has passed."""
+        """Compute this micro-batch's part of the loss that balances the experts, after the forward."""
         if self._record is None or self._routing.load_LE is None:
             return torch.zeros((), device=self._expert_TLK.device)
         return balance_loss(

@@ -33,20 +33,14 @@ TRIAL_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a router makes weights of its logits.
-
-    Attributes:
-        score: of an expert, from the logits in float32.
-        normalised: whether the scores of a token's experts are divided by their sum.
-        scale: what the weights are multiplied with.
-    """
+    """How a router makes weights of its logits; `normalised` divides a token's scores by their sum."""
 
     score: Literal["softmax", "sigmoid"]
     normalised: bool
     scale: float
 
     def weights(self, logit_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        """The weights of the experts given, [T, K] float32."""
+        """Return the weights of the given experts, [T, K] float32."""
         weight_TK = self._scores(logit_TE).gather(1, expert_TK)
         if self.normalised:
             # A forced expert may have lost all its mass; then 0 and not NaN.
@@ -54,7 +48,7 @@ class Form:
         return weight_TK * self.scale
 
     def probabilities(self, logit_TE: Tensor) -> Tensor:
-        """The scores of all experts, divided by their sum, [T, E] float32."""
+        """Return the scores of all experts, divided by their sum, [T, E] float32."""
         score_TE = self._scores(logit_TE)
         return score_TE if self.score == "softmax" else score_TE / score_TE.sum(1, keepdim=True)
 
@@ -73,32 +67,21 @@ class _Router:
 
 
 class Record:
-    """What the routers of a model decided in one forward."""
+    """The routers' decisions in one forward, from `Routers.record`; empty before it."""
 
     def __init__(self, routers: list[_Router]) -> None:
-        """Made by `Routers.record`; empty until a forward has passed."""
         self._routers = routers
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def expert_TLK(self) -> Tensor:
-        """The experts that each token went to, int32 in [0, E).
-
-        Raises:
-            ValueError: no forward has passed.
-        """
+        """Each token's experts, int32 in [0, E); ValueError before a forward."""
         return torch.stack([expert_TK.int() for _, expert_TK in self._decisions()], 1)
 
     def mass_LE(self, count_TL: Tensor) -> Tensor:
-        """The routers' probabilities added up over tokens, float32, with the gradient of the forward.
+        """Sum the routers' probabilities over tokens, token t `count_TL` times, float32, with gradient.
 
-        Where a router scores by sigmoids, the scores divided by their sum.
-
-        Args:
-            count_TL: how often each token counts.
-
-        Raises:
-            ValueError: no forward has passed.
+        Sigmoid scores are divided by their sum first. Before a forward it raises a ValueError.
         """
         logits = [logit_TE for logit_TE, _ in self._decisions()]
         return torch.stack(
@@ -122,18 +105,11 @@ class Record:
 class Routers:
     """The routers of a mixture of experts; nothing of the model is changed outside of the contexts.
 
-    Attributes:
-        num_layers: L, layers with a router.
-        num_experts: E.
-        num_choices: K, experts of a token.
+    `num_layers` is L (layers with a router), `num_experts` E, and `num_choices` K.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the routers of a model, and by a trial of each kind how it makes weights of its scores.
-
-        Raises:
-            ValueError: it has none, or one with weights we cannot compute.
-        """
+        """Find routers, and by trials their forms; ValueError if none, or with weights we cannot compute."""
         forms: dict[type[nn.Module], tuple[Form, int, int]] = {}
         self._routers = []
         for name, module in _routers_of(model).items():
@@ -159,12 +135,7 @@ class Routers:
 
     @contextmanager
     def watch(self, see: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
-        """Show what each router decides in the forwards inside, as soon as it does.
-
-        Args:
-            see: given the layer, counted from 0 among those with a router, its logits [T, E] and the experts
-                chosen [T, K].
-        """
+        """Call `see` in the forwards inside with a router's index, logits [T, E] and experts [T, K]."""
 
         def hook(layer: int, router: _Router) -> Callable[..., None]:
             return lambda module, args, output: see(layer, output[0], output[2])
@@ -177,10 +148,8 @@ class Routers:
         """Send the tokens of a forward inside to the experts given, with weights from the present scores.
 
         The backward belongs inside too where layers are computed again in it (activation checkpointing).
-
-        Args:
-            expert_TLK: integers in [0, E), no expert twice; or -1 for all experts of a token in a layer: the
-                router's own choice then stays (for a token that the sampler never computed).
+        `expert_TLK` are integers in [0, E), no expert twice; or -1 for all experts of a token in a layer: the
+        router's own choice then stays (for a token that the sampler never computed).
 
         Raises:
             ValueError: shape, dtype or numbers do not fit the model; or, in the forward, the row has another
@@ -208,10 +177,9 @@ class Routers:
             yield
 
     def prepare_biases(self) -> None:
-        """Let the biases of the choice be float32: in a narrower dtype their small steps would be lost.
+        """Convert the biases of the choice to float32: in a narrower dtype their small steps would be lost.
 
-        Raises:
-            ValueError: the model's routers have none.
+        It raises a ValueError if the model's routers have none.
         """
         for router in self._routers:
             if BIAS not in router.module._buffers:
@@ -219,17 +187,11 @@ class Routers:
             setattr(router.module, BIAS, getattr(router.module, BIAS).float())
 
     def move_biases(self, load_LE: Tensor, *, step: float) -> None:
-        """Balance without a loss: move each expert's bias, which only the choice sees, against its load.
+        """Balance without a loss: move each expert's bias, which only the choice sees, by `moved_bias`.
 
-        Called after each optimizer step, with the same loads on all ranks. The biases are buffers, which
+        Call it after each optimizer step, with the same loads [L, E] on all ranks (otherwise a ValueError):
+        choices of each expert over the whole step and all ranks. The biases are buffers, which
         `prepare_biases` has been through, and belong to the weights that a sampler needs.
-
-        Args:
-            load_LE: choices of each expert over the whole optimizer step, over all ranks; see `expert_load`.
-            step: see `moved_bias`.
-
-        Raises:
-            ValueError: the loads are not [L, E].
         """
         if load_LE.shape != (self.num_layers, self.num_experts):
             raise ValueError(
@@ -269,12 +231,7 @@ class Routers:
 
 
 def expert_load(expert_TLK: Tensor, num_experts: int) -> Tensor:
-    """How many choices fell on each expert, [L, E] int64. Sum it over ranks, and over micro-batches.
-
-    Args:
-        expert_TLK: integers in [0, E), as recorded; -1 falls on none.
-        num_experts: E.
-    """
+    """Count choices of each expert, [L, E] int64, ignoring -1; sum it over ranks and micro-batches."""
     # Layer by layer, since a wide copy of the whole record would be large.
     loads = [
         torch.bincount(layer_TK.flatten().long() + 1, minlength=num_experts + 1)[1:]
@@ -284,13 +241,10 @@ def expert_load(expert_TLK: Tensor, num_experts: int) -> Tensor:
 
 
 def load_metrics(load_LE: Tensor) -> dict[str, float]:
-    """How evenly experts are used, as means over the layers; nothing where no token chose any.
+    """Compute how evenly experts are used, as means over the layers; nothing where no token chose any.
 
     `router_max_load` is the largest load over the mean one, 1 where all are equal and E / K at worst;
     `router_load_entropy` is the entropy of the load fractions over log E, 1 where all are equal.
-
-    Args:
-        load_LE: choices of each expert.
     """
     if not bool((load_LE.sum(1) > 0).all()):
         return {}
@@ -307,14 +261,8 @@ def balance_loss(mass_LE: Tensor, load_LE: Tensor, *, num_choices: int, coeffici
 
     f_e = load_e / tokens is the fraction of tokens that chose expert e (they add up to K) and P_e its
     mean probability. `load_LE` counts the tokens of all ranks, and for independence of the micro-batch split,
-    of all micro-batches; `mass_LE` those of this rank and this micro-batch. The result is their part of the
-    loss: the parts, and their gradients, add up to the loss of one process.
-
-    Args:
-        mass_LE: probabilities of the routers, added up over the tokens, with gradient.
-        load_LE: choices of each expert.
-        num_choices: K, experts of a token.
-        coefficient: what the loss is multiplied with, at least 0.
+    of all micro-batches; `mass_LE` adds up probabilities over those of this rank and this micro-batch. The
+    result is their part of the loss: the parts, and their gradients, add up to the loss of one process.
 
     Raises:
         ValueError: shapes do not fit, num_choices is below 1, or the coefficient below 0.
@@ -338,10 +286,7 @@ def balance_loss(mass_LE: Tensor, load_LE: Tensor, *, num_choices: int, coeffici
 def moved_bias(bias_E: Tensor, load_E: Tensor, *, step: float) -> Tensor:
     """Move each bias by `step`: up where the load is below the mean, down where it is above; [E] float32.
 
-    Args:
-        bias_E: added to the experts' scores for the choice only.
-        load_E: choices of each expert.
-        step: above 0; DeepSeek-V3 took 0.001.
+    The bias is added to the experts' scores for the choice only. DeepSeek-V3 used a step of 0.001.
 
     Raises:
         ValueError: the step is not above 0.
@@ -355,7 +300,7 @@ def moved_bias(bias_E: Tensor, load_E: Tensor, *, step: float) -> Tensor:
 
 
 def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules next to a layer's experts with a row for each expert (routers), by name."""
+    """Return the modules next to a layer's experts with a row for each expert (routers), by name."""
     found = {}
     for name, experts in experts_of(model).items():
         beside = name.rpartition(".")[0]
@@ -367,7 +312,6 @@ def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _tried(name: str, router: Any) -> tuple[Form, int, int]:
-    """How a router makes weights of its scores, and its numbers of experts and choices."""
     generator = torch.Generator().manual_seed(0)
     trial = copy.copy(router)
 

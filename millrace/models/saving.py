@@ -28,7 +28,7 @@ _LAYER = re.compile(r".*?\.\d+\.")
 
 
 def save_config(model: Model, folder: Path) -> None:
-    """All of the folder but weights: what transformers needs to make the model again."""
+    """Write all of the folder but weights."""
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -38,20 +38,15 @@ def save_config(model: Model, folder: Path) -> None:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory that nothing else writes to."""
+    """Copy a tensor to host memory of its own."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def own_layers(named: Iterable[tuple[str, Tensor]], *, rank: int, num_ranks: int) -> Weights:
-    """Copies, in the host's memory, of the weights that this rank writes.
+    """Copy the weights that this rank writes to host memory.
 
-    A layer stays together, because a file may hold weights that are made of several of a layer's. Each goes
-    to the rank that has the fewest bytes so far.
-
-    Args:
-        named: every weight whole, the same ones in the same order on all ranks.
-        rank: this one.
-        num_ranks: number of ranks that write the folder.
+    All ranks iterate the same complete weights in the same order. A layer stays together, because a file may
+    hold weights that are made of several of a layer's. Each goes to the rank with the fewest bytes so far.
     """
     num_bytes = [0] * num_ranks
     writers: dict[str, int] = {}
@@ -68,20 +63,12 @@ def own_layers(named: Iterable[tuple[str, Tensor]], *, rank: int, num_ranks: int
 
 
 def fixed_numbers(model: Model) -> Weights:
-    """Copies of what a folder holds besides parameters: the buffers that are not computed from the config."""
+    """Copy what a folder holds besides parameters: the buffers that are not computed from the config."""
     return {name: host_copy(x) for name, x in named_weights(model) if not isinstance(x, nn.Parameter)}
 
 
 def write_weights(model: Model, weights: Weights, folder: Path, *, rank: int, num_ranks: int) -> list[Path]:
-    """One rank's file, under the names and in the form of the model's hub; none where it has no weights.
-
-    Args:
-        model: knows how weights were changed when they were loaded.
-        weights: what this rank writes, in the host's memory.
-        folder: there already.
-        rank: this one.
-        num_ranks: number of ranks that write the folder.
-    """
+    """Write one rank's file of weights in the form of the model's hub; none without weights."""
     ignored = set(model._keys_to_ignore_on_save or ())
     weights = {name: tensor for name, tensor in weights.items() if name not in ignored}
     if not weights:
@@ -119,7 +106,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight whole under its Hugging Face name, tied ones once, one at a time.
+    """Yield every weight unsharded under its Hugging Face name, tied ones once.
 
     A collective: all ranks with shards iterate together, and each gets every weight; at any moment a rank
     holds one whole weight besides its own shards.

@@ -21,7 +21,7 @@ def save_shell(model: Model, folder: Path) -> None:
 
 
 def load_shell(folder: Path, *, dtype: torch.dtype) -> Model:
-    """The model of a folder that `save_shell` wrote; its weights are random.
+    """Build the model of a folder from `save_shell`; its weights are random.
 
     Raises:
         ModelError: the config makes no model, or one that cannot run packed.

@@ -77,12 +77,9 @@ IDLE = (
 class TrialReadout:
     """What a trial compares of a kind of model.
 
-    Attributes:
-        what: its name.
-        auto: class of transformers that makes such models.
-        packed: makes the numbers of the final hidden states of a packed row, [T, D] to [T, ...].
-        plain: makes them of the tokens of one sequence, [1, T] to [1, T, ...], by transformers' own modules.
-        model_class: makes those of a config that `auto` does not know, as that of a part of a model.
+    `auto` makes such models, or `model_class` those of a config that `auto` does not know, as that of a part
+    of a model. `packed` makes the numbers of the final hidden states of a packed row, [T, D] to [T, ...];
+    `plain` those of the tokens of one sequence, [1, T] to [1, T, ...], by transformers' own modules.
     """
 
     what: str
@@ -92,11 +89,11 @@ class TrialReadout:
     model_class: Any = None
 
     def of(self, model: PreTrainedModel) -> TrialReadout:
-        """The same of the class of a model."""
+        """Return this readout for the class of a model."""
         return replace(self, model_class=type(model))
 
     def make(self, config: PretrainedConfig, implementation: str = "eager") -> PreTrainedModel:
-        """A model of a config in float32, with transformers' own eager attention or another."""
+        """Build a model of a config in float32, with transformers' own eager attention or another."""
         known = self.model_class is None or type(config) in self.auto._model_mapping
         made = self.auto.from_config if known else self.model_class._from_config
         model: PreTrainedModel = made(config, attn_implementation=implementation, dtype=torch.float32)
@@ -105,7 +102,7 @@ class TrialReadout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrialResult:
-    """What a forward of the trial's sequences gave, and the gradient of every weight."""
+    """Numbers of the trial's sequences, and the gradient of every weight."""
 
     numbers: Tensor
     gradients: dict[str, Tensor]
@@ -115,10 +112,6 @@ def find_problem(config: PretrainedConfig, reading: TrialReadout) -> str:
     """Describe the problem of our forward for the models of a config; empty if it is correct.
 
     It takes about a second, whatever the sizes of the config are, and nothing where the answer is known.
-
-    Args:
-        config: of the model.
-        reading: what is compared.
     """
     return answer("packed", config, reading, partial(try_packed, reading=reading))
 
@@ -126,14 +119,7 @@ def find_problem(config: PretrainedConfig, reading: TrialReadout) -> str:
 def answer(
     what: str, config: PretrainedConfig, reading: TrialReadout, find: Callable[[PretrainedConfig], str]
 ) -> str:
-    """What a trial finds of the twin of a config's models, or once found.
-
-    Args:
-        what: is tried.
-        config: of the model.
-        reading: what is compared.
-        find: the trial, of the twin's config.
-    """
+    """Return the result of a trial, `find`, of the twin of a config's models; cached."""
 
     def of_twin() -> str:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -149,8 +135,6 @@ def answer(
 
 
 def _words(config: PretrainedConfig, most: int | None = None) -> str:
-    """A config as text, without what changes no number, and without whole numbers above `most`."""
-
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
             return {str(key): kept(each) for key, each in value.items() if key not in IDLE}
@@ -162,7 +146,7 @@ def _words(config: PretrainedConfig, most: int | None = None) -> str:
 
 
 def sequences() -> list[list[int]]:
-    """The tokens of the trial's sequences, which begin alike."""
+    """Return the tokens of the trial's sequences, which begin alike."""
     draw = random.Random(0)
     common = [draw.randrange(2, VOCABULARY) for _ in range(COMMON)]
     return [common + [draw.randrange(2, VOCABULARY) for _ in range(length - COMMON)] for length in LENGTHS]
@@ -179,13 +163,9 @@ def try_seeds(
     try_seed: Callable[[PretrainedConfig, TrialReadout, int], str],
     explain: Callable[[Exception], str],
 ) -> str:
-    """The problem of a twin with the last of `SEEDS`; empty where one of them shows none.
+    """Return the problem of a twin with the last of `SEEDS`; empty where one of them shows none.
 
-    Args:
-        small: config of the twin.
-        reading: what is compared.
-        try_seed: the trial with the weights of one seed; gives the problem, or raises one of `FAULTS`.
-        explain: makes the problem of what it raised.
+    `try_seed` may raise one of `FAULTS`, which `explain` describes.
     """
     small = with_small_spans(small, reading)
     problem = ""
@@ -200,7 +180,7 @@ def try_seeds(
 
 
 def with_small_spans(small: PretrainedConfig, reading: TrialReadout) -> PretrainedConfig:
-    """The config of a twin in which every number of tokens is small enough to matter in a trial.
+    """Return the config of a twin in which every number of tokens is small enough to matter in a trial.
 
     A whole number above the length of a trial may count tokens under any name. Where a small one gives other
     numbers, it does.
@@ -229,14 +209,14 @@ def with_small_spans(small: PretrainedConfig, reading: TrialReadout) -> Pretrain
 
 
 def bold_model(small: PretrainedConfig, reading: TrialReadout, seed: int) -> PreTrainedModel:
-    """A twin with transformers' own modules."""
+    """Build a twin with transformers' own modules."""
     model = reading.make(copy.deepcopy(small)).eval()
     embolden(model, seed)
     return model
 
 
 def our_model(plain: PreTrainedModel, reading: TrialReadout) -> PreTrainedModel:
-    """The same twin with our modules."""
+    """Build the same twin with our modules."""
     attention.register()
     adopt(plain.config.model_type)
     # Made anew: of some, attention is a class of its own.
@@ -249,12 +229,12 @@ def our_model(plain: PreTrainedModel, reading: TrialReadout) -> PreTrainedModel:
 
 @torch.no_grad()
 def plain_numbers(model: PreTrainedModel, reading: TrialReadout, tokens: list[list[int]]) -> Tensor:
-    """The results of transformers' own modules for each sequence alone."""
+    """Compute the results of transformers' own modules for each sequence alone."""
     return torch.cat([reading.plain(model, torch.tensor([each]))[0].float() for each in tokens])
 
 
 def nudged(plain: PreTrainedModel) -> PreTrainedModel:
-    """The twin with embeddings that differ by a rounding error."""
+    """Copy the twin with embeddings that differ by a rounding error."""
     other = copy.deepcopy(plain)
     weight = other.get_input_embeddings().weight
     with torch.no_grad():
@@ -264,7 +244,7 @@ def nudged(plain: PreTrainedModel) -> PreTrainedModel:
 
 
 def allowed_difference(expected: Tensor, other: Tensor) -> float:
-    """How far right numbers may be from those expected, by what rounding makes of them."""
+    """Return how far right numbers may be from the expected ones by rounding."""
     return max(LEAST, FLOORS * float((other - expected).abs().max()))
 
 
@@ -304,7 +284,6 @@ def _try_seed(small: PretrainedConfig, reading: TrialReadout, seed: int) -> str:
 
 @torch.no_grad()
 def _cause(plain: PreTrainedModel, reading: TrialReadout, allowed: float) -> str:
-    """What transformers' own modules show of why a packed forward differs; empty if nothing."""
     token_1T = torch.tensor(sequences()[:1])
     expected = reading.plain(plain, token_1T)[0]
     changed_1T = token_1T.clone()
@@ -320,12 +299,12 @@ def _cause(plain: PreTrainedModel, reading: TrialReadout, allowed: float) -> str
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference; infinite between numbers of other shapes."""
+    """Return the largest difference; infinite between other shapes."""
     return float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
 
 
 def packed_batch(tokens: list[list[int]]) -> Batch:
-    """The sequences as a batch of training."""
+    """Build a training batch of the sequences."""
     pairs = [(each[:1], each[1:]) for each in tokens]
     return pack_demonstrations(pairs, lambda mask_T, _: mask_T.float())
 
@@ -339,15 +318,7 @@ def packed_numbers(
     lengths: Sequence[int] | None = None,
     position_T: Tensor | None = None,
 ) -> Tensor:
-    """The results of our modules for the sequences in one row.
-
-    Args:
-        ours: from `our_model`.
-        reading: what is compared.
-        tokens: of the sequences.
-        lengths: of the segments, if a fault is planted there.
-        position_T: of the tokens, likewise.
-    """
+    """Compute our results for the sequences in one row; other `lengths` or positions plant a fault."""
     batch = packed_batch(tokens)
     context = Packed(Segments.of(torch.tensor(lengths or [len(each) for each in tokens])))
     where_T = batch.position_T if position_T is None else position_T
@@ -360,13 +331,11 @@ def _with_gradients(plain: PreTrainedModel, reading: TrialReadout, tokens: list[
 
 
 def _trained(ours: PreTrainedModel, reading: TrialReadout, tokens: list[list[int]]) -> TrialResult:
-    """As the trainer computes it, which shares what sequences begin with."""
     batch = packed_batch(tokens)
     return _backward(ours, reading.packed(ours, states(ours, batch, torch.arange(batch.num_tokens))))
 
 
 def _backward(model: PreTrainedModel, numbers: Tensor) -> TrialResult:
-    """The gradients of a sum of the numbers with fixed random weights."""
     weights = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(1))
     (numbers * weights.to(numbers)).sum().backward()
     gradients = {
@@ -380,7 +349,7 @@ def _backward(model: PreTrainedModel, numbers: Tensor) -> TrialResult:
 
 
 def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """How far gradients differ, relative to the largest number of each, or a part of the largest of all."""
+    """Return differences relative to the largest gradient of each weight, or part of the largest of all."""
     largest = max(float(gradient.abs().max()) for gradient in ours.values())
     return {
         name: float((gradient - theirs[name]).abs().max())
@@ -397,7 +366,7 @@ def _no_power(
     expected: Tensor,
     allowed: float,
 ) -> str:
-    """Which planted fault the trial would miss; empty where it catches all."""
+    """Name a planted fault that the trial would miss; empty where it catches all."""
     lengths = [len(each) for each in tokens]
     moved = [lengths[0] + 1, lengths[1] - 1, *lengths[2:]]
     compute = partial(packed_numbers, ours, reading, tokens)
@@ -429,7 +398,6 @@ def _no_power(
 
 @contextmanager
 def _segments_moved(layer: nn.Module, lengths: Sequence[int]) -> Iterator[None]:
-    """Within, one layer attends as if segments had other lengths."""
     wrong = Packed(Segments.of(torch.tensor(lengths)))
 
     def changed(name: str, value: Any) -> Any:
@@ -446,7 +414,6 @@ def _segments_moved(layer: nn.Module, lengths: Sequence[int]) -> Iterator[None]:
 
 
 def _limited(layer: nn.Module) -> list[tuple[Any, str]]:
-    """The attention modules of a layer that see a window or chunk alone, and which."""
     found: list[tuple[Any, str]] = []
     for module in layer.modules():
         facts = getattr(module, "millrace_layer", None)
@@ -457,7 +424,6 @@ def _limited(layer: nn.Module) -> list[tuple[Any, str]]:
 
 @contextmanager
 def _longer(module: Any, name: str) -> Iterator[None]:
-    """Within, the window or chunk of an attention module is a token longer."""
     facts = module.millrace_layer
     module.millrace_layer = replace(facts, **{name: getattr(facts, name) + 1})
     try:
@@ -468,7 +434,7 @@ def _longer(module: Any, name: str) -> Iterator[None]:
 
 @torch.no_grad()
 def mixes_tokens(plain: PreTrainedModel, reading: TrialReadout, index: int) -> bool:
-    """Whether what a layer makes of a token depends on the tokens before it."""
+    """Return whether a layer's output for a token depends on the tokens before it."""
     stack, tokens = decoder_stack(plain), sequences()[2]
     assert stack is not None
     made: list[Tensor] = []
@@ -500,7 +466,6 @@ def mixes_tokens(plain: PreTrainedModel, reading: TrialReadout, index: int) -> b
 
 @torch.no_grad()
 def _uses_positions(plain: PreTrainedModel, tokens: list[list[int]], least: float) -> bool:
-    """Whether transformers' own numbers change where positions have a gap."""
     token_1T = torch.tensor([tokens[1]])
     position_1T = torch.arange(token_1T.shape[1])[None]
     try:
@@ -514,12 +479,12 @@ def _uses_positions(plain: PreTrainedModel, tokens: list[list[int]], least: floa
 
 
 def told(error: Exception) -> str:
-    """The message of an error, as a sentence of ours or as that of another library."""
+    """Return the message of an error, as a sentence of ours or as that of another library."""
     line = first_line(error)
     return line if type(error) is ValueError else f"its forward in a packed row fails: {line}"
 
 
 def first_line(error: Exception) -> str:
-    """The message of an error in one line; a first line that only announces the next is joined with it."""
+    """Return the message of an error in one line; a line that only announces the next is joined with it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

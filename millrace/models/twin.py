@@ -59,7 +59,6 @@ class _Widths:
     others: dict[int, int] = field(default_factory=dict)
 
     def first(self, *names: str) -> int | None:
-        """The first of some fields that holds a number."""
         for name in names:
             value = self.config.get(name)
             if type(value) is int:
@@ -68,7 +67,6 @@ class _Widths:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
         return (
             self.first("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
             or 1
@@ -76,16 +74,14 @@ class _Widths:
 
     @property
     def hidden(self) -> int:
-        """Width of the model."""
         return self.first("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim") or 0
 
     @property
     def inner(self) -> int:
-        """Width within a state space model's mixer."""
         return WIDTH * (self.first("mamba_expand", "expand") or 2)
 
     def few_heads(self, value: int) -> int:
-        """As many query heads stay as many, one stays one, any other number becomes two."""
+        """Many query heads stay many, one stays one, any other number becomes two."""
         if value in (0, 1):
             return value
         if self.first("expand") is not None and self.first("state_size") is not None:
@@ -108,13 +104,11 @@ class _Widths:
         return HEAD_WIDTH if value == even else HEAD_WIDTH // 2 if value < even else 3 * HEAD_WIDTH // 2
 
     def mixer_width(self, value: int) -> int:
-        """Of feed-forward layers, each width another one."""
         if value == self.hidden:
             return WIDTH
         return self.others.setdefault(value, 48 + 16 * (len(self.others) % 4))
 
     def of_hidden(self, value: int) -> int:
-        """Of what is as wide as the model, or not."""
         return WIDTH if value == self.hidden else WIDTH // 2
 
 
@@ -175,7 +169,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def decoder_stack(model: nn.Module) -> nn.ModuleList | None:
-    """The layers of a decoder: of its lists of modules the longest one, or the largest of several."""
+    """Return the layers of a decoder: of its lists of modules the longest one, or the largest of several."""
     # What reads pictures or sounds beside it has layers too.
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     found: list[nn.ModuleList] = []
@@ -187,7 +181,7 @@ def decoder_stack(model: nn.Module) -> nn.ModuleList | None:
 
 
 def layer_kinds(model: nn.Module) -> list[int]:
-    """The kind of each layer, numbered as they first occur: its modules, their shapes and options."""
+    """Number the kind of each layer, in order of first occurrence, by modules, their shapes and options."""
     stack = decoder_stack(model)
     seen: dict[Any, int] = {}
     return [seen.setdefault(_signature(layer), len(seen)) for layer in ([] if stack is None else stack)]
@@ -212,11 +206,9 @@ def _is_option(key: str, value: Any) -> bool:
 
 
 def chosen_layers(kinds: Sequence[int], *, runs: bool) -> list[int]:
-    """Layers that hold each kind, each pair of neighbours and a repeat, and end as the model does.
+    """Choose layers that hold each kind, each pair of neighbours and a repeat, and end as the model does.
 
-    Args:
-        kinds: of each layer.
-        runs: whether of several layers of a kind in a row two are enough; otherwise the first ones are taken.
+    With `runs`, two of several layers of a kind in a row are enough; otherwise the first ones are taken.
     """
     left: list[int] = []
     for index, kind in enumerate(kinds):
@@ -237,12 +229,7 @@ def chosen_layers(kinds: Sequence[int], *, runs: bool) -> list[int]:
 def twin_config(
     config: PretrainedConfig, layers: Sequence[int], token: int | None = None
 ) -> PretrainedConfig:
-    """The config of the twin of a model.
-
-    Args:
-        config: of the model.
-        layers: which of its layers the twin has.
-        token: in the place of every special token.
+    """Build the config of a twin with these layers; `token` replaces every special token.
 
     Raises:
         ValueError, TypeError, ...: whatever transformers raises of a config that it does not accept.
@@ -263,11 +250,7 @@ def twin_config(
 def twin_of(
     config: PretrainedConfig, make: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> PretrainedConfig:
-    """The config of the twin of the model that another config makes.
-
-    Args:
-        config: of the model.
-        make: makes a model of a config, on whatever device is the default.
+    """Build the config of the twin of the model that `make` builds of another config on the default device.
 
     Raises:
         TwinError: there is no small model of these classes; the message names what failed.
@@ -301,7 +284,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _made(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """A config without special tokens, but for those that it may not lack, which are token 0."""
+    """Build a config without special tokens, but for those that it may not lack, which are token 0."""
     while True:
         try:
             made: PretrainedConfig = kind.from_dict(fields)
@@ -407,6 +390,6 @@ def embolden(model: nn.Module, seed: int) -> None:
 
 
 def logits_of(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
-    """What transformers' own modules make of one sequence alone, uncached, [T, V]."""
+    """Compute the logits of one sequence alone by transformers' own modules, uncached, [T, V]."""
     logit_1TV: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits
     return logit_1TV[0]

@@ -24,30 +24,24 @@ TRIED = ("data", "kernels", "models", "inference")
 
 
 class Verdict(Shape):
-    """What was found right, as a file holds it."""
+    """A correct result in a file."""
 
     key: str
 
 
 class Verdicts:
-    """Answers by key, in memory and in a folder."""
+    """Trial results by key and `state`, in memory and in the first folder that can be written to, if any."""
 
     def __init__(self, folders: Iterable[Path], state: str) -> None:
-        """Those of a folder.
-
-        Args:
-            folders: the first that can be written to is used; without any, nothing outlives the process.
-            state: all that an answer depends on besides its key.
-        """
         self._folder = next((folder for folder in folders if _is_writable(folder)), None)
         self._state = state
         self._known: dict[str, str] = {}
 
     def of(self, key: str, find: Callable[[], str]) -> str:
-        """The problem that is known under a key, or is found now; empty for none.
+        """Return the cached problem of a key, or find it; empty for none.
 
-        On disk is kept only that there is none: a problem may be the machine's, as want of memory is. A file
-        that is damaged counts as none, and is written anew.
+        Only correct results are stored on disk: a problem may be the machine's, such as exhausted memory. A
+        file that is damaged counts as none, and is overwritten.
         """
         if key in self._known:
             return self._known[key]
@@ -68,7 +62,7 @@ class Verdicts:
 
 @cache
 def verdicts() -> Verdicts:
-    """Those of this version of millrace, torch and transformers."""
+    """Return the cache of this version of millrace, torch and transformers."""
     asked = os.environ.get("NUMBA_CACHE_DIR")
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = (
@@ -80,7 +74,6 @@ def verdicts() -> Verdicts:
 
 
 def _code() -> str:
-    """A digest of all code that a trial runs."""
     digest = hashlib.sha256()
     for part in TRIED:
         for path in sorted((PACKAGE / part).glob("*.py")):
@@ -106,7 +99,7 @@ def _is_kept(path: Path, key: str) -> bool:
 
 
 def _write(path: Path, verdict: Verdict) -> None:
-    """Whole or not at all: another process may read it at any moment."""
+    """Write atomically: another process may read the file at any moment."""
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8"
     ) as file:

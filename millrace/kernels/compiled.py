@@ -40,11 +40,8 @@ def compiled(*fastmath: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     """Return a decorator that compiles a function to machine code which releases the GIL.
 
     The code is cached on disk if numba finds a writable folder. The cache is valid until the function's file
-    or a file of this folder changes.
-
-    Args:
-        fastmath: fast-math flags, such as `contract` (a * b + c rounded once) or `reassoc` (sums in another
-            order). Without flags every operation is rounded as written.
+    or a file of this folder changes. Fast-math flags are such as `contract` (a * b + c rounded once) or
+    `reassoc` (sums in another order). Without flags every operation is rounded as written.
     """
     # Division by 0 gives an infinity or NaN, as in torch; a check for it would prevent vectorization.
     options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
@@ -64,19 +61,19 @@ def compiled(*fastmath: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def is_kept(function: Callable[..., Any]) -> bool:
-    """Whether the code of a function made by `compiled` is cached on disk: numba found a writable folder."""
+    """Return whether the code of a `compiled` function is cached on disk: numba found a writable folder."""
     return hasattr(function, "_cache") and hasattr(function._cache, "_cache_file")
 
 
 @cache
 def _sources() -> bytes:
-    """A digest of this folder's files: their functions may be inlined into each other."""
+    """Return a digest of this folder's files: their functions may be inlined into each other."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).digest()
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Whether the tensors' memory can be read directly: on the CPU, of one dtype, not sharded or traced."""
+    """Return whether memory can be read directly: on the CPU, of one dtype, not sharded or traced."""
     dtype = tensors[0].dtype
     for x in tensors:  # a loop, since this is called several times a layer
         if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.dtype is not dtype:
@@ -85,13 +82,13 @@ def readable(*tensors: Tensor) -> bool:
 
 
 def array(x: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor as a contiguous array; bfloat16 as uint16."""
+    """Return the memory of a tensor as a contiguous array; bfloat16 as uint16."""
     x = x.detach().contiguous()
     return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 
 def memory(address: int, shape: tuple[int, ...], number: Any) -> np.ndarray[Any, Any]:
-    """The contiguous array at an address, with the dtype of `number`.
+    """Return the contiguous array at an address, with the dtype of `number`.
 
     Calling a compiled function with addresses takes half the time of calling it with arrays, and numpy holds
     no reference to the memory.
@@ -114,7 +111,7 @@ def _pointer(context: Any, address: Any, number: Any) -> tuple[Any, Callable[...
 
 
 def room(shape: tuple[int, ...], number: Any) -> np.ndarray[Any, Any]:
-    """An uninitialized array with the dtype of `number`."""
+    """Allocate an uninitialized array with the dtype of `number`."""
     return np.empty(shape, number.dtype)
 
 
@@ -125,7 +122,7 @@ def _room_compiled(shape: Any, number: Any) -> Callable[..., Any]:
 
 
 def number_of(x: Any) -> Any:
-    """The value of an array element; 16-bit elements are bfloat16."""
+    """Return the value of an array element; 16-bit elements are bfloat16."""
     return wide(x) if isinstance(x, np.uint16) else x
 
 

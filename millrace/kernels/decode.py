@@ -47,17 +47,10 @@ SIZES = GAINS + 4
 class LayerWeights:
     """The weights of a layer, all float32 or all bfloat16, and its attention settings.
 
-    Attributes:
-        norms: weights [D] of the norms before attention and before the feed-forward, in Llama's form.
-        head_norms: weights [K] of the query norm and of the key norm, in Llama's form; None for models
-            without them.
-        eps: eps of each of these norms, that of the head norms last.
-        products: packed weights: queries, keys and values [N, D] concatenated along N, the attention output
-            [D, H K], gate and up [F, D] as a gated pair, and down [D, F].
-        biases: bias of each product, if any.
-        scale: as in `dispatch.paged_attention`.
-        window: likewise.
-        softcap: likewise.
+    `norms` [D] (before attention, before the feed-forward) and `head_norms` [K] (query, key; None without
+    them) are in Llama's form; `eps` has the eps of each, that of the head norms last. `products` are packed:
+    queries, keys and values [N, D] concatenated along N, the attention output [D, H K], gate and up [F, D] as
+    a gated pair, and down [D, F]. Scale, window and softcap are those of `dispatch.paged_attention`.
     """
 
     norms: tuple[Tensor, Tensor]
@@ -76,7 +69,6 @@ class Layers:
     def __init__(
         self, weights: Sequence[LayerWeights], norm_D: Tensor | None = None, *, eps: float = 0.0
     ) -> None:
-        """Keep the weights, and their addresses."""
         self._weights, self._norm_D = weights, norm_D
         self._dtype = weights[0].norms[0].dtype
         self._place_LN = np.array([_places(one) for one in weights])
@@ -93,19 +85,12 @@ class Layers:
     ) -> Tensor:
         """Run the layers on some tokens and store their keys and values in the pools.
 
+        Angles are cosines and sines [T, K] of the positions, in transformers' layout (both halves of K are
+        equal). All pools have one size. With `last_B`, the index of each row's last token, the last layer
+        returns only those tokens, [B, D] instead of [T, D].
+
         Inputs and outputs have the dtype of the weights. Intermediate results are float32, except the inputs
         of products and the residual stream.
-
-        Args:
-            x_TD: hidden states.
-            angles: cosines and sines [T, K] of the positions, in transformers' layout (both halves of K are
-                equal).
-            pools: keys and values of each layer, as `new_pool` makes them, all of one size.
-            rows: the rows that the tokens belong to.
-            last_B: index of the last token of each row, if the last layer returns only those tokens.
-
-        Returns:
-            Hidden states [T, D]; with `last_B` those of the last tokens, [B, D].
 
         Raises:
             ValueError: dtypes differ, the pool does not have the layout of `new_pool` or has no such slot, a
@@ -145,7 +130,7 @@ class Layers:
 
 
 def _places(weights: LayerWeights) -> list[int]:
-    """Addresses of a layer's products and norms; N, H K, F, the length of a head norm; and the window."""
+    """Return addresses of products and norms; N, H K, F, the length of a head norm; and the window."""
     # Without head norms the length is 0, and the address is not read.
     heads = weights.head_norms or weights.norms
     products = [place_of(*pair) for pair in zip(weights.products, weights.biases, strict=True)]
@@ -244,7 +229,6 @@ def _norm_part(x_ND: Any, gain_D: Any, options: Any, y_ND: Any, num_parts: int, 
 
 @compiled()
 def _attend_new(heads_TN: Any, found_THK: Any, new: Any, rows: Any, weights: Any, threads: int) -> int:
-    """Normalize and rotate queries and keys, store keys and values, attend; return as `_layers` does."""
     (pools, slot_T, angles), (place_N, number_N, kept) = new, weights
     num_gains, reach = place_N[SIZES + 3], place_N[SIZES + 4]
     gains = memory(place_N[GAINS + 2], (num_gains,), kept), memory(place_N[GAINS + 3], (num_gains,), kept)

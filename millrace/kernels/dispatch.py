@@ -46,17 +46,8 @@ def linear_scan(
 ) -> Tensor:
     """A_t = x_t + w_t A_{t+1}, or x_t + w_t A_{t-1} forward, over a packed row of segments of any lengths.
 
-    w_t = 0 where a segment ends (begins, forward): there A_t = x_t, even if the neighbour is NaN.
-
-    Args:
-        x_T: summand of each token; bfloat16, float32 or float64, without gradient.
-        w_T: weight of the neighbour; same dtype.
-        reverse: whether the neighbour is the next token; otherwise it is the previous one.
-        scan: the implementation, see above.
-        out_T: output buffer; None allocates one.
-
-    Returns:
-        A [T], in the dtype of x_T.
+    w_t = 0 where a segment ends (begins, forward): there A_t = x_t, even if the neighbour is NaN. Both rows
+    have one dtype, bfloat16, float32 or float64, which is that of A [T], and no gradient.
 
     Raises:
         ValueError: a shape, dtype or device does not fit, a row requires a gradient, out_T shares memory with
@@ -81,25 +72,16 @@ def gae(
     scan: Scan = "auto",
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over packed segments, in one pass.
+    """Generalised advantage estimation over packed segments in one pass: A and return, both [T].
 
         delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  return_t = A_t + V_t
 
-    After the last token of segment b, A is 0 and V is bootstrap_b. A NaN or an infinity affects only earlier
-    tokens of its own segment.
+    After the last token of segment b, A is 0 and V is bootstrap_b (None is 0), the value of the state after a
+    truncated segment. A NaN or an infinity affects only earlier tokens of its own segment.
 
-    Args:
-        reward_T: rewards; bfloat16, float32 or float64, without gradient.
-        value_T: value of the state before each token; same dtype.
-        length_B: tokens of each segment, integers that add up to T; 0 is allowed.
-        gamma: discount, in [0, 1].
-        lam: lambda, in [0, 1]: one number, or one for each segment [B].
-        bootstrap_B: value of the state after each segment, if the segment was truncated; None is 0.
-        scan: the implementation, see above.
-        out: output buffers of advantage and return; None allocates them.
-
-    Returns:
-        advantage and return (advantage + value), both [T], in the dtype of the values.
+    Rewards and values (of the state before each token) have one dtype, bfloat16, float32 or float64, which is
+    that of the results, and no gradient. `length_B` are integers that add up to T; 0 is allowed. gamma and
+    lambda are in [0, 1]; lambda is one number, or one for each segment [B]. `out` are output buffers.
 
     Raises:
         ValueError: gamma or lambda leaves [0, 1], the lengths do not add up or one is negative, or anything
@@ -137,12 +119,7 @@ def store_kv(
 ) -> None:
     """Write each token's key and value into its slot of the pool; tokens with slot -1 are skipped.
 
-    Args:
-        key_TJK: keys, without gradient; any dtype, converted to that of the pool.
-        value_TJK: values, likewise.
-        key_PJSK: the keys' pool, as `new_pool` makes it.
-        value_PJSK: the values' pool.
-        slot_T: block * S + slot of each token, int64.
+    `slot_T` is block * S + slot, int64. Any dtype is converted to that of the pool from `new_pool`.
 
     Raises:
         ValueError: shapes, devices or dtypes do not fit each other, a tensor requires a gradient, or, on the
@@ -174,18 +151,9 @@ def paged_attention(
 ) -> Tensor:
     """softmax(scale q k^T) v of each query over positions 0 to its own; its key and value are already stored.
 
-    Args:
-        query_THK: queries, without gradient.
-        key_PJSK: the keys' pool, as `new_pool` makes it; J divides H.
-        value_PJSK: the values' pool.
-        rows: the rows that the queries belong to. The result of a query of no row is undefined.
-        scale: factor of the scores.
-        window: a token sees itself and the `window - 1` tokens before it; None sees all.
-        softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        chunk: attention chunk size in positions: a token sees only its own chunk; None for no chunks.
-
-    Returns:
-        [T, H, V] in the dtype of the queries.
+    The pool is from `new_pool`; J divides H. With `window` a token sees itself and the `window - 1` tokens
+    before it, with `chunk` only its own chunk of positions. With `softcap`, scores become softcap *
+    tanh(score / softcap). The result is [T, H, V] in the dtype of the queries; undefined without a row.
 
     Raises:
         ValueError: shapes, devices or dtypes do not fit each other, the queries require a gradient, window,
@@ -208,14 +176,10 @@ def paged_attention(
 
 
 def fused_logprob(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The fused log-probability kernel for such hidden states; None where chunks of torch are used instead.
+    """Return the fused log-probability kernel for such inputs; None where chunks of torch are used instead.
 
     The kernel takes the arguments of `token_logprob`, except a support and a tile. float64 and mixed dtypes
-    always use torch.
-
-    Args:
-        hidden_ND: final hidden states.
-        weight_VD: the weight of the output head, or of a shard of it.
+    always use torch. The weight may be a shard.
     """
     dtype = hidden_ND.dtype
     if hidden_ND.device.type != "cuda" or dtype not in FUSED_DTYPES or dtype != weight_VD.dtype:
@@ -226,7 +190,6 @@ def fused_logprob(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[..., tuple[T
 
 
 def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The implementations of the scan and of GAE for rows like this one; they fill given buffers."""
     device = like_T.device.type
     if scan not in get_args(Scan):
         raise ValueError(f"scan is {scan!r}; there are {', '.join(get_args(Scan))}")
@@ -250,7 +213,6 @@ def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Cal
 
 
 def _paged(like: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
-    """The functions that fill the pool and attend over it on this device."""
     if like.device.type == "cpu":
         from millrace.kernels import paged_attention_cpu
 
@@ -331,7 +293,6 @@ def _check_lengths(length_B: Tensor, num_tokens: int) -> None:
 
 
 def _lambdas(lam: float | Tensor, num_segments: int) -> Tensor:
-    """Lambda of each segment, float64, on the CPU."""
     lam_B = torch.as_tensor(lam, dtype=torch.float64, device="cpu")
     if lam_B.shape not in ((), (num_segments,)):
         raise ValueError(f"lam has shape {tuple(lam_B.shape)}; expected one number, or ({num_segments},)")
@@ -342,7 +303,6 @@ def _lambdas(lam: float | Tensor, num_segments: int) -> Tensor:
 
 
 def _buffer(name: str, out_T: Tensor | None, rows: dict[str, Tensor]) -> Tensor:
-    """`out_T` if it fits a result like the rows; a new tensor if it is None."""
     other, like_T = next(iter(rows.items()))
     if out_T is None:
         return like_T.new_empty(len(like_T))
@@ -358,7 +318,6 @@ def _buffer(name: str, out_T: Tensor | None, rows: dict[str, Tensor]) -> Tensor:
 
 
 def _memory(row_T: Tensor) -> range:
-    """The addresses from the first byte of a row to its last."""
     size = row_T.element_size()
     start = row_T.data_ptr()
     return range(start, start + (len(row_T) - 1) * row_T.stride(0) * size + size)

@@ -19,16 +19,9 @@ from millrace.kernels.linear import linear
 def grouped_linear(x_ND: Tensor, weight_EMD: Tensor, count_E: Sequence[int]) -> Tensor:
     """Compute y_n = x_n W_e^T, [N, M], where e is the expert of row n; differentiable once in both.
 
-    An expert without rows has a gradient of 0. In bfloat16 on CUDA this is one grouped product of torch;
-    elsewhere one product for each expert, over contiguous rows.
-
-    Args:
-        x_ND: the rows of expert 0, then those of expert 1, and so on.
-        weight_EMD: one weight for each expert, of the dtype of x_ND.
-        count_E: rows of each expert.
-
-    Raises:
-        ValueError: shapes, dtypes or counts do not fit.
+    Rows are sorted by expert. An expert without rows has a gradient of 0. In bfloat16 on CUDA this is one
+    grouped product of torch; elsewhere one product for each expert, over contiguous rows. Shapes, dtypes or
+    counts that do not fit are a ValueError.
     """
     if x_ND.ndim != 2 or weight_EMD.ndim != 3 or x_ND.shape[1] != weight_EMD.shape[2]:
         raise ValueError(
@@ -72,7 +65,6 @@ class _Grouped(torch.autograd.Function):
 
 
 def _rows(x_ND: Tensor, weight_EMD: Tensor, count_E: tuple[int, ...]) -> Tensor:
-    """Each row times its expert's weight, [N, M]."""
     if _native(x_ND.device.type, x_ND.dtype, *weight_EMD.shape[1:]):
         return F.grouped_mm(x_ND, weight_EMD.transpose(1, 2), offs=_ends(x_ND, count_E))
     parts = zip(x_ND.split(count_E), weight_EMD, strict=True)
@@ -91,10 +83,9 @@ def _weights(y_NM: Tensor, x_ND: Tensor, count_E: tuple[int, ...]) -> Tensor:
 
 
 def _native(device: str, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch has a grouped product for these; its rows must begin at multiples of 16 bytes."""
+    """Return whether torch has a grouped product; its rows must begin at multiples of 16 bytes."""
     return device == "cuda" and dtype is torch.bfloat16 and not any(width % 8 for width in widths)
 
 
 def _ends(x_ND: Tensor, count_E: tuple[int, ...]) -> Tensor:
-    """Cumulative row counts of the experts, in the form that torch's grouped product takes."""
     return torch.tensor(count_E, device=x_ND.device).cumsum(0, dtype=torch.int32)

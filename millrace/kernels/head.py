@@ -20,17 +20,9 @@ class Head:
     """The output head, from hidden states to logits: softcap * tanh(scale (W h + b) / softcap).
 
     With a group it is a shard: each rank of the group holds a contiguous range of at least one row of the
-    weight and of the bias; the ranges partition the vocabulary.
-
-    Attributes:
-        weight_VD: the output embedding.
-        bias_V: its bias, if any.
-        scale: factor of the logits (Cohere, Granite).
-        softcap: bound of the logits (Gemma 2), above 0; None for no bound.
-        tile: rows of one product for batch-invariant results, as in `kernels.linear`; None otherwise.
-        packed: the weight packed by `kernels.linear.pack`, if it was.
-        group: the process group over which the vocabulary is sharded; None for an unsharded weight.
-        first_row: token id of the first row of a shard.
+    weight and of the bias, from token id `first_row` on; the ranges partition the vocabulary. Models with a
+    scale: Cohere, Granite; with a softcap (above 0; None for no bound): Gemma 2. `tile` has the rows of one
+    product for batch-invariant results, None otherwise; `packed` is the weight from `kernels.linear.pack`.
 
     Raises:
         ValueError: the softcap is not above 0, the bias does not have one number for each row of the weight,
@@ -79,11 +71,9 @@ class Head:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Supports:
-    """The supports of N tokens: the token ids that each was sampled from; indexed like a column [N].
+    """The token ids that each of N tokens was sampled from; indexed like a column [N].
 
-    Attributes:
-        token_M: integers in [0, V), the supports concatenated in order.
-        count_N: int64, the size of each support; 0 means the whole vocabulary.
+    `token_M` concatenates the supports; `count_N` (int64) is the size of each, 0 for the whole vocabulary.
     """
 
     token_M: Tensor
@@ -91,7 +81,7 @@ class Supports:
 
     @property
     def row_M(self) -> Tensor:
-        """The index in [0, N) of the support that each entry of `token_M` belongs to."""
+        """Index in [0, N) of the support that each entry of `token_M` belongs to."""
         row_N = torch.arange(len(self.count_N), device=self.count_N.device)
         return row_N.repeat_interleave(self.count_N)
 
@@ -101,17 +91,12 @@ class Supports:
         return Supports(self.token_M[runs(start_N[index], count_N)], count_N)
 
     def to(self, device: torch.device | str) -> Supports:
-        """The same supports on another device."""
+        """Copy the supports to another device."""
         return Supports(self.token_M.to(device), self.count_N.to(device))
 
 
 def runs(start_N: Tensor, count_N: Tensor) -> Tensor:
-    """Concatenate the index ranges start, start + 1, ..., start + count - 1 of each of N runs, [M].
-
-    Args:
-        start_N: int64, the first index of each run.
-        count_N: int64, the length of each run, 0 or more.
-    """
+    """Concatenate the index ranges start, start + 1, ..., start + count - 1 of each of N runs, int64 [M]."""
     # In the result, run n begins at the sum of the counts before it; every index of a run has the same shift.
     shift_M = (start_N - count_N.cumsum(0) + count_N).repeat_interleave(count_N)
     return shift_M + torch.arange(len(shift_M), device=shift_M.device)

@@ -39,11 +39,7 @@ def linear(
 ) -> Tensor:
     """Compute x W^T + b, [..., N], as `F.linear` does; differentiable once in all three.
 
-    Args:
-        x: [..., D].
-        weight_ND: the weight.
-        bias_N: the bias, if any.
-        packed: the same weight packed by `pack`; used if no gradient is recorded.
+    `packed` is the same weight packed by `pack`, used if no gradient is recorded.
     """
     recorded = _recorded(x, weight_ND, bias_N)
     if packed is not None and not recorded and not torch.is_autocast_enabled("cpu"):
@@ -67,16 +63,8 @@ def invariant_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None,
     """Compute x W^T + b, [..., N], batch-invariant: a row's bits depend only on the row, weights and tile.
 
     Every product has `tile` rows, the last one padded with zeros, and runs in one library on aligned memory.
-    The backward is not batch-invariant.
-
-    Args:
-        x: [..., D].
-        weight_ND: the weight, of the dtype of x.
-        bias_N: the bias, if any.
-        tile: rows of one product, 1 or more.
-
-    Raises:
-        ValueError: the tile is below 1, or the shapes or dtypes do not fit.
+    The backward is not batch-invariant. A tile below 1, or shapes or dtypes that do not fit, are a
+    ValueError.
     """
     if tile < 1:
         raise ValueError(f"tile is {tile}; a tile must hold at least 1 row")
@@ -104,7 +92,7 @@ def _in_tiles(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, tile: int) ->
 
 
 def _laid_out(x_MD: Tensor, tile: int) -> Tensor:
-    """The rows; a padded, aligned copy if they do not fill whole tiles or are unaligned."""
+    """Return the rows; a padded, aligned copy if they do not fill whole tiles or are unaligned."""
     missing = -len(x_MD) % tile
     short = -x_MD.shape[1] % (ALIGNED_BYTES // x_MD.element_size())
     if missing or short or x_MD.data_ptr() % ALIGNED_BYTES or not x_MD.is_contiguous():
@@ -136,7 +124,6 @@ def _recorded(*tensors: Tensor | None) -> bool:
 
 
 def _quicker(x: Tensor, weight_ND: Tensor, recorded: bool) -> bool:
-    """Whether oneDNN computes this product faster than `F.linear`."""
     if x.dtype is not torch.float32:
         return False
     product = x.numel() * len(weight_ND)
@@ -144,7 +131,7 @@ def _quicker(x: Tensor, weight_ND: Tensor, recorded: bool) -> bool:
 
 
 def _fits(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> bool:
-    """Whether oneDNN accepts the arguments; `F.linear` has the better error messages for the rest."""
+    """Return whether oneDNN takes the arguments; the errors of `F.linear` are better for the rest."""
     tensors = (x, weight_ND) if bias_N is None else (x, weight_ND, bias_N)
     return (
         x.shape[-1:] == weight_ND.shape[1:] and _onednn_has(*tensors) and not torch.is_autocast_enabled("cpu")

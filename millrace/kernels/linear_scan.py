@@ -30,17 +30,9 @@ def chunked(x_T: Tensor, w_T: Tensor, *, reverse: bool, chunk: int = 64) -> Tens
     """Compute `loop` with one matrix product for all chunks and a short loop over chunks for the carry.
 
     Within a chunk A_j is the sum of reach_ij x_i over i <= j, with reach_ij = w_{i+1} ... w_j; a w of 0 makes
-    the reach 0. Then (w_0 ... w_j) times the last A of the previous chunk is added to A_j. Extra memory is
-    T C numbers; the carry and the result have the dtype of x_T, at least float32.
-
-    Args:
-        x_T: summand of each token.
-        w_T: weight of the neighbour.
-        reverse: whether the neighbour is the next token; otherwise it is the previous one.
-        chunk: C.
-
-    Raises:
-        ValueError: x_T or w_T holds NaN or infinity, which a product would propagate to the whole chunk.
+    the reach 0. Then (w_0 ... w_j) times the last A of the previous chunk is added to A_j. Extra memory is T
+    C numbers; the carry and the result have the dtype of x_T, at least float32. NaN or infinity in x_T or
+    w_T, which a product would propagate to the whole chunk, is a ValueError.
 
     Source: LiLei 2025, "Chunk-scan GAE" (slime), with segments.
     """
@@ -81,15 +73,7 @@ def gae(
 ) -> None:
     """Write advantage and return into `out`, unfused: the reference for the fused kernels.
 
-    Args:
-        reward_T: rewards.
-        value_T: values.
-        length_B: tokens of each segment.
-        out: output buffers of advantage and return.
-        gamma: discount.
-        decay_B: gamma lambda of each segment, float64.
-        bootstrap_B: value of the state after each segment.
-        scan: `loop` or `chunked`.
+    `decay_B` is gamma lambda of each segment, float64. The scan is `loop` or `chunked`.
     """
     dtype = torch.float64 if scan is loop else torch.promote_types(value_T.dtype, torch.float32)
     reward_T, value_T, bootstrap_B, decay_B = (

@@ -52,14 +52,7 @@ def gae(
 ) -> None:
     """Write advantage and return of packed segments into `out`; all of one dtype, contiguous.
 
-    Args:
-        reward_T: rewards.
-        value_T: values.
-        length_B: tokens of each segment, int64; they add up to T.
-        out: output buffers of advantage and return.
-        gamma: discount.
-        decay_B: gamma lambda of each segment, float64.
-        bootstrap_B: value of the state after each segment.
+    `length_B` adds up to T, int64; `decay_B` is gamma lambda of each segment, float64.
     """
     wide = [_wide(row_T) for row_T in out]
     end_B = length_B.cumsum(0)
@@ -74,7 +67,6 @@ def gae(
 
 
 def _wide(row: Tensor) -> Tensor:
-    """The tensor itself; float32 for bfloat16, which numba does not support."""
     return row.float() if row.dtype == torch.bfloat16 else row
 
 
@@ -85,7 +77,6 @@ def _narrow(wide_T: Tensor, out_T: Tensor) -> None:
 
 @compiled("contract")
 def _chained(head_P2: Array) -> Array:
-    """The carry into each part, from the linear function (value, share) of each part."""
     carry_P = np.zeros(len(head_P2))
     for part in range(len(head_P2) - 1, 0, -1):
         value, share = head_P2[part]
@@ -109,7 +100,7 @@ def _gae_all(common: Common, num_parts: int, num_members: int) -> None:
 
 @compiled("contract")
 def _head(rows: Arrays, head_P2: Array, before: int) -> None:
-    """A at the start of the part after `before`, as (value, share): value + share * A at the part's end."""
+    """Return A at the start of the part after `before`: value + share * A at the part's end."""
     x, w, _ = rows
     start, stop = bounds(len(x), len(head_P2), before + 1)
     value, share = 0.0, 1.0
@@ -133,7 +124,6 @@ def _scan(rows: Arrays, carry_P: Array, part: int) -> None:
 
 @compiled("contract")
 def _gae_head(common: Common, head_P2: Array, before: int) -> None:
-    """As `_head`, for the advantage."""
     rows, segments, gamma = common
     _, end, decay, _ = segments
     start, stop = bounds(len(rows[0]), len(head_P2), before + 1)
@@ -159,10 +149,9 @@ def _gae_scan(common: Common, carry_P: Array, part: int) -> None:
 def _gae_stretch(
     rows: Arrays, segments: Arrays, gamma: float, stretch: tuple[int, int, int], carry: float, keep: bool
 ) -> float:
-    """Scan (segment, start, top) in tiles from the right, and what is left over token by token.
+    """Scan (segment, start, top) in tiles from the right; return the advantage at the start.
 
-    The carry is used if the segment continues to the right. Nothing is written unless `keep`. Return the
-    advantage at the start.
+    The carry is used if the segment continues to the right. Nothing is written unless `keep`.
     """
     reward, value, advantage, returns = rows
     _, end, decay, bootstrap = segments

@@ -52,14 +52,7 @@ def gae(
 ) -> None:
     """Write advantage and return of packed segments into `out`; all of one dtype, contiguous.
 
-    Args:
-        reward_T: rewards.
-        value_T: values.
-        length_B: tokens of each segment, int64; they add up to T.
-        out: output buffers of advantage and return.
-        gamma: discount.
-        decay_B: gamma lambda of each segment, float64.
-        bootstrap_B: value of the state after each segment.
+    `length_B` adds up to T, int64; `decay_B` is gamma lambda of each segment, float64.
     """
     if len(value_T) == 0:
         return
@@ -81,9 +74,9 @@ def _carry_dtype(row_T: Tensor) -> torch.dtype:
 
 
 def _prepared(row_T: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
-    """The state words, all UNSET, the number of tiles, and the compile-time options of the kernels.
+    """Return the states, the number of tiles, and the compile-time options of the kernels.
 
-    The words are three for each tile (share, value, and last A) and the counter that assigns tiles.
+    Each state is UNSET: three for each tile (share, value, and last A) and the counter that assigns tiles.
     """
     wide = _carry_dtype(row_T) == torch.float64
     block = BLOCK[_carry_dtype(row_T)]
@@ -166,13 +159,12 @@ def _add(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _next_place(state: tl.tensor, num_tiles: tl.tensor) -> tl.tensor:
-    """The index of the next tile in the order of the scan, from 0; int64, so that no address overflows."""
+    """Return the index of the next tile in the order of the scan; int64, so that no address overflows."""
     return tl.atomic_add(state + 3 * num_tiles, 1, sem="relaxed").to(tl.int64) - UNSET
 
 
 @triton.jit
 def _segment_of(k: tl.tensor, end: tl.tensor, start: tl.tensor, segment: tl.tensor) -> tl.tensor:
-    """The segment of each token of a tile: the first one that ends after it, found by bisection."""
     first, final = tl.load(segment), tl.load(segment + 1)
     low = tl.full(k.shape, first, tl.int32)
     high = tl.full(k.shape, final, tl.int32)

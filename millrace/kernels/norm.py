@@ -29,16 +29,10 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Tensor:
-    """Divide each row of x by its root mean square and scale it, in the dtype of x.
+    """Divide each row of x [..., D] by its root mean square and scale it, in the dtype of x.
 
     Differentiable in x and the weight, once. Compiled for float32 and bfloat16 on the CPU; elsewhere
-    `rms_norm_plain` runs, which sums in another order.
-
-    Args:
-        x: [..., D].
-        weight_D: in the dtype of x.
-        eps: added to the mean square.
-        form: the formula for g, and where bfloat16 is rounded; see the table of this module.
+    `rms_norm_plain` runs, which sums in another order. The module's table explains the forms.
 
     Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
     """
@@ -62,7 +56,6 @@ def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float, *, form: Form) -> Te
 
 
 def _forward(x: Tensor, weight_D: Tensor, eps: float, form: Form) -> tuple[Tensor, Tensor]:
-    """The result, and k of each row."""
     x, weight_D = x.contiguous(), weight_D.contiguous()
     width = len(weight_D)
     y, scale_N = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.numel() // width)
@@ -77,7 +70,6 @@ def _rows(x: Tensor) -> Any:
 
 
 def _gain(weight_D: Tensor, form: Form) -> Any:
-    """The array g, float32, in memory of its own; no gradient is recorded."""
     # A copy: torch cannot free memory that numpy has viewed, and a sharded weight's memory must be freed.
     gain_D = weight_D.clone().float().numpy()
     if form == "gemma":
@@ -115,7 +107,6 @@ def _scale(x_D: Any, eps: Any) -> Any:
 
 @compiled()
 def _normed(addresses: Any, shape: Any, number: Any, eps: Any, plus_one: bool, round_first: bool) -> None:
-    """Normalize rows, given the addresses of x, weight, result and k."""
     num_rows, width = shape
     x_ND, weight_D = memory(addresses[0], shape, number), memory(addresses[1], (width,), number)
     y_ND = memory(addresses[2], shape, number)
@@ -126,7 +117,7 @@ def _normed(addresses: Any, shape: Any, number: Any, eps: Any, plus_one: bool, r
 
 @compiled()
 def gain_of(weight_D: Any, plus: Any) -> Any:
-    """The array g, float32."""
+    """Return the array g, float32."""
     gain_D = np.empty(len(weight_D), np.float32)
     for d in range(len(weight_D)):
         gain_D[d] = number_of(weight_D[d]) + plus

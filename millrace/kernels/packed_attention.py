@@ -37,11 +37,9 @@ SHORT_LENGTH = 32
 class Places:
     """A gather of a row's tokens into places, possibly with duplicates, and its inverse.
 
-    Attributes:
-        slot_N: packed index of the token in each place; T for an empty place (zeros).
-        place_T: the first place of each token; N for a token without a place.
-        again: the S tokens with several places, and their further places, [S] and [S C], padded with N; None
-            if there are none.
+    `slot_N` has the packed index of the token in each place, T for an empty place (zeros); `place_T` the
+    first place of each token, N for none. `again` has the S tokens with several places, [S], and their
+    further places, [S C], padded with N; None without such tokens.
     """
 
     slot_N: Tensor
@@ -81,15 +79,10 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Segments of similar length laid out as two rectangles, one of keys and one of queries.
+    """Segments of similar length laid out as two rectangles, one of keys [B L] and one of queries [B Q].
 
-    Attributes:
-        length_B: tokens of each segment.
-        first_B: position of each segment's first own token, which is its first query.
-        key: places [B L] of each segment's tokens.
-        query: places [B Q] of each segment's queries; None if no token is shared, so that every key is also a
-            query.
-        shape: (B, Q, L).
+    `first_B` is the position of each segment's first own token, which is its first query. `query` is None if
+    no token is shared, so that every key is also a query. The shape is (B, Q, L).
     """
 
     length_B: Tensor
@@ -115,11 +108,7 @@ class Segments:
 
     @classmethod
     def of(cls, length_B: Tensor) -> Segments:
-        """Build buckets for segments of these lengths, concatenated.
-
-        Raises:
-            ValueError: a segment is empty.
-        """
+        """Build buckets for segments of these lengths, concatenated; an empty one is a ValueError."""
         length = length_B.tolist()
         if not length or min(length) < 1:
             raise ValueError(f"segment lengths {length[:8]} must all be at least 1")
@@ -128,14 +117,10 @@ class Segments:
 
     @classmethod
     def sharing(cls, slot_W: Tensor, length_A: Tensor, first_A: Tensor, num_tokens: int) -> Segments:
-        """Build buckets for segments, some of which have a prefix in another segment.
+        """Build buckets for segments, some of which have a prefix in another segment; tables are on the CPU.
 
-        Args:
-            slot_W: packed index of each token of each segment, on the CPU, as are all tables here.
-            length_A: tokens of each segment.
-            first_A: position of each segment's first own token; a segment with only own tokens is contiguous
-                in the row.
-            num_tokens: T.
+        `slot_W` is the packed index of each token of each segment; `first_A` the position of each segment's
+        first own token. A segment with only own tokens is contiguous in the row.
         """
         length, first = length_A.tolist(), first_A.tolist()
         whole = sorted((b for b in range(len(length)) if not first[b]), key=lambda b: -length[b])
@@ -156,11 +141,9 @@ class Segments:
 
 
 def _similar(spans: Sequence[tuple[int, int]]) -> list[slice]:
-    """Slices of consecutive segments, one for each bucket.
+    """Return slices of consecutive spans (position of the first own token, length), one for each bucket.
 
-    Args:
-        spans: (position of the first own token, length) of each segment: segments without shared tokens by
-            descending length, others by descending position.
+    Segments without shared tokens are by descending length, others by descending position.
     """
     found: list[slice] = []
     first = longest = wanted = 0
@@ -216,7 +199,6 @@ class _Gather(torch.autograd.Function):
 
 
 def _padded(x_THK: Tensor) -> Tensor:
-    """Append a row of zeros."""
     return torch.cat([x_THK, x_THK.new_zeros(1, *x_THK.shape[1:])])
 
 
@@ -231,24 +213,13 @@ def packed_attention(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T) v over the earlier tokens of the same segment.
+    """softmax(scale q k^T) v over the earlier tokens of the same segment, [T, H, V]; J divides H.
 
-    Args:
-        query_THK: queries.
-        key_TJK: keys; J divides H.
-        value_TJK: values.
-        segments: the segments of the row.
-        scale: factor of the scores.
-        window: a token sees itself and the `window - 1` tokens before it; None sees all.
-        softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        chunk: attention chunk size in positions of the segment: a token sees only its own chunk; None for no
-            chunks.
+    With `window` a token sees itself and the `window - 1` tokens before it, with `chunk` only its own chunk
+    of positions of the segment; with `softcap` scores become softcap * tanh(score / softcap).
 
     Our kernel for short segments supports neither chunks nor values of another width than keys; torch
     computes those.
-
-    Returns:
-        [T, H, V].
     """
     parts = []
     inputs = query_THK, key_TJK, value_TJK
@@ -281,10 +252,7 @@ def _causal(
     limits: tuple[int | None, int | None],
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention on rectangles; by causality no token of a segment reads the padding after its end.
-
-    The limits are window and chunk.
-    """
+    """Compute attention on rectangles; by causality no query reads the padding after its segment."""
     window, chunk = limits
     groups = query_BHQK.shape[1] // key_BJLK.shape[1]
     if groups > 1:
@@ -314,7 +282,6 @@ def _scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> 
 
 
 def _shares(score: Tensor, seen: Tensor) -> Tensor:
-    """Softmax over the visible keys, in float32 (float64 stays float64), converted to the scores' dtype."""
     wide = torch.promote_types(score.dtype, torch.float32)
     return score.masked_fill(~seen, float("-inf")).softmax(-1, dtype=wide).to(score.dtype)
 
@@ -360,20 +327,9 @@ def cached_attention(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Attention of one new token per row over its cache slots 0 to `position_B`, itself included.
+    """Attention of one new token per row over its cache slots 0 to `position_B`, itself included, [B, H, V].
 
-    Args:
-        query_BHK: queries of the new tokens.
-        key_BJCK: cached keys, the new token's already at slot `position_B`.
-        value_BJCK: cached values, likewise.
-        position_B: position of each new token.
-        scale: factor of the scores.
-        window: as in `packed_attention`.
-        softcap: as in `packed_attention`.
-        chunk: as in `packed_attention`.
-
-    Returns:
-        [B, H, V].
+    The new token's key and value are already in the cache. Options are those of `packed_attention`.
     """
     rows, heads, width = query_BHK.shape
     key_heads, slots = key_BJCK.shape[1], key_BJCK.shape[2]

@@ -46,16 +46,10 @@ def short_attention(
 ) -> Tensor:
     """Compute `packed_attention` for some segments of a row, [T, H, K]; 0 at tokens that are not queries.
 
-    Differentiable in queries, keys and values, once. In bfloat16 only the results are rounded.
-
-    Args:
-        query_THK: queries, of one of DTYPES, on the CPU.
-        key_TJK: keys of that dtype; J divides H.
-        value_TJK: values, likewise.
-        segments: packed index of each token of each segment, int64 [B, L], arbitrary after its end; the
-            number of its tokens [B]; and the number of leading tokens that are keys but not queries [B].
-        scale: factor of the scores.
-        window: as in `packed_attention`.
+    Differentiable in queries, keys and values, once; all are on the CPU and of one of DTYPES. In bfloat16
+    only the results are rounded. `segments` are the packed index of each token of each segment, int64 [B, L],
+    arbitrary after its end; the number of its tokens [B]; and the number of leading tokens that are keys but
+    not queries [B].
     """
     out_THK: Tensor = _Short.apply(query_THK, key_TJK, value_TJK, segments, scale, window)
     return out_THK
@@ -97,7 +91,6 @@ class _Short(torch.autograd.Function):
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
-    """The tensors as arrays, bfloat16 converted to float32."""
     return tuple(array(x.float() if x.dtype is torch.bfloat16 else x) for x in tensors)
 
 
@@ -120,14 +113,13 @@ def _transposed(x_MN: Any, y_NM: Any) -> None:
 
 @compiled("contract")
 def _taken(x_TJK: Any, slot_M: Any, j: int, x_MK: Any) -> None:
-    """Copy the rows of some tokens at one key head."""
     for m in range(len(slot_M)):
         put_all(x_MK[m], x_TJK[slot_M[m], j])
 
 
 @compiled("contract")
 def _asked(x_THK: Any, slot_Q: Any, j: int, x_RK: Any) -> None:
-    """Copy the rows of some tokens at the query heads of one key head; heads of a token are consecutive."""
+    """Copy rows at the query heads of one key head; heads of a token are consecutive."""
     group = len(x_RK) // len(slot_Q)
     for q in range(len(slot_Q)):
         for g in range(group):
@@ -204,7 +196,7 @@ def _forward(given: Any, found: Any, options: Any, num_parts: int, part: int) ->
 
 @compiled("contract")
 def _slopes(pair: Any, scale: Any, told: Any) -> None:
-    """Convert scores to attention weights, and gradients of weights to gradients of scores, both in place."""
+    """Convert scores to attention weights, and gradients of weights to gradients of scores, in place."""
     (score_MVL, slope_MVL), (top_VL, share_VL, mean_VL) = pair, told
     for m in range(len(score_MVL)):
         for v in range(len(mean_VL)):
@@ -218,7 +210,6 @@ def _slopes(pair: Any, scale: Any, told: Any) -> None:
 
 @compiled("contract", "reassoc")
 def _mean(slope_K: Any, out_K: Any) -> Any:
-    """The mean gradient of a query's attention weights, weighted by them."""
     total = slope_K[0] * out_K[0]
     for k in range(1, len(out_K)):
         total += slope_K[k] * out_K[k]
@@ -227,7 +218,6 @@ def _mean(slope_K: Any, out_K: Any) -> Any:
 
 @compiled("contract")
 def _backward(given: Any, told: Any, slopes: Any, options: Any, num_parts: int, part: int) -> None:
-    """Gradients of the queries, and of keys and values in each place of each segment."""
     (query_THK, key_TJK, value_TJK), (out_slope_THK, out_THK, top_TH, share_TH) = given, told
     (query_slope_THK, key_slope_BLJK, value_slope_BLJK), (where, scale, reach) = slopes, options
     (slot_BL, length_B, first_B), (num_keys, width) = where, key_TJK.shape[1:]
@@ -278,7 +268,6 @@ def _backward(given: Any, told: Any, slopes: Any, options: Any, num_parts: int, 
 
 @compiled()
 def _gathered(places: Any, where: Any, slopes: Any, num_parts: int, part: int) -> None:
-    """Gradients of each token's keys and values, summed over its places."""
     slot_BL, length_B, _ = where
     low, high = bounds(len(slopes[0]), num_parts, part)
     for b in range(len(length_B)):

@@ -18,18 +18,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The queries of a forward, and the blocks of each row.
+    """The queries of a forward, and the blocks of each row; block table int32, other tables int64.
 
-    Attributes:
-        block_BC: block table, int32 [B, C]; entries after a row's last block are arbitrary.
-        start_B: position of the first query of each row, int64 [B].
-        first_B: index of that query in the packed row of T queries, int64 [B].
-        count_B: queries of each row, at least 1, int64 [B]; contiguous in the packed row.
-        slot_T: block * S + slot of each query's own key and value, int64 [T]; -1 is not stored.
-        max_count: the largest of count_B.
-        max_length: the largest of start_B + count_B: keys of the longest row.
-        exact: batch-invariant: a query's bits must not depend on the number of queries, so one kernel
-            computes all.
+    In `block_BC` entries after a row's last block are arbitrary. Row b has `count_B` queries, at least 1,
+    contiguous from `first_B` on in the packed row of T queries and from position `start_B` on. `slot_T` is
+    block * S + slot of each query's own key and value; -1 is not stored. `max_count` is the largest of
+    count_B, `max_length` of start_B + count_B: keys of the longest row. `exact` is batch-invariant: a query's
+    bits must not depend on the number of queries, so one kernel computes all.
     """
 
     block_BC: Tensor
@@ -88,21 +83,7 @@ def paged_attention_plain(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T) v of each query over positions 0 to its own, row by row, in float32 or wider.
-
-    Args:
-        query_THK: queries.
-        key_PJSK: the keys' pool, which already holds the queries' own keys; J divides H.
-        value_PJSK: the values' pool.
-        rows: the rows that the queries belong to.
-        scale: factor of the scores.
-        window: a token sees itself and the `window - 1` tokens before it; None sees all.
-        softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        chunk: attention chunk size in positions: a token sees only its own chunk; None for no chunks.
-
-    Returns:
-        [T, H, V] in the dtype of the queries.
-    """
+    """Compute `dispatch.paged_attention` with its arguments, row by row, in float32 or wider."""
     wide = torch.promote_types(query_THK.dtype, torch.float32)
     groups = query_THK.shape[1] // key_PJSK.shape[1]
     out_THV = query_THK.new_empty(*query_THK.shape[:2], value_PJSK.shape[3])

@@ -60,9 +60,8 @@ def store_kv(
 ) -> None:
     """Write each token's key and value into its slot; tokens with slot -1 are skipped.
 
-    Raises:
-        ValueError: the pool does not have the layout of `new_pool`, or has no such slot; the tokens before it
-            are already stored then.
+    A pool without the layout of `new_pool`, or without such a slot, is a ValueError; the tokens before it are
+    already stored then.
     """
     pools = pool_arrays(key_PJSK, value_PJSK)
     news = tuple(array(new.to(key_PJSK.dtype)) for new in (key_TJK, value_TJK))
@@ -112,7 +111,7 @@ def paged_attention(
 
 
 def outside(rows: PagedRows, b: int, num_queries: int, pool: tuple[int, int]) -> ValueError:
-    """The error for row `b`, which is out of range; `pool` is the number of blocks and their slots."""
+    """Return the error for row `b`, which is out of range; `pool` is the number of blocks and their slots."""
     return ValueError(
         f"row {b} has {rows.count_B[b]} queries at {rows.first_B[b]}, the first at position "
         f"{rows.start_B[b]}, and blocks {rows.block_BC[b].tolist()}; there are {num_queries} queries and "
@@ -121,7 +120,7 @@ def outside(rows: PagedRows, b: int, num_queries: int, pool: tuple[int, int]) ->
 
 
 def pool_arrays(key_PJSK: Tensor, value_PJSK: Tensor) -> tuple[Array, Array]:
-    """Keys [P J K S] and values [P J S K] in their memory layout."""
+    """Return keys [P J K S] and values [P J S K] in their memory layout."""
     return array(stored_keys(key_PJSK, value_PJSK)), array(value_PJSK)
 
 
@@ -156,10 +155,7 @@ def _add_product_compiled(x_GM: Any, matrix_MN: Any, y_GN: Any, soon_MN: Any = N
 def _add_product_in_tiles(
     context: Any, x: Any, matrix: Any, y: Any, soon: Any
 ) -> tuple[Any, Callable[..., Any]]:
-    """Emit `add_product`, one tile of y at a time, which stays in registers for all rows of the matrix.
-
-    The matrices are contiguous; so are the rows of x and y.
-    """
+    """Emit `add_product`, one tile of y at a time, which stays in registers for all rows of the matrix."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pairs = zip(signature.args, arguments, strict=True)
@@ -184,7 +180,6 @@ def _add_tile(builder: Any, arrays: Any, corner: tuple[Any, Any], tile: tuple[in
     vector, bits = ir.VectorType(number, lanes), ir.VectorType(ir.IntType(32), lanes)
 
     def row_of(array: Any, number_of: int) -> Any:
-        """The address of the row of one of the tile's heads."""
         stride = cgutils.unpack_tuple(builder, array.strides, 2)[0]
         offset = builder.mul(builder.add(head, ir.Constant(head.type, number_of)), stride)
         return cgutils.pointer_add(builder, array.data, offset)
@@ -241,7 +236,6 @@ def _softmax(score_L: Array, start: int, stop: int, softcap: float) -> None:
 
 @compiled("contract")
 def _first(stop: int, limits: tuple[int, int]) -> int:
-    """The first position that the query at `stop - 1` sees; the limits are window and chunk."""
     window, chunk = limits
     return max(0, stop - window, (stop - 1) // chunk * chunk)
 
@@ -255,15 +249,11 @@ def _item(
     softcap: float,
     into: tuple[Array, Array, Array, Array],
 ) -> None:
-    """Attention of one item.
+    """Compute one item; softcap 0 is none.
 
-    Args:
-        query_GK: queries times scale.
-        pools: keys [P J K S] and values [P J S K].
-        place: the row's blocks [C], the key head, and the range (begin, end) of visible positions.
-        after: `place` of the next item, to prefetch its keys.
-        softcap: as in `paged_attention`; 0 for none.
-        into: result [G V], zeros; buffer for scores [G L]; ones [1 L/LANES]; buffer for sums [1 LANES].
+    Queries are times scale. `place` has the row's blocks [C], the key head, and the range (begin, end) of
+    visible positions; `after` is that of the next item, to prefetch its keys. `into` has the result [G V],
+    zeros; buffers for scores [G L]; ones [1 L/LANES]; buffer for sums [1 LANES].
     """
     (key_PJKS, value_PJSK), (block_C, j, start, stop) = pools, place
     after_C, after_j, after_start, after_stop = after
@@ -318,7 +308,7 @@ def _store(news: Arrays, pools: Arrays, slot_T: Array) -> int:
 
 @compiled("contract")
 def work(rows: Arrays, pools: Arrays, num_queries: int, limits: tuple[int, int]) -> int:
-    """Total cost of all items, in positions; -1 - b if row b points outside the pool or the queries."""
+    """Return the cost of all items, in positions; -1 - b if row b points outside the pool or the queries."""
     block_BC, start_B, first_B, count_B = rows
     num_blocks, num_heads, size, _ = pools[1].shape
     total = 0

@@ -52,14 +52,9 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 def store_kv(
     key_TJK: Tensor, value_TJK: Tensor, key_PJSK: Tensor, value_PJSK: Tensor, slot_T: Tensor
 ) -> None:
-    """Write each token's key and value into its slot; tokens with slot -1 are skipped.
+    """Write each token's key and value, of any strides, into its slot; tokens with slot -1 are skipped.
 
-    Args:
-        key_TJK: keys of this forward, in any strides.
-        value_TJK: values, likewise.
-        key_PJSK: the keys' pool; its dtype may differ.
-        value_PJSK: the values' pool.
-        slot_T: block * S + slot of each token, int64.
+    `slot_T` is block * S + slot of each token, int64. The pool's dtype may differ.
     """
     num_heads, block_size, width = key_PJSK.shape[1:]
     widths = {"WIDTH": width, "VALUE_WIDTH": value_PJSK.shape[3]}
@@ -106,25 +101,11 @@ def paged_decode(
     chunk: int | None = None,
     split: int | None = SPLIT,
 ) -> Tensor:
-    """Compute `paged_attention_plain` for rows of one query each.
+    """Compute `paged_attention_plain` for rows of one query each, of any strides, [B, H, V].
 
-    Args:
-        query_BHK: queries, in any strides.
-        key_PJSK: the keys' pool, which already holds the queries' own keys; J divides H.
-        value_PJSK: the values' pool.
-        rows: the rows that the queries belong to.
-        scale: factor of the scores.
-        window: a token sees itself and the `window - 1` tokens before it; None sees all.
-        softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        chunk: attention chunk size in positions: a token sees only its own chunk; None for no chunks.
-        split: most keys of one program; None does not split rows. Results for different values differ by
-            rounding; with the same value they are batch-invariant.
-
-    Returns:
-        [B, H, V] in the dtype of the queries.
-
-    Raises:
-        ValueError: split is not a positive multiple of 64, or a dtype is not one of DTYPES.
+    `split` is the most keys of one program; None does not split rows. Results for different values differ by
+    rounding; with the same value they are batch-invariant. A split that is no positive multiple of 64, or a
+    dtype that is not one of DTYPES, is a ValueError.
     """
     if split is not None and (split < LARGEST_TILE or split % LARGEST_TILE):
         raise ValueError(f"split is {split}; it is a positive multiple of {LARGEST_TILE}, or None")
@@ -191,11 +172,7 @@ def _options(
     limits: tuple[int | None, int | None],
     softcap: float | None,
 ) -> dict[str, Any]:
-    """Options of `_attend`: sizes, and score factors for powers of 2 and for tanh, computed from 2 x.
-
-    Raises:
-        ValueError: queries or pool have a dtype that the kernels do not take.
-    """
+    """Return options of `_attend`; score factors are for powers of 2, and for tanh, computed from 2 x."""
     key_PJSK, value_PJSK = pools
     for name, dtype in (("query_THK", query_THK.dtype), ("key_PJSK", key_PJSK.dtype)):
         if dtype not in DTYPES:
@@ -230,7 +207,6 @@ def _launch(
     outs: tuple[Tensor, ...],
     **options: Any,
 ) -> None:
-    """Launch `_attend` over tiles of queries (rows, for decode), key heads and splits."""
     tensors = (query_THK, *pools)
     inputs = (*tensors, *(one.stride() for one in tensors))
     spans = (rows.start_B, rows.first_B, rows.count_B, len(rows.start_B))
@@ -254,7 +230,6 @@ def _store_kv(
     HEADS_2: tl.constexpr,
     WIDTH_2: tl.constexpr,
 ) -> None:
-    """One program per token: all heads of its key and its value."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(slot + token)
     if place < 0:
@@ -292,7 +267,6 @@ def _attend(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: the queries of a tile, all heads of a group, over their keys or a split of them."""
     start, first, count, num_rows, table, to_row = where
     if DECODE:
         b, before, num_queries = tl.program_id(0), 0, 1
@@ -340,7 +314,6 @@ def _asked(
     WIDTH: tl.constexpr,
     WIDTH_2: tl.constexpr,
 ) -> tl.tensor:
-    """Load the queries of some tokens at some heads."""
     d = tl.arange(0, WIDTH_2)
     to_token, to_head, to_lane = strides
     at = token[:, None] * to_token + head[:, None] * to_head + d[None, :] * to_lane
@@ -359,7 +332,6 @@ def _leave(
     VALUE_WIDTH: tl.constexpr,
     VALUE_2: tl.constexpr,
 ) -> None:
-    """Write a program's result, or its partial result for `_merge`."""
     (b, token, head), (share, highest, total) = place, found
     line = token * (tl.num_programs(1) * GROUP) + head
     if SPLIT is None:
@@ -442,7 +414,7 @@ def _read(
 
 @triton.jit
 def _queries(first: tl.tensor, count: tl.tensor, num_rows: tl.tensor, *, QUERIES: tl.constexpr) -> tl.tensor:
-    """The row of this program's tile, the number of its queries before the tile, and the number in it."""
+    """Return the row of this program's tile, its queries before the tile, and those in it."""
     tile = tl.program_id(0)
     b = -1
     for start in range(0, num_rows, FOUND):
@@ -462,7 +434,6 @@ def _keys(
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> tl.tensor:
-    """The range of keys for this program's tile, given the position of the tile's first query."""
     begin = _first_key(position, WINDOW=WINDOW, CHUNK=CHUNK)
     end = position + num_queries
     if SPLIT is not None:
@@ -474,7 +445,6 @@ def _keys(
 
 @triton.jit
 def _first_key(position: tl.tensor, *, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
-    """The first key that a query sees."""
     first = 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0)
     return first if CHUNK is None else tl.maximum(position // CHUNK * CHUNK, first)
 

@@ -46,13 +46,10 @@ KEPT = {**NUMBERS, torch.float64: np.float64(0)}
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight in the layout that `multiply` reads.
+    """A weight in the layout that `multiply` reads, padded with zeros to whole panels.
 
-    Attributes:
-        panel_PSC: the panels, padded with zeros to whole ones. bfloat16 stays bfloat16.
-        num_inputs: D.
-        num_outputs: N; for a gated pair the width of one half.
-        gated: whether panels of two weights alternate, the gate (the input of silu) first.
+    bfloat16 stays bfloat16. For a gated pair `num_outputs` is the width of one half, and panels of two
+    weights alternate, the gate (the input of silu) first.
     """
 
     panel_PSC: Tensor
@@ -62,20 +59,15 @@ class PackedWeight:
 
 
 def usable(dtype: torch.dtype) -> bool:
-    """Whether this dtype has fast products here: x86 processors with AVX2 and fused multiply-add."""
+    """Return whether this dtype has fast products here: x86 processors with AVX2 and fused multiply-add."""
     return dtype in KEPT and {"fma", "avx2"} <= FEATURES
 
 
 def pack(*weights: Tensor, gated: bool = False) -> PackedWeight:
-    """Pack weights [N, D], concatenated along N, into the layout that `multiply` reads.
+    """Pack weights [N, D] of one dtype, concatenated along N, into the layout that `multiply` reads.
 
-    Args:
-        weights: of one input width and dtype; two of one shape if gated.
-        gated: whether their panels alternate, so that one product computes silu of the first times the
-            second.
-
-    Raises:
-        ValueError: a bfloat16 weight has an odd width, on a processor that multiplies pairs.
+    If gated, the panels of two weights of one shape alternate, so that one product computes silu of the first
+    times the second. A bfloat16 weight of odd width is a ValueError on a processor that multiplies pairs.
     """
     dtype, (num_outputs, num_inputs) = weights[0].dtype, weights[0].shape
     each = 2 if dtype == torch.bfloat16 and PAIRS else 1
@@ -97,15 +89,9 @@ def pack(*weights: Tensor, gated: bool = False) -> PackedWeight:
 
 
 def product(x: Tensor, packed: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b in the dtype of x, [..., N], without gradient.
+    """Compute x W^T + b in the dtype of x, [..., N], without gradient; ValueError for a gated pair.
 
-    Args:
-        x: [..., D].
-        packed: the weight, of the dtype of x and not gated.
-        bias_N: the bias, if any, of the same dtype.
-
-    Raises:
-        ValueError: a width or a dtype differs, or the weight is a gated pair.
+    A width or a dtype that differs is a ValueError too.
     """
     given = [packed.panel_PSC, x] if bias_N is None else [packed.panel_PSC, x, bias_N]
     if x.shape[-1] != packed.num_inputs or packed.gated or not readable(*given):
@@ -129,7 +115,7 @@ def product(x: Tensor, packed: PackedWeight, bias_N: Tensor | None = None) -> Te
 
 
 def kinds(dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """Numbers of the types of a product: weights and result, rows as they are read, accumulator."""
+    """Return numbers of the types of a product: weights and result, rows as they are read, accumulator."""
     kept = KEPT[dtype]
     if dtype == torch.bfloat16:
         return kept, kept if PAIRS else np.float32(0), np.float32(0)
@@ -137,14 +123,14 @@ def kinds(dtype: torch.dtype) -> tuple[Any, Any, Any]:
 
 
 def place_of(packed: PackedWeight, bias_N: Tensor | None) -> tuple[int, ...]:
-    """The addresses of a weight and its bias, as `weight_at` takes them; both must outlive the call."""
+    """Return the addresses of a weight and its bias for `weight_at`; both must outlive the call."""
     bias = (0, 0) if bias_N is None else (bias_N.data_ptr(), len(bias_N))
     return packed.panel_PSC.data_ptr(), *packed.panel_PSC.shape, *bias
 
 
 @compiled()
 def weight_at(place: Any, kept: Any) -> Any:
-    """The panels and the bias at these addresses; a bias of length 0 is none."""
+    """Return the panels and the bias at these addresses; a bias of length 0 is none."""
     panel, num_panels, num_steps, width, bias, num_biases = place
     return memory(panel, (num_panels, num_steps, width), kept), memory(bias, (num_biases,), kept)
 
@@ -167,7 +153,6 @@ def _fill(weight_NS: Any, panel_PSC: Any, turn: Any, num_parts: int, part: int) 
 
 @compiled()
 def _fill_panel(weight_NS: Any, first: int, panel_SC: Any) -> None:
-    """Fill one panel with the rows of a weight from `first` on; pad it with 0."""
     num_steps, columns = panel_SC.shape
     there = min(columns, len(weight_NS) - first)
     for s in range(num_steps if there < columns else 0):
@@ -206,13 +191,8 @@ def share_product(x_MD: Any, weight: Any, y_MN: Any, purpose: int, zero: Any, th
 def multiply(x_MD: Any, weight: Any, y_MN: Any, then: Any, num_parts: int, part: int) -> None:
     """Compute one part of the columns of y.
 
-    Args:
-        x_MD: the rows.
-        weight: panels and bias, as `weight_at` returns them.
-        y_MN: the result.
-        then: WRITE, ADD or GATE, and a number of the accumulator's type.
-        num_parts: number of parts that the columns are divided into.
-        part: index of the part.
+    `weight` is panels and bias from `weight_at`; `then` is WRITE, ADD or GATE, and a number of the
+    accumulator's type.
     """
     (panel_PSC, bias_N), (purpose, zero) = weight, then
     num_outputs = y_MN.shape[1]

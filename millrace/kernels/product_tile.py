@@ -78,7 +78,6 @@ def _multiply_in_tiles(
 
 
 def _tile(builder: Any, arrays: Any, row: Any, rows: int) -> None:
-    """Emit code for `rows` rows of the result from `row` on."""
     left, panel, total, soon = arrays
     num_steps, _ = cgutils.unpack_tuple(builder, panel.shape, 2)
     number = total.data.type.pointee
@@ -117,13 +116,11 @@ def _tile(builder: Any, arrays: Any, row: Any, rows: int) -> None:
 
 
 def _row(builder: Any, array: Any, row: Any) -> Any:
-    """Emit the address of a row of a matrix."""
     stride = cgutils.unpack_tuple(builder, array.strides, 2)[0]
     return cgutils.pointer_add(builder, array.data, builder.mul(row, stride))
 
 
 def _right(builder: Any, start: Any, v: int, vector: Any, pairs: bool) -> Any:
-    """Emit the load of vector `v` of a step of a panel."""
     lanes, stored, bits = vector.count, start.type.pointee, ir.VectorType(WORD, vector.count)
     kind = bits if pairs else ir.VectorType(stored, lanes)
     place = builder.gep(start, [WORD(v * lanes * (2 if pairs else 1))])
@@ -135,7 +132,6 @@ def _right(builder: Any, start: Any, v: int, vector: Any, pairs: bool) -> Any:
 
 
 def _everywhere(builder: Any, number: Any, lanes: int) -> Any:
-    """Emit the broadcast of one number to a vector."""
     anything = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
     first = builder.insert_element(anything, number, WORD(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(WORD, lanes), None))

@@ -27,13 +27,9 @@ KEYS = 1024
 class Rectangle:
     """Tiles of similar size, no two of one segment; a tile is a range of queries by a range of keys.
 
-    Attributes:
-        query_ML: index into the T queries; T for padding.
-        key_MS: index into the U keys; U for padding.
-        query_at_ML: index of each query in the whole packed row; arbitrary for padding.
-        key_at_MS: index of each key in the whole packed row; for padding larger than all, so that no query
-            sees it.
-        query_low_ML: the lowest index that each query sees.
+    `query_ML` and `key_MS` index the T queries and U keys; T and U are padding. `query_at_ML` and `key_at_MS`
+    are indices in the whole packed row; arbitrary for padded queries, and for padded keys larger than all, so
+    that no query sees them. `query_low_ML` is the lowest index that each query sees.
     """
 
     query_ML: Tensor
@@ -55,11 +51,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The visible pairs of one rank's queries and one rank's keys; may be empty.
-
-    Attributes:
-        rectangles: each pair of a query and a visible key is in exactly one of them.
-    """
+    """The visible pairs of a rank's queries and a rank's keys, each in one rectangle; may be empty."""
 
     rectangles: tuple[Rectangle, ...]
 
@@ -75,16 +67,9 @@ class Tiles:
     ) -> Tiles:
         """Divide the visible pairs of queries and keys into tiles.
 
-        Args:
-            query_at_T: indices of the queries in the whole packed row, ascending, on the CPU.
-            first_at_T: index of the first token of each query's segment.
-            key_at_U: indices of the keys, ascending.
-            window: a token sees itself and the `window - 1` tokens before it; None sees all.
-            chunk: attention chunk size in positions of the segment: a token sees only its own chunk; None for
-                no chunks.
-
-        Raises:
-            ValueError: indices do not ascend.
+        Indices in the whole packed row are on the CPU; those of queries and keys ascend, or it raises a
+        ValueError. `first_at_T` is that of the first token of each query's segment. Window and chunk are
+        those of `packed_attention`.
         """
         for name, at_N in (("query_at_T", query_at_T), ("key_at_U", key_at_U)):
             if bool((at_N.diff() < 1).any()):
@@ -126,7 +111,7 @@ def lowest_seen(query_at_T: Tensor, first_at_T: Tensor, *, window: int | None, c
 
 
 def _runs(at: list[int], first_at: list[int]) -> list[tuple[int, int]]:
-    """Ranges (begin, end) of consecutive tokens of one segment, none longer than a tile."""
+    """Return ranges (begin, end) of consecutive tokens of one segment, none longer than a tile."""
     found, begin = [], 0
     for t in range(1, len(at) + 1):
         whole = t == len(at) or at[t] != at[t - 1] + 1 or first_at[t] != first_at[begin]
@@ -137,7 +122,6 @@ def _runs(at: list[int], first_at: list[int]) -> list[tuple[int, int]]:
 
 
 def _split(tiles: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Batches of tiles of similar size, each with at most as many padded scores as the largest tile has."""
     longest = max(end - begin for begin, end, _, _ in tiles)
     widest = max(end - begin for _, _, begin, end in tiles)
     most = QUERIES * KEYS // (longest * widest)
@@ -170,10 +154,8 @@ def _places(begin_M: Tensor, end_M: Tensor, beyond: int) -> Tensor:
 class Softmax:
     """Running softmax of T queries over the keys so far. The extra row T absorbs writes of padding.
 
-    Attributes:
-        top: the highest score of each query so far, [T + 1, H, 1].
-        total: sum of exp(score - top), likewise.
-        value: sum of exp(score - top) v, [T + 1, H, K].
+    `top` is the highest score, `total` the sum of exp(score - top), both [T + 1, H, 1], and `value` the sum
+    of exp(score - top) v, [T + 1, H, K].
     """
 
     top: Tensor
@@ -205,16 +187,10 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Update the running softmax with the keys of one rank.
+    """Update the running softmax in place with the keys of one rank.
 
-    Args:
-        softmax: running softmax of these queries; written in place.
-        query_THK: queries, rotary positions applied.
-        key_UJK: keys; J divides H.
-        value_UJK: values; their width may differ.
-        tiles: the visible pairs of queries and keys.
-        scale: factor of the scores.
-        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+    Rotary positions are applied to queries and keys; J divides H. Widths of keys and values may differ. With
+    `softcap` scores become softcap * tanh(score / softcap).
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Liu, Zaharia and Abbeel
     2023, "Ring attention with blockwise transformers for near-infinite context".
@@ -247,24 +223,12 @@ def attend_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients for the keys of one rank, in float32 (float64 stays float64).
+    """Compute the gradients of queries, keys and values from the pairs with one rank's keys.
 
     With p = exp(score - log total), o the attention output and g its gradient,
-    d loss / d score = p (g v - g o).
-
-    Args:
-        query_THK: queries, as in `attend`.
-        key_UJK: keys, as in `attend`.
-        value_UJK: values, as in `attend`.
-        tiles: the visible pairs of queries and keys, as in `attend`.
-        log_total_TH1: log sum exp(score) of each query, over the keys of all ranks.
-        gradient_THK: gradient of the attention output.
-        agreement_TH1: g o, summed over the head width.
-        scale: factor of the scores.
-        softcap: bound of the scores; None leaves them.
-
-    Returns:
-        The gradients of queries, keys and values from these pairs; in their shapes.
+    d loss / d score = p (g v - g o). `log_total_TH1` is log sum exp(score) of each query, over the keys of
+    all ranks; `agreement_TH1` is g o, summed over the head width. Gradients are in float32 (float64 stays
+    float64).
     """
     heads = key_UJK.shape[1]
     query, key, value = _padded(query_THK), _padded(key_UJK), _padded(value_UJK)
@@ -301,7 +265,6 @@ def _scores(query: Tensor, key: Tensor, tile: Rectangle, scale: float, softcap: 
 
 
 def _padded(x_THK: Tensor) -> Tensor:
-    """Convert to at least float32 and append a row of zeros."""
     x_THK = x_THK.to(_at_least_float32(x_THK))
     return torch.cat([x_THK, x_THK.new_zeros(1, *x_THK.shape[1:])])
 
@@ -313,7 +276,6 @@ def _take(x_THK: Tensor, place_ML: Tensor, num_key_heads: int) -> Tensor:
 
 
 def _put(x_THK: Tensor, place_ML: Tensor, rows_MJQK: Tensor) -> None:
-    """Scatter rows to the places that `_take` reads."""
     rows = rows_MJQK.unflatten(2, (-1, place_ML.shape[1]))
     x_THK[place_ML] = rows.permute(0, 3, 1, 2, 4).flatten(2, 3)
 

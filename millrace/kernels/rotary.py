@@ -25,13 +25,7 @@ def rotate(query_HTK: Tensor, key_JTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -
     """Rotate queries and keys by the angles of their positions; results are [T, N, K] in memory.
 
     Differentiable in queries and keys, once. Compiled on the CPU for one dtype and an even width; otherwise
-    `rotate_plain` runs.
-
-    Args:
-        query_HTK: queries.
-        key_JTK: keys.
-        cos_TK: cosines, those of the second half after those of the first.
-        sin_TK: sines, likewise.
+    `rotate_plain` runs. Cosines and sines of the second half of a head follow those of the first.
 
     Source: Su et al. 2021, "RoFormer: Enhanced transformer with rotary position embedding".
     """
@@ -107,5 +101,4 @@ def _rotate_bfloat16(x_TNK: Any, cos_TK: Any, sin_TK: Any, y_TNK: Any) -> None:
 
 @compiled()
 def _product(x: Any, factor: Any) -> Any:
-    """The product rounded to bfloat16, as float32."""
     return wide(narrow(x * wide(factor)))

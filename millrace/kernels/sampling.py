@@ -21,19 +21,12 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample one token for each row, with its log-probability log softmax(logits / temperature).
+    """Sample one token (int64) for each row, with its log-probability log softmax(logits / temperature).
 
     The token is the first with a cumulative mass above u times the total; a token without mass is never
     sampled. At temperature 0 it is the most likely token (the lowest id of equals), with its log-probability
-    at temperature 1.
-
-    Args:
-        logit_NV: float32 or float64, without gradient; minus infinity excludes a token.
-        temperature_N: 0 or more.
-        uniform_N: u, float64 in [0, 1).
-
-    Returns:
-        tokens, int64, and log-probabilities in the dtype of the logits, NaN for a row without distribution.
+    at temperature 1. Logits are float32 or float64, without gradient; minus infinity excludes a token. u is
+    float64 in [0, 1). Log-probabilities have the dtype of the logits, NaN for a row without distribution.
 
     Raises:
         ValueError: a shape or dtype does not fit, or the logits require a gradient.
@@ -47,18 +40,10 @@ def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Te
 
 
 def row_logprob(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
-    """Compute the log-probability of one given token for each row, bit for bit that of `draw`.
+    """Compute the log-probability of one given token for each row, [N], bit for bit that of `draw`.
 
-    Args:
-        logit_NV: float32 or float64, without gradient.
-        target_N: the tokens, integers in [0, V).
-        temperature_N: 0 or more; 0 counts as 1.
-
-    Returns:
-        [N], in the dtype of the logits; NaN for a row without distribution.
-
-    Raises:
-        ValueError: as in `draw`, or a target is outside the vocabulary.
+    Temperature 0 counts as 1. The result has the dtype of the logits; NaN for a row without distribution.
+    Errors are those of `draw`, and a ValueError for a target outside the vocabulary.
     """
     target_N, temperature_N = _columns(logit_NV, target_N=target_N, temperature_N=temperature_N)
     outside_N = (target_N < 0) | (target_N >= logit_NV.shape[1])
@@ -80,19 +65,13 @@ def truncate(
 
     First min-p excludes tokens with less than min_p times the mass of the most likely token. Then top-k keeps
     the k most likely of the rest. Then top-p keeps the fewest of these that hold top_p of their mass. Ties go
-    to the lower id; the most likely token is always kept.
+    to the lower id; the most likely token is always kept. The order is vLLM's.
 
-    Args:
-        logit_NV: float32 or float64, without gradient, contiguous.
-        temperature_N: above 0.
-        top_k_N: integers; 0 is off.
-        top_p_N: float64 in (0, 1]; 1 is off.
-        min_p_N: float64 in [0, 1]; 0 is off.
+    Logits are float32 or float64, contiguous, without gradient; temperatures are above 0. top_k are integers,
+    0 is off; top_p float64 in (0, 1], 1 is off; min_p float64 in [0, 1], 0 is off.
 
     Raises:
         ValueError: a shape or dtype does not fit, or the logits require a gradient or are not contiguous.
-
-    Source: the order is vLLM's.
     """
     columns = _columns(
         logit_NV, temperature_N=temperature_N, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N
@@ -111,11 +90,6 @@ def truncate(
 
 
 def _columns(logit_NV: Tensor, **columns: Tensor) -> list[Tensor]:
-    """Check the arguments; return the columns, contiguous.
-
-    Raises:
-        ValueError: a shape or dtype does not fit the logits.
-    """
     if logit_NV.dim() != 2 or logit_NV.shape[1] == 0 or logit_NV.dtype not in DTYPES:
         raise ValueError(
             f"logit_NV is {logit_NV.dtype} of shape {tuple(logit_NV.shape)}; "

@@ -58,7 +58,6 @@ def truncate(
 
 
 def _over_rows(kernel: Callable[..., None], logit_NV: Tensor, *columns: Tensor) -> None:
-    """Run a kernel over the rows, divided into parts of enough work."""
     num_rows = len(logit_NV)
     arrays = logit_NV.numpy(), tuple(column_N.numpy() for column_N in columns)
     n = numbers(logit_NV.dtype)
@@ -96,10 +95,7 @@ def _row_logprob(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts
 
 @compiled()
 def _buffers(n: Numbers, logit: Array) -> tuple[Tile, Array]:
-    """Allocate three tiles (masses, rounded powers, their bits), and at least one zero per tile of a row.
-
-    A row shorter than a tile gets a shorter tile; the omitted zeros would not change a sum.
-    """
+    """Allocate tiles (masses, rounded powers, their bits) and zeros; omitted zeros would not change a sum."""
     width, num_sums = 1, 1
     while width < min(logit.shape[1], TILE):
         width *= 2
@@ -112,7 +108,6 @@ def _buffers(n: Numbers, logit: Array) -> tuple[Tile, Array]:
 
 @compiled()
 def _greatest(x: Array) -> Any:
-    """The greatest logit; NaN may be ignored."""
     lanes = np.full(LANES, -np.inf, x.dtype)
     in_lanes = len(x) // LANES * LANES
     for first in range(0, in_lanes, LANES):
@@ -189,7 +184,6 @@ def _first_equal(x: Array, value: Any) -> int:
 
 @compiled()
 def _chosen(n: Numbers, x: Array, scale: tuple[Any, Any], sizes: tuple[Tile, Array], uniform: float) -> int:
-    """The first token with a cumulative mass above u times the total."""
     tile, sums = sizes
     total = 0.0
     for c in range(len(sums)):
@@ -244,7 +238,7 @@ def _truncate(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: i
 
 @compiled()
 def _sort_into_buckets(n: Numbers, x: Array, heat: Any, min_p: float, tile: Tile, found: Arrays) -> None:
-    """Mass and bucket of each token, count and mass of each bucket; an extra bucket for those below min-p."""
+    """Find mass and bucket of each token, count and mass of each bucket; one more is below min-p."""
     share, bucket, count, mass = found
     peak = _greatest(x) / heat
     count[:] = 0
@@ -265,10 +259,7 @@ def _sort_into_buckets(n: Numbers, x: Array, heat: Any, min_p: float, tile: Tile
 
 @compiled()
 def _likeliest(x: Array, found: Arrays, max_count: int, max_mass: float) -> tuple[int, Array, float]:
-    """The most likely tokens, up to `max_count` tokens or a mass of `max_mass`.
-
-    Return the last bucket (all buckets before it are complete), the tokens of it, and the total mass.
-    """
+    """Return the last bucket (all before it are complete), its tokens, and the mass, up to the limits."""
     share, bucket, count, mass = found
     taken, held = 0, 0.0
     for b in range(LAST_BUCKET + 1):

@@ -33,16 +33,10 @@ LN2_LOW = -2.1219444005469058277e-4
 class Numbers(NamedTuple):
     """Constants of the exponential in one dtype; scalars of that dtype and of its integer type.
 
-    Attributes:
-        zero: 0.
-        least: at and below it the exponential counts as 0; 2^k would not be a normal number.
-        per_ln2: 1 / ln 2.
-        rounder: adding it rounds to an integer, held in the lowest bits of the sum.
-        ln2_high: first part of ln 2.
-        ln2_low: the rest of ln 2.
-        series: 1 / n! from the highest power to n = 0.
-        bias: of the exponent.
-        shift: bits of the mantissa.
+    At and below `least` the exponential counts as 0; 2^k would not be a normal number. Adding `rounder`
+    rounds to an integer, held in the lowest bits of the sum. `ln2_high` and `ln2_low` add up to ln 2.
+    `series` is 1 / n! from the highest power to n = 0. `bias` is of the exponent, `shift` the bits of the
+    mantissa.
     """
 
     zero: np.floating
@@ -121,13 +115,11 @@ def truncate_plain(
 
 
 def _z(logit_NV: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits / temperature, and the greatest of each row."""
     z_NV = logit_NV / heat(logit_NV, temperature_N)[:, None]
     return z_NV, z_NV.amax(1)
 
 
 def _masses(z_NV: Tensor, peak_N: Tensor) -> Tensor:
-    """exp(z - peak), [N, V]."""
     x_NV = z_NV - peak_N[:, None]
     return _exp(x_NV) if x_NV.device.type == "cpu" else x_NV.exp()
 
@@ -148,7 +140,6 @@ def _exp(x_NV: Tensor) -> Tensor:
 
 
 def _tiles(mass_NV: Tensor) -> Tensor:
-    """Reshape to [N, C, K], the last tile padded with zeros."""
     return torch.nn.functional.pad(mass_NV, (0, -mass_NV.shape[1] % TILE)).unflatten(1, (-1, TILE))
 
 
@@ -160,7 +151,6 @@ def _halved(x: Tensor) -> Tensor:
 
 
 def _first(true_NC: Tensor) -> Tensor:
-    """Index of the first true entry of each row; 0 where there is none."""
     return true_NC.byte().argmax(1)
 
 
@@ -178,5 +168,4 @@ def _logprob(z_NV: Tensor, peak_N: Tensor, mass_NCK: Tensor, token_N: Tensor) ->
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two not below `number`."""
     return 1 << (number - 1).bit_length()

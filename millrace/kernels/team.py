@@ -34,7 +34,6 @@ PARTS_PER_THREAD = 4
 
 @cache
 def _parallel() -> Any:
-    """Torch's OpenMP runtime; None if it has none or an unsupported one."""
     folder = Path(torch.__file__).parent / "lib"
     shipped = [str(path) for name in RUNTIMES for path in sorted(folder.glob(name))]
     # None is the process itself, for a torch that loaded the system's runtime instead of its own.
@@ -66,7 +65,6 @@ def cut(most: int, num_threads: int) -> tuple[int, int]:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 def _alone(member: int, shared: int, num_members: int, flags: int) -> None:
-    """Fallback for a missing OpenMP runtime: a team of one thread."""
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(member)(shared)
 
 
@@ -83,11 +81,7 @@ def bounds(total: int, num_parts: int, part: int) -> tuple[int, int]:
 def share_out(function: Callable[..., None], arguments: Arguments, num_parts: int, num_members: int) -> None:
     """Call `function(*arguments, part)` for every part from 0 on; an idle thread takes the next part.
 
-    Args:
-        function: compiled function; its exceptions are lost.
-        arguments: leading arguments of every call.
-        num_parts: number of parts.
-        num_members: threads of the team, at most `num_threads()`.
+    Exceptions of the compiled function are lost. The team has at most `num_threads()` members.
     """
     for part in range(num_parts):
         function(*arguments, part)
@@ -105,7 +99,6 @@ def _typed(typing: Any) -> Callable[..., Any]:
 
 @lower_builtin(share_out, types.Dispatcher, types.BaseTuple, types.Integer, types.Integer)
 def _shared_out(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-    """Emit `share_out` on torch's thread team."""
     function, arguments = signature.args[:2]
     compiled = function.dispatcher.overloads[(*arguments.types, types.intp)]
     target.active_code_library.add_linking_library(compiled.library)
@@ -136,7 +129,6 @@ def _shared_out(target: Any, builder: Any, signature: Any, values: Any) -> Any:
 
 
 def _member(target: Any, member: Any, shared_type: Any, compiled: Any) -> None:
-    """Emit the code of each thread: take the next part until none is left."""
     builder = ir.IRBuilder(member.append_basic_block("entry"))
     shared = builder.bitcast(member.args[0], shared_type)
     next_part = cgutils.gep_inbounds(builder, shared, 0, 0)

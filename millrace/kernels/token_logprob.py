@@ -50,23 +50,16 @@ def token_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability log p_target and the entropy -sum_v p_v log p_v, both [N], in nats.
 
-    Both are differentiable; without a gradient of the entropy, the backward does no work for it. Extra memory
-    is about two chunks of logits (`rows_per_chunk`) for any N; an entropy in the loss and a cap on the logits
-    take one more chunk each, supports a few numbers for each of their tokens in a chunk. N = 0 gives empty
-    results and a gradient of 0.
+    Both are differentiable, also in weight and bias of the head; without a gradient of the entropy, the
+    backward does no work for it. Extra memory is about two chunks of logits (`rows_per_chunk`) for any N; an
+    entropy in the loss and a cap on the logits take one more chunk each, supports a few numbers for each of
+    their tokens in a chunk. N = 0 gives empty results and a gradient of 0. Outside of a support p is 0, and
+    the logits get no gradient; each holds its target. None is the whole vocabulary.
 
     With a sharded head, each rank of its group calls this with the same tokens and gets the same numbers; in
     the backward each gets the whole gradient of the hidden states and that of its own rows. A target in no
     shard, or on CUDA in no row, has log-probability minus infinity. Ranks all-reduce two tensors [2, N] and
     the gradient.
-
-    Args:
-        hidden_ND: final hidden states, one per target.
-        head: the output head, or a shard of it; gradients flow to its weight and bias.
-        target_N: the tokens, integers in [0, V).
-        temperature: above 0.
-        support: the token ids that each target was sampled from, itself included; p is 0 outside of them, and
-            the logits there get no gradient. None is the whole vocabulary for all.
 
     Raises:
         ValueError: shapes do not fit, the temperature is not above 0, a support has an id outside the
@@ -107,12 +100,6 @@ def token_squares(
 ) -> Tensor:
     """Compute sum_v p_v^2, [N], without gradient: the collision probability, for the optimal baseline.
 
-    Args:
-        hidden_ND: final hidden states, one per token.
-        head: the output head.
-        temperature: above 0.
-        support: the token ids that each token was sampled from, as for `token_logprob`.
-
     Raises:
         ValueError: shapes do not fit, the temperature is not above 0, a support has an id outside the
             vocabulary, or a head is a shard.
@@ -141,16 +128,9 @@ def token_divergence(
     """Compute KL(p || q) = sum_v p_v (log p_v - log q_v), [N], in nats; q is the reference.
 
     Differentiable in the policy's hidden states and head; the reference gets no gradient. Extra memory is
-    about three chunks of logits. Rounding may leave a divergence of 0 slightly negative.
-
-    Args:
-        hidden_ND: the policy's final hidden states, one per token.
-        head: the policy's output head; gradients flow to its weight and bias.
-        reference_hidden_ND: the reference's hidden states, for the same tokens; their width may differ.
-        reference_head: the reference's output head, over the same vocabulary.
-        temperature: above 0; divides the logits of both.
-        support: the token ids that each token was sampled from, as for `token_logprob`; p and q are both over
-            them.
+    about three chunks of logits. Rounding may leave a divergence of 0 slightly negative. The reference's
+    width may differ, but not its vocabulary. The temperature divides the logits of both, and both are over
+    the support.
 
     Raises:
         ValueError: shapes do not fit, the temperature is not above 0, a support has an id outside the
@@ -323,7 +303,7 @@ def _slope(
     gradients: list[Any],
     z_NV: Tensor | None,
 ) -> Tensor:
-    """Gradient of a chunk's W h + b, [n, V]; the given gradients are scaled by scale / temperature."""
+    """Compute the gradient of a chunk's W h + b, [n, V]; given ones are times scale / temperature."""
     bend_NV = None
     if z_NV is None:
         logit_NV, softcap = measure.head.logits(hidden_ND), measure.head.softcap
@@ -339,7 +319,6 @@ def _z(head: Head, hidden_ND: Tensor, temperature: float, among: Supports | None
 
 
 def _truncated(z_NV: Tensor, among: Supports | None) -> Tensor:
-    """Mask z outside of each token's support in place: p is 0 there."""
     if among is None:
         return z_NV
     place = among.row_M, among.token_M

@@ -23,11 +23,7 @@ from millrace.kernels.head import Head, Supports
 
 
 def merged(part_4SN: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Reduce the numbers of all parts to those of the whole vocabulary.
-
-    Args:
-        part_4SN: highest, the target's z, total, and moment, as above, of the parts on this rank.
-        group: the ranks with the other parts; None if all parts are on this rank.
+    """Reduce the numbers [4, S, N] of this rank's and the group's parts to those of the whole vocabulary.
 
     Returns:
         log-probability and entropy, [2, N], and the inputs of the gradients, [3, N]: the highest z, and
@@ -83,12 +79,8 @@ def _reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | N
 class ShardedLogprob:
     """The measure of `token_logprob` for a sharded head: one rank's part of the numbers, and its gradients.
 
-    `numbers` shifts z, `slope` overwrites it.
-
-    Attributes:
-        head: the shard.
-        temperature: divisor of the logits.
-        support: always None; truncated sampling needs an unsharded head.
+    `numbers` shifts z, `slope` overwrites it. The support is always None; truncated sampling needs an
+    unsharded head.
     """
 
     head: Head
@@ -116,12 +108,7 @@ class ShardedLogprob:
     ) -> Tensor:
         """Compute d loss / d z, [N, V], from the gradients of both numbers; None is 0.
 
-        Args:
-            z_NV: z of this rank's rows.
-            known: the targets, and the inputs of the gradients from `merged`.
-            among: always None.
-            logprob_gradient_N: d loss / d log-probability.
-            entropy_gradient_N: d loss / d entropy.
+        `known` has the targets, and the inputs of the gradients from `merged`; `among` is always None.
         """
         target_N, (highest_N, log_total_N, mean_N) = known
         z_NV.sub_(highest_N[:, None])
@@ -137,7 +124,6 @@ class ShardedLogprob:
         return slope_NV.scatter_add_(1, row_N[:, None], (logprob_gradient_N * here_N)[:, None])
 
     def _rows(self, z_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of each target (arbitrary if another rank has it), and whether it is on this rank."""
         row_N = target_N - self.head.first_row
         here_N = (row_N >= 0) & (row_N < z_NV.shape[1])
         return row_N.where(here_N, 0), here_N

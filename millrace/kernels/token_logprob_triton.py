@@ -51,14 +51,7 @@ def token_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_logprob.token_logprob` without support; a target in no part gets minus infinity.
 
-    Args:
-        hidden_ND: final hidden states, of a dtype in DTYPES.
-        head: the output head, or a shard of it, of the same dtype.
-        target_N: the tokens, integers.
-        temperature: above 0.
-
-    Returns:
-        log-probability and entropy, [N], float32, differentiable once.
+    Hidden states and head have one dtype in DTYPES. Both results are [N], float32, differentiable once.
     """
     logprob_N, entropy_N = _Fused.apply(hidden_ND, head.weight_VD, head.bias_V, target_N, head, temperature)
     return logprob_N, entropy_N
@@ -121,7 +114,6 @@ def _blocks(length: int, size: int) -> Iterator[slice]:
 
 
 def _parts(hidden_ND: Tensor, head: Head, row_N: Tensor, temperature: float) -> Tensor:
-    """The numbers of each part of the vocabulary for each token, [4, S, N]: see `token_logprob_parts`."""
     options = _options(hidden_ND, head, temperature)
     # Whole tiles; a small vocabulary has fewer parts.
     size = triton.cdiv(len(head.weight_VD), PARTS * options["WORDS"]) * options["WORDS"]
@@ -137,12 +129,8 @@ def _parts(hidden_ND: Tensor, head: Head, row_N: Tensor, temperature: float) -> 
 def _slopes(hidden_ND: Tensor, head: Head, known: tuple[Tensor | None, ...], temperature: float) -> Tensor:
     """Compute d loss / d (W h + b) of a block, [N, V], in the dtype of the hidden states.
 
-    Args:
-        hidden_ND: hidden states of the block's tokens.
-        head: the head's rows of the block.
-        known: the row of each target; highest, log_total and mean from `merged`; and the gradients of both
-            numbers times scale / temperature, None for 0.
-        temperature: above 0.
+    `known` has the row of each target; highest, log_total and mean from `merged`; and the gradients of both
+    numbers times scale / temperature, None for 0.
     """
     options = _options(hidden_ND, head, temperature)
     slope_NV = hidden_ND.new_empty(len(hidden_ND), len(head.weight_VD))
@@ -195,7 +183,6 @@ def _walk(
     WORDS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """One part of the vocabulary for a tile of tokens; parts run concurrently and read the same tokens."""
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     num_tokens, num_words = sizes
     n = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)

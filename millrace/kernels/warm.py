@@ -42,13 +42,7 @@ class KernelsNotKeptError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """The compilation result of a group of kernels.
-
-    Attributes:
-        group: name of the group.
-        num_compiled: functions that were compiled because they were not on disk.
-        seconds: wall-clock time.
-    """
+    """Compilation of a group of kernels: `num_compiled` were not on disk; `seconds` is wall-clock time."""
 
     group: str
     num_compiled: int
@@ -58,13 +52,8 @@ class Warmed:
 def warm(num_workers: int) -> Iterator[Warmed]:
     """Compile all kernels, the costliest group first; yield each group when it is done.
 
-    One process compiles all kernels of a file: two would overwrite each other's index on disk.
-
-    Args:
-        num_workers: number of worker processes; 1 compiles in this process.
-
-    Raises:
-        KernelsNotKeptError: there is no writable cache folder.
+    One process compiles all kernels of a file: two would overwrite each other's index on disk. One worker
+    compiles in this process. Without a writable cache folder it raises a KernelsNotKeptError.
     """
     if not is_kept(product_cpu.multiply):
         raise KernelsNotKeptError(
@@ -108,7 +97,6 @@ def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(num_tokens: int, blocks: Tensor) -> PagedRows:
-    """One row of `num_tokens` tokens from position 0 on."""
     zero, count = torch.zeros(1, dtype=torch.int64), torch.tensor([num_tokens])
     return PagedRows(blocks, zero, zero, count, torch.arange(num_tokens), num_tokens, num_tokens)
 

@@ -60,7 +60,7 @@ def scalar_model(model: Model) -> Model:
 
 
 def empty_scalar_model(model: Model) -> Model:
-    """Like `scalar_model`, with its errors, on the meta device; the model may be sharded over ranks."""
+    """Like `scalar_model`, with its errors, without memory for the weights; it may be sharded over ranks."""
     made = empty_of(_scalar_config(model), dtype=model.dtype, kind=SCALAR)
     _head(made)
     return made

@@ -64,7 +64,7 @@ class Routed:
 
     @contextmanager
     def forward(self, shared: Beginnings | None) -> Iterator[None]:
-        """Record the forward of the tokens within the block.
+        """Replay the choices, and record the routers for the balance loss, in the forward within the block.
 
         `shared` has the tokens that are computed, and for which others; None for each by itself.
         """
@@ -84,7 +84,7 @@ class Routed:
             yield
 
     def backward(self) -> AbstractContextManager[None]:
-        """Apply the record to the backward within the block, in which layers may be computed again."""
+        """Replay the choices in the backward within the block, in which layers may be computed again."""
         routing = self._routing
         return routing.routers.replay(self._forced_SLK) if routing.replay else nullcontext()
 

@@ -145,11 +145,11 @@ def updates(events: list[dict[str, Any]]) -> dict[str, float]:
 
     Answers tell when an engine had come to which step; an update lies between two of them.
     """
-    told = [(e["ended"], e["time_s"]) for e in events if e["kind"] == "arrive"]
+    told = [(e["ended"], e["time_s"]) for e in events if e["kind"] == "completed"]
     # Of answers that came together, the first was heard at once.
     heard = dict(reversed(told))
     steps = sorted(heard)
-    loads = sorted(e["at"] for e in events if e["kind"] == "load")
+    loads = sorted(e["at"] for e in events if e["kind"] == "weights_loaded")
     spans = [(a, b, heard[b] - heard[a]) for a, b in zip(steps, steps[1:], strict=False)]
     # A step that ended at `at` or before was drawn by the weights before.
     usual = [seconds / (b - a) for a, b, seconds in spans if not any(a <= at < b for at in loads)]
@@ -164,18 +164,18 @@ def sample_alone(recipe: Path, num_batches: int) -> float:
     """Seconds of a batch where the engine never waits: batches are taken, and no weights follow."""
     config = load_recipe(recipe)
     parts = build(config, None)
-    assert parts.runtime is not None
-    parts.newest.trainer = parts.reinforcer(0, None, None)
+    assert parts.backend is not None
+    parts.policy_weights.trainer = parts.reinforcer(0, None, None)
     stream = PromptStream(parts.train_prompts, seed=0, shuffle=True)
     wave, taken_s = config.rollout.max_staleness + 1, []
     try:
         # Some follow the last one that is taken, so that the engine is at work to the end.
-        rollouts = rollouts_of(config, parts, stream, parts.runtime, num_batches=num_batches + wave)
+        rollouts = rollouts_of(config, parts, stream, parts.backend, num_batches=num_batches + wave)
         rollouts.begin(0)
         for _ in range(num_batches):
             rollouts.next_batch(DEADLINE_S)
             taken_s.append(time.perf_counter())
-            rollouts.published(0)
+            rollouts.update_weights(0)
     finally:
         parts.close()
     # All that the bound allows starts together, so batches come in waves; whole ones count, but the first.

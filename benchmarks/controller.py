@@ -38,7 +38,7 @@ from millrace.types import Prompt, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
 NUM_SAMPLES, NUM_BATCHES, STALENESS, TRAIN_S, DEADLINE_S = 8, 8, 1, 20.0, 1e6
-ORDERS = ("submit", "abort", "load", "judge", "wait", "now")
+ORDERS = ("submit", "abort", "load", "score", "wait", "now")
 
 
 class Watched(SimulatedBackend):
@@ -53,15 +53,15 @@ class Watched(SimulatedBackend):
         return events
 
 
-def timed(runtime: Watched, order: Callable[..., Any]) -> Callable[..., Any]:
+def timed(backend: Watched, command: Callable[..., Any]) -> Callable[..., Any]:
     """An order whose time goes to the simulation."""
 
     def call(*given: Any) -> Any:
         begun_s = time.process_time()
         try:
-            return order(*given)
+            return command(*given)
         finally:
-            runtime.seconds += time.process_time() - begun_s
+            backend.seconds += time.process_time() - begun_s
 
     return call
 
@@ -71,50 +71,50 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
     size = num_flying // (NUM_SAMPLES * (STALENESS + 1))
     rules = StalenessPolicy(groups_per_step=size, staleness=STALENESS)
     prompts = [Prompt(f"train:{i}", (i, *range(99)), "") for i in range(5000)]
-    costs = Costs(num_tokens=lognormal(300, 0.7), judge_s=exponential(0.5), load_s=exponential(0.5))
-    runtime = Watched(num_engines, costs)
-    for order in ORDERS:
-        setattr(runtime, order, timed(runtime, getattr(runtime, order)))
-    log = EventLog(folder / "events.log", runtime.now)
+    costs = Costs(num_tokens=lognormal(300, 0.7), score_s=exponential(0.5), load_s=exponential(0.5))
+    backend = Watched(num_engines, costs)
+    for command in ORDERS:
+        setattr(backend, command, timed(backend, getattr(backend, command)))
+    log = EventLog(folder / "events.log", backend.now)
     log.add("begin", rules=asdict(rules), num_batches=NUM_BATCHES)
-    flow = StalenessController(rules, num_batches=NUM_BATCHES, note=log.add)
+    controller = StalenessController(rules, num_batches=NUM_BATCHES, log_event=log.add)
     params = SamplingParams(max_tokens=1000)
     rollouts = RolloutManager(
-        flow,
-        runtime,
+        controller,
+        backend,
         PromptStream(prompts, seed=0, shuffle=False),
         prompts={prompt.id: prompt for prompt in prompts},
         environment=SingleTurn,
         params=lambda number, sample, turn: replace(params, seed=number * NUM_SAMPLES + sample),
         num_samples=NUM_SAMPLES,
-        draw_s=1e5,
+        request_s=1e5,
         load_s=1e5,
-        note=log.add,
+        log_event=log.add,
     )
     before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     begun_s, spent = time.process_time(), 0.0
     rollouts.begin(0)
     for batch in range(NUM_BATCHES):
         rollouts.next_batch(DEADLINE_S)
-        end_s = runtime.now() + TRAIN_S
-        while runtime.now() < end_s:
-            rollouts.advance(end_s - runtime.now())
-        rollouts.published(batch + 1)
-    rollouts.wait_until_published(DEADLINE_S)
+        end_s = backend.now() + TRAIN_S
+        while backend.now() < end_s:
+            rollouts.advance(end_s - backend.now())
+        rollouts.update_weights(batch + 1)
+    rollouts.wait_for_weights(DEADLINE_S)
     spent = time.process_time() - begun_s
     log.close()
     assert check_log(read_events(folder / "events.log")) == []
     num_trajectories = NUM_BATCHES * size * NUM_SAMPLES
-    controller_s = spent - runtime.seconds
+    controller_s = spent - backend.seconds
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "engines": num_engines,
         "in_flight": size * NUM_SAMPLES * (STALENESS + 1),
         "trajectories": num_trajectories,
         "controller_us_per_trajectory": 1e6 * controller_s / num_trajectories,
-        "events_per_s": runtime.num_events / controller_s,
-        "simulation_us_per_trajectory": 1e6 * runtime.seconds / num_trajectories,
-        "virtual_s": runtime.now(),
+        "events_per_s": backend.num_events / controller_s,
+        "simulation_us_per_trajectory": 1e6 * backend.seconds / num_trajectories,
+        "virtual_s": backend.now(),
         "memory_bytes_per_trajectory_in_flight": (peak_bytes - before_bytes) / num_flying,
         "log_bytes_per_trajectory": (folder / "events.log").stat().st_size / num_trajectories,
     }

@@ -75,8 +75,8 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
 
     config, built = our_parts(threads, num_steps)
     trainer = built.reinforcer(0, None, None)
-    built.newest.trainer = trainer
-    learner = TrainStep(trainer, built.method)
+    built.policy_weights.trainer = trainer
+    train_step = TrainStep(trainer, built.method)
     stream = PromptStream(built.train_prompts, seed=0, shuffle=True)
     parts, spans = Parts(), Spans()
     trainer.forward_backward = parts.around("forward, backward", trainer.forward_backward)
@@ -87,18 +87,18 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
     def send(version: int) -> None:
         built.transport.send(trainer.named_tensors(), version)
 
-    runtime = InProcessBackend(built.engine, built.reward, send, spans)
-    rollouts = rollouts_of(config, built, stream, runtime, num_batches=num_steps)
+    backend = InProcessBackend(built.engine, built.reward, send, spans)
+    rollouts = rollouts_of(config, built, stream, backend, num_batches=num_steps)
     rollouts.begin(trainer.version)
     found = []
     for step in range(num_steps):
         start = time.perf_counter()
         sampled = as_sampled(rollouts.next_batch(DEADLINE_S))
         with parts("batch"):
-            train_on(learner, sampled, seed=0, step=step)
+            train_on(train_step, sampled, seed=0, step=step)
         with parts("hand over weights"):
-            rollouts.published(trainer.version)
-            rollouts.wait_until_published(DEADLINE_S)
+            rollouts.update_weights(trainer.version)
+            rollouts.wait_for_weights(DEADLINE_S)
         found.append((time.perf_counter() - start, spans.take() | parts.take()))
     built.close()
     return found

@@ -178,7 +178,7 @@ def scheduler_step(num_requests: int, num_steps: int) -> dict[str, float]:
     for _ in range(num_steps + 10):
         start = time.perf_counter()
         plan = scheduler.schedule()
-        assert plan is not None and len(plan.draw_row_N) == num_requests
+        assert plan is not None and len(plan.sample_row_N) == num_requests
         scheduler.commit(plan, token_N, logprob_N)
         found.append(time.perf_counter() - start)
     steady = sorted(found[10:])

@@ -151,7 +151,7 @@ class Conditions:
             costs=Costs(
                 service=service,
                 num_tokens=lengths,
-                judge_s=constant(0.0),
+                score_s=constant(0.0),
                 load_s=constant(0.0),
                 recompute=True,
                 slots=1024,
@@ -277,7 +277,7 @@ def main() -> None:
     )
     parser.add_argument("--published", action="store_true", help="no real runs; nothing is written")
     given = parser.parse_args()
-    if given.published:
+    if given.update_weights:
         published()
         return
     machine = f"{processor()}, {len(os.sched_getaffinity(0))} cores"

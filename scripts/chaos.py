@@ -5,7 +5,7 @@
 
 A schedule is a function of its number: rules, engines, durations and faults are drawn from it. Engines crash,
 hang, slow down; others are added and retired; messages come late, twice and in another order; rewards fail;
-loads break half way or are never proved; the trainer dies between any two orders or events and goes on from
+loads break half way or are never proved; the trainer dies between any two commands or events and goes on from
 what it saved last. The controller is the real one (`millrace.rollout.manager`). Before a save, engines
 have handed over what they were drawing, or some have, or none. Afterwards each group that started is trained
 on once or dropped with a reason, within its staleness bound, from the tokens it asked for, and the event log
@@ -41,7 +41,7 @@ from millrace.types import Completion, Group, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 3, 4), f"p{i}") for i in range(20)}
 # A slow engine with a full queue is far below it.
-DRAW_S, LOAD_S = 90.0, 20.0
+REQUEST_S, LOAD_S = 90.0, 20.0
 # Virtual seconds; more engines than any schedule has may be lost one after the other within it.
 DEADLINE_S = 20_000.0
 
@@ -71,7 +71,7 @@ class Schedule:
     lives: tuple[int, ...]
 
     @classmethod
-    def drawn(cls, number: int) -> Schedule:
+    def sampled(cls, number: int) -> Schedule:
         """The schedule of this number."""
         rng = random.Random(number)
 
@@ -98,21 +98,21 @@ class Schedule:
                 load_hangs=sometimes(0.2, 0.0),
                 restart_s=exponential(rng.uniform(0.1, 10)),
                 restarts=sometimes(rng.randint(0, 6), 1_000_000, 0.1),
-                asks_every_s=sometimes(rng.uniform(5, 60), math.inf, 0.5),
-                asks_most=rng.randint(1, 5),
+                scale_every_s=sometimes(rng.uniform(5, 60), math.inf, 0.5),
+                scale_most=rng.randint(1, 5),
                 refused=sometimes(0.3, 0.0),
             ),
             costs=Costs(
                 service=StepCost(0.02, 0.002, 1e-4),
                 num_tokens=lognormal(rng.uniform(5, 30), 0.8),
-                judge_s=exponential(rng.uniform(0.01, 2)),
+                score_s=exponential(rng.uniform(0.01, 2)),
                 load_s=constant(rng.uniform(0.0, 1.0)),
                 message_s=exponential(0.01),
                 num_answers=rng.randint(1, 3),
             ),
             train_s=rng.uniform(0.0, 4.0),
             save_every=rng.randint(1, 3),
-            # So many orders and waits until the trainer dies, each time.
+            # So many commands and waits until the trainer dies, each time.
             lives=tuple(
                 int(rng.expovariate(1 / 60)) + 1 for _ in range(sometimes(rng.randint(1, 3), 0, 0.4))
             ),
@@ -155,22 +155,22 @@ class Turns:
         return (self._turn, *completion.token_ids[:1]) if self._turn < self._num_turns else None
 
 
-def mortal(runtime: SimulatedBackend, life: int) -> SimulatedBackend:
-    """A runtime whose trainer dies after so many orders and waits."""
+def dying_backend(backend: SimulatedBackend, life: int) -> SimulatedBackend:
+    """A runtime whose trainer dies after so many commands and waits."""
     left = [life]
 
-    def dying(order: Callable[..., Any]) -> Callable[..., Any]:
+    def dying(command: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             left[0] -= 1
             if left[0] < 0:
                 raise Died
-            return order(*given)
+            return command(*given)
 
         return call
 
-    for name in ("submit", "abort", "load", "judge", "want", "retire", "wait"):
-        setattr(runtime, name, dying(getattr(runtime, name)))
-    return runtime
+    for name in ("submit", "abort", "load", "score", "scale", "retire", "wait"):
+        setattr(backend, name, dying(getattr(backend, name)))
+    return backend
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Known:
     trained: dict[int, int] = field(default_factory=dict)
     state: Any = None
 
-    def note(self, kind: str, /, **facts: Any) -> None:
+    def log_event(self, kind: str, /, **facts: Any) -> None:
         """Keep an event."""
         self.events.append({"kind": kind, **facts})
 
@@ -193,7 +193,7 @@ class Known:
     def saved(self, rollouts: RolloutManager) -> Known:
         """What a checkpoint taken now keeps."""
         words, columns = rollouts.state()
-        self.note("save", name=f"step-{len(self.versions) - 1}")
+        self.log_event("save", name=f"step-{len(self.versions) - 1}")
         return replace(self.copy(), state=(json.loads(json.dumps(words)), columns))
 
 
@@ -201,7 +201,7 @@ class Run:
     """One schedule, with as many lives as it has."""
 
     def __init__(self, number: int) -> None:
-        self.schedule = Schedule.drawn(number)
+        self.schedule = Schedule.sampled(number)
         self.rng = random.Random(-number - 1)
         self.saved = self.known = Known()
 
@@ -224,55 +224,57 @@ class Run:
         schedule, self.known = self.schedule, known
         rules, costs = schedule.rules, schedule.costs
         if not known.events:
-            known.note("begin", rules=asdict(rules), num_batches=schedule.num_batches)
+            known.log_event("begin", rules=asdict(rules), num_batches=schedule.num_batches)
         seed = self.rng.getrandbits(32)
-        runtime = mortal(SimulatedBackend(schedule.num_engines, costs, schedule.faults, seed=seed), life)
-        flow = StalenessController(rules, num_batches=schedule.num_batches, note=known.note)
+        backend = dying_backend(
+            SimulatedBackend(schedule.num_engines, costs, schedule.faults, seed=seed), life
+        )
+        controller = StalenessController(rules, num_batches=schedule.num_batches, log_event=known.log_event)
         rollouts = RolloutManager(
-            flow,
-            runtime,
+            controller,
+            backend,
             PromptStream(list(PROMPTS.values()), seed=schedule.number, shuffle=True),
             prompts=PROMPTS,
             environment=partial(Turns, num_turns=schedule.num_turns),
             params=self.params,
             num_samples=schedule.num_samples,
             num_baselines=schedule.number % 2,
-            draw_s=DRAW_S,
+            request_s=REQUEST_S,
             load_s=LOAD_S,
-            note=known.note,
+            log_event=known.log_event,
         )
         if known.state is not None:
             rollouts.load_state(*known.state)
         rollouts.begin(known.versions[-1])
-        while flow.num_taken < schedule.num_batches:
+        while controller.num_taken < schedule.num_batches:
             rolled = rollouts.next_batch(DEADLINE_S)
-            flow.check()
+            controller.check()
             self.check(rolled, known)
-            end_s = runtime.now() + schedule.train_s
-            while runtime.now() < end_s:
-                rollouts.advance(end_s - runtime.now())
+            end_s = backend.now() + schedule.train_s
+            while backend.now() < end_s:
+                rollouts.advance(end_s - backend.now())
             known.versions.append(known.versions[-1] + self.rng.choice((0, 1, 1, 2)))
-            rollouts.published(known.versions[-1])
-            flow.check()
+            rollouts.update_weights(known.versions[-1])
+            controller.check()
             if self.rng.random() < 0.3:
-                rollouts.wait_until_published(DEADLINE_S)
-            if flow.num_taken % schedule.save_every == 0:
+                rollouts.wait_for_weights(DEADLINE_S)
+            if controller.num_taken % schedule.save_every == 0:
                 if self.rng.random() < 0.7:
-                    self.hand_over(rollouts, runtime)
+                    self.collect_partial_output(rollouts, backend)
                 self.saved = known.saved(rollouts)
-                rollouts.release()
-        rollouts.wait_until_published(DEADLINE_S)
+                rollouts.resume()
+        rollouts.wait_for_weights(DEADLINE_S)
         if left := check_log(known.events):
             raise Broken(f"groups {left} were neither trained on nor dropped")
         if len(known.versions) != schedule.num_batches + 1:
             raise Broken(f"{len(known.versions) - 1} batches were trained on")
 
-    def hand_over(self, rollouts: RolloutManager, runtime: SimulatedBackend) -> None:
+    def collect_partial_output(self, rollouts: RolloutManager, backend: SimulatedBackend) -> None:
         """Have engines hand over what they have drawn, those that are not too late."""
-        rollouts.hold()
-        end_s = runtime.now() + self.rng.uniform(0, 3)
-        while not rollouts.handed_over and runtime.now() < end_s:
-            rollouts.advance(end_s - runtime.now())
+        rollouts.pause()
+        end_s = backend.now() + self.rng.uniform(0, 3)
+        while not rollouts.is_idle and backend.now() < end_s:
+            rollouts.advance(end_s - backend.now())
 
     def params(self, number: int, sample: int, turn: int) -> SamplingParams:
         """With the seed of the turn."""
@@ -301,7 +303,7 @@ class Run:
             bound = math.inf if self.schedule.rules.stale == "keep" else self.schedule.rules.staleness
             _demand(
                 age <= min(bound, taken.staleness[place]) or place in taken.left_out,
-                f"group {number} is {age} old, {taken.staleness[place]} was said",
+                f"group {number} is {age} old, {taken.staleness[place]} was logged",
             )
 
     def check_trajectory(self, group: Group, number: int, sample: int, known: Known) -> int:
@@ -311,17 +313,20 @@ class Run:
         _demand(trajectory.outcome is not None, "it has no outcome")
         expected, seen = group.prompt.token_ids, []
         for place, turn in enumerate(trajectory.turns):
-            drawn, seed = turn.completion, seed_of(self.schedule.number, number, sample, place)
+            completion, seed = turn.completion, seed_of(self.schedule.number, number, sample, place)
             first, length = seed & 0xFFFF, round(self.schedule.costs.num_tokens(share_of(seed)))
-            _demand(turn.observation == expected, f"turn {place} was told {turn.observation}, not {expected}")
-            _demand(len(drawn.token_ids) == max(1, min(60, length)), f"turn {place} is too long or too short")
-            _demand(drawn.token_ids[0] == first, f"turn {place} holds the tokens of another")
-            _demand(drawn.finish_reason in ("stop", "length"), f"turn {place} was cut short")
+            _demand(turn.observation == expected, f"turn {place} observed {turn.observation}, not {expected}")
+            _demand(
+                len(completion.token_ids) == max(1, min(60, length)),
+                f"turn {place} is too long or too short",
+            )
+            _demand(completion.token_ids[0] == first, f"turn {place} holds the tokens of another")
+            _demand(completion.finish_reason in ("stop", "length"), f"turn {place} was cut short")
             expected = (place + 1, first)
-            seen += drawn.versions.tolist()
-        _demand(set(seen) <= set(known.versions), "a token is of weights that were never published")
-        # Equal versions are equal weights: the newest publish counts.
-        newest = {version: publish for publish, version in enumerate(known.versions)}
+            seen += completion.versions.tolist()
+        _demand(set(seen) <= set(known.versions), "a token is of weights that no update had")
+        # Equal versions are equal weights: the newest step counts.
+        newest = {version: step for step, version in enumerate(known.versions)}
         return len(known.versions) - 1 - min(newest[version] for version in seen)
 
 

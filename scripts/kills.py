@@ -241,8 +241,8 @@ def check(run: Path, accuracy: float) -> str:
 def recoveries_s(run: Path) -> list[float]:
     """Seconds from the loss of each engine until another one may draw, of those that no resume forgot."""
     events = read_events(run / "events.log")
-    lost_s = [event["time_s"] for event in events if event["kind"] == "lost"]
-    loads_s = [event["time_s"] for event in events if event["kind"] == "load"]
+    lost_s = [event["time_s"] for event in events if event["kind"] == "engine_lost"]
+    loads_s = [event["time_s"] for event in events if event["kind"] == "weights_loaded"]
     return [min(s for s in loads_s if s > since_s) - since_s for since_s in lost_s]
 
 

@@ -220,7 +220,7 @@ class _Engine(Forked):
         env: Mapping[str, str],
         **_: Any,
     ) -> None:
-        line, lifeline, weights = pass_fds
+        channel, lifeline, weights = pass_fds
         output, told = (stdout.fileno(), stdout.fileno()), json.loads(command[-1])
         super().__init__(
             _engine,
@@ -228,7 +228,7 @@ class _Engine(Forked):
             dict(env),
             name=ENGINE,
             output=output,
-            pass_fds=(line, weights),
+            pass_fds=(channel, weights),
             new_session=True,
         )
         self._keeper = process(_keep, self.pid, told["folder"], _Descriptor(lifeline), name="keeper")
@@ -241,9 +241,9 @@ class _Engine(Forked):
         return super().wait(timeout)
 
 
-def _engine(told: dict[str, Any], environment: Mapping[str, str], line: int, weights: int) -> None:
+def _engine(told: dict[str, Any], environment: Mapping[str, str], channel: int, weights: int) -> None:
     _start_in(environment)
-    engine_worker.main(json.dumps(told | {"line": line, "weights": weights}))
+    engine_worker.main(json.dumps(told | {"channel": channel, "weights": weights}))
 
 
 def _keep(engine: int, folder: str, lifeline: int) -> None:

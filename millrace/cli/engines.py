@@ -17,7 +17,7 @@ def engines(run: Run, number: Number = None) -> None:
 
     What is missing is started. What is too much hands over what it has drawn, for others to go on with.
     """
-    from millrace.run.scaling import ask, engines_of
+    from millrace.run.scaling import engines_of, request_engines
 
-    found = engines_of(run) if number is None else ask(run, number, partial(typer.echo, err=True))
+    found = engines_of(run) if number is None else request_engines(run, number, partial(typer.echo, err=True))
     typer.echo("\n".join(found.lines(run)))

@@ -45,7 +45,7 @@ def trace(run: Run, output: Output = None, steps: Steps = None) -> None:
         raise RunFolderError(f"run {shown(run)} has no event log: it has not come to its first batch")
     events = read_events(folder.events, notice)
     if not any(event["kind"] == "dispatch" for event in events):
-        raise RunFolderError(f"run {shown(run)}: its event log does not say what was asked of engines")
+        raise RunFolderError(f"run {shown(run)}: its event log has no dispatch")
     try:
         window = latest_window(events, MOST_TURNS) if chosen is None else window_of(events, *chosen)
     except ValueError as error:

@@ -46,11 +46,11 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
             raise ValueError("a trajectory begins with a token of the policy; its first observation is empty")
         start = len(mask)
         for turn in trajectory.turns:
-            given, drawn = len(turn.observation), turn.completion
-            tokens += (turn.observation, drawn.token_ids)
-            mask += [False] * given + [True] * len(drawn.token_ids)
-            logprobs += [0.0] * given + _logprobs(drawn).tolist()
-            versions += [-1] * given + drawn.versions.tolist()
+            given, completion = len(turn.observation), turn.completion
+            tokens += (turn.observation, completion.token_ids)
+            mask += [False] * given + [True] * len(completion.token_ids)
+            logprobs += [0.0] * given + _logprobs(completion).tolist()
+            versions += [-1] * given + completion.versions.tolist()
         lengths.append(len(mask) - start)
         rewards.append(trajectory.outcome.value)
         last_actions.append(start + lengths[-1] - 1)
@@ -119,7 +119,7 @@ def with_gradient(batch: Batch) -> Batch | None:
     return batch if len(chosen) == batch.num_segments else batch.select(chosen)
 
 
-def without_twins(batch: Batch) -> Batch:
+def without_duplicates(batch: Batch) -> Batch:
     """Deduplicate segments; each keeps the summed token weights of its duplicates.
 
     Duplicates agree in every field but their weight, as short answers to one prompt often do. Their losses
@@ -127,12 +127,12 @@ def without_twins(batch: Batch) -> Batch:
     """
     apart = ("position_T", "segment_T", "weight_T", "support")
     names = [field.name for field in fields(Batch) if field.name not in apart]
-    twin_of = _twins(batch, names)
-    kept = sorted(set(twin_of))
+    first_equal = _first_equals(batch, names)
+    kept = sorted(set(first_equal))
     if len(kept) == batch.num_segments:
         return batch
     # Duplicates are equally long, so token t of a duplicate adds to token t of the segment that is kept.
-    target_T = _starts(batch)[torch.tensor(twin_of)[batch.segment_T]] + batch.position_T
+    target_T = _starts(batch)[torch.tensor(first_equal)[batch.segment_T]] + batch.position_T
     summed_T = torch.zeros_like(batch.weight_T).index_add(0, target_T, batch.weight_T)
     return replace(batch, weight_T=summed_T).select(kept)
 
@@ -143,13 +143,14 @@ def once_each(batch: Batch) -> tuple[Batch, Tensor]:
     The scores of a token depend only on the sequence, on the experts it is routed to and on the token's
     support, so each is computed once: `scores_T[place_T]`.
     """
-    twin_of = torch.tensor(_twins(batch, ("token_T", "action_mask_T", "expert_TLK")))
-    kept_B, rank_B = twin_of.unique(return_inverse=True)
+    first_equal = torch.tensor(_first_equals(batch, ("token_T", "action_mask_T", "expert_TLK")))
+    kept_B, rank_B = first_equal.unique(return_inverse=True)
     small = batch.select(kept_B.tolist())
     return small, _starts(small)[rank_B[batch.segment_T]] + batch.position_T
 
 
-def _twins(batch: Batch, names: Sequence[str]) -> list[int]:
+def _first_equals(batch: Batch, names: Sequence[str]) -> list[int]:
+    """Return for each segment the first one with equal named fields and supports."""
     columns = [getattr(batch, name) for name in names]
     bounds = _bounds(batch.length_B)
     spans = [(column_T.numpy(), bounds) for column_T in columns if column_T is not None]
@@ -158,11 +159,11 @@ def _twins(batch: Batch, names: Sequence[str]) -> list[int]:
         size_B = torch.zeros_like(batch.length_B).index_add(0, batch.segment_T, count_T)
         spans += [(count_T.numpy(), bounds), (batch.support.token_M.numpy(), _bounds(size_B))]
     first: dict[tuple[bytes, ...], int] = {}
-    twin_of: list[int] = []
+    first_equal: list[int] = []
     for b in range(batch.num_segments):
         key = tuple(array[edges[b] : edges[b + 1]].tobytes() for array, edges in spans)
-        twin_of.append(first.setdefault(key, len(twin_of)))
-    return twin_of
+        first_equal.append(first.setdefault(key, len(first_equal)))
+    return first_equal
 
 
 def _bounds(size_B: Tensor) -> list[int]:
@@ -178,8 +179,9 @@ def _positions(lengths: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def _logprobs(drawn: Completion) -> np.ndarray:
-    return drawn.logprobs if drawn.support is None else drawn.support.logprobs
+def _logprobs(completion: Completion) -> np.ndarray:
+    """Return log-probabilities of the sampled tokens over their supports."""
+    return completion.logprobs if completion.support is None else completion.support.logprobs
 
 
 def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
@@ -210,13 +212,13 @@ def _supports(trajectories: Sequence[Trajectory]) -> Supports | None:
         return None
     counts: list[np.ndarray] = []
     for turn in turns:
-        drawn = turn.completion
+        completion = turn.completion
         counts.append(np.zeros(len(turn.observation), dtype=np.int64))
-        if drawn.support is None:
-            counts.append(np.zeros(len(drawn.token_ids), dtype=np.int64))
+        if completion.support is None:
+            counts.append(np.zeros(len(completion.token_ids), dtype=np.int64))
             continue
         # In a batch, 0 would mean sampling over the whole vocabulary.
-        if (drawn.support.counts == 0).any():
+        if (completion.support.counts == 0).any():
             raise ValueError("the support of a token is empty; it holds at least the token itself")
-        counts.append(drawn.support.counts)
+        counts.append(completion.support.counts)
     return Supports(torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(np.concatenate(counts)))

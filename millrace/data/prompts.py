@@ -30,14 +30,14 @@ class Split:
 
     Attributes:
         num_read: rows read from `data.train`.
-        num_twins: duplicate problems of a reasoning-gym task, left out.
+        num_duplicates: duplicate problems of a reasoning-gym task, left out.
         num_held_out: rows of `data.train` left out because their problem is evaluated on by another row.
     """
 
     train: list[Row]
     eval: list[Row]
     num_read: int
-    num_twins: int
+    num_duplicates: int
     num_held_out: int
 
 
@@ -53,12 +53,12 @@ def read_split(config: DataConfig, *, seed: int) -> Split:
         DataError: the data cannot be read, or nothing is left to train on.
     """
     if config.train.startswith(TASK_PREFIX):
-        drawn = task_rows(config.train, config.task, size=config.task_size, seed=seed)
-        rows = list(_first_rows(drawn, config).values())
-        num_read, num_twins = len(drawn), len(drawn) - len(rows)
+        generated = task_rows(config.train, config.task, size=config.task_size, seed=seed)
+        rows = list(_first_rows(generated, config).values())
+        num_read, num_duplicates = len(generated), len(generated) - len(rows)
     else:
         rows = read_rows(config.train)
-        num_read, num_twins = len(rows), 0
+        num_read, num_duplicates = len(rows), 0
     if config.eval is not None:
         held_rows = read_rows(config.eval)
         held = {_identity(row, config) for row in held_rows}
@@ -83,7 +83,7 @@ def read_split(config: DataConfig, *, seed: int) -> Split:
             "another data.eval, or null to hold out a part of data.train"
         )
     num_held_out = len(rows) - len(train) - (0 if config.eval is not None else len(evaluated))
-    return Split(train, evaluated, num_read, num_twins, num_held_out)
+    return Split(train, evaluated, num_read, num_duplicates, num_held_out)
 
 
 def corpus(split: Split, config: DataConfig) -> Iterator[str]:

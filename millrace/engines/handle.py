@@ -23,7 +23,7 @@ from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
-from millrace.engines.recorded import DIRECT, LETTERS, CommandGate, RecordedCommands
+from millrace.engines.recorded import BLOCKING_SUBMIT, CommandGate, RecordedCommands
 from millrace.engines.wire import REPORTS, Channel
 from millrace.keeper import keeper_command
 
@@ -65,7 +65,7 @@ class EngineStart:
         threads: see `EngineSettings`.
         kv: likewise.
         interrupt: likewise.
-        line: descriptor of its end of the socket pair.
+        channel: descriptor of its end of the socket pair.
         weights: descriptor of the shared memory for weight updates.
     """
 
@@ -73,7 +73,7 @@ class EngineStart:
     threads: int
     kv: Literal["recompute", "keep"]
     interrupt: bool
-    line: int
+    channel: int
     weights: int
 
 
@@ -84,132 +84,132 @@ class EngineHandle:
     Attributes:
         name: engine name.
         process: the engine process, or its keeper, which exits with the same code.
-        line: connection to the engine.
+        channel: connection to the engine.
         lifeline: descriptor; closing it kills the process. See `millrace.keeper`.
         log: unnamed file with stdout and stderr of the process.
-        num_barren: consecutive predecessors that were lost before they generated a completion.
+        num_failed_restarts: consecutive predecessors that were lost before they generated a completion.
         ready: whether startup has finished.
-        drawing: ids of the in-flight requests.
-        num_drawn: number of finished requests.
-        held: the weight update that it verified last.
-        order: the weight update that it is loading.
-        failed_once: whether loading `order` has failed once.
-        announce: whether to emit `WeightsLoaded` when `order` is loaded.
+        in_flight: ids of the in-flight requests.
+        num_completed: number of finished requests.
+        loaded: the weight update that it verified last.
+        loading: the weight update that it is loading.
+        load_failed: whether `loading` has failed once.
+        report_loaded: whether to emit `WeightsLoaded` for `loading`.
         clock: monotonic time in seconds.
-        heard_s: time of its last message, or of the command that ended its idle time.
-        given: codes of the commands that were sent and not yet acknowledged.
+        last_message_s: time of its last message, or of the command that ended its idle time.
+        unacknowledged: names of the commands that were sent and not yet acknowledged.
         gate: in a replay, restores the recorded order of commands.
         folder: startup files; the process removes them once it has read them, `kill` at the latest.
         added: whether it was added at run time and neither it nor a predecessor has generated; the run can
             go on without it.
-        leaves: whether it is being drained: it ends after its in-flight requests.
+        draining: whether it is draining: it ends after its in-flight requests.
     """
 
     name: str
     process: subprocess.Popen[bytes]
-    line: Channel
+    channel: Channel
     lifeline: int
     log: IO[bytes]
-    num_barren: int
+    num_failed_restarts: int
     ready: bool = False
-    drawing: set[str] = field(default_factory=set)
-    num_drawn: int = 0
-    held: Mapping[str, Any] | None = None
-    order: Mapping[str, Any] | None = None
-    failed_once: bool = False
-    announce: bool = False
+    in_flight: set[str] = field(default_factory=set)
+    num_completed: int = 0
+    loaded: Mapping[str, Any] | None = None
+    loading: Mapping[str, Any] | None = None
+    load_failed: bool = False
+    report_loaded: bool = False
     clock: Callable[[], float] = time.monotonic
-    heard_s: float = field(init=False)
-    given: deque[str] = field(default_factory=deque)
+    last_message_s: float = field(init=False)
+    unacknowledged: deque[str] = field(default_factory=deque)
     gate: CommandGate | None = None
     folder: str = ""
     added: bool = False
-    leaves: bool = False
+    draining: bool = False
 
     def __post_init__(self) -> None:
-        self.heard_s = self.clock()
+        self.last_message_s = self.clock()
 
     @property
-    def works(self) -> bool:
+    def busy(self) -> bool:
         """Whether a message from it is expected."""
-        draws = bool(self.drawing) and self.held is not None
-        return not self.ready or self.order is not None or draws
+        generates = bool(self.in_flight) and self.loaded is not None
+        return not self.ready or self.loading is not None or generates
 
-    def overdue(self, silence_s: float) -> str:
+    def overdue(self, heartbeat_s: float) -> str:
         """Return the reason if its heartbeat has timed out, otherwise an empty string.
 
         Received messages must be processed before this call.
 
         Args:
-            silence_s: heartbeat timeout of a started engine with work to do; `START_S` applies before that.
+            heartbeat_s: heartbeat timeout of a started engine with work to do; `START_S` applies before that.
         """
-        if not self.works:
+        if not self.busy:
             return ""
-        most_s = silence_s if self.ready else START_S
-        if self.clock() <= self.heard_s + most_s:
+        timeout_s = heartbeat_s if self.ready else START_S
+        if self.clock() <= self.last_message_s + timeout_s:
             return ""
-        doing = "to start" if not self.ready else f"to draw {len(self.drawing)} completions"
-        if self.order is not None:
-            doing = f"to load version {self.order['version']}"
-        return f"it had {doing} and was not heard of for {most_s:g} s"
+        task = "to start" if not self.ready else f"to generate {len(self.in_flight)} completions"
+        if self.loading is not None:
+            task = f"to load version {self.loading['version']}"
+        return f"it had {task} and sent no message for {timeout_s:g} s"
 
-    def begin(self, script: RecordedCommands | None) -> None:
+    def begin(self, recorded: RecordedCommands | None) -> None:
         """Restart its turn counter; nothing may be in flight. In a replay, send the recorded schedule."""
-        self.given.clear()
-        self.gate = None if script is None else script.gate(self.name)
-        self.line.put("begin", {"script": [] if script is None else script.turns(self.name)})
+        self.unacknowledged.clear()
+        self.gate = None if recorded is None else recorded.gate(self.name)
+        self.channel.send("begin", {"recorded": [] if recorded is None else recorded.turns(self.name)})
 
-    def give(
+    def send(
         self,
         kind: str,
-        note: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         arrays: Mapping[str, np.ndarray] | None = None,
         *,
-        direct: bool = False,
+        blocking: bool = False,
     ) -> None:
         """Send a command; if the engine was idle, or is to load weights, the heartbeat timeout starts now.
 
         Args:
             kind: kind of the frame.
-            note: its JSON part.
+            metadata: its JSON part.
             arrays: its arrays by name.
-            direct: whether it submits blocking requests.
+            blocking: whether it submits blocking requests.
         """
-        if not self.works or kind == "load":
-            self.heard_s = self.clock()
-        letter = DIRECT if direct else LETTERS[kind]
-        order = (letter, kind, note, arrays)
-        for given, *frame in [order] if self.gate is None else self.gate.due(letter, order):
-            self.given.append(given)
-            self._put(*frame)
+        if not self.busy or kind == "load":
+            self.last_message_s = self.clock()
+        command = BLOCKING_SUBMIT if blocking else kind
+        named = (command, kind, metadata, arrays)
+        for name, *frame in [named] if self.gate is None else self.gate.due(command, named):
+            self.unacknowledged.append(name)
+            self._send(*frame)
 
-    def _put(self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
-        self.line.put(kind, note, arrays)
+    def _send(self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
+        self.channel.send(kind, metadata, arrays)
 
-    def took(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, str]]:
-        """Return the codes of the commands that it acknowledged, by the turn before which it started them.
+    def started_commands(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, list[str]]]:
+        """Return the names of the commands that it acknowledged, by the turn before which it started them.
 
         Args:
             counts: number of commands by turn, as the engine reports them.
         """
-        return [(turn, "".join(self.given.popleft() for _ in range(count))) for turn, count in counts]
+        return [(turn, [self.unacknowledged.popleft() for _ in range(count)]) for turn, count in counts]
 
-    def obituary(self) -> str:
+    def exit_reason(self) -> str:
         """Return the exit reason of a process whose connection has closed."""
         try:
             code = self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            return "it closed its line"
+            return "it closed its connection"
         if code < 0:
             return f"its process was killed by signal {-code} ({signal.Signals(-code).name})"
         return f"its process ended with exit code {code}"
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Return the tail of its log as a clause for an error message; empty if it printed nothing."""
         end = self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, end - TAIL_BYTES))
-        said = self.log.read().decode("utf-8", "replace").strip()
-        return f"; the last it printed: {said}" if said else ""
+        tail = self.log.read().decode("utf-8", "replace").strip()
+        return f"; the last it printed: {tail}" if tail else ""
 
     def kill(self) -> None:
         """Kill the process and its children, and release its resources."""
@@ -220,7 +220,7 @@ class EngineHandle:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(END_S)
-        self.line.close()
+        self.channel.close()
         self.log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -247,7 +247,7 @@ class StartEngine(Protocol):
         settings: EngineSettings,
         weights: int,
         *,
-        num_barren: int,
+        num_failed_restarts: int,
         clock: Callable[[], float],
     ) -> EngineHandle:
         """Start an engine; it reports `ready` once it is up."""
@@ -259,7 +259,7 @@ def start(
     settings: EngineSettings,
     weights: int,
     *,
-    num_barren: int = 0,
+    num_failed_restarts: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> EngineHandle:
     """Start an engine process; it reports `ready` once it is up.
@@ -268,7 +268,7 @@ def start(
         name: engine name.
         settings: settings shared by all engines of the run.
         weights: descriptor of the shared memory for weight updates.
-        num_barren: see `EngineHandle`.
+        num_failed_restarts: see `EngineHandle`.
         clock: see `EngineHandle`.
     """
     ours, theirs = socket.socketpair()
@@ -286,7 +286,7 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=(given.line, read_end, given.weights),
+            pass_fds=(given.channel, read_end, given.weights),
             # torch reads it at import.
             env={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
             start_new_session=True,
@@ -301,5 +301,5 @@ def start(
         theirs.close()
         os.close(read_end)
     return EngineHandle(
-        name, process, Channel(ours, REPORTS), lifeline, log, num_barren, clock=clock, folder=folder
+        name, process, Channel(ours, REPORTS), lifeline, log, num_failed_restarts, clock=clock, folder=folder
     )

@@ -48,7 +48,7 @@ class InProcessBackend(Unrecorded):
         """
         self._engine, self._reward, self._send, self._span = engine, reward, send, span
         self._num_steps = 0
-        self._draws: list[GenerateRequest] = []
+        self._requests: list[GenerateRequest] = []
         self._calls: list[tuple[str, Sequence[Prompt], Sequence[str]]] = []
         self._events: list[Event] = []
 
@@ -60,21 +60,21 @@ class InProcessBackend(Unrecorded):
         """Return the name of the only engine."""
         return [NAME]
 
-    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
+    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
         """Queue requests for the next `wait`."""
-        self._draws += draws
+        self._requests += requests
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
         """Drop queued requests; each ends with an empty completion."""
         ended = set(ids)
-        for draw in self._draws:
-            if draw.id in ended:
+        for request in self._requests:
+            if request.id in ended:
                 self._events.append(
-                    GenerateResult(engine, draw.id, NOTHING, self._num_steps, self._num_steps)
+                    GenerateResult(engine, request.id, NOTHING, self._num_steps, self._num_steps)
                 )
-        self._draws = [draw for draw in self._draws if draw.id not in ended]
+        self._requests = [request for request in self._requests if request.id not in ended]
 
-    def offer(self, version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Update the engine's weights now.
 
         Raises:
@@ -83,7 +83,7 @@ class InProcessBackend(Unrecorded):
         self._send(version)
 
     def load(self, engine: str, version: int) -> None:
-        """Emit `WeightsLoaded`; `offer` has loaded the weights already."""
+        """Emit `WeightsLoaded`; `update_weights` has loaded the weights already."""
         self._events.append(WeightsLoaded(engine, version, self._num_steps))
 
     def lose(self, engine: str, reason: str) -> None:
@@ -92,15 +92,15 @@ class InProcessBackend(Unrecorded):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(f"{engine} is lost, and no other engine can be had in this thread: {reason}")
+        raise RuntimeError(f"{engine} is lost, and this thread has no other engine: {reason}")
 
-    def want(self, number: int) -> None:
+    def scale(self, number: int) -> None:
         """Fail: this backend cannot scale beyond its one engine.
 
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(f"{number} engines are wanted, and there is one in this thread")
+        raise RuntimeError(f"the target is {number} engines, and this thread has one")
 
     def retire(self, engine: str) -> None:
         """Fail, as `lose` does.
@@ -108,9 +108,9 @@ class InProcessBackend(Unrecorded):
         Raises:
             RuntimeError: always.
         """
-        self.lose(engine, "it was retired")
+        self.lose(engine, "it was drained")
 
-    def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Queue texts for scoring in the next `wait`."""
         self._calls.append((id, prompts, texts))
 
@@ -121,28 +121,28 @@ class InProcessBackend(Unrecorded):
             RuntimeError: nothing is queued, so the wait would never end.
             Exception: any error of the engine or the reward.
         """
-        if self._draws:
-            draws, self._draws = self._draws, []
+        if self._requests:
+            requests, self._requests = self._requests, []
             with self._span("sample"):
-                drawn = self._engine.generate(
-                    [draw.prompt for draw in draws], [draw.params for draw in draws]
+                completions = self._engine.generate(
+                    [request.prompt for request in requests], [request.params for request in requests]
                 )
             began, self._num_steps = self._num_steps, self._num_steps + 1
             self._events += [
-                GenerateResult(NAME, draw.id, completion, began, began + 1)
-                for draw, completion in zip(draws, drawn, strict=True)
+                GenerateResult(NAME, request.id, completion, began, began + 1)
+                for request, completion in zip(requests, completions, strict=True)
             ]
         if self._calls:
             calls, self._calls = self._calls, []
             with self._span("score"):
-                judged = self._reward.score(
+                scored = self._reward.score(
                     [prompt for _, prompts, _ in calls for prompt in prompts],
                     [text for _, _, texts in calls for text in texts],
                 )
-            outcomes = iter(judged)
+            outcomes = iter(scored)
             self._events += [ScoreResult(id, tuple(islice(outcomes, len(texts)))) for id, _, texts in calls]
         if not self._events:
-            raise RuntimeError("nothing is asked of the engine in this thread, so nothing will ever happen")
+            raise RuntimeError("no request is in flight in this thread, so no event can occur")
         events, self._events = self._events, []
         return events
 

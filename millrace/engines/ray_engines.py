@@ -32,7 +32,7 @@ from millrace.engines.build_engine import open_engine
 from millrace.engines.engine_worker import EngineWorker
 from millrace.engines.handle import EngineHandle, EngineSettings, write_files
 from millrace.engines.ray_placement import one_more, plain, reserved
-from millrace.engines.wire import ORDERS, REPORTS, Channel, Frame
+from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
 from millrace.inference.engine import PagedEngine
 from millrace.transport.shared_memory import pieces
 
@@ -73,30 +73,30 @@ class EngineActor:
         with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
             write_files(given.files, Path(folder))
             engine = open_engine(Path(folder))
-        end = socket.create_connection((host, port), timeout=CALL_S)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.sendall(token.encode())
-        with closing(Channel(end, (*ORDERS, "weights"))) as line:
-            RemoteEngineWorker(engine, line, given).serve()
+        connection = socket.create_connection((host, port), timeout=CALL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(token.encode())
+        with closing(Channel(connection, (*COMMANDS, "weights"))) as channel:
+            RemoteEngineWorker(engine, channel, given).serve()
 
 
 class RemoteEngineWorker(EngineWorker):
     """Engine worker that receives weights in chunks over its connection, before the load command."""
 
-    def __init__(self, engine: PagedEngine, line: Channel, settings: EngineSettings) -> None:
+    def __init__(self, engine: PagedEngine, channel: Channel, settings: EngineSettings) -> None:
         """Receive weights into local memory; the rest is as in `EngineWorker`."""
         self._memory = os.memfd_create("millrace-weights")
-        super().__init__(engine, line, self._memory, kv=settings.kv, interrupt=settings.interrupt)
-        self._orders["weights"] = self._take
+        super().__init__(engine, channel, self._memory, kv=settings.kv, interrupt=settings.interrupt)
+        self._handlers["weights"] = self._receive_piece
 
-    def _take(self, frame: Frame) -> None:
+    def _receive_piece(self, frame: Frame) -> None:
         # No reader to race with: an update is sent only after the previous one was acknowledged.
-        piece, at = frame.arrays["piece"].data, frame.note["begin"]
+        piece, at = frame.arrays["piece"].data, frame.metadata["begin"]
         while piece:
             num_written = os.pwrite(self._memory, piece, at)
             piece, at = piece[num_written:], at + num_written
         # A long transfer must not exceed the heartbeat timeout.
-        self._say("beat")
+        self._send("heartbeat")
 
 
 class ListeningChannel(Channel):
@@ -112,33 +112,33 @@ class ListeningChannel(Channel):
         super().__init__(listener, REPORTS)
         self.port, self.token = listener.getsockname()[1], secrets.token_hex(TOKEN_BYTES)
         self._open = False
-        self._later: deque[tuple[str, Mapping[str, Any] | None, Mapping[str, np.ndarray] | None]] = deque()
+        self._unsent: deque[tuple[str, Mapping[str, Any] | None, Mapping[str, np.ndarray] | None]] = deque()
 
     def take(self) -> list[Frame]:
         """Return the complete frames received so far; none before the engine has connected."""
         if not self._open:
-            self._answer()
+            self._accept()
         return super().take() if self._open else []
 
     @property
     def unsent(self) -> bool:
         """Whether unsent data is left."""
-        return bool(self._later) or super().unsent
+        return bool(self._unsent) or super().unsent
 
-    def put(
+    def send(
         self,
         kind: str,
-        note: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Queue a frame and send what fits; its arrays must stay unchanged until the peer has replied.
 
         Args:
             kind: kind of the frame.
-            note: its JSON part.
+            metadata: its JSON part.
             arrays: its arrays by name.
         """
-        self._later.append((kind, note, arrays))
+        self._unsent.append((kind, metadata, arrays))
         self.flush()
 
     def flush(self) -> None:
@@ -146,42 +146,44 @@ class ListeningChannel(Channel):
         if not self._open:
             return
         super().flush()
-        while self._later and not super().unsent:
-            self._add(*self._later.popleft())
+        while self._unsent and not super().unsent:
+            self._add(*self._unsent.popleft())
             super().flush()
 
-    def _answer(self) -> None:
+    def _accept(self) -> None:
         try:
-            end, _ = self._end.accept()
+            connection, _ = self._socket.accept()
         except BlockingIOError:
             return
-        end.settimeout(TOKEN_S)
-        said = b""
+        connection.settimeout(TOKEN_S)
+        received = b""
         with suppress(OSError):  # a silent or closed peer has sent no token
-            while len(said) < len(self.token) and (data := end.recv(len(self.token) - len(said))):
-                said += data
-        if not hmac.compare_digest(said, self.token.encode()):
-            end.close()
+            while len(received) < len(self.token) and (
+                data := connection.recv(len(self.token) - len(received))
+            ):
+                received += data
+        if not hmac.compare_digest(received, self.token.encode()):
+            connection.close()
             return
-        self._end.close()
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setblocking(False)
-        self._end, self._open = end, True
+        self._socket.close()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        self._socket, self._open = connection, True
 
 
 @dataclass(slots=True)
-class _Work:
+class _ActorProcess:
     """An actor's `serve` call with the interface of `subprocess.Popen`."""
 
     ray: Any
     actor: Any
-    work: Any
+    task: Any
 
     def poll(self) -> int | None:
-        return 1 if self.ray.wait([self.work], timeout=0)[0] else None
+        return 1 if self.ray.wait([self.task], timeout=0)[0] else None
 
     def wait(self, timeout: float) -> int:
-        if not self.ray.wait([self.work], timeout=timeout)[0]:
+        if not self.ray.wait([self.task], timeout=timeout)[0]:
             raise subprocess.TimeoutExpired("serve", timeout)
         return 1
 
@@ -192,25 +194,25 @@ class RayEngineHandle(EngineHandle):
 
     Attributes:
         weights: descriptor of the trainer's shared memory that holds the weights.
-        leave: callback that releases its resources in the cluster.
+        release: callback that releases its resources in the cluster.
     """
 
     weights: int = -1
-    leave: Callable[[], None] = field(default=lambda: None)
+    release: Callable[[], None] = field(default=lambda: None)
 
-    def _put(self, kind: str, note: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
+    def _send(self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
         """Send a frame; before a load command, send the weights or their changed bytes."""
         if kind == "load":
-            changed, base = note["changes"], self.held and self.held["version"]
+            changed, base = metadata["changes"], self.loaded and self.loaded["version"]
             # After a failed patch, send the complete weights.
-            patches = changed and changed["base"] == base and not self.failed_once
-            note = {**note, "patch": changed["packed"] if patches else {}, "changes": None}
-            held = np.frombuffer(mmap.mmap(self.weights, 0, prot=mmap.PROT_READ), np.uint8)
-            for begin, end in pieces(note, PIECE_BYTES):
-                self.line.put("weights", {"begin": begin}, {"piece": held[begin:end]})
-        self.line.put(kind, note, arrays)
+            patches = changed and changed["base"] == base and not self.load_failed
+            metadata = {**metadata, "patch": changed["packed"] if patches else {}, "changes": None}
+            loaded = np.frombuffer(mmap.mmap(self.weights, 0, prot=mmap.PROT_READ), np.uint8)
+            for begin, end in pieces(metadata, PIECE_BYTES):
+                self.channel.send("weights", {"begin": begin}, {"piece": loaded[begin:end]})
+        self.channel.send(kind, metadata, arrays)
 
-    def obituary(self) -> str:
+    def exit_reason(self) -> str:
         """Return the exit reason of the actor."""
         try:
             self.process.wait(10.0)
@@ -218,23 +220,23 @@ class RayEngineHandle(EngineHandle):
             return "it closed its connection"
         return "its actor ended"
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Return Ray's error for the actor's exit as a clause for a message; empty while it is alive."""
-        work = cast(_Work, self.process)
-        if work.poll() is None:
+        task = cast(_ActorProcess, self.process)
+        if task.poll() is None:
             return ""
         try:
-            work.ray.get(work.work)
-        except work.ray.exceptions.RayError as error:
+            task.ray.get(task.task)
+        except task.ray.exceptions.RayError as error:
             return f"; {' '.join(plain(error).splitlines()[-1:])}"
         return ""
 
     def kill(self) -> None:
         """Kill the actor and release its resources."""
-        work = cast(_Work, self.process)
-        work.ray.kill(work.actor)
-        self.line.close()
-        self.leave()
+        task = cast(_ActorProcess, self.process)
+        task.ray.kill(task.actor)
+        self.channel.close()
+        self.release()
 
 
 class Actors:
@@ -253,8 +255,8 @@ class Actors:
         import ray
 
         self._ray, self._gpus = ray, int(on_gpu)
-        self._bundle = {"CPU": 1, **({"GPU": 1} if on_gpu else {})}
-        self._group = reserved(ray, num_engines, self._bundle, what="engines")
+        self._resources = {"CPU": 1, **({"GPU": 1} if on_gpu else {})}
+        self._group = reserved(ray, num_engines, self._resources, what="engines")
         self._num_free = num_engines
 
     def __enter__(self) -> Actors:
@@ -273,7 +275,7 @@ class Actors:
         settings: EngineSettings,
         weights: int,
         *,
-        num_barren: int,
+        num_failed_restarts: int,
         clock: Callable[[], float],
     ) -> EngineHandle:
         """Start an engine; it reports `ready` once it is up.
@@ -282,43 +284,43 @@ class Actors:
             name: engine name.
             settings: settings shared by all engines of the run.
             weights: descriptor of the shared memory for weight updates.
-            num_barren: see `EngineHandle`.
+            num_failed_restarts: see `EngineHandle`.
             clock: see `EngineHandle`.
 
         Raises:
             RayTrainerError: the cluster has no resources for one more engine.
         """
-        ray, (group, leave) = self._ray, self._room()
+        ray, (group, release) = self._ray, self._reserve()
         # Rank 0 runs here, and this is its address for the other ranks.
         host = os.environ["MASTER_ADDR"]
-        line = ListeningChannel(host)
+        channel = ListeningChannel(host)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
         actor = (
             ray.remote(EngineActor)
             .options(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=strategy)
             .remote(name)
         )
-        work = actor.serve.remote(host, line.port, line.token, asdict(settings))
-        process = cast("subprocess.Popen[bytes]", _Work(ray, actor, work))
+        task = actor.serve.remote(host, channel.port, channel.token, asdict(settings))
+        process = cast("subprocess.Popen[bytes]", _ActorProcess(ray, actor, task))
         return RayEngineHandle(
             name,
             process,
-            line,
+            channel,
             -1,
             io.BytesIO(),
-            num_barren,
+            num_failed_restarts,
             clock=clock,
             weights=weights,
-            leave=leave,
+            release=release,
         )
 
-    def _room(self) -> tuple[Any, Callable[[], None]]:
+    def _reserve(self) -> tuple[Any, Callable[[], None]]:
         """Return a placement group for one engine and the callback that releases it."""
         if not self._num_free:
-            own = one_more(self._ray, self._bundle)
+            own = one_more(self._ray, self._resources)
             return own, partial(self._ray.util.remove_placement_group, own)
         self._num_free -= 1
-        return self._group, self._vacate
+        return self._group, self._release_reserved
 
-    def _vacate(self) -> None:
+    def _release_reserved(self) -> None:
         self._num_free += 1

@@ -16,13 +16,13 @@ class RayTrainerError(ValueError):
     """Ray is unavailable or has too few resources; the message names the remedy."""
 
 
-def reserved(ray: Any, count: int, bundle: Mapping[str, int], *, what: str = "ranks") -> Any:
+def reserved(ray: Any, count: int, resources: Mapping[str, int], *, what: str = "ranks") -> Any:
     """Reserve a placement group for all ranks or engines at once, packed onto few machines.
 
     Args:
         ray: the module.
         count: number of bundles.
-        bundle: resources per bundle.
+        resources: resources per bundle.
         what: kind of process, for the error message.
 
     Raises:
@@ -30,39 +30,39 @@ def reserved(ray: Any, count: int, bundle: Mapping[str, int], *, what: str = "ra
     """
     have = ray.cluster_resources()
     lower = "engine.num_engines" if what == "engines" else "the settings of mesh"
-    for kind, each in bundle.items():
-        if have.get(kind, 0) < count * each:
+    for resource, each in resources.items():
+        if have.get(resource, 0) < count * each:
             raise RayTrainerError(
-                f"{count} {what} need {count * each} {kind}s, and the Ray cluster has "
-                f"{have.get(kind, 0):g}; lower {lower}, or add machines"
+                f"{count} {what} need {count * each} {resource}s, and the Ray cluster has "
+                f"{have.get(resource, 0):g}; lower {lower}, or add machines"
             )
-    group = ray.util.placement_group([dict(bundle)] * count, strategy="PACK")
+    group = ray.util.placement_group([dict(resources)] * count, strategy="PACK")
     if not group.wait(PLACING_S):
         free = ray.available_resources()
         ray.util.remove_placement_group(group)
-        told = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in bundle)
+        told = ", ".join(f"{free.get(resource, 0):g} {resource}s" for resource in resources)
         raise RayTrainerError(
             f"the Ray cluster had no room for {count} {what} within {PLACING_S:.0f} s; it has {told} free"
         )
     return group
 
 
-def one_more(ray: Any, bundle: Mapping[str, int]) -> Any:
+def one_more(ray: Any, resources: Mapping[str, int]) -> Any:
     """Reserve a placement group for one more engine, with a short timeout because the run is going on.
 
     Args:
         ray: the module.
-        bundle: resources of the engine.
+        resources: resources of the engine.
 
     Raises:
         RayTrainerError: the cluster has too few free resources.
     """
-    group = ray.util.placement_group([dict(bundle)])
+    group = ray.util.placement_group([dict(resources)])
     if not group.wait(ONE_MORE_S):
         free = ray.available_resources()
         ray.util.remove_placement_group(group)
-        told = " and ".join(f"{each} {kind}" for kind, each in bundle.items())
-        have = " and ".join(f"{free.get(kind, 0):g} {kind}s" for kind in bundle)
+        told = " and ".join(f"{each} {resource}" for resource, each in resources.items())
+        have = " and ".join(f"{free.get(resource, 0):g} {resource}s" for resource in resources)
         raise RayTrainerError(
             f"one engine more needs {told}, and the Ray cluster has {have} free; add machines, then ask again"
         )

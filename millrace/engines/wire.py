@@ -1,8 +1,8 @@
-"""Frames over a socket between a runtime and an engine process: metadata as JSON, numbers as raw arrays.
+"""Frames over a socket between a backend and an engine process: metadata as JSON, numbers as raw arrays.
 
     4 bytes   length of the header, little-endian
     8 bytes   length of the body
-    header    JSON: {"kind": ..., "note": {...}, "arrays": [[name, dtype, shape], ...]}
+    header    JSON: {"kind": ..., "metadata": {...}, "arrays": [[name, dtype, shape], ...]}
     body      the concatenated arrays, row-major
 
 Received data is neither unpickled nor executed, and an invalid frame raises an error that names the fault.
@@ -26,9 +26,9 @@ from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.serialization import from_columns, to_columns
 from millrace.types import Completion, SamplingParams
 
-# Frame kinds that a runtime sends, and those that it receives.
-ORDERS = ("begin", "submit", "abort", "load")
-REPORTS = ("ready", "drawn", "loaded", "refused", "beat")
+# Frame kinds that a backend sends, and those that it receives.
+COMMANDS = ("begin", "submit", "abort", "load")
+REPORTS = ("ready", "completed", "loaded", "refused", "heartbeat")
 LENGTHS = struct.Struct("<IQ")
 # Upper bounds; a larger length means a corrupt header.
 MAX_HEADER_BYTES = 1 << 28
@@ -48,12 +48,12 @@ class Frame:
 
     Attributes:
         kind: message type.
-        note: JSON-compatible metadata.
+        metadata: JSON-compatible.
         arrays: numeric data by name.
     """
 
     kind: str
-    note: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
 
 
@@ -64,16 +64,16 @@ class Channel:
         ended: whether the peer has closed; all data before that has been received.
     """
 
-    def __init__(self, end: socket.socket, kinds: Collection[str]) -> None:
+    def __init__(self, connection: socket.socket, kinds: Collection[str]) -> None:
         """Wrap a stream socket, which this owns from now on.
 
         Args:
-            end: the socket.
+            connection: the socket.
             kinds: frame kinds that this end accepts.
         """
-        end.setblocking(False)
+        connection.setblocking(False)
         self.ended = False
-        self._end, self._kinds = end, kinds
+        self._socket, self._kinds = connection, kinds
         self._incoming, self._outgoing = bytearray(), bytearray()
 
     @property
@@ -83,40 +83,40 @@ class Channel:
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for `select` and `poll`."""
-        return self._end.fileno()
+        return self._socket.fileno()
 
-    def put(
+    def send(
         self,
         kind: str,
-        note: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Queue a frame, and send as much as the socket accepts now.
 
         Args:
             kind: message type.
-            note: JSON-compatible metadata.
+            metadata: JSON-compatible.
             arrays: numeric data by name.
         """
-        self._add(kind, note, arrays)
+        self._add(kind, metadata, arrays)
         self.flush()
 
     def _add(
-        self, kind: str, note: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray] | None
+        self, kind: str, metadata: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray] | None
     ) -> None:
-        given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
-        told = [[name, str(array.dtype), list(array.shape)] for name, array in given.items()]
-        header = json.dumps({"kind": kind, "note": note or {}, "arrays": told}).encode()
-        num_bytes = sum(array.nbytes for array in given.values())
+        contiguous = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+        entries = [[name, str(array.dtype), list(array.shape)] for name, array in contiguous.items()]
+        header = json.dumps({"kind": kind, "metadata": metadata or {}, "arrays": entries}).encode()
+        num_bytes = sum(array.nbytes for array in contiguous.values())
         self._outgoing += LENGTHS.pack(len(header), num_bytes) + header
-        for array in given.values():
+        for array in contiguous.values():
             self._outgoing += array.tobytes()
 
     def flush(self) -> None:
         """Send as much as the socket accepts now."""
         while self._outgoing:
             try:
-                del self._outgoing[: self._end.send(self._outgoing)]
+                del self._outgoing[: self._socket.send(self._outgoing)]
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):  # `take` detects the closed peer
@@ -130,7 +130,7 @@ class Channel:
         """
         while not self.ended:
             try:
-                data = self._end.recv(READ_BYTES)
+                data = self._socket.recv(READ_BYTES)
             except BlockingIOError:
                 break
             except ConnectionResetError:
@@ -144,7 +144,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket."""
-        self._end.close()
+        self._socket.close()
 
     def _next(self) -> Frame | None:
         data = self._incoming
@@ -157,101 +157,110 @@ class Channel:
         ):
             if length > most:
                 raise FrameError(f"a frame's {what} was announced with {length} bytes; at most {most} come")
-        begin = LENGTHS.size + header_bytes
-        if len(data) < begin + body_bytes:
+        start = LENGTHS.size + header_bytes
+        if len(data) < start + body_bytes:
             return None
-        frame = self._read(bytes(data[LENGTHS.size : begin]), data[begin : begin + body_bytes])
-        del data[: begin + body_bytes]
+        frame = self._parse(bytes(data[LENGTHS.size : start]), data[start : start + body_bytes])
+        del data[: start + body_bytes]
         return frame
 
-    def _read(self, header: bytes, body: bytearray) -> Frame:
+    def _parse(self, header: bytes, body: bytearray) -> Frame:
         try:
-            said = json.loads(header)
-            kind, note = said["kind"], said["note"]
-            told = [(name, word, [int(n) for n in shape]) for name, word, shape in said["arrays"]]
+            parsed = json.loads(header)
+            kind, metadata = parsed["kind"], parsed["metadata"]
+            entries = [(name, dtype, [int(n) for n in shape]) for name, dtype, shape in parsed["arrays"]]
         except (ValueError, KeyError, TypeError) as error:
             raise FrameError(f"a frame's header cannot be read: {type(error).__name__}: {error}") from None
         if kind not in self._kinds:
             raise FrameError(f"a frame of kind {kind!r} came; here only {', '.join(sorted(self._kinds))} do")
         arrays = {}
-        begin = 0
-        for name, word, shape in told:
-            if word not in DTYPES:
-                raise FrameError(f"array {name} of frame {kind} is {word}; it may be {', '.join(DTYPES)}")
-            end = begin + np.dtype(word).itemsize * math.prod(shape)
-            if min(shape, default=0) < 0 or end > len(body):
+        start = 0
+        for name, dtype, shape in entries:
+            if dtype not in DTYPES:
+                raise FrameError(f"array {name} of frame {kind} is {dtype}; it may be {', '.join(DTYPES)}")
+            stop = start + np.dtype(dtype).itemsize * math.prod(shape)
+            if min(shape, default=0) < 0 or stop > len(body):
                 raise FrameError(
                     f"array {name} of frame {kind} has shape {shape}, for which its {len(body)} bytes do not "
                     "suffice"
                 )
-            arrays[name] = np.frombuffer(body, word, math.prod(shape), begin).reshape(shape)
-            begin = end
-        if begin != len(body):
-            raise FrameError(f"frame {kind} has {len(body) - begin} bytes that belong to no array")
-        return Frame(kind, note, arrays)
+            arrays[name] = np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
+            start = stop
+        if start != len(body):
+            raise FrameError(f"frame {kind} has {len(body) - start} bytes that belong to no array")
+        return Frame(kind, metadata, arrays)
 
 
-def draws_as_frame(draws: Sequence[GenerateRequest]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Encode requests as a frame's note and arrays; consecutive requests with one prompt share its tokens."""
-    groups = [(prompt, list(siblings)) for prompt, siblings in groupby(draws, lambda draw: draw.prompt)]
-    told = [
+def requests_to_frame(requests: Sequence[GenerateRequest]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Encode requests as a frame's metadata and arrays; neighbours with one prompt share its tokens."""
+    groups = [(prompt, list(group)) for prompt, group in groupby(requests, lambda one: one.prompt)]
+    entries = [
         {
             "num_tokens": len(prompt),
-            "draws": [(draw.id, _given(draw.params), draw.drawn is not None) for draw in siblings],
+            "requests": [
+                (one.id, _changed_fields(one.params), one.partial_output is not None) for one in group
+            ],
         }
-        for prompt, siblings in groups
+        for prompt, group in groups
     ]
     tokens = [token for prompt, _ in groups for token in prompt]
-    begun = [draw.drawn for draw in draws if draw.drawn is not None]
-    words, columns = to_columns(begun) if begun else ([], {})
-    return {"prompts": told, "drawn": words}, {"tokens": np.array(tokens, np.int64), **columns}
+    partial = [one.partial_output for one in requests if one.partial_output is not None]
+    completions, columns = to_columns(partial) if partial else ([], {})
+    return {"prompts": entries, "partial_outputs": completions}, {
+        "tokens": np.array(tokens, np.int64),
+        **columns,
+    }
 
 
-def draws_of(frame: Frame) -> list[list[GenerateRequest]]:
-    """Decode the requests of `draws_as_frame`, grouped by prompt."""
+def requests_from_frame(frame: Frame) -> list[list[GenerateRequest]]:
+    """Decode the requests of `requests_to_frame`, grouped by prompt."""
     groups = []
-    begin = 0
+    start = 0
     columns = {name: array for name, array in frame.arrays.items() if name != "tokens"}
-    drawn = iter(from_columns(frame.note["drawn"], columns))
-    for told in frame.note["prompts"]:
-        end = begin + told["num_tokens"]
-        prompt = tuple(frame.arrays["tokens"][begin:end].tolist())
+    partial = iter(from_columns(frame.metadata["partial_outputs"], columns))
+    for entry in frame.metadata["prompts"]:
+        stop = start + entry["num_tokens"]
+        prompt = tuple(frame.arrays["tokens"][start:stop].tolist())
         groups.append(
             [
-                GenerateRequest(id, prompt, SamplingParams(**_tuples(params)), next(drawn) if begun else None)
-                for id, params, begun in told["draws"]
+                GenerateRequest(
+                    id, prompt, SamplingParams(**_tuples(params)), next(partial) if has_partial else None
+                )
+                for id, params, has_partial in entry["requests"]
             ]
         )
-        begin = end
+        start = stop
     return groups
 
 
-def drawn_as_frame(
-    drawn: Sequence[tuple[str, int, int, Completion]],
+def results_to_frame(
+    results: Sequence[tuple[str, int, int, Completion]],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Encode finished requests as a frame's note and arrays.
+    """Encode finished requests as a frame's metadata and arrays.
 
     Args:
-        drawn: (id, engine step of the start, engine step of the end, completion) of each request.
+        results: (id, engine step of the start, engine step of the end, completion) of each request.
     """
-    words, columns = to_columns([completion for *_, completion in drawn])
-    return {"draws": [(id, began, ended) for id, began, ended, _ in drawn], "words": words}, columns
+    completions, columns = to_columns([completion for *_, completion in results])
+    requests = [(id, began, ended) for id, began, ended, _ in results]
+    return {"requests": requests, "completions": completions}, columns
 
 
-def drawn_of(frame: Frame) -> list[tuple[str, int, int, Completion]]:
-    """Decode the finished requests of `drawn_as_frame`.
+def results_from_frame(frame: Frame) -> list[tuple[str, int, int, Completion]]:
+    """Decode the finished requests of `results_to_frame`.
 
     Raises:
-        FrameError: note and arrays are inconsistent.
+        FrameError: metadata and arrays are inconsistent.
     """
     try:
-        completions = from_columns(frame.note["words"], frame.arrays)
+        completions = from_columns(frame.metadata["completions"], frame.arrays)
     except ValueError as error:
         raise FrameError(f"frame {frame.kind} does not fit: {error}") from None
-    return [(*draw, completion) for draw, completion in zip(frame.note["draws"], completions, strict=True)]
+    requests = frame.metadata["requests"]
+    return [(*request, completion) for request, completion in zip(requests, completions, strict=True)]
 
 
-def _given(params: SamplingParams) -> dict[str, Any]:
+def _changed_fields(params: SamplingParams) -> dict[str, Any]:
     """Return the fields that differ from their defaults."""
     return {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from millrace.observability.files import RESTORE, FileError, parse_json, read_bytes, shown
 
-VERSION = 2
-HEADER = b"millrace event log 2\n"
+VERSION = 3
+HEADER = b"millrace event log 3\n"
 # The file name of version 1 of the log: JSON lines.
 OLD_NAME = "events.jsonl"
 MARK = b"\xf5MEV"
@@ -33,7 +33,7 @@ MAX_BLOCK_BYTES = 1 << 30
 # An integer inside text, in Python's notation.
 _NUMBER = re.compile(r"((?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9]))")
 _MICRO = 1_000_000
-_ANY = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError)
+_ERRORS = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError)
 
 Event = dict[str, Any]
 
@@ -62,11 +62,11 @@ def encode(events: Sequence[Event]) -> bytes:
         rows = list(run)
         tables.setdefault(shape, []).extend(rows)
         order.append([numbers.setdefault(shape, len(numbers)), len(rows)])
-    told = [
+    packed_tables = [
         [list(shape[1:]), [_pack([row[name] for row in rows], name) for name in shape[1:]]]
         for shape, rows in tables.items()
     ]
-    text = json.dumps([order, told], separators=(",", ":"), allow_nan=False)
+    text = json.dumps([order, packed_tables], separators=(",", ":"), allow_nan=False)
     payload = zlib.compress(text.encode(), 6)
     return MARK + len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
 
@@ -82,10 +82,13 @@ def decode(payload: bytes) -> list[Event]:
         text = unpacker.decompress(payload, MAX_BLOCK_BYTES)
         if not unpacker.eof or unpacker.unused_data:
             raise ValueError("it is too large")
-        order, told = parse_json(text)
-        tables = [iter(list(_rows(names, [_unpack(column) for column in packed]))) for names, packed in told]
+        order, packed_tables = parse_json(text)
+        tables = [
+            iter(list(_rows(names, [_unpack(column) for column in packed])))
+            for names, packed in packed_tables
+        ]
         return [next(tables[number]) for number, count in order for _ in range(count)]
-    except (*_ANY, zlib.error, StopIteration) as error:
+    except (*_ERRORS, zlib.error, StopIteration) as error:
         raise ValueError(f"no block of events: {error}") from None
 
 
@@ -127,7 +130,7 @@ def check_header(path: Path, content: bytes) -> None:
         return
     found = re.match(rb"millrace event log ([0-9]{1,9})\n", content)
     if found or content.startswith(b'{"kind"'):
-        raise FileError(_other(path, int(found[1]) if found else 1))
+        raise FileError(_other_version(path, int(found[1]) if found else 1))
     raise FileError(f"{shown(path)} is damaged: it does not begin as an event log; {RESTORE}")
 
 
@@ -139,24 +142,24 @@ def check_old(path: Path) -> None:
     """
     old = path.with_name(OLD_NAME)
     if not path.exists() and old.is_file() and old.stat().st_size:
-        raise FileError(_other(old, 1))
+        raise FileError(_other_version(old, 1))
 
 
 def read_log(
     path: Path,
     check: Callable[[Event], str | None] = lambda event: None,
     *,
-    tell: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> Iterator[Event]:
     """Yield the events of a log, without a truncated last block.
 
     Args:
         path: of the log.
         check: returns the defect of an event, or None.
-        tell: callback for a message about damaged parts, which are skipped; without it they are an error.
+        warn: callback for a message about damaged parts, which are skipped; without it they are an error.
 
     Raises:
-        FileError: the file is unreadable or of another version, or a part is damaged and `tell` is None.
+        FileError: the file is unreadable or of another version, or a part is damaged and `warn` is None.
     """
     check_old(path)
     content = read_bytes(path)
@@ -174,16 +177,16 @@ def read_log(
                 yield event
             else:
                 damaged.append(f"event {number} is damaged: {wrong}")
-        if damaged and tell is None:
+        if damaged and warn is None:
             raise FileError(f"{shown(path)}: {damaged[0]}; {RESTORE}")
-    if tell is not None and damaged:
+    if warn is not None and damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        tell(f"{shown(path)}: {damaged[0]}{more}; left out")
-    if tell is not None and cut:
-        tell(f"{shown(path)}: the last block is not whole; left out")
+        warn(f"{shown(path)}: {damaged[0]}{more}; left out")
+    if warn is not None and cut:
+        warn(f"{shown(path)}: the last block is not whole; left out")
 
 
-def _other(path: Path, version: int) -> str:
+def _other_version(path: Path, version: int) -> str:
     return (
         f"{shown(path)} is an event log of version {version}, and this millrace reads version {VERSION}; use "
         "the millrace that wrote it, or start a new run"
@@ -259,7 +262,7 @@ def _unpack(packed: list[Any]) -> list[Any]:
 
 
 def _pack_texts(column: list[str]) -> list[Any]:
-    r"""Encode texts as templates and their integers: `drawn 3.0.24` is `drawn \0.\0.\0` and 3, 0, 24."""
+    r"""Encode texts as templates and their integers: `scored 3.0.24` is `scored \0.\0.\0` and 3, 0, 24."""
     if any("\0" in text for text in column):
         return ["j", column]
     known: dict[str, int] = {}

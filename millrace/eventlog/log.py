@@ -4,31 +4,32 @@
 |---|---|
 | begin | `rules` (staleness policy), `num_batches`; the first event |
 | threads | `ranks`: number of compute threads of each rank in the current process |
-| start | `number`, `prompt`, `published`: policy version in force |
+| start | `number`, `prompt`, `step` of the weights in force |
 | dispatch | `number`, `samples`, `turn`, `engine`: this turn of the samples is submitted to the engine |
-| part | `number`, `sample`, `turn`, `engine`: partial output; generation continues on any engine |
-| arrive | `number`, `sample`, `turn`, `engine`, `oldest`, `newest`: policy versions of its tokens |
-| judge | `call` of the reward, `numbers` of the groups |
-| finish | `number`, `births`: `oldest` of each sample in order, `equal`: whether its rewards are equal |
+| partial | `number`, `sample`, `turn`, `engine`: partial output; generation continues on any engine |
+| completed | `number`, `sample`, `turn`, `engine`, `oldest_step`, `newest_step` of its tokens |
+| score | `call` of the reward, `numbers` of the groups |
+| finish | `number`, `oldest_steps`: `oldest_step` of each sample, `zero_std`: whether its rewards are equal |
 | drop | `number`, `reason`; its prompt starts again, before new ones |
 | take | `batch`, `numbers`, `staleness` of each, `left_out`, `withheld`: as in `TakenBatch` |
-| publish | `version`: policy version that is in force from here on |
-| load | `engine`, `version`: policy version that it samples with from here on, starting with its first |
-| lost | `engine`, `reason` |
-| joined | `engine` |
-| want | `engines`: target number from here on, `leaving`: draining engines, `reason` if more were requested |
-| ignore | `reason`: a late or duplicate event |
-| hold | in-flight requests are aborted for their partial output |
-| keep | `number`; after a resume, `turns` and `tokens` of the unfinished turn that each sample has already |
+| weights_updated | `step` of the weights that are in force from here on |
+| weights_loaded | `engine`, `step` of the weights that it samples with from here on, also its first |
+| engine_lost | `engine`, `reason` |
+| engine_joined | `engine` |
+| scale | `engines`: target number from here on, `draining` ones, `reason` if more were requested |
+| ignored | `reason`: a late or duplicate event |
+| abort_in_flight | in-flight requests are aborted for their partial output |
+| restored | `number`; after a resume, finished `turns` and `tokens` of the unfinished turn of each sample |
 | resume | `numbers` of the groups that are neither trained on nor dropped, `taken` batches, `num_batches` |
 | save | `name` of the checkpoint |
-| heard | `events` that were handled together, as `rollout.backend.named` names them |
-| send | `version`: the trainer's weights are sent |
-| took | `engine`, `orders`: letters of its commands, with the engine step before which each was started |
-| asked | `engine`, `draws`: blocking requests, such as those of an evaluation |
+| events_received | `events` that were handled together, as `rollout.backend.event_name` names them |
+| update_weights | `policy_version` of the trainer's weights, which are sent to the engines |
+| commands_started | `engine`, `commands`: pairs of an engine step and the commands started before it |
+| blocking_request | `engine`, `requests`: numbers of blocking requests, such as those of an evaluation |
 
-A `StalenessController` logs start, finish, drop, take, publish and resume itself; its caller logs the others.
-`threads` and the last four are for replays. Events may have further fields.
+Step `s` of the weights: they were trained on `s` batches (see `rollout.staleness`). `policy_version` counts
+optimizer steps. A `StalenessController` logs start, finish, drop, take, weights_updated and resume itself;
+its caller logs the others. `threads` and the last four are for replays. Events may have further fields.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from millrace.eventlog.file import (
     read_log,
     whole_bytes,
 )
-from millrace.eventlog.verify import FACTS, LogError, read, wrong_fact
+from millrace.eventlog.verify import FIELDS, LogError, read, wrong_field
 from millrace.observability.files import FileError, finite, read_json_lines, shown
 
 # A block is written after at most so many events.
@@ -105,20 +106,20 @@ class EventLog:
         self._write()
         return self._file.tell()
 
-    def add(self, kind: str, /, **facts: Any) -> None:
+    def add(self, kind: str, /, **fields: Any) -> None:
         """Append one event.
 
         Raises:
             ValueError: the kind is unknown, or a field is missing.
         """
-        needed = FACTS.get(kind)
-        if needed is None or not needed.keys() <= facts.keys():
-            missing = [name for name in needed or ("such a kind",) if name not in facts]
+        needed = FIELDS.get(kind)
+        if needed is None or not needed.keys() <= fields.keys():
+            missing = [name for name in needed or ("such a kind",) if name not in fields]
             raise ValueError(f"event {kind} lacks {missing[0]}")
-        for name, value in facts.items():
+        for name, value in fields.items():
             if type(value) not in _SCALARS:
-                facts[name] = _as_now(value)
-        self._pending.append({"kind": kind, "time_s": round(self._clock(), 6), **facts})
+                fields[name] = _json_copy(value)
+        self._pending.append({"kind": kind, "time_s": round(self._clock(), 6), **fields})
         if kind in ("take", "save") or len(self._pending) == MAX_PENDING:
             self._write()
 
@@ -175,42 +176,42 @@ class EventLog:
             self._file.close()
 
 
-def _as_now(value: Any) -> Any:
+def _json_copy(value: Any) -> Any:
     """Return a JSON copy of a value, which later mutations do not affect."""
     if isinstance(value, list | tuple) and _SCALARS.issuperset(map(type, value)):
         return list(value)
     return json.loads(json.dumps(value, allow_nan=False))
 
 
-def read_events(path: Path, tell: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+def read_events(path: Path, warn: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
     """Read the events of a log without opening it for writing; to continue a log, use `EventLog.events`.
 
     Args:
         path: of the log.
-        tell: callback for a message about damaged parts, which are skipped.
+        warn: callback for a message about damaged parts, which are skipped.
 
     Raises:
-        FileError: the file is unreadable or of another version, or a part is damaged and `tell` is None.
+        FileError: the file is unreadable or of another version, or a part is damaged and `warn` is None.
     """
-    return list(read_log(path, _unseen, tell=tell))
+    return list(read_log(path, _wrong_event, warn=warn))
 
 
-def read_spans(path: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def read_spans(path: Path, warn: Callable[[str], None]) -> list[dict[str, Any]]:
     """Read the timed spans of a rank from `spans.jsonl`: `name`, `begin_s` and `seconds`.
 
     Args:
         path: of the file.
-        tell: callback for a message about damaged lines, which are skipped.
+        warn: callback for a message about damaged lines, which are skipped.
 
     Raises:
         FileError: the file is unreadable.
     """
-    return read_json_lines(path, _wrong_span, tell=tell)
+    return read_json_lines(path, _wrong_span, warn=warn)
 
 
-def _unseen(event: Mapping[str, Any]) -> str | None:
+def _wrong_event(event: Mapping[str, Any]) -> str | None:
     """Return the defect of an event, or None; an event without a time cannot be displayed."""
-    return wrong_fact(event) or (None if "time_s" in event else "it has no time_s")
+    return wrong_field(event) or (None if "time_s" in event else "it has no time_s")
 
 
 def _wrong_span(span: Mapping[str, Any]) -> str | None:
@@ -231,22 +232,22 @@ def check_log(events: Iterable[Mapping[str, Any]]) -> list[int]:
     Raises:
         LogError: an event contradicts earlier ones; the message has the first one and the reason.
     """
-    return sorted(read(events).line)
+    return sorted(read(events).queued)
 
 
-def flow_after(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def resumed_state(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Verify a log like `check_log`, and return the expected state of a resumed staleness controller.
 
     Returns:
         `num_taken`, `num_started` and `repeats` as in `StalenessController.state`, and `groups` that are
-        neither trained on nor dropped: number, prompt, policy version when it started, and births, None until
-        it is finished.
+        neither trained on nor dropped: number, prompt, step when it started, and the step of the oldest token
+        of each trajectory, None until it is finished.
 
     Raises:
         LogError: as `check_log`.
     """
     reader = read(events)
-    groups = [[n, reader.prompts[n], began, reader.finished.get(n)] for n, began in reader.line.items()]
+    groups = [[n, reader.prompts[n], step, reader.finished.get(n)] for n, step in reader.queued.items()]
     return {
         "num_taken": reader.taken,
         "num_started": reader.num_started,

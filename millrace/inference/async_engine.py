@@ -224,7 +224,7 @@ class AsyncEngine:
                 return None
             completion = self._engine.abort(id)
             assert completion is not None
-            self._hand_over(live, completion)
+            self._submit_to_thread(live, completion)
             return completion
 
         return await self._call(action)
@@ -333,7 +333,7 @@ class AsyncEngine:
         self._engine.pause(mode)
         for live in list(self._live.values()):
             if live.request is not None and live.request.finish_reason is not None:
-                self._hand_over(live, self._engine.completion(live.request))
+                self._submit_to_thread(live, self._engine.completion(live.request))
 
     def _finish_then(self, idle: Future[None]) -> None:
         self._engine.stop_admitting()
@@ -360,26 +360,26 @@ class AsyncEngine:
         for request in touched:
             live = self._live[request.id]
             if request.finish_reason is not None:
-                self._hand_over(live, self._engine.completion(request))
+                self._submit_to_thread(live, self._engine.completion(request))
                 continue
-            token_L, logprob_L, version_L = self._engine.drawn(request, live.num_given)
+            token_L, logprob_L, version_L = self._engine.generated(request, live.num_given)
             live.num_given += len(token_L)
-            self._tell(live.stream, TokenChunk(tuple(token_L.tolist()), logprob_L, version_L), None, None)
+            self._push(live.stream, TokenChunk(tuple(token_L.tolist()), logprob_L, version_L), None, None)
 
-    def _hand_over(self, live: _Live, completion: Completion) -> None:
+    def _submit_to_thread(self, live: _Live, completion: Completion) -> None:
         rest = slice(live.num_given, None)
         if len(completion.token_ids) > live.num_given:
             piece = TokenChunk(
                 completion.token_ids[rest], completion.logprobs[rest], completion.versions[rest]
             )
-            self._tell(live.stream, piece, None, None)
+            self._push(live.stream, piece, None, None)
         self._end(live, completion, None)
 
     def _end(self, live: _Live, completion: Completion | None, error: Exception | None) -> None:
         del self._live[live.stream.id]
-        self._tell(live.stream, None, completion, error)
+        self._push(live.stream, None, completion, error)
 
-    def _tell(
+    def _push(
         self, stream: Stream, piece: TokenChunk | None, completion: Completion | None, error: Exception | None
     ) -> None:
         # A closed event loop raises RuntimeError: its stream has no reader, and the other streams continue.

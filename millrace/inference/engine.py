@@ -120,7 +120,7 @@ class PagedEngine:
         if record_experts:
             self._scheduler.table.experts_of = partial(self._runner.experts, self._scheduler.table)
         self._results = Results(decode, self._runner.routed)
-        self._drawing = SamplerStage(self._runner, self._scheduler.table, self._results, self._vocab_size)
+        self._sampler = SamplerStage(self._runner, self._scheduler.table, self._results, self._vocab_size)
         self._requests: dict[str, Request] = {}
         self._asleep: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}
@@ -155,12 +155,12 @@ class PagedEngine:
         if self._scheduler.paused != "no":
             raise RuntimeError("the engine is paused; call resume() before generate()")
         pairs = list(zip(prompts, params, strict=True))
-        for index, (prompt, wanted) in enumerate(pairs):
+        for index, (prompt, sampling_params) in enumerate(pairs):
             try:
-                self.check_request(prompt, wanted)
+                self.check_request(prompt, sampling_params)
             except ValueError as error:
                 raise ValueError(f"prompt {index} of {len(prompts)}: {error}") from None
-        requests = [self._new(prompt, wanted) for prompt, wanted in pairs]
+        requests = [self._new(prompt, sampling_params) for prompt, sampling_params in pairs]
         self._scheduler.add(requests)
         try:
             while any(request.finish_reason is None for request in requests):
@@ -181,7 +181,7 @@ class PagedEngine:
         params: Sequence[SamplingParams],
         *,
         ids: Sequence[str] | None = None,
-        drawn: Sequence[Completion | None] | None = None,
+        partial_outputs: Sequence[Completion | None] | None = None,
         priority: int = 0,
     ) -> list[Request]:
         """Queue samples of one prompt, which is computed once for all of them; `step` generates them.
@@ -190,20 +190,20 @@ class PagedEngine:
             prompt: token ids.
             params: sampling parameters, one entry for each sample.
             ids: request ids, one for each sample, unique among unfinished requests; generated if None.
-            drawn: partial completion of each sample to continue, or None to start from the prompt.
+            partial_outputs: partial completion of each sample to continue, or None to start from the prompt.
             priority: lower runs first.
 
         Raises:
             ValueError: a request cannot be served, or an id is in use; no request is queued.
         """
         names: Sequence[str | None] = ids or [None] * len(params)
-        before = drawn or [None] * len(params)
+        before = partial_outputs or [None] * len(params)
         taken = next((id for id in names if id in self._requests), None)
         if taken is not None or (ids and len(set(ids)) < len(ids)):
             name = repr(taken) if taken is not None else "given twice"
             raise ValueError(f"request id {name} is taken by an unfinished request; choose another")
-        for wanted, known in zip(params, before, strict=True):
-            self.check_request(prompt, wanted, known)
+        for sampling_params, known in zip(params, before, strict=True):
+            self.check_request(prompt, sampling_params, known)
         requests = [self._new(prompt, *one, priority) for one in zip(params, names, before, strict=True)]
         self._scheduler.add(requests)
         return requests
@@ -219,9 +219,9 @@ class PagedEngine:
             self._num_special -= request.is_special
         return self._results.completion(request, {} if texts is None else texts)
 
-    def drawn(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def generated(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return a request's generated tokens, log-probabilities and versions, from index `first` on."""
-        return self._scheduler.table.drawn(request, first)
+        return self._scheduler.table.generated(request, first)
 
     def abort(self, id: str) -> Completion | None:
         """Abort a request and return its partial completion; None if no unfinished request has this id."""
@@ -244,21 +244,21 @@ class PagedEngine:
             return []
         runner.copy_blocks(plan.copy_from_M, plan.copy_to_M)
         inputs = runner.inputs(scheduler.table, plan)
-        drawn = self._drawing.draw(plan, inputs, special=bool(self._num_special))
-        for request, why in drawn.failed:
+        sampled = self._sampler.sample(plan, inputs, special=bool(self._num_special))
+        for request, why in sampled.failed:
             scheduler.finish(request, "error", why)
-        scheduler.commit(plan, drawn.token_N, drawn.logprob_N)
-        self._generation_tokens += len(drawn.token_N) - len(drawn.failed)
+        scheduler.commit(plan, sampled.token_N, sampled.logprob_N)
+        self._generation_tokens += len(sampled.token_N) - len(sampled.failed)
         if self._num_special:
-            self._stop_at_text(drawn.requests)
-        return drawn.requests
+            self._stop_at_text(sampled.requests)
+        return sampled.requests
 
-    def _stop_at_text(self, drawing: Sequence[Request]) -> None:
+    def _stop_at_text(self, requests: Sequence[Request]) -> None:
         """End the requests with a stop string in their text."""
-        for request in drawing:
+        for request in requests:
             if not request.params.stop or request.finish_reason not in (None, "length"):
                 continue
-            if self._results.ends_in_stop(request, self.drawn(request)[0].tolist()):
+            if self._results.ends_in_stop(request, self.generated(request)[0].tolist()):
                 self._scheduler.finish(request, "stop")
                 request.finish_reason = "stop"  # not "length", where the last token completed the text
 
@@ -395,30 +395,30 @@ class PagedEngine:
         prompt: Sequence[int],
         params: SamplingParams,
         id: str | None = None,
-        drawn: Completion | None = None,
+        partial_output: Completion | None = None,
         priority: int = 0,
     ) -> Request:
         if id is None:
             self._next_id += 1
             id = f"#{self._next_id}"
         request = Request(id, tuple(prompt), params, priority=priority)
-        if drawn is not None:
-            request.go_on(drawn)
-            self._results.go_on(request, drawn)
+        if partial_output is not None:
+            request.resume(partial_output)
+            self._results.resume(request, partial_output)
         self._requests[id] = request
         self._num_special += request.is_special
         self._prompt_tokens += len(prompt)
         return request
 
     def check_request(
-        self, prompt: Sequence[int], params: SamplingParams, drawn: Completion | None = None
+        self, prompt: Sequence[int], params: SamplingParams, partial_output: Completion | None = None
     ) -> None:
         """Raise for a request that cannot be served.
 
         Args:
             prompt: token ids.
             params: sampling parameters.
-            drawn: partial completion to continue, if any.
+            partial_output: partial completion to continue, if any.
 
         Raises:
             ValueError: the prompt is empty; prompt and `max_tokens` are too long for the model or the cache;
@@ -427,12 +427,14 @@ class PagedEngine:
         """
         self._scheduler.check(prompt, params)
         check_vocabulary(params, self._vocab_size)
-        known = () if drawn is None else drawn.token_ids
+        known = () if partial_output is None else partial_output.token_ids
         if len(known) >= params.max_tokens:
-            raise ValueError(f"{len(known)} tokens are drawn and max_tokens is {params.max_tokens}; raise it")
+            raise ValueError(
+                f"{len(known)} tokens are generated and max_tokens is {params.max_tokens}; raise it"
+            )
         outside = [token for token in (min(prompt), max(prompt), *known) if not 0 <= token < self._vocab_size]
         if outside:
-            where = "what was drawn" if outside[0] in known else "the prompt"
+            where = "the partial completion" if outside[0] in known else "the prompt"
             raise ValueError(f"{where} holds token {outside[0]}; the vocabulary has {self._vocab_size}")
 
     def _check_tags(self, tags: Collection[str]) -> None:

@@ -116,7 +116,9 @@ def _serve(engine: PagedEngine, after: Model) -> tuple[list[Drawn], int]:
     num_updated = 0
     while any(request.finish_reason is None for request in requests):
         engine.step()
-        if engine.version == 0 and all(len(engine.drawn(request)[0]) >= HALFWAY for request in requests[:1]):
+        if engine.version == 0 and all(
+            len(engine.generated(request)[0]) >= HALFWAY for request in requests[:1]
+        ):
             before = engine.stats().num_preemptions
             engine.load_weights(named_weights(after), 1)
             num_updated = engine.stats().num_preemptions - before
@@ -164,7 +166,7 @@ def _no_power(plain: Model, reading: TrialReadout) -> str:
         engine = _engine(plain, reading)
         (request,) = engine.add(prompt, [_params(13)])
         while request.finish_reason is None:
-            if len(engine.drawn(request)[0]) == HALFWAY:
+            if len(engine.generated(request)[0]) == HALFWAY:
                 fault(engine)
             engine.step()
         completion = engine.completion(request)

@@ -17,7 +17,7 @@ def check_state(
     *,
     waiting: Sequence[Request],
     running: Sequence[int],
-    families: Mapping[int, Sequence[int]],
+    groups: Mapping[int, Sequence[int]],
 ) -> None:
     """Check that blocks, table, prompt groups and queue agree.
 
@@ -27,7 +27,7 @@ def check_state(
         cache: the prefix cache over these blocks.
         waiting: queued requests, in order.
         running: rows with blocks.
-        families: all rows of a prompt group, leader first, under each of its rows.
+        groups: all rows of a prompt group, leader first, under each of its rows.
 
     Raises:
         AssertionError: they do not; the message names the place.
@@ -39,17 +39,19 @@ def check_state(
     assert sorted(used + table.free_rows) == list(range(len(table.requests))), (
         "a row is both used and free, or neither"
     )
-    heirs = sorted(row for row, rows in families.items() if rows[0] != row)
-    assert sorted([*running, *heirs]) == used, "the rows in use are not those that run or wait for a leader"
-    for row, rows in families.items():
-        assert row in rows and rows[0] in running, f"the family of row {row} has no running leader"
+    followers = sorted(row for row, rows in groups.items() if rows[0] != row)
+    assert sorted([*running, *followers]) == used, (
+        "the rows in use are not those that run or wait for a leader"
+    )
+    for row, rows in groups.items():
+        assert row in rows and rows[0] in running, f"the prompt group of row {row} has no running leader"
     held = Counter(block for row in used for block in table.blocks(row))
     for block in range(blocks.num_blocks):
         assert blocks.num_references(block) == held[block], (
             f"block {block} has {blocks.num_references(block)} references, but {held[block]} rows hold it"
         )
     for row in used:
-        _check_row(table, blocks, cache, row, waits=row in heirs)
+        _check_row(table, blocks, cache, row, waits=row in followers)
     order = [(request.priority, request.arrival) for request in waiting]
     assert order == sorted(set(order)), "the queue is out of order, or a request stands in it twice"
     for request in waiting:

@@ -37,7 +37,7 @@ class Request:
         priority: lower runs first; equal priorities run in order of arrival.
         row: its row in the table while it runs, else -1.
         arrival: number of requests added before it; -1 until it is added.
-        drawn: int32 [n], generated tokens; valid while it has no row.
+        generated: int32 [n], generated tokens; valid while it has no row.
         logprobs: float32 [n], log-probability of each generated token.
         versions: int32 [n], policy version of each generated token.
         experts: int16 [m, L, K], experts of the m computed tokens in layers with a router, stored when it
@@ -52,7 +52,7 @@ class Request:
     priority: int = 0
     row: int = -1
     arrival: int = -1
-    drawn: np.ndarray = field(default_factory=_no_tokens)
+    generated: np.ndarray = field(default_factory=_no_tokens)
     logprobs: np.ndarray = field(default_factory=_no_logprobs)
     versions: np.ndarray = field(default_factory=_no_tokens)
     experts: np.ndarray | None = None
@@ -75,15 +75,15 @@ class Request:
         """Whether it needs work in every step: stop strings or prompt log-probabilities."""
         return bool(self.params.stop) or self.params.prompt_logprobs
 
-    def go_on(self, drawn: Completion) -> None:
+    def resume(self, partial_output: Completion) -> None:
         """Continue a partial completion, like a preempted request."""
-        self.drawn = np.array(drawn.token_ids, np.int32)
-        self.logprobs, self.versions = drawn.logprobs, drawn.versions
+        self.generated = np.array(partial_output.token_ids, np.int32)
+        self.logprobs, self.versions = partial_output.logprobs, partial_output.versions
 
     def known_tokens(self) -> np.ndarray:
         """Return prompt and generated tokens of a request without a row, int32."""
         prompt = np.array(self.prompt, dtype=np.int32)
-        return np.concatenate((prompt, self.drawn)) if len(self.drawn) else prompt
+        return np.concatenate((prompt, self.generated)) if len(self.generated) else prompt
 
 
 class RequestTable:
@@ -174,10 +174,10 @@ class RequestTable:
             request.row = row
             self.token_RL[row, : len(tokens)] = tokens
             stops.setdefault(request.params.stop_token_ids, []).append(row)
-            if len(request.drawn):
-                drawn = slice(len(request.prompt), len(tokens))
-                self.logprob_RL[row, drawn] = request.logprobs
-                self.version_RL[row, drawn] = request.versions
+            if len(request.generated):
+                generated = slice(len(request.prompt), len(tokens))
+                self.logprob_RL[row, generated] = request.logprobs
+                self.version_RL[row, generated] = request.versions
         for stop, places in stops.items():
             missing = len(stop) - self.stop_RS.shape[1]
             if missing > 0:
@@ -194,10 +194,10 @@ class RequestTable:
         request = self.requests[row]
         if request is None:
             raise ValueError(f"row {row} is free already")
-        drawn = slice(len(request.prompt), self.num_tokens_R[row])
-        request.drawn = self.token_RL[row, drawn].copy()
-        request.logprobs = self.logprob_RL[row, drawn].copy()
-        request.versions = self.version_RL[row, drawn].copy()
+        generated = slice(len(request.prompt), self.num_tokens_R[row])
+        request.generated = self.token_RL[row, generated].copy()
+        request.logprobs = self.logprob_RL[row, generated].copy()
+        request.versions = self.version_RL[row, generated].copy()
         if self.experts_of is not None:
             request.experts = self.experts_of(row)
         request.row = -1
@@ -206,24 +206,24 @@ class RequestTable:
         self.free_rows.append(row)
         return request
 
-    def drawn(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def generated(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return a request's generated tokens, log-probabilities and versions, from index `first` on."""
         row = request.row
         if row < 0:
-            return request.drawn[first:], request.logprobs[first:], request.versions[first:]
+            return request.generated[first:], request.logprobs[first:], request.versions[first:]
         part = slice(len(request.prompt) + first, int(self.num_tokens_R[row]))
         columns = (self.token_RL, self.logprob_RL, self.version_RL)
         token_L, logprob_L, version_L = (column[row, part].copy() for column in columns)
         return token_L, logprob_L, version_L
 
-    def share(self, row: int, heirs: Sequence[int]) -> None:
+    def share(self, row: int, followers: Sequence[int]) -> None:
         """Copy a row's block table, computed count and prefix-cache state to other rows."""
         held = slice(self.num_blocks_R[row])
-        self.block_RC[heirs, held] = self.block_RC[row, held]
+        self.block_RC[followers, held] = self.block_RC[row, held]
         for column in (self.num_blocks_R, self.num_computed_R, self.num_hashed_R):
-            column[heirs] = column[row]
-        for heir in heirs:
-            self.digests[heir] = self.digests[row]
+            column[followers] = column[row]
+        for follower in followers:
+            self.digests[follower] = self.digests[row]
 
     def blocks(self, row: int) -> list[int]:
         """Return the blocks of a row, in the order of their tokens."""

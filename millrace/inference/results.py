@@ -38,12 +38,14 @@ class Results:
         self._decode, self._routed = decode, routed
         self._extras: dict[str, _Extra] = {}
 
-    def go_on(self, request: Request, drawn: Completion) -> None:
+    def resume(self, request: Request, partial_output: Completion) -> None:
         """Take over the supports of a partial completion, for a request that resumes it."""
-        if drawn.support is not None:
-            ends = np.cumsum(drawn.support.counts)[:-1]
-            tokens = np.split(drawn.support.token_ids, ends)
-            self._extra(request).supports = list(zip(tokens, drawn.support.logprobs.tolist(), strict=True))
+        if partial_output.support is not None:
+            ends = np.cumsum(partial_output.support.counts)[:-1]
+            tokens = np.split(partial_output.support.token_ids, ends)
+            self._extra(request).supports = list(
+                zip(tokens, partial_output.support.logprobs.tolist(), strict=True)
+            )
 
     def add_support(self, request: Request, token_ids: np.ndarray, logprob: float) -> None:
         """Store the support that a token was sampled from, and its log-probability within it."""
@@ -80,7 +82,7 @@ class Results:
         """
         assert request.finish_reason is not None
         extra = self._extras.pop(request.id, None) or _Extra()
-        token_ids = tuple(request.drawn.tolist())
+        token_ids = tuple(request.generated.tolist())
         if extra.text is None and token_ids not in texts:
             texts[token_ids] = self._decode(token_ids)
         return Completion(
@@ -99,7 +101,7 @@ class Results:
         """The experts of each token of prompt and completion; -1 for tokens that were not computed."""
         if self._routed is None:
             return None
-        experts = np.full((len(request.prompt) + len(request.drawn), *self._routed), -1, np.int16)
+        experts = np.full((len(request.prompt) + len(request.generated), *self._routed), -1, np.int16)
         if request.experts is not None:
             experts[: len(request.experts)] = request.experts
         return experts

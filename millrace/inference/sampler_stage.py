@@ -21,7 +21,7 @@ from millrace.kernels.token_logprob import token_logprob
 from millrace.models.logprobs import output_head
 
 # Logits computed at once for sampling, in elements: 128 MiB of float32.
-DRAW_ELEMENTS = 1 << 25
+SAMPLE_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,12 +58,12 @@ class SamplerStage:
         self._table = table
         self._results = results
         self._sampling = sampler.SamplingTable(num_rows, vocab_size, runner.device)
-        self._chunk = max(1, DRAW_ELEMENTS // vocab_size)
+        self._chunk = max(1, SAMPLE_ELEMENTS // vocab_size)
         # Arrival number of the request that filled each row of the sampling table.
         self._arrival_R = np.full(num_rows, -1, dtype=np.int64)
 
-    def draw(self, plan: Plan, inputs: Inputs, *, special: bool) -> StepTokens:
-        """Run a forward, then sample a token with its log-probability for each row of `plan.draw_row_N`.
+    def sample(self, plan: Plan, inputs: Inputs, *, special: bool) -> StepTokens:
+        """Run a forward, then sample a token with its log-probability for each row of `plan.sample_row_N`.
 
         Args:
             plan: the scheduler's plan of the step.
@@ -75,13 +75,13 @@ class SamplerStage:
         if scored:
             self._score_prompts(scored, plan, inputs, hidden)
             hidden = hidden[inputs.last_B]
-        table, row_N = self._table, plan.draw_row_N
+        table, row_N = self._table, plan.sample_row_N
         requests = [table.request(row) for row in row_N.tolist()]
         new_N = np.flatnonzero(table.arrival_R[row_N] != self._arrival_R[row_N])
         if len(new_N):
             self._sampling.put(row_N[new_N].tolist(), [requests[n].params for n in new_N.tolist()])
             self._arrival_R[row_N[new_N]] = table.arrival_R[row_N[new_N]]
-        index_N = torch.from_numpy(plan.draw_from_N).to(hidden.device)
+        index_N = torch.from_numpy(plan.sample_from_N).to(hidden.device)
         token_N, logprob_N = np.zeros(len(row_N), np.int64), np.zeros(len(row_N), np.float32)
         failed: list[tuple[Request, str]] = []
         for first in range(0, len(row_N), self._chunk):
@@ -92,7 +92,7 @@ class SamplerStage:
                 if support is not None:
                     self._results.add_support(requests[first + n], support, float(found.within_N[n]))
             for n in (first + np.flatnonzero(~found.finite_N)).tolist():
-                layer = self._runner.first_nonfinite(inputs, int(plan.draw_from_N[n]))
+                layer = self._runner.first_nonfinite(inputs, int(plan.sample_from_N[n]))
                 failed.append((requests[n], f"its logits are not finite, first in {layer}"))
         return StepTokens(requests, token_N, logprob_N, failed)
 

@@ -47,14 +47,14 @@ class RequestStart:
         request: the admitted request.
         row: its row of the table.
         token_L: prompt and generated tokens.
-        held: blocks for all of these tokens; None for a follower, which waits for its leader.
+        blocks: blocks for all of these tokens; None for a follower, which waits for its leader.
         num_hits: number of these blocks that come from the prefix cache.
     """
 
     request: Request
     row: int
     token_L: np.ndarray
-    held: list[int] | None
+    blocks: list[int] | None
     num_hits: int
 
 
@@ -66,7 +66,7 @@ class KVAllocator:
         blocks: the allocator of the pool.
         cache: the prefix cache over these blocks.
         running: rows with blocks, in the order of allocation; replaced, never written in place.
-        families: prompt group of each row in one; a group may have a single row.
+        groups: prompt group of each row in one; a group may have a single row.
         version: policy version of the current weights.
     """
 
@@ -76,7 +76,7 @@ class KVAllocator:
         self.cache = PrefixCache(self.blocks)
         self.table = RequestTable(max_requests, block_size)
         self.running = np.empty(0, np.int64)
-        self.families: dict[int, PromptGroup] = {}
+        self.groups: dict[int, PromptGroup] = {}
         self.version = 0
         self._open: dict[tuple[int, ...], PromptGroup] = {}
         self._prefix_caching = prefix_caching
@@ -86,10 +86,10 @@ class KVAllocator:
         """Number of requests with a row, followers included."""
         return len(self.table.requests) - len(self.table.free_rows)
 
-    def heirs(self, row: int) -> list[int]:
+    def followers(self, row: int) -> list[int]:
         """Return the followers of a leader's row; empty for any other row."""
-        family = self.families.get(row)
-        return family.rows[1:] if family is not None and family.rows[0] == row else []
+        group = self.groups.get(row)
+        return group.rows[1:] if group is not None and group.rows[0] == row else []
 
     def last(self) -> int:
         """Return the running row to preempt first when blocks run out: the highest (priority, arrival)."""
@@ -106,47 +106,47 @@ class KVAllocator:
             may_compute: whether it may start without a leader and compute its own prompt.
         """
         # A request that resumes, or needs prompt log-probabilities, joins no group.
-        wants_all = not self._prefix_caching or request.params.prompt_logprobs
-        alone = wants_all or len(request.drawn) > 0
-        family = None if alone else self._open.get(request.prompt)
-        if family is not None:
+        whole_prompt = not self._prefix_caching or request.params.prompt_logprobs
+        alone = whole_prompt or len(request.generated) > 0
+        group = None if alone else self._open.get(request.prompt)
+        if group is not None:
             row = self.table.free_rows.pop()
-            family.rows.append(row)
-            self.families[row] = family
-            return RequestStart(request, row, family.token_L, None, 0)
+            group.rows.append(row)
+            self.groups[row] = group
+            return RequestStart(request, row, group.token_L, None, 0)
         if not may_compute:
             return None
         token_L = request.known_tokens()
-        hits = [] if wants_all else self.cache.match(token_L, self.version)
+        hits = [] if whole_prompt else self.cache.match(token_L, self.version)
         num_new = -(-len(token_L) // self.blocks.block_size) - len(hits)
         # One free block is reserved for each running request, or their growth would soon preempt this one.
         fresh = self.blocks.allocate(num_new) if num_new + self.num_running <= self.blocks.num_free else None
         if fresh is None:
             self.blocks.release(hits)
             return None
-        if not wants_all:
+        if not whole_prompt:
             self.cache.count(len(token_L), len(hits) * self.blocks.block_size)
         row = self.table.free_rows.pop()
         if not alone:
-            self._open[request.prompt] = self.families[row] = PromptGroup(request.prompt, token_L, [row])
+            self._open[request.prompt] = self.groups[row] = PromptGroup(request.prompt, token_L, [row])
         return RequestStart(request, row, token_L, hits + fresh, len(hits))
 
-    def seat(self, starts: Sequence[RequestStart]) -> None:
+    def fill_rows(self, starts: Sequence[RequestStart]) -> None:
         """Fill the table rows of the admitted requests."""
         table = self.table
         rows = [start.row for start in starts]
         table.put(rows, [start.request for start in starts], [start.token_L for start in starts])
         table.caches_R[rows] = self._prefix_caching
         for start in starts:
-            if start.held is not None:
+            if start.blocks is not None:
                 row, num_hits = start.row, start.num_hits
-                table.block_RC[row, : len(start.held)] = start.held
-                table.num_blocks_R[row] = len(start.held)
+                table.block_RC[row, : len(start.blocks)] = start.blocks
+                table.num_blocks_R[row] = len(start.blocks)
                 if num_hits:
                     table.num_computed_R[row] = num_hits * self.blocks.block_size
                     table.num_hashed_R[row] = num_hits
-                    table.digests[row] = self.cache.digest(start.held[num_hits - 1])
-        computing = [start.row for start in starts if start.held is not None]
+                    table.digests[row] = self.cache.digest(start.blocks[num_hits - 1])
+        computing = [start.row for start in starts if start.blocks is not None]
         self.running = np.append(self.running, np.array(computing, np.int64))
 
     def make_room(self, row_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -198,44 +198,44 @@ class KVAllocator:
         """Fork the groups with a computed prompt: followers share the leader's blocks, and the group ends."""
         table, freed = self.table, []
         ready = [
-            family
-            for row, family in self.families.items()
-            if family.rows[0] == row and table.num_computed_R[row] == table.num_prompt_R[row]
+            group
+            for row, group in self.groups.items()
+            if group.rows[0] == row and table.num_computed_R[row] == table.num_prompt_R[row]
         ]
-        for family in ready:
-            leader, *heirs = family.rows
-            held = table.blocks(leader)
-            for _ in heirs:
-                self.blocks.retain(held)
-            if heirs:
-                table.share(leader, heirs)
-                table.forked_R[family.rows] = table.num_computed_R[leader] % self.blocks.block_size > 0
-                freed += heirs
-            self._close(family)
-            for row in family.rows:
-                del self.families[row]
+        for group in ready:
+            leader, *followers = group.rows
+            blocks = table.blocks(leader)
+            for _ in followers:
+                self.blocks.retain(blocks)
+            if followers:
+                table.share(leader, followers)
+                table.forked_R[group.rows] = table.num_computed_R[leader] % self.blocks.block_size > 0
+                freed += followers
+            self._close(group)
+            for row in group.rows:
+                del self.groups[row]
         self.running = np.append(self.running, np.array(freed, np.int64))
 
-    def leave(self, row: int) -> Request:
+    def free(self, row: int) -> Request:
         """Free a row and its blocks; if it leads a group, its first follower takes over role and blocks.
 
-        Call `sweep` afterwards, once for any number of rows.
+        Call `compact` afterwards, once for any number of rows.
         """
-        table, family = self.table, self.families.pop(row, None)
-        if family is not None:
-            leads = family.rows[0] == row
-            family.rows.remove(row)
-            if not family.rows:
-                self._close(family)
+        table, group = self.table, self.groups.pop(row, None)
+        if group is not None:
+            leads = group.rows[0] == row
+            group.rows.remove(row)
+            if not group.rows:
+                self._close(group)
             elif leads:
-                heir = family.rows[0]
-                table.share(row, [heir])
+                follower = group.rows[0]
+                table.share(row, [follower])
                 table.num_blocks_R[row] = 0
-                self.running = np.where(self.running == row, heir, self.running)
+                self.running = np.where(self.running == row, follower, self.running)
         self.blocks.release(table.blocks(row))
         return table.take(row)
 
-    def sweep(self) -> None:
+    def compact(self) -> None:
         """Remove freed rows from `running`."""
         self.running = self.running[self.table.used_R[self.running]]
 
@@ -254,13 +254,13 @@ class KVAllocator:
             self.cache,
             waiting=waiting,
             running=self.running.tolist(),
-            families={row: family.rows for row, family in self.families.items()},
+            groups={row: group.rows for row, group in self.groups.items()},
         )
 
-    def _close(self, family: PromptGroup) -> None:
+    def _close(self, group: PromptGroup) -> None:
         """Let no more requests join this group."""
-        if self._open.get(family.prompt) is family:
-            del self._open[family.prompt]
+        if self._open.get(group.prompt) is group:
+            del self._open[group.prompt]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,9 +271,9 @@ class Plan:
         row_B: rows of the request table that compute, each once.
         start_B: the first position each row computes.
         count_B: number of positions each row computes, at least 1.
-        draw_row_N: rows that sample a token after the forward.
-        draw_from_N: index into B; the row samples from the logits of this entry's last position. Rows of one
-            prompt group have the same index.
+        sample_row_N: rows that sample a token after the forward.
+        sample_from_N: index into B; the row samples from the logits of this entry's last position. Rows of
+            one prompt group have the same index.
         copy_from_M: source blocks of M copies before the forward.
         copy_to_M: target blocks of these copies; no block is in both.
     """
@@ -281,8 +281,8 @@ class Plan:
     row_B: np.ndarray
     start_B: np.ndarray
     count_B: np.ndarray
-    draw_row_N: np.ndarray
-    draw_from_N: np.ndarray
+    sample_row_N: np.ndarray
+    sample_from_N: np.ndarray
     copy_from_M: np.ndarray
     copy_to_M: np.ndarray
 
@@ -333,14 +333,14 @@ class Scheduler:
         ):
             if value <= 0:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self._holdings = KVAllocator(
+        self._allocator = KVAllocator(
             num_blocks=num_blocks,
             block_size=block_size,
             max_requests=max_requests,
             prefix_caching=prefix_caching,
         )
-        self.table, self.blocks = self._holdings.table, self._holdings.blocks
-        self.cache = self._holdings.cache
+        self.table, self.blocks = self._allocator.table, self._allocator.blocks
+        self.cache = self._allocator.cache
         self.paused: Literal["no", "new", "all"] = "no"
         self.num_preemptions = 0
         self._max_batch_tokens = max_batch_tokens
@@ -353,7 +353,7 @@ class Scheduler:
     @property
     def version(self) -> int:
         """Policy version of the current weights, recorded for committed tokens."""
-        return self._holdings.version
+        return self._allocator.version
 
     @property
     def num_waiting(self) -> int:
@@ -363,7 +363,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Number of requests with a row, followers included."""
-        return self._holdings.num_running
+        return self._allocator.num_running
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise for a request that could never finish.
@@ -373,16 +373,17 @@ class Scheduler:
         """
         if not len(prompt):
             raise ValueError("the prompt is empty; a completion needs at least one token to follow")
-        asked = f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}"
+        lengths = f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}"
         total = len(prompt) + params.max_tokens
         if total > self._max_length:
             raise ValueError(
-                f"{asked}; the model allows {self._max_length} in all: shorten the prompt or lower max_tokens"
+                f"{lengths}; the model allows {self._max_length} in all: shorten the prompt or "
+                "lower max_tokens"
             )
         slots = self.blocks.num_blocks * self.blocks.block_size
         if total > slots:
             raise ValueError(
-                f"{asked}; the whole KV pool holds {slots}: make the pool larger, shorten the prompt or "
+                f"{lengths}; the whole KV pool holds {slots}: make the pool larger, shorten the prompt or "
                 "lower max_tokens"
             )
 
@@ -412,8 +413,8 @@ class Scheduler:
             return None
         num_preemptions = self.num_preemptions
         row_B, count_B = self._shares()
-        while (copies := self._holdings.make_room(row_B)) is None:
-            self.preempt([self._holdings.last()])
+        while (copies := self._allocator.make_room(row_B)) is None:
+            self.preempt([self._allocator.last()])
             row_B, count_B = self._shares()
         if self.num_preemptions == num_preemptions and self.paused == "no":
             rows, counts = self._admit(self._max_batch_tokens - int(count_B.sum()))
@@ -422,14 +423,14 @@ class Scheduler:
         if not len(row_B):
             return None
         start_B = self.table.num_computed_R[row_B]
-        draw_from_N = (start_B + count_B == self.table.num_tokens_R[row_B]).nonzero()[0]
-        draw_row_N = row_B[draw_from_N]
-        if self._holdings.families:
-            pairs = list(zip(draw_from_N.tolist(), draw_row_N.tolist(), strict=True))
-            pairs += [(at, heir) for at, row in pairs for heir in self._holdings.heirs(row)]
-            draw_from_N = np.array([at for at, _ in pairs], np.int64)
-            draw_row_N = np.array([row for _, row in pairs], np.int64)
-        plan = Plan(row_B, start_B, count_B, draw_row_N, draw_from_N, *copies)
+        sample_from_N = (start_B + count_B == self.table.num_tokens_R[row_B]).nonzero()[0]
+        sample_row_N = row_B[sample_from_N]
+        if self._allocator.groups:
+            pairs = list(zip(sample_from_N.tolist(), sample_row_N.tolist(), strict=True))
+            pairs += [(at, follower) for at, row in pairs for follower in self._allocator.followers(row)]
+            sample_from_N = np.array([at for at, _ in pairs], np.int64)
+            sample_row_N = np.array([row for _, row in pairs], np.int64)
+        plan = Plan(row_B, start_B, count_B, sample_row_N, sample_from_N, *copies)
         self._plan = plan
         return plan
 
@@ -440,7 +441,7 @@ class Scheduler:
 
         Args:
             plan: the plan that the last `schedule` returned.
-            token_N: sampled token of each row of `plan.draw_row_N`.
+            token_N: sampled token of each row of `plan.sample_row_N`.
             logprob_N: log-probability of each token.
 
         Returns:
@@ -452,21 +453,21 @@ class Scheduler:
         """
         if plan is not self._plan:
             raise ValueError("this plan is not the one being run; commit each plan once, before the next")
-        if not len(token_N) == len(logprob_N) == len(plan.draw_row_N):
+        if not len(token_N) == len(logprob_N) == len(plan.sample_row_N):
             raise ValueError(
-                f"{len(plan.draw_row_N)} rows draw, but {len(token_N)} tokens and {len(logprob_N)} "
-                "log-probabilities were given; give one of each for every entry of draw_row_N"
+                f"{len(plan.sample_row_N)} rows sample, but {len(token_N)} tokens and {len(logprob_N)} "
+                "log-probabilities were given; give one of each for every entry of sample_row_N"
             )
         self._plan = None
         table = self.table
         here_B = table.used_R[plan.row_B]
         row_B = plan.row_B[here_B]
         table.num_computed_R[row_B] += plan.count_B[here_B]
-        self._holdings.register(row_B)
-        valid_N = here_B[plan.draw_from_N] & table.used_R[plan.draw_row_N]
-        if self._holdings.families:
-            self._holdings.fork()
-        row_N, token_N = plan.draw_row_N[valid_N], token_N[valid_N]
+        self._allocator.register(row_B)
+        valid_N = here_B[plan.sample_from_N] & table.used_R[plan.sample_row_N]
+        if self._allocator.groups:
+            self._allocator.fork()
+        row_N, token_N = plan.sample_row_N[valid_N], token_N[valid_N]
         position_N = table.num_tokens_R[row_N]
         table.num_tokens_R[row_N] += 1
         table.reserve(int(table.num_tokens_R.max()))
@@ -479,10 +480,10 @@ class Scheduler:
             return []
         ended = []
         for row, stopped in zip(row_N[ended_N].tolist(), stopped_N[ended_N].tolist(), strict=True):
-            request = self._holdings.leave(row)
+            request = self._allocator.free(row)
             request.finish_reason = "stop" if stopped else "length"
             ended.append(request)
-        self._holdings.sweep()
+        self._allocator.compact()
         return ended
 
     def finish(self, request: Request, reason: FinishReason, why: str = "") -> None:
@@ -490,8 +491,8 @@ class Scheduler:
         if request.finish_reason is not None:
             return
         if request.row >= 0:
-            self._holdings.leave(request.row)
-            self._holdings.sweep()
+            self._allocator.free(request.row)
+            self._allocator.compact()
         elif request.arrival >= 0:
             # The pair sorts before its triple.
             del self._waiting[bisect_left(self._waiting, (request.priority, request.arrival))]
@@ -503,9 +504,9 @@ class Scheduler:
         The followers of a leader, which hold no blocks yet, are preempted with it.
         """
         # Followers leave first, or the first of them would become leader.
-        leaving = dict.fromkeys(member for row in rows for member in (*self._holdings.heirs(row), row))
-        requests = [self._holdings.leave(row) for row in leaving]
-        self._holdings.sweep()
+        preempted = dict.fromkeys(member for row in rows for member in (*self._allocator.followers(row), row))
+        requests = [self._allocator.free(row) for row in preempted]
+        self._allocator.compact()
         for request in requests:
             insort(self._waiting, (request.priority, request.arrival, request))
         self.num_preemptions += len(requests)
@@ -519,7 +520,7 @@ class Scheduler:
 
         Running requests continue with their keys and values but share them with no later request.
         """
-        self._holdings.restart(version)
+        self._allocator.restart(version)
 
     def check_invariants(self) -> None:
         """Check that blocks, tables, prompt groups and queue agree.
@@ -527,11 +528,11 @@ class Scheduler:
         Raises:
             AssertionError: they do not; the message names the place.
         """
-        self._holdings.check([request for *_, request in self._waiting])
+        self._allocator.check([request for *_, request in self._waiting])
 
     def _shares(self) -> tuple[np.ndarray, np.ndarray]:
         """The running rows that compute in this step, with their numbers of tokens."""
-        row_B = self._holdings.running
+        row_B = self._allocator.running
         lack_B = self.table.num_tokens_R[row_B] - self.table.num_computed_R[row_B]
         count_B = np.diff(np.minimum(lack_B.cumsum(), self._max_batch_tokens), prepend=0)
         chosen_B = count_B > 0
@@ -541,16 +542,16 @@ class Scheduler:
         """Admit waiting requests; return the rows that compute now, with their numbers of tokens."""
         starts, rows, counts = [], [], []
         for *_, request in self._waiting[: len(self.table.free_rows)]:
-            start = self._holdings.start(request, may_compute=budget > 0)
+            start = self._allocator.start(request, may_compute=budget > 0)
             if start is None:
                 break
             starts.append(start)
-            if start.held is not None:
+            if start.blocks is not None:
                 lack = len(start.token_L) - start.num_hits * self.blocks.block_size
                 counts.append(min(lack, budget))
                 rows.append(start.row)
                 budget -= counts[-1]
         del self._waiting[: len(starts)]
         if starts:
-            self._holdings.seat(starts)
+            self._allocator.fill_rows(starts)
         return rows, counts

@@ -14,11 +14,21 @@ _MICRO = 1e6
 
 @dataclass(slots=True)
 class _Slice:
+    """One activity with a duration.
+
+    Attributes:
+        worker: name of the worker.
+        name: name of the activity.
+        begin_s: start, in seconds of the run.
+        end_s: end, in seconds of the run.
+        args: arguments shown with the slice.
+    """
+
     worker: str
     name: str
     begin_s: float
     end_s: float
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def chrome_trace(
@@ -70,7 +80,7 @@ def window_of(events: Iterable[Mapping[str, Any]], first: int, last: int) -> Win
         now_s = event["time_s"]
         if event["kind"] == "take":
             taken = True
-        elif event["kind"] == "send" and taken:
+        elif event["kind"] == "update_weights" and taken:
             ends_s.append(now_s)
             taken = False
     num_steps = len(ends_s) + taken
@@ -85,7 +95,7 @@ def latest_window(events: Sequence[Mapping[str, Any]], most_slices: int) -> Wind
     """Return the latest steps with at most `most_slices` policy turns in total, and at least one step."""
     counts = [0]
     for event in events:
-        counts[-1] += event["kind"] in ("arrive", "part")
+        counts[-1] += event["kind"] in ("completed", "partial")
         if event["kind"] == "take":
             counts.append(0)
     if not counts[-1] and len(counts) > 1:
@@ -100,8 +110,8 @@ def latest_window(events: Sequence[Mapping[str, Any]], most_slices: int) -> Wind
 def within(trace: Mapping[str, Any], window: Window) -> dict[str, Any]:
     """Keep the slices of a trace that overlap a window, and the names of their workers."""
     begin, end = window.begin_s * _MICRO, window.end_s * _MICRO
-    told = [one for one in trace["traceEvents"] if one["ph"] != "M"]
-    kept = [one for one in told if one["ts"] <= end and one["ts"] + one.get("dur", 0.0) >= begin]
+    shown = [one for one in trace["traceEvents"] if one["ph"] != "M"]
+    kept = [one for one in shown if one["ts"] <= end and one["ts"] + one.get("dur", 0.0) >= begin]
     workers = {one["pid"] for one in kept}
     names = [one for one in trace["traceEvents"] if one["ph"] == "M" and one["pid"] in workers]
     return {**trace, "traceEvents": names + kept}
@@ -112,7 +122,7 @@ class _Reader:
         self.slices: list[_Slice] = []
         self.moments: list[tuple[str, float]] = []
         # In flight: generation requests by (group, sample), reward calls, weight loads by engine.
-        self._draws: dict[tuple[int, int], tuple[str, float]] = {}
+        self._requests: dict[tuple[int, int], tuple[str, float]] = {}
         self._calls: dict[str, tuple[list[int], float]] = {}
         self._loads: dict[str, float] = {}
         self._engines: dict[str, None] = {}
@@ -122,29 +132,31 @@ class _Reader:
         self._now_s = now_s = event["time_s"]
         match event["kind"]:
             case "dispatch":
-                begun = event["engine"], now_s
-                self._draws |= {(event["number"], sample): begun for sample in event["samples"]}
-            case "arrive" | "part":
-                self._drawn(event)
-            case "judge":
+                submitted = event["engine"], now_s
+                self._requests |= {(event["number"], sample): submitted for sample in event["samples"]}
+            case "completed" | "partial":
+                self._completed(event)
+            case "score":
                 self._calls[event["call"]] = event["numbers"], now_s
-            case "heard":
+            case "events_received":
                 for name in event["events"]:
-                    if name.startswith("judged "):
-                        self._judged(name.removeprefix("judged "), now_s)
-            case "send":
+                    if name.startswith("scored "):
+                        self._scored(name.removeprefix("scored "), now_s)
+            case "update_weights":
                 self._loads |= dict.fromkeys(self._engines, now_s)
-                self.moments.append((f"send version {event['version']}", now_s))
-            case "joined":
+                self.moments.append((f"update weights, policy version {event['policy_version']}", now_s))
+            case "engine_joined":
                 self._loads[event["engine"]] = now_s
-            case "load":
+            case "weights_loaded":
                 self._loaded(event)
-            case "want":
-                self.moments.append((f"want {event['engines']} engines", now_s))
-            case "lost":
+            case "scale":
+                self.moments.append((f"scale to {event['engines']} engines", now_s))
+            case "engine_lost":
                 self._lost(event["engine"])
             case "drop":
-                self._end_draws("dropped", [place for place in self._draws if place[0] == event["number"]])
+                self._end_requests(
+                    "dropped", [place for place in self._requests if place[0] == event["number"]]
+                )
             case "take":
                 self.moments.append((f"take batch {event['batch']}", now_s))
             case "save":
@@ -152,17 +164,17 @@ class _Reader:
             case "resume":
                 self._resumed(now_s)
 
-    def _drawn(self, event: Mapping[str, Any]) -> None:
+    def _completed(self, event: Mapping[str, Any]) -> None:
         # Unknown where a damaged line of the log was left out.
-        begun = self._draws.pop((event["number"], event["sample"]), None)
-        if begun is None or "ended" not in event or "began" not in event:
+        submitted = self._requests.pop((event["number"], event["sample"]), None)
+        if submitted is None or "ended" not in event or "began" not in event:
             return
-        engine, begin_s = begun
+        engine, begin_s = submitted
         name = f"group {event['number']}, sample {event['sample']}"
-        facts = {"turn": event["turn"], "tokens": event["ended"] - event["began"], "how": event["kind"]}
-        self.slices.append(_Slice(engine, name, begin_s, event["time_s"], facts))
+        args = {"turn": event["turn"], "tokens": event["ended"] - event["began"], "how": event["kind"]}
+        self.slices.append(_Slice(engine, name, begin_s, event["time_s"], args))
 
-    def _judged(self, call: str, now_s: float) -> None:
+    def _scored(self, call: str, now_s: float) -> None:
         if call in self._calls:
             numbers, begin_s = self._calls.pop(call)
             self.slices.append(_Slice(REWARDS, call, begin_s, now_s, {"groups": numbers}))
@@ -171,13 +183,15 @@ class _Reader:
         engine = event["engine"]
         self._engines[engine] = None
         begin_s = self._loads.pop(engine, event["time_s"])
-        facts = {"publishes": event["version"]}
-        self.slices.append(_Slice(engine, WEIGHTS, begin_s, event["time_s"], facts))
+        args = {"step": event["step"]}
+        self.slices.append(_Slice(engine, WEIGHTS, begin_s, event["time_s"], args))
 
     def _lost(self, engine: str) -> None:
         self._engines.pop(engine, None)
         self._loads.pop(engine, None)
-        self._end_draws("lost", [place for place, (drawer, _) in self._draws.items() if drawer == engine])
+        self._end_requests(
+            "lost", [place for place, (worker, _) in self._requests.items() if worker == engine]
+        )
 
     def _resumed(self, now_s: float) -> None:
         """Reset the state of engines and rewards: another process resumed the run."""
@@ -188,11 +202,12 @@ class _Reader:
         self.moments.append(("resume", now_s))
 
     def end(self, how: str) -> None:
-        self._end_draws(how, list(self._draws))
+        """Close the slices of all in-flight generation requests."""
+        self._end_requests(how, list(self._requests))
 
-    def _end_draws(self, how: str, places: Iterable[tuple[int, int]]) -> None:
+    def _end_requests(self, how: str, places: Iterable[tuple[int, int]]) -> None:
         for place in places:
-            engine, begin_s = self._draws.pop(place)
+            engine, begin_s = self._requests.pop(place)
             name = f"group {place[0]}, sample {place[1]}"
             self.slices.append(_Slice(engine, name, begin_s, self._now_s, {"how": how}))
 
@@ -222,12 +237,12 @@ def _lanes(process: int, slices: Iterable[_Slice]) -> Iterator[dict[str, Any]]:
             "dur": (one.end_s - one.begin_s) * _MICRO,
             "pid": process,
             "tid": lane + 1,
-            "args": dict(one.facts),
+            "args": dict(one.args),
         }
 
 
-def _named(kind: str, process: int, **facts: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": 0, "args": facts}
+def _named(kind: str, process: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": 0, "args": args}
 
 
 def _natural(name: str) -> tuple[str, int]:

@@ -186,15 +186,20 @@ def read_json_lines(
     check: Callable[[Mapping[str, Any]], str | None] = lambda line: None,
     *,
     mend: str = "mend or remove that line",
-    tell: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, without a last line that has no line break.
 
-    Such a line is still being written, or was cut by a kill. `check` returns what is wrong with an object;
-    `tell` takes a message about skipped lines, and without it a damaged line is an error.
+    Such a line is still being written, or was cut by a kill.
+
+    Args:
+        path: of the file.
+        check: returns what is wrong with an object, or None.
+        mend: what to do with a damaged line, for the message.
+        warn: callback with a message about skipped lines; without it, a damaged line is an error.
 
     Raises:
-        FileError: the file cannot be read; or a line is damaged, and there is no `tell`.
+        FileError: the file cannot be read; or a line is damaged, and there is no `warn`.
     """
     *lines, rest = read_bytes(path).split(b"\n")
     found, damaged = [], []
@@ -203,14 +208,14 @@ def read_json_lines(
             found.append(_object(line, check))
         except ValueError as error:
             reason = f"line {number} is {plain_text(str(error), 200)}"
-            if tell is None:
+            if warn is None:
                 raise FileError(f"{shown(path)} {reason}; {mend}") from None
             damaged.append(reason)
-    if tell is not None and damaged:
+    if warn is not None and damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        tell(f"{shown(path)}: {damaged[0]}{more}; left out")
-    if tell is not None and rest:
-        tell(f"{shown(path)}: the last line is not whole; left out")
+        warn(f"{shown(path)}: {damaged[0]}{more}; left out")
+    if warn is not None and rest:
+        warn(f"{shown(path)}: the last line is not whole; left out")
     return found
 
 

@@ -43,9 +43,9 @@ class Comparison:
         about = f"{record['stage']}, step {record['step']}"
         if self._num_seen == len(self._records):
             raise ReplayError(f"{about}: the run has no such record")
-        theirs = self._records[self._num_seen]
+        recorded = self._records[self._num_seen]
         self._num_seen += 1
-        check_same(about, theirs, {key: plain(key, value) for key, value in record.items()})
+        check_same(about, recorded, {key: plain(key, value) for key, value in record.items()})
         if record["stage"] == "reinforcement":
             name = f"step-{record['step']:06d}.parquet"
             check_tables(self._original.rollouts / name, self._repeated.rollouts / name)
@@ -61,10 +61,10 @@ def check_same(about: str, original: Mapping[str, Any], repeated: Mapping[str, A
         ReplayError: a value differs.
     """
     for key in {**original, **repeated}:
-        ours, theirs = repeated.get(key), original.get(key)
+        replayed, recorded = repeated.get(key), original.get(key)
         # As text, because NaN is not equal to itself.
-        if not key.startswith(MEASURED) and repr(ours) != repr(theirs):
-            raise ReplayError(f"{about}: {key} was {theirs} in the run and is {ours} in the replay")
+        if not key.startswith(MEASURED) and repr(replayed) != repr(recorded):
+            raise ReplayError(f"{about}: {key} was {recorded} in the run and is {replayed} in the replay")
 
 
 def check_tables(original: Path, repeated: Path) -> None:
@@ -75,12 +75,14 @@ def check_tables(original: Path, repeated: Path) -> None:
     """
     about = f"{original.parent.name}/{original.name}"
     try:
-        theirs, ours = read_table(original), read_table(repeated)
+        recorded, replayed = read_table(original), read_table(repeated)
     except FileError as error:
         raise ReplayError(str(error)) from None
-    if len(ours) != len(theirs):
-        raise ReplayError(f"{about} had {len(theirs)} rows in the run and has {len(ours)} in the replay")
-    for place, rows in enumerate(zip(theirs, ours, strict=True)):
+    if len(replayed) != len(recorded):
+        raise ReplayError(
+            f"{about} had {len(recorded)} rows in the run and has {len(replayed)} in the replay"
+        )
+    for place, rows in enumerate(zip(recorded, replayed, strict=True)):
         check_same(f"{about}, row {place}", *rows)
 
 
@@ -105,9 +107,9 @@ def check_weights(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
     """
     both = sorted(set(_checkpoints(original)) & set(_checkpoints(repeated)))
     for name in both:
-        theirs, ours = (_sums(folder.checkpoints / name) for folder in (original, repeated))
-        for file in sorted({**theirs, **ours}):
-            if theirs.get(file) != ours.get(file):
+        recorded, replayed = (_sums(folder.checkpoints / name) for folder in (original, repeated))
+        for file in sorted({**recorded, **replayed}):
+            if recorded.get(file) != replayed.get(file):
                 raise ReplayError(f"checkpoint {name}: {file} is not that of the run")
         try:
             verify_checkpoint(original.checkpoints / name)

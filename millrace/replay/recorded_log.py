@@ -12,9 +12,9 @@ from millrace.engines.recorded import RecordedCommands, ReplayError
 from millrace.eventlog.log import EventLog
 
 # Event kinds that are inputs of the controller; all other events follow from them.
-CAUSES = ("heard", "take", "send", "save")
-# Event kinds that engines and blocking callers produce; the script has them.
-ASIDE = ("took", "asked")
+INPUTS = ("events_received", "take", "update_weights", "save")
+# Event kinds that engines and blocking callers produce; `RecordedCommands` has them.
+ENGINE_EVENTS = ("commands_started", "blocking_request")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,16 +22,16 @@ class RunSegment:
     """A segment of a run: the work of one process.
 
     Attributes:
-        lines: events of the log, in order.
+        events: events of the log, in order.
         first: number of the first one in the file, counted from 1.
-        script: recorded commands of its engines, which may extend beyond the last event.
-        leaves_at: the batch after which the process saves and exits; 0 if the run finished.
+        recorded: recorded commands of its engines, which may extend beyond the last event.
+        last_step: the batch after which the process saves and exits; 0 if the run finished.
     """
 
-    lines: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
     first: int
-    script: RecordedCommands
-    leaves_at: int
+    recorded: RecordedCommands
+    last_step: int
 
     @property
     def threads(self) -> Sequence[int]:
@@ -40,17 +40,17 @@ class RunSegment:
         Raises:
             ReplayError: the log does not have it.
         """
-        for event in self.lines:
+        for event in self.events:
             if event["kind"] == "threads":
                 return list(event["ranks"])
         raise ReplayError("its event log does not say how many threads its ranks had; it is not whole")
 
     def over(self, stage: str, step: int) -> bool:
         """Return whether a run at this step has reached the end of the segment."""
-        return stage == "reinforcement" and step == self.leaves_at > 0
+        return stage == "reinforcement" and step == self.last_step > 0
 
 
-def parts_of(
+def segments_of(
     events: Sequence[Mapping[str, Any]], *, finished: bool, until: int | None = None
 ) -> list[RunSegment]:
     """Split a log into segments: before each `resume`, and at the end of the replay.
@@ -76,15 +76,15 @@ def parts_of(
         raise ReplayError(f"its event log has {num_batches} whole batches, so nothing begins after {until}")
     if not num_batches:
         raise ReplayError("its event log has no whole batch to replay")
-    begins = [0, *(place for place, event in enumerate(events) if event["kind"] == "resume"), len(events)]
-    parts = []
-    for begin, after in zip(begins, begins[1:], strict=False):
+    starts = [0, *(place for place, event in enumerate(events) if event["kind"] == "resume"), len(events)]
+    segments = []
+    for begin, after in zip(starts, starts[1:], strict=False):
         if begin < end:
             taken = sum(place < min(after, end) for place in takes)
-            leaves_at = 0 if finished and after == len(events) else taken
-            lines = events[begin : min(after, end)]
-            parts.append(RunSegment(lines, begin + 1, RecordedCommands(events[begin:after]), leaves_at))
-    return parts
+            last_step = 0 if finished and after == len(events) else taken
+            chosen = events[begin : min(after, end)]
+            segments.append(RunSegment(chosen, begin + 1, RecordedCommands(events[begin:after]), last_step))
+    return segments
 
 
 def _before(events: Sequence[Mapping[str, Any]], take: int) -> int:
@@ -94,9 +94,9 @@ def _before(events: Sequence[Mapping[str, Any]], take: int) -> int:
     """
     if not take or events[0]["rules"]["staleness"]:
         return take
-    publishes = [place for place in range(take) if events[place]["kind"] == "publish"]
-    last = publishes[-1] if publishes else take
-    return next((place for place in range(last, take) if events[place]["kind"] == "heard"), take)
+    updates = [place for place in range(take) if events[place]["kind"] == "weights_updated"]
+    last = updates[-1] if updates else take
+    return next((place for place in range(last, take) if events[place]["kind"] == "events_received"), take)
 
 
 class RecordedLog(EventLog):
@@ -105,16 +105,16 @@ class RecordedLog(EventLog):
     The position in the recorded log is the only clock: callers poll `reached` for their turn.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float], part: RunSegment) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float], segment: RunSegment) -> None:
         """Start at the first event of the segment.
 
         Args:
             path: see `EventLog`.
             clock: see `EventLog`.
-            part: the segment to replay.
+            segment: the segment to replay.
         """
         super().__init__(path, clock)
-        self._part, self._next = part, 0
+        self._segment, self._next = segment, 0
 
     @property
     def replays(self) -> bool:
@@ -125,7 +125,7 @@ class RecordedLog(EventLog):
     def head(self) -> Mapping[str, Any] | None:
         """The next recorded event; None at the end."""
         at = self._next
-        return self._part.lines[at] if at < len(self._part.lines) else None
+        return self._segment.events[at] if at < len(self._segment.events) else None
 
     @property
     def ended(self) -> bool:
@@ -135,12 +135,12 @@ class RecordedLog(EventLog):
     @property
     def place(self) -> str:
         """The position of the replay, for messages."""
-        return f"event {self._part.first + self._next} of the run's event log"
+        return f"event {self._segment.first + self._next} of the run's event log"
 
     @property
-    def script(self) -> RecordedCommands:
+    def recorded(self) -> RecordedCommands:
         """The recorded commands of the engines."""
-        return self._part.script
+        return self._segment.recorded
 
     def reached(self, kind: str) -> bool:
         """Return whether this action is next in the log; False while recorded events must come first.
@@ -150,14 +150,14 @@ class RecordedLog(EventLog):
         """
         head = self.head
         if head is None:
-            if kind in ("hold", "save"):
+            if kind in ("abort_in_flight", "save"):
                 return True
             raise ReplayError(f"the replay is not the run: its log ends before this {kind}")
-        if head["kind"] not in (kind, "heard"):
+        if head["kind"] not in (kind, "events_received"):
             raise ReplayError(f"{self.place}: the run did {head['kind']} here, and the replay does {kind}")
         return bool(head["kind"] == kind)
 
-    def add(self, kind: str, /, **facts: Any) -> None:
+    def add(self, kind: str, /, **fields: Any) -> None:
         """Append one event, which must be the run's next one.
 
         Raises:
@@ -165,18 +165,19 @@ class RecordedLog(EventLog):
         """
         head = self.head
         if head is not None:
-            told = {"kind": kind, **json.loads(json.dumps(facts))}
+            new = {"kind": kind, **json.loads(json.dumps(fields))}
             differ = [
-                name for name in {**head, **told} if name != "time_s" and head.get(name) != told.get(name)
+                name for name in {**head, **new} if name != "time_s" and head.get(name) != new.get(name)
             ]
             if differ:
                 name = differ[0]
                 raise ReplayError(
                     f"{self.place}, {head['kind']}: {name} was {head.get(name)!r} in the run and is "
-                    f"{told.get(name)!r} in the replay"
+                    f"{new.get(name)!r} in the replay"
                 )
-        super().add(kind, **facts)
+        super().add(kind, **fields)
         self._next += head is not None
-        while (aside := self.head) is not None and aside["kind"] in ASIDE:
-            super().add(aside["kind"], **{k: v for k, v in aside.items() if k not in ("kind", "time_s")})
+        while (engine_event := self.head) is not None and engine_event["kind"] in ENGINE_EVENTS:
+            own = {name: value for name, value in engine_event.items() if name not in ("kind", "time_s")}
+            super().add(engine_event["kind"], **own)
             self._next += 1

@@ -19,7 +19,7 @@ from millrace.eventlog.verify import LogError
 from millrace.observability.files import shown
 from millrace.observability.sinks import read_records
 from millrace.replay.compare import check_evaluations, check_weights
-from millrace.replay.recorded_log import RunSegment, parts_of
+from millrace.replay.recorded_log import RunSegment, segments_of
 from millrace.replay.replay_backend import RepeatedSegment
 from millrace.run import launch
 from millrace.run.build import choose_device
@@ -105,13 +105,13 @@ def replay(
         # All ranks use what rank 0 reads: the run may still be writing.
         summary, events = json.loads(ranks.share(json.dumps(_read(original) if ranks.first else None)))
         try:
-            parts = parts_of(events, finished=summary.get("status") == "finished", until=from_step)
-            _check_ranks(parts, ranks.size)
-            repeated = _repeat(original, config, parts, ranks=ranks, name=name, quiet=quiet)
+            segments = segments_of(events, finished=summary.get("status") == "finished", until=from_step)
+            _check_ranks(segments, ranks.size)
+            repeated = _repeat(original, config, segments, ranks=ranks, name=name, quiet=quiet)
             weights = _compare(original, repeated) if ranks.first else []
         except ReplayError as error:
             raise ReplayError(f"run {shown(original.path)}: {error}{_others(summary)}") from None
-        num_batches = sum(event["kind"] == "take" for part in parts for event in part.lines)
+        num_batches = sum(event["kind"] == "take" for segment in segments for event in segment.events)
         found = Replay(repeated.path, num_batches, len(read_records(repeated.metrics)), tuple(weights), None)
         if changed is None:
             return found
@@ -161,8 +161,8 @@ def _read(original: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             summary = read_summary(original.summary).model_dump()
         events = read_events(original.events)
         check_log(events)
-        if not any(event["kind"] == "heard" for event in events):
-            raise LogError("its event log does not say what was heard; it is not whole")
+        if not any(event["kind"] == "events_received" for event in events):
+            raise LogError("its event log has no events_received; it is not whole")
     except ValueError as error:
         raise ReplayError(f"run {shown(original.path)}: {error}") from error
     return summary, events
@@ -220,24 +220,24 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
         raise ReplayError(f"run {shown(original.path)} has no event log: it has not come to its first batch")
 
 
-def _check_ranks(parts: Sequence[RunSegment], num_ranks: int) -> None:
+def _check_ranks(segments: Sequence[RunSegment], num_ranks: int) -> None:
     """Reject segments with another number of ranks, which sum gradients in another order.
 
     Raises:
         ReplayError: a segment has another number of ranks, or does not record it.
     """
-    for part in parts:
-        if len(part.threads) != num_ranks:
+    for segment in segments:
+        if len(segment.threads) != num_ranks:
             raise ReplayError(
-                f"its event log is of {len(part.threads)} ranks from event {part.first} on, and the mesh of "
-                f"its recipe of {num_ranks}; a run whose mesh was changed on the way cannot be replayed"
+                f"its event log is of {len(segment.threads)} ranks from event {segment.first} on, and the "
+                f"mesh of its recipe has {num_ranks}; a run whose mesh was changed cannot be replayed"
             )
 
 
 def _repeat(
     original: RunFolder,
     config: RunConfig,
-    parts: list[RunSegment],
+    segments: list[RunSegment],
     *,
     ranks: Ranks,
     name: str | None,
@@ -246,11 +246,11 @@ def _repeat(
     """Replay the segments one after the other, as a training run and its resumes."""
     stem = f"{original.path.name}-replay"
     config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
-    repeats = RepeatedSegment(original, parts[0])
+    repeats = RepeatedSegment(original, segments[0])
     report = launch.train(config, recipe=stem, quiet=quiet, repeats=repeats, ranks=ranks)
     repeated = RunFolder(Path(ranks.share(report.run)))
-    for part in parts[1:]:
-        repeats = RepeatedSegment(original, part)
+    for segment in segments[1:]:
+        repeats = RepeatedSegment(original, segment)
         launch.resume(repeated.path, quiet=quiet, repeats=repeats, ranks=ranks)
     return repeated
 
@@ -265,5 +265,5 @@ def _others(summary: Mapping[str, Any]) -> str:
     """Return a hint about version differences of the packages that affect a run's numbers."""
     here = versions()
     others = {name: found for name, found in summary.get("versions", {}).items() if found != here.get(name)}
-    told = ", ".join(f"{name} {found} (here {here.get(name)})" for name, found in others.items())
-    return f"; it was made with {told}" if told else ""
+    text = ", ".join(f"{name} {found} (here {here.get(name)})" for name, found in others.items())
+    return f"; it was made with {text}" if text else ""

@@ -19,13 +19,13 @@ from millrace.rollout.backend import (
     GenerateRequest,
     Record,
     ScaleRequest,
-    named,
+    event_name,
 )
 from millrace.run.folder import RunFolder
 from millrace.types import Prompt
 
 # Poll interval while the next recorded event is not due yet.
-LOOK_S = 0.01
+POLL_S = 0.01
 
 
 class ReplayBackend:
@@ -34,72 +34,72 @@ class ReplayBackend:
     Early events are buffered. Engines stop and start where the log has their loss and their join.
     """
 
-    def __init__(self, runtime: SubprocessBackend, score: RecordedLog, *, limit_s: float) -> None:
+    def __init__(self, backend: SubprocessBackend, recorded_log: RecordedLog, *, limit_s: float) -> None:
         """Wrap the backend of a replay.
 
         Args:
-            runtime: backend of the worker processes.
-            score: the recorded log, at its current position.
+            backend: backend of the worker processes.
+            recorded_log: the recorded log, at its current position.
             limit_s: timeout of a recorded event, doubled because the trainer may be busy.
         """
-        self._runtime, self._score, self._limit_s = runtime, score, limit_s
+        self._backend, self._recorded_log, self._limit_s = backend, recorded_log, limit_s
         # Events that arrived before their turn in the log, by name.
         self._early: dict[str, Event] = {}
         # The arrived events of the next recorded batch; and the engine that is being started for it.
         self._batch: list[Event] = []
-        self._starts = ""
-        self._moved_s = self.now()
+        self._starting = ""
+        self._progress_s = self.now()
 
     def begin(self) -> None:
         """Start the engines on their recorded commands."""
-        self._runtime.begin(self._score.script)
+        self._backend.begin(self._recorded_log.recorded)
 
     def now(self) -> float:
         """Return the time in seconds on the clock of the worker processes."""
-        return self._runtime.now()
+        return self._backend.now()
 
     def engines(self) -> list[str]:
         """Return the names of the live engines."""
-        return self._runtime.engines()
+        return self._backend.engines()
 
-    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
+    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
         """Submit requests; the engine starts them at the recorded step."""
-        self._runtime.submit(engine, draws)
+        self._backend.submit(engine, requests)
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
         """Abort requests at the recorded step."""
-        self._runtime.abort(engine, ids)
+        self._backend.abort(engine, ids)
 
-    def offer(self, version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Copy the trainer's weights."""
-        self._runtime.offer(version)
+        self._backend.update_weights(version)
 
     def load(self, engine: str, version: int) -> None:
         """Load the trainer's weights at the recorded step."""
-        self._runtime.load(engine, version)
+        self._backend.load(engine, version)
 
     def lose(self, engine: str, reason: str) -> None:
         """Raise ReplayError: only the log may stop an engine."""
-        raise ReplayError(f"{engine} is given up, and in the run it was not: {reason}")
+        raise ReplayError(f"{engine} is lost, and in the run it was not: {reason}")
 
-    def want(self, number: int) -> None:
+    def scale(self, number: int) -> None:
         """Do nothing: engines start and stop where the log has their join and their loss."""
 
     def retire(self, engine: str) -> None:
-        """Do nothing, as in `want`."""
+        """Do nothing, as in `scale`."""
 
-    def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Score texts again."""
-        self._runtime.judge(id, prompts, texts)
+        self._backend.score(id, prompts, texts)
 
     def records(self) -> list[Record]:
         """Return no records: the log has them already."""
-        self._runtime.records()
+        self._backend.records()
         return []
 
     def close(self) -> None:
         """Stop every engine and reward worker."""
-        self._runtime.close()
+        self._backend.close()
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Return the next recorded batch of events once all have arrived; empty before its turn.
@@ -107,22 +107,22 @@ class ReplayBackend:
         Raises:
             ReplayError: an event of the batch does not arrive in time.
         """
-        head = self._score.head
-        if head is None or head["kind"] != "heard":
-            self._moved_s = self.now()
-            self._listen(min(timeout_s, LOOK_S))
+        head = self._recorded_log.head
+        if head is None or head["kind"] != "events_received":
+            self._progress_s = self.now()
+            self._receive(min(timeout_s, POLL_S))
             return []
-        wanted = head["events"]
-        while len(self._batch) < len(wanted):
-            event = self._next(wanted[len(self._batch)])
+        expected = head["events"]
+        while len(self._batch) < len(expected):
+            event = self._next(expected[len(self._batch)])
             if event is not None:
                 self._batch.append(event)
-                self._moved_s = self.now()
-            elif not self._listen(timeout_s):
-                if self.now() > self._moved_s + 2 * self._limit_s:
-                    missing = wanted[len(self._batch)]
+                self._progress_s = self.now()
+            elif not self._receive(timeout_s):
+                if self.now() > self._progress_s + 2 * self._limit_s:
+                    missing = expected[len(self._batch)]
                     raise ReplayError(
-                        f"{self._score.place}: the run heard {missing!r} here; the replay waits in vain"
+                        f"{self._recorded_log.place}: the run received {missing!r} here; the replay did not"
                     )
                 return []
         batch, self._batch = self._batch, []
@@ -131,26 +131,26 @@ class ReplayBackend:
     def _next(self, name: str) -> Event | None:
         """Return the event of this name if it has arrived or can be produced, else None."""
         kind, _, rest = name.partition(" ")
-        if kind == "lost":
+        if kind == "engine_lost":
             engine, _, reason = rest.partition(" ")
-            if engine in self._runtime.engines():
-                self._runtime.end(engine)
+            if engine in self._backend.engines():
+                self._backend.end(engine)
             return EngineLost(engine, reason)
-        if kind == "wanted":
+        if kind == "scale":
             number, _, reason = rest.partition(" ")
             return ScaleRequest(int(number), reason)
         event = self._early.pop(name, None)
-        if kind == "joined" and event is None and self._starts != rest:
-            self._starts = rest
-            self._runtime.start(rest)
+        if kind == "engine_joined" and event is None and self._starting != rest:
+            self._starting = rest
+            self._backend.start(rest)
         return event
 
-    def _listen(self, timeout_s: float) -> bool:
+    def _receive(self, timeout_s: float) -> bool:
         """Buffer new events; return whether there were any."""
-        events = self._runtime.wait(timeout_s)
-        self._early.update((named(event), event) for event in events)
+        events = self._backend.wait(timeout_s)
+        self._early.update((event_name(event), event) for event in events)
         if events:
-            self._moved_s = self.now()
+            self._progress_s = self.now()
         return bool(events)
 
 
@@ -160,37 +160,37 @@ class RepeatedSegment:
 
     Attributes:
         original: the run's folder.
-        part: the segment.
+        segment: the segment.
     """
 
     original: RunFolder
-    part: RunSegment
+    segment: RunSegment
 
     @property
     def threads(self) -> Sequence[int]:
         """Number of threads of each rank; see `RunSegment`."""
-        return self.part.threads
+        return self.segment.threads
 
     def over(self, stage: str, step: int) -> bool:
         """Return whether the replayed segment ends here."""
-        return self.part.over(stage, step)
+        return self.segment.over(stage, step)
 
     def logged(
-        self, runtime: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
+        self, backend: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
     ) -> tuple[EngineBackend, EventLog]:
         """Return a backend and an event log that follow the replayed segment.
 
         Args:
-            runtime: backend for generation and scoring.
+            backend: backend for generation and scoring.
             path: of the new log.
             clock: seconds, for the new log.
             limit_s: see `ReplayBackend`.
         """
-        log = RecordedLog(path, clock, self.part)
+        log = RecordedLog(path, clock, self.segment)
         # Engines in this process are deterministic in the order of calls.
-        if isinstance(runtime, SubprocessBackend):
-            runtime = ReplayBackend(runtime, log, limit_s=limit_s)
-        return runtime, log
+        if isinstance(backend, SubprocessBackend):
+            backend = ReplayBackend(backend, log, limit_s=limit_s)
+        return backend, log
 
     def comparison(self, folder: RunFolder) -> Sink:
         """Return a sink that compares each record of the replay with the run's."""

@@ -53,7 +53,7 @@ class CombinedReward:
         self.names = distinct([name for name, _, _ in parts])
         # A single reward needs no thread: it runs in the calling thread.
         self._apart = [reward in apart and len(parts) > 1 for reward in self._rewards]
-        self._threads = ThreadPoolExecutor(max(1, sum(self._apart)), "millrace-judge")
+        self._threads = ThreadPoolExecutor(max(1, sum(self._apart)), "millrace-score")
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
         """Return one outcome for each completion, or raise the first part's error after all have finished."""

@@ -162,7 +162,7 @@ class IsolatedReward:
     def _feed(self, work: _Work) -> None:
         for process in list(self._processes):
             if process.ready and not process.batch and process.is_gone():
-                self._bury(process, work, process.obituary())
+                self._remove(process, work, process.exit_reason())
         free = [process for process in self._processes if not process.batch]
         most = 1 if self._clock() >= work.patient_s else _BATCH
         while not self._processes or (
@@ -188,13 +188,15 @@ class IsolatedReward:
                 self._receive(process, message, work)
         for process in list(self._processes):
             if process.broken:
-                self._bury(process, work, process.broken)
+                self._remove(process, work, process.broken)
             elif process.ended:
-                self._bury(process, work, process.obituary())
+                self._remove(process, work, process.exit_reason())
             elif process.deadline <= now:
                 limit_s = self._timeout_s if process.ready else _START_UP_S
                 gone = process.is_gone()
-                self._bury(process, work, process.obituary() if gone else f"took longer than {limit_s:g} s")
+                self._remove(
+                    process, work, process.exit_reason() if gone else f"took longer than {limit_s:g} s"
+                )
 
     def _receive(self, process: RewardWorker, message: Any, work: _Work) -> None:
         if isinstance(message, dict):
@@ -207,7 +209,7 @@ class IsolatedReward:
             work.outcomes[process.batch.popleft()] = outcome
         process.deadline = self._clock() + self._timeout_s if process.batch else math.inf
 
-    def _bury(self, process: RewardWorker, work: _Work, reason: str) -> None:
+    def _remove(self, process: RewardWorker, work: _Work, reason: str) -> None:
         """Kill a worker: its current completion fails, the rest of its batch returns to the queue."""
         self._processes.remove(process)
         process.kill()

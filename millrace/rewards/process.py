@@ -112,7 +112,7 @@ class RewardWorker:
         closed.register(self._pipe(1), 0)
         return bool(closed.poll(0))
 
-    def obituary(self) -> str:
+    def exit_reason(self) -> str:
         """Return the exit reason and the end of the output; call it only after the worker closed its pipe."""
         try:
             code: int | None = self._popen.wait(_KILL_TIMEOUT_S)

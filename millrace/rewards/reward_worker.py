@@ -25,7 +25,7 @@ def main() -> None:
     from millrace.rewards.confinement import limit_resources, refuse_beyond, refuse_effects
     from millrace.rewards.reward_errors import RewardError
     from millrace.rewards.sandbox import Permissions
-    from millrace.rewards.verifiers import make_judge, verdict
+    from millrace.rewards.verifiers import make_scoring_function, verdict
     from millrace.rewards.worker_wire import decode_row, seal
 
     key, num_written = bytes.fromhex(hello["key"]), 0
@@ -42,7 +42,7 @@ def main() -> None:
         limit_resources(permissions.memory_bytes, permissions.file_bytes)
         refuse_beyond(permissions.writable, network=permissions.network)
     try:
-        judge = make_judge(hello["spec"])
+        score = make_scoring_function(hello["spec"])
     except RewardError as error:
         reply({"error": plain_text(str(error), 2000)})
         return
@@ -55,7 +55,7 @@ def main() -> None:
         prompts = [(text, answer, decode_row(row)) for text, answer, row in message["prompts"]]
         for number, completion in message["items"]:
             text, answer, row = prompts[number]
-            reply(verdict(judge, text, completion, answer, row))
+            reply(verdict(score, text, completion, answer, row))
 
 
 def _take_channel() -> tuple[BinaryIO, BinaryIO]:

@@ -31,33 +31,41 @@ class Invalid:
     reason: str
 
 
-Judge = Callable[[str, str, str, dict[str, Any]], object]
+ScoringFunction = Callable[[str, str, str, dict[str, Any]], object]
 
 
-def make_judge(spec: Mapping[str, Any]) -> Judge:
-    """The scoring function of a spec as in `IsolatedReward`; RewardError if it cannot be used."""
-    makers: dict[str, Callable[..., Judge]] = {
-        "number": number_judge,
-        "task": task_judge,
-        "format": format_judge,
-        "function": function_judge,
+def make_scoring_function(spec: Mapping[str, Any]) -> ScoringFunction:
+    """Build the scoring function of a spec (for its form see `isolated.IsolatedReward`).
+
+    Raises:
+        RewardError: the task, pattern or function cannot be used; the message names the cause.
+    """
+    makers: dict[str, Callable[..., ScoringFunction]] = {
+        "number": number_scoring,
+        "task": task_scoring,
+        "format": format_scoring,
+        "function": function_scoring,
     }
     return makers[spec["kind"]](**{key: value for key, value in spec.items() if key != "kind"})
 
 
 def verdict(
-    judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
+    score: ScoringFunction, prompt: str, completion: str, answer: str, row: dict[str, Any]
 ) -> tuple[str, float, str]:
-    """Score one completion: kind, value and reason of an `Outcome`; a failure is 0, since JSON has no NaN."""
-    kind, value, reason = _verdict(judge, prompt, completion, answer, row)
+    """Score one completion.
+
+    Returns:
+        kind, value and reason, as in `Outcome`; the value of a failure is 0, since JSON has no NaN.
+    """
+    kind, value, reason = _verdict(score, prompt, completion, answer, row)
     return kind, value, plain_text(reason)
 
 
 def _verdict(
-    judge: Judge, prompt: str, completion: str, answer: str, row: dict[str, Any]
+    score: ScoringFunction, prompt: str, completion: str, answer: str, row: dict[str, Any]
 ) -> tuple[str, float, str]:
     try:
-        value = judge(prompt, completion, answer, row)
+        value = score(prompt, completion, answer, row)
         if isinstance(value, Invalid):
             return "invalid", 0.0, value.reason
         if not isinstance(value, Real):
@@ -74,7 +82,7 @@ def _verdict(
     return "score", number, ""
 
 
-def number_judge() -> Judge:
+def number_scoring() -> ScoringFunction:
     """Score 1 if math-verify finds the completion's final expression equal to the answer, else 0."""
     import math_verify.parser
     import sympy
@@ -96,7 +104,7 @@ def number_judge() -> Judge:
         prose = re.search("[A-Za-z]{2}", answer) and not any(sign in answer for sign in "\\^{")
         return list(parse(f"${answer}$" if bare and not prose else answer, parsing_timeout=None))
 
-    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+    def score(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
         expected = parse_answer(answer.strip())
         if not expected:
             raise ValueError(
@@ -119,28 +127,32 @@ def number_judge() -> Judge:
             return Invalid("math-verify reads no expression in the completion")
         return 0.0
 
-    return judge
+    return score
 
 
-def task_judge(name: str, options: Mapping[str, Any]) -> Judge:
-    """Score the stripped completion with a reasoning-gym task; RewardError as `open_scorer`."""
+def task_scoring(name: str, options: Mapping[str, Any]) -> ScoringFunction:
+    """Score the completion, stripped of surrounding white space, with a reasoning-gym task.
+
+    Raises:
+        RewardError: there is no such task, or it refuses the options.
+    """
     from millrace.rewards.scorers import open_scorer
 
-    score = open_scorer(name, options)
+    scorer = open_scorer(name, options)
 
-    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+    def score(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
         if "answer" not in row:
             raise KeyError("answer")
         try:
-            return score(completion.strip(), row)
+            return scorer(completion.strip(), row)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             return Invalid(f"reasoning-gym's scorer of {name} cannot read the completion: {explain(error)}")
 
-    return judge
+    return score
 
 
-def format_judge(pattern: str) -> Judge:
-    """Score 1 if the pattern, in which a dot matches line breaks too, matches the whole completion, else 0.
+def format_scoring(pattern: str) -> ScoringFunction:
+    """Score 1 if the pattern matches the whole completion (a dot matches line breaks too), else 0.
 
     Raises:
         RewardError: the pattern is not a regular expression.
@@ -150,14 +162,16 @@ def format_judge(pattern: str) -> Judge:
     except re.error as error:
         raise RewardError(f"reward format: {pattern!r} is not a regular expression: {error}") from error
 
-    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+    def score(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
         return compiled.fullmatch(completion) is not None
 
-    return judge
+    return score
 
 
-def function_judge(function: str) -> Judge:
-    """Score with a user's `f(prompt=, completion=, answer=, row=)`; None makes the outcome invalid.
+def function_scoring(function: str) -> ScoringFunction:
+    """Score with a user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`.
+
+    A result of None makes the outcome invalid.
 
     Raises:
         RewardError: the module or function does not exist, cannot be imported or does not take these
@@ -176,8 +190,8 @@ def function_judge(function: str) -> Judge:
             f"({error}); give it these four parameters"
         ) from error
 
-    def judge(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+    def score(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
         value = found(prompt=prompt, completion=completion, answer=answer, row=row)
         return Invalid(f"{function} returned None") if value is None else value
 
-    return judge
+    return score

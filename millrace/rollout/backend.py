@@ -21,14 +21,14 @@ class GenerateRequest:
         id: unique; a completion that is regenerated on another engine gets a new id.
         prompt: token ids, including every turn so far.
         params: sampling parameters, including the seed.
-        drawn: the prefix generated earlier, perhaps with other weights; the completion starts with it. An
-            engine in the trainer's thread regenerates it.
+        partial_output: the prefix generated earlier, perhaps with other weights; the completion starts with
+            it. An engine in the trainer's thread regenerates it.
     """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    drawn: Completion | None = None
+    partial_output: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ class ScaleRequest:
 
 
 Event = GenerateResult | WeightsLoaded | ScoreResult | EngineLost | EngineJoined | ScaleRequest
-# The reason in `EngineLost` of an engine that was retired.
-RETIRED = "it was retired: fewer engines are wanted"
+# The reason in `EngineLost` of an engine that was drained and stopped.
+DRAINED = "it was drained: the target number of engines is lower"
 # An event kind of the event log and its fields.
 Record = tuple[str, dict[str, Any]]
 
@@ -114,12 +114,12 @@ class ScaleRequests(Protocol):
     """Scale requests: changes of the number of engines at run time.
 
     Attributes:
-        heard: the request that was read last; empty before the first.
+        last_request: the request that was read last; empty before the first.
     """
 
-    heard: str
+    last_request: str
 
-    def look(self) -> list[ScaleRequest]:
+    def poll(self) -> list[ScaleRequest]:
         """Return the requests since the last call."""
         ...
 
@@ -144,7 +144,7 @@ class EngineBackend(Protocol):
         """Return the names of the live engines; an engine has no weights before its first `load`."""
         ...
 
-    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
+    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
         """Submit requests, those of one prompt together; each ends in `GenerateResult` or `EngineLost`."""
         ...
 
@@ -152,7 +152,7 @@ class EngineBackend(Protocol):
         """Abort requests and return their partial output."""
         ...
 
-    def offer(self, version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Copy the trainer's weights for engines to load; after it returns the trainer may change them.
 
         Call it from the trainer's thread only. If the weights are sharded, all ranks take part.
@@ -167,7 +167,7 @@ class EngineBackend(Protocol):
         """Stop an engine that missed its deadline, as if it had crashed; ends in `EngineLost`."""
         ...
 
-    def want(self, number: int) -> None:
+    def scale(self, number: int) -> None:
         """Set the target number of engines, also for replacing engines that are lost later.
 
         Scaling up starts the missing engines; each ends in `EngineJoined`, or in `ScaleRequest` if it cannot
@@ -180,7 +180,7 @@ class EngineBackend(Protocol):
         """Stop a surplus engine that has no in-flight request; ends in `EngineLost`."""
         ...
 
-    def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Score texts, each an answer to the prompt in its place; ends in `ScoreResult`."""
         ...
 
@@ -216,18 +216,18 @@ class Unrecorded:
         return []
 
 
-def named(event: Event) -> str:
+def event_name(event: Event) -> str:
     """Describe an event in a few words that are unique within a run."""
     match event:
         case GenerateResult():
-            return f"drawn {event.id}"
+            return f"generated {event.id}"
         case ScoreResult():
-            return f"judged {event.id}"
+            return f"scored {event.id}"
         case WeightsLoaded():
-            return f"loaded {event.engine} {event.version}"
+            return f"weights_loaded {event.engine} {event.version}"
         case EngineLost():
-            return f"lost {event.engine} {event.reason}"
+            return f"engine_lost {event.engine} {event.reason}"
         case EngineJoined():
-            return f"joined {event.engine}"
+            return f"engine_joined {event.engine}"
         case ScaleRequest():
-            return f"wanted {event.number} {event.reason}".rstrip()
+            return f"scale {event.number} {event.reason}".rstrip()

@@ -15,28 +15,31 @@ from millrace.rollout.engine_pool import Engines
 from millrace.rollout.manager import Found, RolloutBatch, RolloutManager
 
 # Poll interval of the thread's exit flag, and how long other threads wait for its lock.
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class BackgroundRollouts:
     """`RolloutManager` for the trainer's thread, as a context manager; a thread of its own handles events."""
 
     def __init__(
-        self, rollouts: RolloutManager, runtime: EngineBackend, asked: Callable[[], Sequence[Event]] = tuple
+        self,
+        rollouts: RolloutManager,
+        backend: EngineBackend,
+        scale_requests: Callable[[], Sequence[Event]] = tuple,
     ) -> None:
         """Create the thread; entering the context starts it.
 
         Args:
             rollouts: already begun; only this object calls them from now on.
-            runtime: the backend of the rollouts.
-            asked: returns the scale requests since its last call.
+            backend: the backend of the rollouts.
+            scale_requests: returns the scale requests since its last call.
         """
-        self._rollouts, self._runtime, self._asked = rollouts, runtime, asked
+        self._rollouts, self._backend, self._scale_requests = rollouts, backend, scale_requests
         self._engines = rollouts.engines()
         self._changed = threading.Condition()
         self._failure: Exception | None = None
-        self._over = False
-        self._thread = threading.Thread(target=self._run, name="millrace-pump", daemon=True)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="millrace-rollouts", daemon=True)
 
     def __enter__(self) -> BackgroundRollouts:
         """Start the thread."""
@@ -47,7 +50,7 @@ class BackgroundRollouts:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         """Stop the thread."""
-        self._over = True
+        self._stopped = True
         self._thread.join()
 
     def next_batch(self, deadline_s: float) -> RolloutBatch:
@@ -61,20 +64,20 @@ class BackgroundRollouts:
             self._check()
             return self._rollouts.until(ready, what, deadline_s, self._wait)
 
-    def published(self, version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Send the trainer's weights to every engine; the trainer may change them after the return."""
         with self._changed:
-            self._rollouts.published(version)
+            self._rollouts.update_weights(version)
 
-    def wait_until_published(self, deadline_s: float) -> None:
+    def wait_for_weights(self, deadline_s: float) -> None:
         """Wait until the newest weights are in force; reraise errors of the thread."""
         with self._changed:
-            self._rollouts.wait_until_published(deadline_s, self._wait)
+            self._rollouts.wait_for_weights(deadline_s, self._wait)
 
     def blockers(self) -> list[str]:
         """Return what the next batch or weight update waits for; also works while the thread is stuck."""
-        if not self._changed.acquire(timeout=_LOOK_S):
-            return [f"{self._thread.name} (handles what happened)"]
+        if not self._changed.acquire(timeout=_POLL_S):
+            return [f"{self._thread.name} (handles events)"]
         try:
             return self._rollouts.blockers()
         finally:
@@ -82,17 +85,17 @@ class BackgroundRollouts:
 
     def engines(self) -> Engines:
         """Return the state of the engines; while the thread is stuck, the last known state."""
-        if self._changed.acquire(timeout=_LOOK_S):
+        if self._changed.acquire(timeout=_POLL_S):
             try:
                 self._engines = self._rollouts.engines()
             finally:
                 self._changed.release()
         return self._engines
 
-    def hold(self) -> None:
-        """Collect the partial output of all in-flight requests; see `RolloutManager.hold`."""
+    def pause(self) -> None:
+        """Collect the partial output of all in-flight requests; see `RolloutManager.pause`."""
         with self._changed:
-            self._rollouts.hold()
+            self._rollouts.pause()
 
     def state(self) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
         """Return the state for a checkpoint; see `RolloutManager.state`."""
@@ -100,20 +103,20 @@ class BackgroundRollouts:
             return self._rollouts.state()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Make no decision within the block; events that occur meanwhile are handled after it."""
         with self._changed:
             yield
 
     def _run(self) -> None:
-        while not self._over:
+        while not self._stopped:
             events: Sequence[Event] = ()
             with self._keeping_errors():
-                events = self._runtime.wait(self._rollouts.patience_s(_LOOK_S))
+                events = self._backend.wait(self._rollouts.patience_s(_POLL_S))
             with self._changed:
                 # Within the lock: a waiting thread must see an error before a half-made decision.
                 with self._keeping_errors():
-                    self._rollouts.handle([*events, *self._asked()])
+                    self._rollouts.handle([*events, *self._scale_requests()])
                 self._changed.notify_all()
 
     @contextmanager
@@ -121,7 +124,7 @@ class BackgroundRollouts:
         try:
             yield
         except Exception as error:
-            self._failure, self._over = self._failure or error, True
+            self._failure, self._stopped = self._failure or error, True
 
     def _wait(self, timeout_s: float) -> None:
         self._check()

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import PromptStream
 from millrace.errors import CheckpointError
-from millrace.eventlog.log import EventLog, flow_after
+from millrace.eventlog.log import EventLog, resumed_state
 from millrace.observability.files import Shape, read_json
 from millrace.observability.metrics import Spans
 from millrace.observability.watchdog import Watchdog
@@ -28,12 +28,12 @@ from millrace.rollout.manager import RolloutBatch, RolloutManager, Stalled
 from millrace.rollout.remote import pack_batch
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed, greedy, group_rewards, sampling
 from millrace.rollout.selection_bias import BiasMeter
-from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, unheard
+from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, discard_event
 from millrace.types import Group, Prompt, SamplingParams, Trajectory
 
 
 @contextmanager
-def going_on(checkpoint: Path) -> Iterator[None]:
+def resume_errors(checkpoint: Path) -> Iterator[None]:
     """Convert errors of resuming from a checkpoint into one sentence.
 
     Raises:
@@ -48,46 +48,49 @@ def going_on(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def check_resumed(flow: StalenessController, left: Mapping[str, Any] | None) -> None:
+def check_resumed(controller: StalenessController, logged_state: Mapping[str, Any] | None) -> None:
     """Verify that the checkpoint lost no prompt and that none is trained on twice.
 
     Args:
-        flow: restored from the checkpoint.
-        left: the state that `log.flow_after` computed from the log; None on a rank without the log.
+        controller: restored from the checkpoint.
+        logged_state: computed from the log by `log.resumed_state`; None on a rank without the log.
 
     Raises:
         AssertionError: the restored state is inconsistent, or differs from that of the log.
     """
-    if left is not None:
-        _compare(flow.state(), left)
-    flow.check()
+    if logged_state is not None:
+        _compare(controller.state(), logged_state)
+    controller.check()
 
 
-def _compare(state: Mapping[str, Any], left: Mapping[str, Any]) -> None:
+def _compare(state: Mapping[str, Any], logged_state: Mapping[str, Any]) -> None:
     """Compare the restored state with that of the log; raise AssertionError at the first difference."""
     for name in ("num_taken", "num_started", "repeats"):
-        if state[name] != left[name]:
-            raise AssertionError(f"{name} is {state[name]} in the checkpoint and {left[name]} in the log")
-    groups = {group[0]: [*group[:3], group[3] and list(group[3])] for group in state["line"]["groups"]}
-    logged = {group[0]: group for group in left["groups"]}
+        if state[name] != logged_state[name]:
+            raise AssertionError(
+                f"{name} is {state[name]} in the checkpoint and {logged_state[name]} in the log"
+            )
+    groups = {group[0]: [*group[:3], group[3] and list(group[3])] for group in state["queue"]["groups"]}
+    logged = {group[0]: group for group in logged_state["groups"]}
     for number in sorted(groups.keys() | logged.keys()):
         if groups.get(number) != logged.get(number):
             raise AssertionError(
-                f"group {number} (prompt, publishes when it started, births) is "
-                f"{_told(groups.get(number))} in the checkpoint and {_told(logged.get(number))} in the log"
+                f"group {number} (prompt, step when it started, steps of its oldest tokens) is "
+                f"{_group_text(groups.get(number))} in the checkpoint and "
+                f"{_group_text(logged.get(number))} in the log"
             )
 
 
-def _told(group: list[Any] | None) -> str:
-    return "not open" if group is None else str(group[1:])
+def _group_text(group: list[Any] | None) -> str:
+    return "not queued" if group is None else str(group[1:])
 
 
 # Longest wait of a checkpoint for the partial output of engines, which may be in a long prefill or a load.
-HAND_OVER_S = 10.0
-WORDS, NUMBERS = "rollouts.json", "rollouts.safetensors"
+PARTIAL_OUTPUT_S = 10.0
+FIELDS_FILE, ARRAYS_FILE = "rollouts.json", "rollouts.safetensors"
 
 
-def flow_rules(config: RunConfig) -> StalenessPolicy:
+def staleness_policy(config: RunConfig) -> StalenessPolicy:
     """Return the staleness policy of the recipe."""
     rollout = config.rollout
     return StalenessPolicy(
@@ -109,7 +112,7 @@ class RolloutComponents(Protocol):
     """The components of a run that rollouts need; see `run.run.components.Components`."""
 
     @property
-    def runtime(self) -> EngineBackend | None:
+    def backend(self) -> EngineBackend | None:
         """Backend of engines in worker processes; None if the engine is in this process."""
         ...
 
@@ -136,50 +139,50 @@ class RolloutComponents(Protocol):
 
 def rollouts_of(
     config: RunConfig,
-    parts: RolloutComponents,
+    components: RolloutComponents,
     stream: PromptStream,
-    runtime: EngineBackend,
+    backend: EngineBackend,
     *,
     num_batches: int,
     patient: bool = False,
-    note: EventCallback = unheard,
+    log_event: EventCallback = discard_event,
 ) -> RolloutManager:
     """Build the recipe's rollout manager; its `begin` starts it.
 
     Args:
         config: of the run.
-        parts: of the run.
+        components: of the run.
         stream: yields prompts.
-        runtime: backend for generation and scoring.
+        backend: backend for generation and scoring.
         num_batches: of the whole run.
         patient: disable the timeouts of engines.
-        note: receives every decision.
+        log_event: receives every decision.
     """
     limit_s = math.inf if patient else config.timeouts.phase_s
     return RolloutManager(
-        StalenessController(flow_rules(config), num_batches=num_batches, note=note),
-        runtime,
+        StalenessController(staleness_policy(config), num_batches=num_batches, log_event=log_event),
+        backend,
         stream,
-        prompts={prompt.id: prompt for prompt in parts.train_prompts},
-        environment=parts.environment,
-        params=_params(config, parts.stop_token_ids),
+        prompts={prompt.id: prompt for prompt in components.train_prompts},
+        environment=components.environment,
+        params=_params(config, components.stop_token_ids),
         num_samples=config.rollout.samples_per_prompt,
-        num_baselines=int(parts.method.greedy_baseline),
-        draw_s=limit_s,
+        num_baselines=int(components.method.greedy_baseline),
+        request_s=limit_s,
         load_s=limit_s,
-        note=note,
+        log_event=log_event,
     )
 
 
-def as_sampled(rolled: RolloutBatch) -> SampledBatch:
+def as_sampled(batch: RolloutBatch) -> SampledBatch:
     """Return the batch for training: without withheld trajectories, with the greedy answers' rewards."""
-    taken = rolled.taken
+    taken = batch.taken
     groups = []
-    for number, group in zip(taken.numbers, rolled.groups, strict=True):
+    for number, group in zip(taken.numbers, batch.groups, strict=True):
         out = set(taken.withheld.get(number, ()))
         kept = tuple(t for place, t in enumerate(group.trajectories) if place not in out)
         groups.append(Group(group.prompt, kept))
-    answers = [Group(g.prompt, row) for g, row in zip(groups, rolled.baselines, strict=True)]
+    answers = [Group(g.prompt, row) for g, row in zip(groups, batch.baselines, strict=True)]
     num_greedy_tokens = sum(t.num_actions for answer in answers for t in answer.trajectories)
     baselines = None
     if num_greedy_tokens:
@@ -188,7 +191,7 @@ def as_sampled(rolled: RolloutBatch) -> SampledBatch:
     return SampledBatch(groups, taken.left_out, baselines, num_greedy_tokens, taken.num_rounds)
 
 
-class _Words(Shape):
+class _RolloutState(Shape):
     """The schema of `rollouts.json` in a checkpoint; failed rewards are NaN."""
 
     rollouts: dict[str, Any]
@@ -205,44 +208,50 @@ class BatchSource:
     def __init__(
         self,
         config: RunConfig,
-        parts: RolloutComponents,
+        components: RolloutComponents,
         stream: PromptStream,
         *,
-        runtime: EngineBackend,
+        backend: EngineBackend,
         log: EventLog,
         ranks: RankGroup,
         spans: Spans,
         watchdog: Watchdog,
-        asked: ScaleRequests | None = None,
+        scale_requests: ScaleRequests | None = None,
     ) -> None:
         """Create the source; `begin` starts it.
 
         Args:
             config: of the run.
-            parts: of the run.
+            components: of the run.
             stream: yields prompts.
-            runtime: backend for generation and scoring.
+            backend: backend for generation and scoring.
             log: receives every decision.
             ranks: of the run. If every rank has an engine, every rank has a `BatchSource` and rank 0 keeps
                 the log; otherwise the other ranks have a `RemoteBatchSource`.
             spans: of the trainer's thread.
             watchdog: is notified of the waits of that thread.
-            asked: scale requests; None if the run accepts none, as in a replay.
+            scale_requests: scale requests; None if the run accepts none, as in a replay.
         """
-        self._config, self._runtime, self._log, self._ranks = config, runtime, log, ranks
-        self._spans, self._watchdog, self._asked = spans, watchdog, asked
-        self._ahead = config.rollout.max_staleness > 0
+        self._config, self._backend, self._log, self._ranks = config, backend, log, ranks
+        self._spans, self._watchdog, self._scale_requests = spans, watchdog, scale_requests
+        self._asynchronous = config.rollout.max_staleness > 0
         # Under the other policies only trajectories without a reward are left out.
         self._selects = (
             config.rollout.stale_policy in ("drop", "withhold") or config.rollout.oversample_groups > 0
         )
-        self._apart = parts.runtime is not None
-        self._rollouts = rollouts_of(
-            config, parts, stream, runtime, num_batches=config.steps, patient=log.replays, note=log.add
+        self._separate_engines = components.backend is not None
+        self._manager = rollouts_of(
+            config,
+            components,
+            stream,
+            backend,
+            num_batches=config.steps,
+            patient=log.replays,
+            log_event=log.add,
         )
-        self._verbs: RolloutManager | BackgroundRollouts = self._rollouts
+        self._rollouts: RolloutManager | BackgroundRollouts = self._manager
         self._bias, self._refused = BiasMeter(), ""
-        self._held = ExitStack()
+        self._exit_stack = ExitStack()
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
         """Send the weights to the engines and start the first groups, or resume those of a checkpoint.
@@ -255,30 +264,32 @@ class BatchSource:
             ValueError: the checkpoint was made with another staleness policy or other prompts.
             CheckpointError: the checkpoint and the event log disagree about the groups.
         """
-        if checkpoint is None or not (checkpoint / WORDS).is_file():
+        if checkpoint is None or not (checkpoint / FIELDS_FILE).is_file():
             self._log.rewind(0)
-            self._log.add("begin", rules=asdict(flow_rules(self._config)), num_batches=self._config.steps)
+            self._log.add(
+                "begin", rules=asdict(staleness_policy(self._config)), num_batches=self._config.steps
+            )
         else:
-            words, left = read_json(checkpoint / WORDS, _Words, finite=False), None
-            with going_on(checkpoint):
-                self._log.rewind(words.log_bytes if self._ranks.first else 0)
+            fields, logged_state = read_json(checkpoint / FIELDS_FILE, _RolloutState, finite=False), None
+            with resume_errors(checkpoint):
+                self._log.rewind(fields.log_bytes if self._ranks.first else 0)
                 if self._ranks.first:
-                    left = flow_after(self._log.events())
-            self._bias.load_state(words.bias)
-            self._rollouts.load_state(words.rollouts, load_file(checkpoint / NUMBERS))
-            with going_on(checkpoint):
-                check_resumed(self._rollouts.flow, left)
+                    logged_state = resumed_state(self._log.events())
+            self._bias.load_state(fields.bias)
+            self._manager.load_state(fields.rollouts, load_file(checkpoint / ARRAYS_FILE))
+            with resume_errors(checkpoint):
+                check_resumed(self._manager.staleness, logged_state)
         # The thread counts affect the last bits of results; engines have as many threads as rank 0.
         self._log.add("threads", ranks=self._ranks.threads())
-        self._rollouts.begin(version)
+        self._manager.begin(version)
         # Worker processes crash and join also while the trainer trains, evaluates or saves.
-        if self._apart:
-            asked = tuple if self._asked is None else self._asked.look
-            pump = self._verbs = self._held.enter_context(
-                BackgroundRollouts(self._rollouts, self._runtime, asked)
+        if self._separate_engines:
+            scale_requests = tuple if self._scale_requests is None else self._scale_requests.poll
+            background = self._rollouts = self._exit_stack.enter_context(
+                BackgroundRollouts(self._manager, self._backend, scale_requests)
             )
-            self._watchdog.more = lambda: {"engines": self._status(pump)}
-            self._held.callback(self._unheard)
+            self._watchdog.more = lambda: {"engines": self._status(background)}
+            self._exit_stack.callback(self._stop_reporting)
 
     def __enter__(self) -> BatchSource:
         """Return itself."""
@@ -288,9 +299,9 @@ class BatchSource:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         """Stop sampling and close the log."""
-        self._held.close()
+        self._exit_stack.close()
         if error is None:
-            self._rollouts.records()
+            self._manager.records()
         self._log.close()
 
     def next_batch(self) -> tuple[SampledBatch, dict[str, float]]:
@@ -300,15 +311,15 @@ class BatchSource:
             Stalled: the wait timed out; the message names what was pending.
         """
         with self._waiting("sample", "its next batch"):
-            self._reach("take")
-            rolled = self._verbs.next_batch(self._config.timeouts.phase_s)
-        sampled = as_sampled(rolled)
-        told = self._record(rolled, sampled.baselines)
-        if self._apart and self._ranks.size > 1:
-            self._ranks.hand_out(pack_batch(sampled, told))
-        return sampled, told
+            self._wait_turn("take")
+            batch = self._rollouts.next_batch(self._config.timeouts.phase_s)
+        sampled = as_sampled(batch)
+        metrics = self._record(batch, sampled.baselines)
+        if self._separate_engines and self._ranks.size > 1:
+            self._ranks.hand_out(pack_batch(sampled, metrics))
+        return sampled, metrics
 
-    def published(self, version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Start a weight update of every engine; at staleness 0, wait until all have verified it.
 
         With staleness above 0, first wait for the update before: only one is in flight at a time.
@@ -319,105 +330,106 @@ class BatchSource:
         """
         limit_s = self._config.timeouts.phase_s
         with self._waiting("weight_sync", f"version {version} to be in force"):
-            if self._ahead:
-                self._verbs.wait_until_published(limit_s)
-            self._reach("send")
-            self._verbs.published(version)
-            if not self._ahead:
-                self._verbs.wait_until_published(limit_s)
+            if self._asynchronous:
+                self._rollouts.wait_for_weights(limit_s)
+            self._wait_turn("update_weights")
+            self._rollouts.update_weights(version)
+            if not self._asynchronous:
+                self._rollouts.wait_for_weights(limit_s)
 
-    def _reach(self, kind: str) -> None:
+    def _wait_turn(self, kind: str) -> None:
         """In a replay, first handle the events that the recorded run handled before this action."""
         limit_s = self._config.timeouts.phase_s
-        self._verbs.until(lambda: self._log.reached(kind) or None, f"its turn to {kind}", limit_s)
+        self._rollouts.until(lambda: self._log.reached(kind) or None, f"its turn to {kind}", limit_s)
 
     @contextmanager
     def _waiting(self, span: str, reason: str) -> Iterator[None]:
         """Register a wait of the trainer's thread, unless the engine runs in that thread."""
-        if not self._apart:
+        if not self._separate_engines:
             yield
             return
-        limit_s, on = self._config.timeouts.phase_s, self._verbs.blockers
+        limit_s, on = self._config.timeouts.phase_s, self._rollouts.blockers
         with self._spans(span), self._watchdog.waiting("trainer", reason, deadline_s=limit_s, on=on):
             yield
 
     def save(self, folder: Path) -> None:
         """Write the rollout state into a new checkpoint, whose weights were trained on every batch taken."""
-        if self._apart:
-            self._hand_over()
-        self._reach("save")
+        if self._separate_engines:
+            self._collect_partial_output()
+        self._wait_turn("save")
         # No decision may fall between the saved state and the saved position in the log.
-        with self._verbs.paused() if isinstance(self._verbs, BackgroundRollouts) else nullcontext():
-            self._rollouts.records()
-            words, columns = self._verbs.state()
+        with self._rollouts.locked() if isinstance(self._rollouts, BackgroundRollouts) else nullcontext():
+            self._manager.records()
+            fields, columns = self._rollouts.state()
             self._log.add("save", name=folder.name)
-            told = {"rollouts": words, "bias": self._bias.state(), "log_bytes": self._log.position}
-            self._rollouts.release()
-        (folder / WORDS).write_text(json.dumps(told), encoding="utf-8")
-        save_file(dict(columns), folder / NUMBERS)
+            state = {"rollouts": fields, "bias": self._bias.state(), "log_bytes": self._log.position}
+            self._manager.resume()
+        (folder / FIELDS_FILE).write_text(json.dumps(state), encoding="utf-8")
+        save_file(dict(columns), folder / ARRAYS_FILE)
 
-    def _hand_over(self) -> None:
+    def _collect_partial_output(self) -> None:
         """Collect the partial output of in-flight requests. Late output is not part of the checkpoint.
 
         In a replay, the same engines are late as in the run. At the end of the log all are: they repeat what
         they did in the run, which continued, and accept no other command.
         """
-        self._reach("hold")
+        self._wait_turn("abort_in_flight")
         if self._log.ended:
             return
-        self._verbs.hold()
+        self._rollouts.pause()
         if self._log.replays:
             return
-        what, on = "engines to hand over what they drew", self._verbs.blockers
-        watched = self._watchdog.waiting("trainer", what, deadline_s=HAND_OVER_S, on=on)
+        what, on = "engines to return their partial output", self._rollouts.blockers
+        watched = self._watchdog.waiting("trainer", what, deadline_s=PARTIAL_OUTPUT_S, on=on)
         with suppress(Stalled), watched:
-            self._verbs.until(lambda: self._rollouts.handed_over or None, what, HAND_OVER_S)
+            self._rollouts.until(lambda: self._manager.is_idle or None, what, PARTIAL_OUTPUT_S)
 
     def warnings(self) -> list[str]:
         """Return warnings about selection bias and about engines that could not be started."""
-        found, refused = [self._bias.warning()], self._verbs.engines().reason
+        found, refused = [self._bias.warning()], self._rollouts.engines().reason
         if refused and refused != self._refused:
-            found.append(f"fewer engines were started than were asked for: {refused}")
+            found.append(f"fewer engines were started than were requested: {refused}")
         self._refused = refused
         return [text for text in found if text]
 
-    def _status(self, pump: BackgroundRollouts) -> dict[str, Any]:
+    def _status(self, background: BackgroundRollouts) -> dict[str, Any]:
         """Return the engines' part of `status.json`."""
-        found, heard = pump.engines(), "" if self._asked is None else self._asked.heard
-        return asdict(replace(found, wanted=found.wanted or num_processes(self._config), asked=heard))
+        found, requests = background.engines(), self._scale_requests
+        target = found.target or num_processes(self._config)
+        return asdict(replace(found, target=target, last_request=requests.last_request if requests else ""))
 
-    def _unheard(self) -> None:
+    def _stop_reporting(self) -> None:
         """Stop reporting status and accepting scale requests."""
         self._watchdog.more = dict
-        if self._asked is not None:
-            self._asked.close()
+        if self._scale_requests is not None:
+            self._scale_requests.close()
 
-    def _record(self, rolled: RolloutBatch, baselines: list[float] | None) -> dict[str, float]:
-        taken, found = rolled.taken, {}
-        if self._ahead:
+    def _record(self, batch: RolloutBatch, baselines: list[float] | None) -> dict[str, float]:
+        taken, found = batch.taken, {}
+        if self._asynchronous:
             found = {
                 "staleness/mean": fmean(taken.staleness),
                 "staleness/max": max(taken.staleness),
                 "staleness/dropped_groups": len(taken.dropped),
             }
-        for index, (number, group) in enumerate(zip(taken.numbers, rolled.groups, strict=True)):
+        for index, (number, group) in enumerate(zip(taken.numbers, batch.groups, strict=True)):
             out = taken.withheld.get(number, ())
-            facts = [_facts(trajectory) for trajectory in group.trajectories]
+            values = [_length_and_reward(trajectory) for trajectory in group.trajectories]
             # The same rule as in `training.estimate.usable` and `train_step.train_on`.
             lacks = baselines is not None and math.isnan(baselines[index])
-            used = [not (place in out or math.isnan(r) or lacks) for place, (_, r) in enumerate(facts)]
-            self._bias.add([length for length, _ in facts], [reward for _, reward in facts], used)
-        longest = max(float(t.num_actions) for group in rolled.groups for t in group.trajectories)
-        for dropped in rolled.dropped:
-            facts = [_facts(trajectory) for trajectory in dropped.trajectories]
+            used = [not (place in out or math.isnan(r) or lacks) for place, (_, r) in enumerate(values)]
+            self._bias.add([length for length, _ in values], [reward for _, reward in values], used)
+        longest = max(float(t.num_actions) for group in batch.groups for t in group.trajectories)
+        for dropped in batch.dropped:
+            values = [_length_and_reward(trajectory) for trajectory in dropped.trajectories]
             # Trajectories still in generation: at least as long as those generated meanwhile.
-            facts += [(longest, math.nan)] * (self._config.rollout.samples_per_prompt - len(facts))
-            lengths, rewards = [length for length, _ in facts], [reward for _, reward in facts]
-            self._bias.add(lengths, rewards, [False] * len(facts))
+            values += [(longest, math.nan)] * (self._config.rollout.samples_per_prompt - len(values))
+            lengths, rewards = [length for length, _ in values], [reward for _, reward in values]
+            self._bias.add(lengths, rewards, [False] * len(values))
         return found | self._bias.record() if self._selects or self._bias.drops else found
 
 
-def _facts(trajectory: Trajectory) -> tuple[float, float]:
+def _length_and_reward(trajectory: Trajectory) -> tuple[float, float]:
     """Return the number of generated tokens and the reward, NaN without one."""
     outcome = trajectory.outcome
     failed = outcome is None or outcome.kind == "failed"
@@ -426,11 +438,11 @@ def _facts(trajectory: Trajectory) -> tuple[float, float]:
 
 def _params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> Callable[[int, int, int], SamplingParams]:
     """Map (group, sample, turn) to sampling parameters; samples beyond those of a group are greedy."""
-    drawn, likeliest = sampling(config.rollout, stop_token_ids), greedy(config.rollout, stop_token_ids)
+    sampled, greedy_params = sampling(config.rollout, stop_token_ids), greedy(config.rollout, stop_token_ids)
 
     def params(number: int, place: int, turn: int) -> SamplingParams:
         if place >= config.rollout.samples_per_prompt:
-            return likeliest
-        return replace(drawn, seed=completion_seed(config.seed, number, place, turn))
+            return greedy_params
+        return replace(sampled, seed=completion_seed(config.seed, number, place, turn))
 
     return params

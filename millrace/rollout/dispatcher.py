@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from millrace.rollout.backend import EngineBackend, EngineLost, GenerateRequest, GenerateResult
-from millrace.rollout.engine_pool import DrawFailed, EnginePool
-from millrace.rollout.episodes import Playing, Sample
+from millrace.rollout.engine_pool import EnginePool, GenerationFailed
+from millrace.rollout.episodes import RunningGroup, Sample
 from millrace.rollout.staleness import EventCallback
 from millrace.types import SamplingParams
 
@@ -16,36 +16,36 @@ class Dispatcher:
     """Submits samples to the engines of an `EnginePool` and maps each request id to its sample.
 
     Attributes:
-        num_draws: requests so far, including those before the run was resumed.
+        num_requests: requests so far, including those before the run was resumed.
     """
 
     def __init__(
         self,
-        fleet: EnginePool,
-        runtime: EngineBackend,
+        pool: EnginePool,
+        backend: EngineBackend,
         *,
         params: Callable[[int, int, int], SamplingParams],
-        note: EventCallback,
+        log_event: EventCallback,
     ) -> None:
         """Start with an empty queue.
 
         Args:
-            fleet: engine pool that chooses engines.
-            runtime: backend of the engines.
+            pool: engine pool that chooses engines.
+            backend: backend of the engines.
             params: (group number, sample, turn) to sampling parameters, including the seed.
-            note: receives the events `dispatch`, `part` and `ignore`.
+            log_event: receives the events `dispatch`, `partial` and `ignored`.
         """
-        self._fleet, self._runtime, self._params, self._note = fleet, runtime, params, note
-        self.num_draws = 0
+        self._pool, self._backend, self._params, self._log_event = pool, backend, params, log_event
+        self.num_requests = 0
         # Samples with the same context stay together: an engine computes a shared prefix once.
         self._waiting: deque[list[Sample]] = deque()
-        self._drawing: dict[str, Sample] = {}
-        self._holds = False
+        self._in_flight: dict[str, Sample] = {}
+        self._paused = False
 
     @property
     def idle(self) -> bool:
         """Whether no request is in flight."""
-        return not self._drawing
+        return not self._in_flight
 
     def add(self, samples: Iterable[Sample], *, first: bool = False) -> None:
         """Queue the next turns of samples, at the back or, with `first`, at the front."""
@@ -58,90 +58,95 @@ class Dispatcher:
             self._waiting.extend(alike.values())
 
     def send(self) -> None:
-        """Submit queued samples to serving engines, unless dispatch is on hold."""
+        """Submit queued samples to serving engines, unless dispatch is paused."""
         later: list[list[Sample]] = []
-        while self._waiting and not self._holds:
+        while self._waiting and not self._paused:
             samples = self._waiting.popleft()
-            birth = self._birth(samples)
-            name = self._fleet.choose(samples[0].engine, birth)
+            step = self._newest_step(samples)
+            name = self._pool.choose(samples[0].engine, step)
             if name is None:
                 later.append(samples)
-                if birth < 0:
+                if step < 0:
                     break  # no engine serves
                 continue
-            draws, now_s = [], self._runtime.now()
+            requests, now_s = [], self._backend.now()
             for sample in samples:
-                sample.engine, sample.asked_s = name, now_s
-                sample.draw = f"{sample.number}.{sample.place}.{self.num_draws}"
-                self.num_draws += 1
-                self._drawing[sample.draw] = sample
+                sample.engine, sample.submitted_s = name, now_s
+                sample.request_id = f"{sample.number}.{sample.place}.{self.num_requests}"
+                self.num_requests += 1
+                self._in_flight[sample.request_id] = sample
                 params = self._params(sample.number, sample.place, len(sample.turns))
-                draws.append(GenerateRequest(sample.draw, sample.context, params, sample.drawn))
+                requests.append(
+                    GenerateRequest(sample.request_id, sample.context, params, sample.partial_output)
+                )
             one, places = samples[0], [sample.place for sample in samples]
-            self._note("dispatch", number=one.number, samples=places, turn=len(one.turns), engine=name)
-            self._fleet.submit(name, draws)
+            self._log_event("dispatch", number=one.number, samples=places, turn=len(one.turns), engine=name)
+            self._pool.submit(name, requests)
         self._waiting.extendleft(reversed(later))
 
-    def _birth(self, samples: Iterable[Sample]) -> int:
-        """Return the policy version of the newest partial token of their turns; -1 if there is none."""
-        newest = (int(sample.drawn.versions[-1]) for sample in samples if sample.drawn is not None)
-        return max(map(self._fleet.birth, newest), default=-1)
+    def _newest_step(self, samples: Iterable[Sample]) -> int:
+        """Return the step of the newest partial token of their turns; -1 if there is none."""
+        partial = (sample.partial_output for sample in samples)
+        versions = (int(output.versions[-1]) for output in partial if output is not None)
+        return max(map(self._pool.step_of, versions), default=-1)
 
-    def drawn(self, event: GenerateResult) -> Sample | None:
+    def completed(self, event: GenerateResult) -> Sample | None:
         """Return the sample whose turn this result completes, if any.
 
         Raises:
-            DrawFailed: an engine failed to serve a request.
+            GenerationFailed: an engine failed to serve a request.
         """
-        sample, completion = self._drawing.get(event.id), event.completion
+        sample, completion = self._in_flight.get(event.id), event.completion
         if sample is None:
             if completion.finish_reason != "abort":
-                self._note("ignore", reason=f"{event.engine} gives draw {event.id}, for which nobody waits")
+                self._log_event(
+                    "ignored", reason=f"{event.engine} returned request {event.id}, which is not in flight"
+                )
             return None
         if completion.finish_reason == "error":
-            raise DrawFailed(
-                f"{event.engine} failed to draw sample {sample.place} of group {sample.number}: "
+            raise GenerationFailed(
+                f"{event.engine} failed to generate sample {sample.place} of group {sample.number}: "
                 f"{completion.reason}"
             )
-        if not self._fleet.accept(event):
+        if not self._pool.accept(event):
             return None
-        del self._drawing[event.id]
-        sample.draw = ""
+        del self._in_flight[event.id]
+        sample.request_id = ""
         if completion.finish_reason != "abort":
             return sample
-        # The sample is still needed, since dropped ones leave `_drawing`; it continues from its output.
+        # The sample is still needed, since dropped ones leave `_in_flight`; it continues from its output.
         if completion.token_ids:
-            sample.drawn = completion
+            sample.partial_output = completion
             facts = {"number": sample.number, "sample": sample.place, "turn": len(sample.turns)}
-            self._note("part", **facts, engine=event.engine, began=event.began, ended=event.ended)
+            self._log_event("partial", **facts, engine=event.engine, began=event.began, ended=event.ended)
         self.add([sample])
         return None
 
-    def lost(self, event: EngineLost) -> None:
+    def engine_lost(self, event: EngineLost) -> None:
         """Resubmit the in-flight requests of a lost engine to other engines, with the same seeds."""
-        again = [self._drawing.pop(id) for id in self._fleet.lost(event)]
+        again = [self._in_flight.pop(id) for id in self._pool.engine_lost(event)]
         for sample in again:
-            sample.draw = ""
+            sample.request_id = ""
         self.add(again, first=True)
 
-    def end(self, playing: Playing) -> None:
+    def abort(self, running: RunningGroup) -> None:
         """Abort and forget the samples of a group."""
         ids: dict[str, list[str]] = {}
-        for sample in playing.samples:
-            if sample.draw:
-                ids.setdefault(sample.engine, []).append(sample.draw)
-                del self._drawing[sample.draw]
-        for engine, theirs in ids.items():
-            self._fleet.abort(engine, theirs)
-        number = playing.samples[0].number
+        for sample in running.samples:
+            if sample.request_id:
+                ids.setdefault(sample.engine, []).append(sample.request_id)
+                del self._in_flight[sample.request_id]
+        for engine, aborted in ids.items():
+            self._pool.abort(engine, aborted)
+        number = running.samples[0].number
         self._waiting = deque(samples for samples in self._waiting if samples[0].number != number)
 
-    def hold(self) -> None:
-        """Abort every in-flight request for its partial output, and submit nothing until `release`."""
-        self._holds = True
-        self._fleet.interrupt()
+    def pause(self) -> None:
+        """Abort every in-flight request for its partial output, and submit nothing until `resume`."""
+        self._paused = True
+        self._pool.abort_all()
 
-    def release(self) -> None:
+    def resume(self) -> None:
         """Resume dispatch."""
-        self._holds = False
+        self._paused = False
         self.send()

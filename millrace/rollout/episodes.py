@@ -32,12 +32,12 @@ class Sample:
         observation: its last observation.
         context: every observed and generated token so far: nothing is decoded and re-encoded.
         turns: finished turns.
-        birth: policy version of the oldest token; None before the first.
+        oldest_step: step of the weights that sampled the oldest token; None before the first.
         engine: of the turn in flight, else of the turn before.
-        draw: id of the request in flight; empty between turns.
-        drawn: partial output of the current turn, if an engine aborted it.
-        over: whether the episode has ended.
-        asked_s: when the request in flight was submitted.
+        request_id: of the request in flight; empty between turns.
+        partial_output: of the current turn, if an engine aborted it.
+        done: whether the episode has ended.
+        submitted_s: when the request in flight was submitted.
     """
 
     number: int
@@ -46,57 +46,57 @@ class Sample:
     observation: tuple[int, ...]
     context: tuple[int, ...]
     turns: list[Turn] = field(default_factory=list)
-    birth: int | None = None
+    oldest_step: int | None = None
     engine: str = ""
-    draw: str = ""
-    drawn: Completion | None = None
-    over: bool = False
-    asked_s: float = 0.0
+    request_id: str = ""
+    partial_output: Completion | None = None
+    done: bool = False
+    submitted_s: float = 0.0
 
     @property
-    def said(self) -> str:
+    def answer(self) -> str:
         """The text that is scored: the completion of the last turn."""
         return self.turns[-1].completion.text
 
-    def play(self, completion: Completion) -> bool:
-        """Finish a turn; return whether the episode is over."""
+    def finish_turn(self, completion: Completion) -> bool:
+        """Finish a turn; return whether the episode is done."""
         self.turns.append(Turn(self.observation, completion))
-        self.drawn = None
+        self.partial_output = None
         observation = self.episode.step(completion)
         if observation is not None:
             self.observation = observation
             self.context += completion.token_ids + observation
-        self.over = observation is None
-        return self.over
+        self.done = observation is None
+        return self.done
 
     @property
     def so_far(self) -> Trajectory:
         """Every turn, including the unfinished one."""
-        unfinished = () if self.drawn is None else (Turn(self.observation, self.drawn),)
+        unfinished = () if self.partial_output is None else (Turn(self.observation, self.partial_output),)
         return Trajectory((*self.turns, *unfinished))
 
-    def take_up(self, before: Trajectory) -> bool:
+    def restore(self, before: Trajectory) -> bool:
         """Replay `so_far` in a fresh episode; return whether its observations were the same."""
         for turn in before.turns:
-            if self.over or turn.observation != self.observation:
+            if self.done or turn.observation != self.observation:
                 return False
             if turn.completion.finish_reason == "abort":
-                self.drawn = turn.completion
+                self.partial_output = turn.completion
             else:
-                self.play(turn.completion)
+                self.finish_turn(turn.completion)
         return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Begun:
-    """The state of an unfinished group: its generated turns, and `Sample.birth` of each sample."""
+class UnfinishedGroup:
+    """The state of an unfinished group: its generated turns, and `Sample.oldest_step` of each."""
 
     group: Group
-    births: list[int | None]
+    oldest_steps: list[int | None]
 
 
 @dataclass(slots=True)
-class Playing:
+class RunningGroup:
     """A group in generation or scoring."""
 
     prompt: Prompt
@@ -109,8 +109,8 @@ class Playing:
         prompt: Prompt,
         environment: Callable[[Prompt], Episode],
         num_samples: int,
-        before: Begun | None = None,
-    ) -> Playing:
+        before: UnfinishedGroup | None = None,
+    ) -> RunningGroup:
         """Start the episodes of a prompt, fresh or from the state `before`.
 
         An episode whose observations differ from the saved ones starts anew.
@@ -124,29 +124,29 @@ class Playing:
         samples = [fresh(place) for place in range(num_samples)]
         if before is not None:
             for place, trajectory in enumerate(before.group.trajectories):
-                if samples[place].take_up(trajectory):
-                    samples[place].birth = before.births[place]
+                if samples[place].restore(trajectory):
+                    samples[place].oldest_step = before.oldest_steps[place]
                 else:
                     samples[place] = fresh(place)
         return cls(prompt, samples)
 
     @property
-    def num_open(self) -> int:
-        """Number of episodes that are not over."""
-        return sum(not sample.over for sample in self.samples)
+    def num_running(self) -> int:
+        """Number of episodes that are not done."""
+        return sum(not sample.done for sample in self.samples)
 
     @property
-    def so_far(self) -> Begun:
+    def so_far(self) -> UnfinishedGroup:
         """The state for a checkpoint, as `begin` takes it."""
-        drawn = Group(self.prompt, tuple(sample.so_far for sample in self.samples))
-        return Begun(drawn, [sample.birth for sample in self.samples])
+        generated = Group(self.prompt, tuple(sample.so_far for sample in self.samples))
+        return UnfinishedGroup(generated, [sample.oldest_step for sample in self.samples])
 
     def unscored(self, num_samples: int) -> Group:
         """Return the finished turns of the first samples; samples without a finished turn are left out."""
-        played = [sample for sample in self.samples[:num_samples] if sample.turns]
-        return Group(self.prompt, tuple(Trajectory(tuple(sample.turns)) for sample in played))
+        finished = [sample for sample in self.samples[:num_samples] if sample.turns]
+        return Group(self.prompt, tuple(Trajectory(tuple(sample.turns)) for sample in finished))
 
     def scored(self, outcomes: Mapping[str, Outcome]) -> Group:
         """Return the group with the outcome of each answer."""
-        trajectories = (Trajectory(tuple(sample.turns), outcomes[sample.said]) for sample in self.samples)
+        trajectories = (Trajectory(tuple(sample.turns), outcomes[sample.answer]) for sample in self.samples)
         return Group(self.prompt, tuple(trajectories))

@@ -25,14 +25,14 @@ from millrace.rollout.backend import (
     ScaleRequest,
     ScoreResult,
     WeightsLoaded,
-    named,
+    event_name,
 )
 from millrace.rollout.dispatcher import Dispatcher
 from millrace.rollout.engine_pool import EnginePool, Engines
-from millrace.rollout.episodes import Begun, Episode, Playing, Sample
+from millrace.rollout.episodes import Episode, RunningGroup, Sample, UnfinishedGroup
 from millrace.rollout.sampled_batch import is_equal
 from millrace.rollout.serialization import pack_groups, unpack_groups
-from millrace.rollout.staleness import EventCallback, StalenessController, TakenBatch, unheard
+from millrace.rollout.staleness import EventCallback, StalenessController, TakenBatch, discard_event
 from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
 
 Found = TypeVar("Found")
@@ -60,8 +60,8 @@ class RolloutManager:
 
     def __init__(
         self,
-        flow: StalenessController,
-        runtime: EngineBackend,
+        staleness: StalenessController,
+        backend: EngineBackend,
         stream: PromptStream,
         *,
         prompts: Mapping[str, Prompt],
@@ -69,114 +69,115 @@ class RolloutManager:
         params: Callable[[int, int, int], SamplingParams],
         num_samples: int,
         num_baselines: int = 0,
-        draw_s: float = math.inf,
+        request_s: float = math.inf,
         load_s: float = math.inf,
-        note: EventCallback = unheard,
+        log_event: EventCallback = discard_event,
     ) -> None:
         """Create the manager; `begin` starts it.
 
         Args:
-            flow: staleness controller.
-            runtime: backend for generation and scoring.
+            staleness: staleness controller.
+            backend: backend for generation and scoring.
             stream: yields new prompts.
             prompts: every prompt by its id, for restarts.
             environment: creates a fresh episode of a prompt.
             params: (group number, sample, turn) to sampling parameters, including the seed.
             num_samples: trajectories of a group.
             num_baselines: extra samples of a group, which are scored but not trained on.
-            draw_s: timeout of a request; the engine counts as lost after it.
+            request_s: timeout of a request; the engine counts as lost after it.
             load_s: timeout of a weight update; the engine counts as lost after it.
-            note: receives the events `heard`, `send`, `joined`, `load`, `lost`, `want`, `dispatch`, `arrive`,
-                `part`, `judge`, `keep`, `hold`, `ignore` and the backend's records, like `log.EventLog.add`.
+            log_event: receives the events `events_received`, `update_weights`, `engine_joined`,
+                `engine_lost`, `weights_loaded`, `scale`, `dispatch`, `completed`, `partial`, `score`,
+                `restored`, `ignored`, `abort_in_flight` and the backend's records, like `log.EventLog.add`.
         """
-        self._flow, self._runtime, self._stream, self._prompts = flow, runtime, stream, prompts
-        self._environment, self._note = environment, note
+        self._staleness, self._backend, self._stream, self._prompts = staleness, backend, stream, prompts
+        self._environment, self._log_event = environment, log_event
         self._num_samples, self._num_baselines = num_samples, num_baselines
-        self._fleet = EnginePool(runtime, draw_s=draw_s, load_s=load_s, note=note)
-        self._dispatch = Dispatcher(self._fleet, runtime, params=params, note=note)
-        self._running: dict[int, Playing] = {}
+        self._pool = EnginePool(backend, request_s=request_s, load_s=load_s, log_event=log_event)
+        self._dispatcher = Dispatcher(self._pool, backend, params=params, log_event=log_event)
+        self._running: dict[int, RunningGroup] = {}
         self._finished: dict[int, Group] = {}
         # Unfinished groups of a checkpoint, until `begin`.
-        self._begun: dict[int, Begun] = {}
-        self._unjudged: list[int] = []
-        self._judging: dict[str, list[tuple[int, str]]] = {}
+        self._restored: dict[int, UnfinishedGroup] = {}
+        self._unscored: list[int] = []
+        self._scoring: dict[str, list[tuple[int, str]]] = {}
         self._num_calls = 0
 
     @property
-    def flow(self) -> StalenessController:
+    def staleness(self) -> StalenessController:
         """The staleness controller."""
-        return self._flow
+        return self._staleness
 
     def begin(self, version: int) -> None:
         """Send the weights to every engine, and continue the unfinished groups of `load_state`."""
-        self._runtime.begin()
-        self._fleet.begin(version, self._flow.num_published)
-        for number, prompt_id in self._flow.unfinished.items():
-            self._open(number, self._prompts[prompt_id], self._begun.pop(number))
-        self._judge()
+        self._backend.begin()
+        self._pool.begin(version, self._staleness.num_updates)
+        for number, prompt_id in self._staleness.unfinished.items():
+            self._open(number, self._prompts[prompt_id], self._restored.pop(number))
+        self._score()
         self.start()
 
     def start(self) -> None:
         """Start the groups that have a ticket, and submit queued samples."""
-        for _ in range(self._flow.num_free):
-            repeats = self._flow.repeats
+        for _ in range(self._staleness.num_free):
+            repeats = self._staleness.repeats
             prompt = self._prompts[repeats[0]] if repeats else self._stream.next(1)[0]
-            self._open(self._flow.start(prompt.id), prompt)
-        self._dispatch.send()
+            self._open(self._staleness.start(prompt.id), prompt)
+        self._dispatcher.send()
 
     def advance(self, timeout_s: float) -> None:
         """Wait for events for at most `timeout_s` and handle them."""
-        self.handle(self._runtime.wait(self.patience_s(timeout_s)))
+        self.handle(self._backend.wait(self.patience_s(timeout_s)))
 
     def patience_s(self, timeout_s: float) -> float:
         """Return how long to wait for events: at most until the next engine timeout."""
-        return max(0.0, min(timeout_s, self._fleet.due_s - self._runtime.now()))
+        return max(0.0, min(timeout_s, self._pool.due_s - self._backend.now()))
 
     def handle(self, events: Sequence[Event]) -> None:
         """Handle events and issue the commands that follow from them.
 
         Raises:
-            DrawFailed: an engine failed to serve a request.
+            GenerationFailed: an engine failed to serve a request.
         """
-        self._hear(events)
+        self._handle_all(events)
         # Timeouts come as events too, so that the log alone determines all decisions: it has no clock.
-        self._hear(self._fleet.overdue())
+        self._handle_all(self._pool.overdue())
 
     def records(self) -> None:
         """Log the backend's records for a replay."""
-        for kind, facts in self._runtime.records():
-            self._note(kind, **facts)
+        for kind, facts in self._backend.records():
+            self._log_event(kind, **facts)
 
-    def _hear(self, events: Sequence[Event]) -> None:
+    def _handle_all(self, events: Sequence[Event]) -> None:
         if not events:
             return
         self.records()
-        self._note("heard", events=[named(event) for event in events])
+        self._log_event("events_received", events=[event_name(event) for event in events])
         for event in events:
             match event:
                 case GenerateResult():
-                    self._drawn(event)
+                    self._completed(event)
                 case ScoreResult():
-                    self._judged(event)
+                    self._scored(event)
                 case WeightsLoaded():
-                    for early in self._fleet.loaded(event):
-                        self._drawn(early)
+                    for early in self._pool.loaded(event):
+                        self._completed(early)
                 case EngineLost():
-                    self._dispatch.lost(event)
+                    self._dispatcher.engine_lost(event)
                 case EngineJoined():
-                    self._fleet.join(event.engine)
+                    self._pool.join(event.engine)
                 case ScaleRequest():
-                    self._fleet.want(event)
-        self._judge()
-        self._settle()
+                    self._pool.scale(event)
+        self._score()
+        self._apply_updates()
 
     def take(self) -> RolloutBatch | None:
         """Return the next batch, or None while it is incomplete; abort the groups that it drops."""
         self.records()
-        taken = self._flow.take()
+        taken = self._staleness.take()
         if taken is None:
             return None
-        dropped = [self._end(each.number) for each in taken.dropped]
+        dropped = [self._drop(each.number) for each in taken.dropped]
         groups = [self._finished.pop(number) for number in taken.numbers]
         for group in groups:
             # In the order of groups: the choice of next prompts must not depend on which reward came first.
@@ -190,189 +191,194 @@ class RolloutManager:
             dropped,
         )
 
-    def next_batch(
-        self, deadline_s: float, let_happen: Callable[[float], None] | None = None
-    ) -> RolloutBatch:
+    def next_batch(self, deadline_s: float, wait: Callable[[float], None] | None = None) -> RolloutBatch:
         """Handle events until a batch is complete.
 
         Args:
             deadline_s: timeout in seconds.
-            let_happen: waits for progress for at most so many seconds; default `advance`, unless another
+            wait: waits for progress for at most so many seconds; default `advance`, unless another
                 thread handles the events.
 
         Raises:
             Stalled: no batch was complete in time.
         """
-        return self.until(self.take, f"batch {self._flow.num_taken}", deadline_s, let_happen)
+        return self.until(self.take, f"batch {self._staleness.num_taken}", deadline_s, wait)
 
-    def published(self, version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Start the weight update that follows training on the oldest batch without one."""
-        self._note("send", version=version)
-        self._fleet.publish(version)
-        self._settle()
+        self._log_event("update_weights", policy_version=version)
+        self._pool.update_weights(version)
+        self._apply_updates()
 
-    def wait_until_published(
-        self, deadline_s: float, let_happen: Callable[[float], None] | None = None
-    ) -> None:
+    def wait_for_weights(self, deadline_s: float, wait: Callable[[float], None] | None = None) -> None:
         """Handle events, as in `next_batch`, until all serving engines have verified the newest weights.
 
         Raises:
             Stalled: an engine had not in time.
         """
         self.until(
-            lambda: self._flow.num_published == self._fleet.newest or None,
-            f"publish {self._fleet.newest}",
+            lambda: self._staleness.num_updates == self._pool.newest_step or None,
+            f"weight update {self._pool.newest_step}",
             deadline_s,
-            let_happen,
+            wait,
         )
 
     def blockers(self) -> list[str]:
         """Return what the next batch or weight update waits for, with its current activity."""
-        found = list(self._fleet.blockers())
-        for number in self._flow.waits_for():
+        found = list(self._pool.blockers())
+        for number in self._staleness.waits_for():
             if number in self._running:
                 group = self._running[number]
-                drawn = [
-                    f"sample {s.place} on {s.engine} since {self._runtime.now() - s.asked_s:.0f} s"
+                in_flight = [
+                    f"sample {s.place} on {s.engine} since {self._backend.now() - s.submitted_s:.0f} s"
                     for s in group.samples
-                    if s.draw
+                    if s.request_id
                 ]
-                doing = ", ".join(drawn) or ("an engine" if group.num_open else "its reward")
+                doing = ", ".join(in_flight) or ("an engine" if group.num_running else "its reward")
                 found.append(f"group {number} ({doing})")
         return found
 
     def engines(self) -> Engines:
         """Return the target number of engines and the activity of each live engine."""
-        return self._fleet.engines()
+        return self._pool.engines()
 
-    def hold(self) -> None:
-        """Abort in-flight requests to collect their partial output for `state`; `release` resumes them."""
-        self._note("hold")
-        self._dispatch.hold()
+    def pause(self) -> None:
+        """Abort in-flight requests to collect their partial output for `state`; `resume` continues them."""
+        self._log_event("abort_in_flight")
+        self._dispatcher.pause()
 
     @property
-    def handed_over(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no request is in flight, so that all partial output has arrived."""
-        return self._dispatch.idle
+        return self._dispatcher.idle
 
-    def release(self) -> None:
+    def resume(self) -> None:
         """Resume generation from the partial output."""
-        self._dispatch.release()
+        self._dispatcher.resume()
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return JSON fields and arrays for a checkpoint whose weights were trained on every batch taken.
 
         In-flight requests are included up to the partial output that engines have returned.
         """
-        begun = self._begun | {number: playing.so_far for number, playing in self._running.items()}
-        groups, columns = pack_groups(self._finished | {number: one.group for number, one in begun.items()})
-        turns = [turn for one in begun.values() for t in one.group.trajectories for turn in t.turns]
+        unfinished = self._restored | {number: running.so_far for number, running in self._running.items()}
+        groups, columns = pack_groups(
+            self._finished | {number: one.group for number, one in unfinished.items()}
+        )
+        turns = [turn for one in unfinished.values() for t in one.group.trajectories for turn in t.turns]
         versions = np.concatenate([np.empty(0, np.int32), *(turn.completion.versions for turn in turns)])
-        words = {
-            "flow": self._flow.state(),
+        fields = {
+            "staleness": self._staleness.state(),
             "stream": self._stream.state(),
-            "num_draws": self._dispatch.num_draws,
-            "versions": self._fleet.births(np.unique(versions).tolist()),
-            "births": [[number, one.births] for number, one in begun.items()],
+            "num_requests": self._dispatcher.num_requests,
+            "steps": self._pool.steps_of(np.unique(versions).tolist()),
+            "oldest_steps": [[number, one.oldest_steps] for number, one in unfinished.items()],
             "groups": groups,
         }
-        return words, columns
+        return fields, columns
 
-    def load_state(self, words: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
+    def load_state(self, fields: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
         """Restore `state`; call it before `begin`."""
-        self._flow.load_state(words["flow"])
-        self._stream.load_state(words["stream"])
-        self._dispatch.num_draws = words["num_draws"]
-        self._fleet.load_births(words["versions"])
-        births = dict(words["births"])
-        self._finished = unpack_groups(words["groups"], columns, self._prompts)
-        unfinished = self._flow.unfinished
-        self._begun = {number: Begun(self._finished.pop(number), births[number]) for number in unfinished}
+        self._staleness.load_state(fields["staleness"])
+        self._stream.load_state(fields["stream"])
+        self._dispatcher.num_requests = fields["num_requests"]
+        self._pool.load_steps(fields["steps"])
+        oldest_steps = dict(fields["oldest_steps"])
+        self._finished = unpack_groups(fields["groups"], columns, self._prompts)
+        unfinished = self._staleness.unfinished
+        self._restored = {
+            number: UnfinishedGroup(self._finished.pop(number), oldest_steps[number]) for number in unfinished
+        }
 
     def until(
         self,
         ready: Callable[[], Found | None],
         what: str,
         deadline_s: float,
-        let_happen: Callable[[float], None] | None = None,
+        wait: Callable[[float], None] | None = None,
     ) -> Found:
         """Handle events, as in `next_batch`, until `ready` returns a value, and return it.
 
         Raises:
             Stalled: it returned None until the deadline.
         """
-        began_s = self._runtime.now()
+        began_s = self._backend.now()
         while (found := ready()) is None:
-            waited_s = self._runtime.now() - began_s
+            waited_s = self._backend.now() - began_s
             if waited_s >= deadline_s:
                 raise Stalled(str(Wait("trainer", what, waited_s, deadline_s, tuple(self.blockers()))))
-            (let_happen or self.advance)(deadline_s - waited_s)
+            (wait or self.advance)(deadline_s - waited_s)
         return found
 
-    def _open(self, number: int, prompt: Prompt, before: Begun | None = None) -> None:
+    def _open(self, number: int, prompt: Prompt, before: UnfinishedGroup | None = None) -> None:
         """Start the episodes of a group, or resume those of a checkpoint."""
         num_samples = self._num_samples + self._num_baselines
-        playing = Playing.begin(number, prompt, self._environment, num_samples, before)
-        self._running[number] = playing
+        running = RunningGroup.begin(number, prompt, self._environment, num_samples, before)
+        self._running[number] = running
         if before is not None:
-            turns = [len(sample.turns) for sample in playing.samples]
-            tokens = [len(sample.drawn.token_ids) if sample.drawn else 0 for sample in playing.samples]
-            self._note("keep", number=number, turns=turns, tokens=tokens)
-        self._dispatch.add(sample for sample in playing.samples if not sample.over)
-        if not playing.num_open:
-            self._unjudged.append(number)
+            turns = [len(sample.turns) for sample in running.samples]
+            tokens = [
+                len(sample.partial_output.token_ids) if sample.partial_output else 0
+                for sample in running.samples
+            ]
+            self._log_event("restored", number=number, turns=turns, tokens=tokens)
+        self._dispatcher.add(sample for sample in running.samples if not sample.done)
+        if not running.num_running:
+            self._unscored.append(number)
 
-    def _drawn(self, event: GenerateResult) -> None:
-        sample = self._dispatch.drawn(event)
+    def _completed(self, event: GenerateResult) -> None:
+        sample = self._dispatcher.completed(event)
         if sample is None:
             return
-        self._arrived(sample, event)
-        if not sample.play(event.completion):
-            self._dispatch.add([sample])
+        self._log_completed(sample, event)
+        if not sample.finish_turn(event.completion):
+            self._dispatcher.add([sample])
             return
-        if not self._running[sample.number].num_open:
-            self._unjudged.append(sample.number)
+        if not self._running[sample.number].num_running:
+            self._unscored.append(sample.number)
 
-    def _arrived(self, sample: Sample, event: GenerateResult) -> None:
+    def _log_completed(self, sample: Sample, event: GenerateResult) -> None:
         """Log which engine generated a turn, with which weights."""
         versions = event.completion.versions
-        oldest, newest = self._fleet.birth(int(versions[0])), self._fleet.birth(int(versions[-1]))
-        sample.birth = oldest if sample.birth is None else min(sample.birth, oldest)
-        self._note(
-            "arrive",
+        oldest, newest = self._pool.step_of(int(versions[0])), self._pool.step_of(int(versions[-1]))
+        sample.oldest_step = oldest if sample.oldest_step is None else min(sample.oldest_step, oldest)
+        self._log_event(
+            "completed",
             number=sample.number,
             sample=sample.place,
             turn=len(sample.turns),
             engine=event.engine,
-            oldest=oldest,
-            newest=newest,
+            oldest_step=oldest,
+            newest_step=newest,
             began=event.began,
             ended=event.ended,
         )
 
-    def _judge(self) -> None:
+    def _score(self) -> None:
         """Submit the groups with finished episodes for scoring; duplicate answers are scored once."""
-        if not self._unjudged:
+        if not self._unscored:
             return
-        said = {
-            (number, sample.said): None
-            for number in self._unjudged
+        answers = {
+            (number, sample.answer): None
+            for number in self._unscored
             for sample in self._running[number].samples
         }
-        self._unjudged = []
+        self._unscored = []
         call = f"call-{self._num_calls}"
         self._num_calls += 1
-        self._note("judge", call=call, numbers=list(dict.fromkeys(number for number, _ in said)))
-        self._judging[call] = list(said)
-        self._runtime.judge(call, [self._running[n].prompt for n, _ in said], [text for _, text in said])
+        self._log_event("score", call=call, numbers=list(dict.fromkeys(number for number, _ in answers)))
+        self._scoring[call] = list(answers)
+        self._backend.score(
+            call, [self._running[n].prompt for n, _ in answers], [text for _, text in answers]
+        )
 
-    def _judged(self, event: ScoreResult) -> None:
-        said = self._judging.pop(event.id, None)
-        if said is None:
-            self._note("ignore", reason=f"{event.id} of the reward is answered again")
+    def _scored(self, event: ScoreResult) -> None:
+        answers = self._scoring.pop(event.id, None)
+        if answers is None:
+            self._log_event("ignored", reason=f"{event.id} of the reward was completed before")
             return
         outcomes: dict[int, dict[str, Outcome]] = {}
-        for (number, text), outcome in zip(said, event.outcomes, strict=True):
+        for (number, text), outcome in zip(answers, event.outcomes, strict=True):
             outcomes.setdefault(number, {})[text] = outcome
         for number, by_text in outcomes.items():
             # A group may have been dropped before its score arrived.
@@ -380,24 +386,25 @@ class RolloutManager:
                 self._finish(number, by_text)
 
     def _finish(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
-        playing = self._running.pop(number)
-        group = self._finished[number] = playing.scored(outcomes)
+        running = self._running.pop(number)
+        group = self._finished[number] = running.scored(outcomes)
         trained = Group(group.prompt, group.trajectories[: self._num_samples])
-        births = [s.birth for s in playing.samples[: self._num_samples] if s.birth is not None]
-        self._flow.finish(number, births, equal=is_equal(trained))
+        samples = running.samples[: self._num_samples]
+        oldest_steps = [s.oldest_step for s in samples if s.oldest_step is not None]
+        self._staleness.finish(number, oldest_steps, zero_std=is_equal(trained))
 
-    def _settle(self) -> None:
+    def _apply_updates(self) -> None:
         """Report weight updates in force to the staleness controller, and start the groups it then admits."""
-        if self._flow.num_published < self._fleet.newest:
-            for _ in range(self._fleet.in_force - self._flow.num_published):
-                self._flow.published()
+        if self._staleness.num_updates < self._pool.newest_step:
+            for _ in range(self._pool.in_force - self._staleness.num_updates):
+                self._staleness.weights_updated()
         self.start()
 
-    def _end(self, number: int) -> Group:
+    def _drop(self, number: int) -> Group:
         """Remove a dropped group; return its generated turns."""
         if number in self._finished:
             group = self._finished.pop(number)
             return Group(group.prompt, group.trajectories[: self._num_samples])
-        playing = self._running.pop(number)
-        self._dispatch.end(playing)
-        return playing.unscored(self._num_samples)
+        running = self._running.pop(number)
+        self._dispatcher.abort(running)
+        return running.unscored(self._num_samples)

@@ -27,13 +27,13 @@ class PolicyWeights:
 
     def __call__(self) -> NamedTensors:
         """Return every weight with its name."""
-        return self._whoever().named_tensors()
+        return self._active_trainer().named_tensors()
 
     def canary(self) -> Canary:
         """Compute the canary: log-probabilities of its tokens. A collective call of all ranks."""
-        return Canary(self._token_ids, tuple(self._whoever().logprobs_of(self._token_ids)), self._most)
+        return Canary(self._token_ids, tuple(self._active_trainer().logprobs_of(self._token_ids)), self._most)
 
-    def _whoever(self) -> Trainer:
+    def _active_trainer(self) -> Trainer:
         if self.trainer is None:
-            raise RuntimeError("nobody trains yet, so there are no weights to hand over")
+            raise RuntimeError("no trainer is active yet, so there are no weights to send")
         return self.trainer

@@ -24,7 +24,7 @@ from millrace.rollout.serialization import from_columns, pack_groups, to_columns
 from millrace.transport.canary import Canary
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
-_WORDS = "words"
+_FIELDS = "fields"
 
 
 class SharedEngine:
@@ -48,12 +48,12 @@ class SharedEngine:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
         """Generate one completion for each prompt, in order; see `protocols.Engine`."""
-        mine = share_of(len(prompts), self._ranks.rank, self._ranks.size)
-        drawn = self._engine.generate(prompts[mine], params[mine]) if mine.start < mine.stop else []
+        mine = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
+        completions = self._engine.generate(prompts[mine], params[mine]) if mine.start < mine.stop else []
         return [
             completion
-            for part in self._ranks.gather(pack_completions(drawn))
-            for completion in unpack_completions(part)
+            for shard in self._ranks.gather(pack_completions(completions))
+            for completion in unpack_completions(shard)
         ]
 
 
@@ -99,9 +99,9 @@ class FirstEngine:
         """Generate one completion for each prompt, in order; see `protocols.Engine`."""
         if self._engine is None:
             return unpack_completions(self._ranks.hand_out())
-        drawn = self._engine.generate(prompts, params)
-        self._ranks.hand_out(pack_completions(drawn))
-        return drawn
+        completions = self._engine.generate(prompts, params)
+        self._ranks.hand_out(pack_completions(completions))
+        return completions
 
 
 class SharedReward:
@@ -118,10 +118,10 @@ class SharedReward:
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
         """Score each completion, in order; see `protocols.Reward`."""
-        mine = share_of(len(prompts), self._ranks.rank, self._ranks.size)
+        mine = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
         outcomes = self._reward.score(prompts[mine], completions[mine]) if mine.start < mine.stop else []
-        told = json.dumps([asdict(outcome) for outcome in outcomes]).encode()
-        return [Outcome(**outcome) for part in self._ranks.gather(told) for outcome in json.loads(part)]
+        packed = json.dumps([asdict(outcome) for outcome in outcomes]).encode()
+        return [Outcome(**outcome) for shard in self._ranks.gather(packed) for outcome in json.loads(shard)]
 
     def close(self) -> None:
         """Release the resources of this rank's reward."""
@@ -147,7 +147,7 @@ class RemoteBatchSource:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        newest: PolicyWeights,
+        policy_weights: PolicyWeights,
         *,
         ranks: RankGroup,
         spans: Spans,
@@ -157,19 +157,19 @@ class RemoteBatchSource:
 
         Args:
             prompts: to train on.
-            newest: this rank's shard of the weights.
+            policy_weights: this rank's shard of the weights.
             ranks: of the run.
             spans: of the trainer's thread.
             version: of the weights already gathered for evaluation; None if there are none.
         """
         self._prompts = {prompt.id: prompt for prompt in prompts}
-        self._newest, self._ranks, self._spans = newest, ranks, spans
+        self._policy_weights, self._ranks, self._spans = policy_weights, ranks, spans
         self._version = version
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
         """Join the all-gather of the initial weights; only rank 0 restores the staleness controller."""
         self._ranks.threads()
-        self.published(version)
+        self.update_weights(version)
 
     def __enter__(self) -> RemoteBatchSource:
         """Return itself."""
@@ -185,53 +185,53 @@ class RemoteBatchSource:
         with self._spans("sample"):
             return unpack_batch(self._ranks.hand_out(), self._prompts)
 
-    def published(self, version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Join the all-gather of the weights, unless the step was skipped."""
         if version != self._version:
             self._version = version
             with self._spans("weight_sync"):
-                GatherOnly(self._newest.canary).send(self._newest(), version)
+                GatherOnly(self._policy_weights.canary).send(self._policy_weights(), version)
 
     def warnings(self) -> list[str]:
         """Return no warnings: rank 0 reports them for all."""
         return []
 
 
-def pack_batch(sampled: SampledBatch, told: Mapping[str, float]) -> bytes:
+def pack_batch(sampled: SampledBatch, metrics: Mapping[str, float]) -> bytes:
     """Serialize a batch and its metrics to bytes: arrays as safetensors, with the JSON fields inside."""
     groups, columns = pack_groups(dict(enumerate(sampled.groups)))
-    words = {
+    fields = {
         "groups": groups,
-        "told": dict(told),
+        "metrics": dict(metrics),
         "left_out": sorted(sampled.left_out),
         "baselines": sampled.baselines,
         "num_greedy_tokens": sampled.num_greedy_tokens,
         "num_rounds": sampled.num_rounds,
     }
-    return _to_bytes(words, columns)
+    return _to_bytes(fields, columns)
 
 
 def unpack_batch(data: bytes, prompts: Mapping[str, Prompt]) -> tuple[SampledBatch, dict[str, float]]:
     """Deserialize the batch of `pack_batch`; `prompts` by id."""
-    words, columns = _from_bytes(data)
-    groups, told = words.pop("groups"), words.pop("told")
+    fields, columns = _from_bytes(data)
+    groups, metrics = fields.pop("groups"), fields.pop("metrics")
     unpacked = list(unpack_groups(groups, columns, prompts).values())
-    left_out = frozenset(words.pop("left_out"))
-    return SampledBatch(unpacked, left_out, **words), told
+    left_out = frozenset(fields.pop("left_out"))
+    return SampledBatch(unpacked, left_out, **fields), metrics
 
 
-def share_of(count: int, rank: int, size: int) -> slice:
+def rank_slice(count: int, rank: int, size: int) -> slice:
     """Return a rank's contiguous slice of `count` items; the slices of all ranks partition the items."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
-def _to_bytes(words: Any, columns: Mapping[str, np.ndarray]) -> bytes:
+def _to_bytes(fields: Any, columns: Mapping[str, np.ndarray]) -> bytes:
     """Serialize JSON fields and arrays to one safetensors file."""
-    packed: bytes = save({**columns, _WORDS: np.frombuffer(json.dumps(words).encode(), np.uint8)})
+    packed: bytes = save({**columns, _FIELDS: np.frombuffer(json.dumps(fields).encode(), np.uint8)})
     return packed
 
 
 def _from_bytes(data: bytes) -> tuple[Any, dict[str, np.ndarray]]:
     """Deserialize what `_to_bytes` serialized."""
     columns = load(data)
-    return json.loads(columns.pop(_WORDS).tobytes()), columns
+    return json.loads(columns.pop(_FIELDS).tobytes()), columns

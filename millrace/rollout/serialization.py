@@ -12,14 +12,14 @@ import numpy as np
 from millrace.types import Completion, Group, Outcome, Prompt, Support, Trajectory, Turn
 
 # The JSON fields of one completion.
-Words = dict[str, Any]
+Fields = dict[str, Any]
 
 
-def to_columns(completions: Sequence[Completion]) -> tuple[list[Words], dict[str, np.ndarray]]:
+def to_columns(completions: Sequence[Completion]) -> tuple[list[Fields], dict[str, np.ndarray]]:
     """Serialize completions: the JSON fields of each, and one concatenated array for each numeric field."""
     supports = [completion.support for completion in completions if completion.support is not None]
     scored = [c.prompt_logprobs for c in completions if c.prompt_logprobs is not None]
-    words = [
+    fields = [
         {
             "num_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
@@ -41,10 +41,10 @@ def to_columns(completions: Sequence[Completion]) -> tuple[list[Words], dict[str
         "prompt_logprobs": _joined(scored, np.float32),
         "experts": _joined([c.experts.ravel() for c in completions if c.experts is not None], np.int16),
     }
-    return words, columns
+    return fields, columns
 
 
-def from_columns(words: Sequence[Words], columns: Mapping[str, np.ndarray]) -> list[Completion]:
+def from_columns(fields: Sequence[Fields], columns: Mapping[str, np.ndarray]) -> list[Completion]:
     """Deserialize the completions of `to_columns`; their arrays are views of the columns.
 
     Raises:
@@ -57,7 +57,7 @@ def from_columns(words: Sequence[Words], columns: Mapping[str, np.ndarray]) -> l
         return columns[name][at[name] - count : at[name]]
 
     completions = []
-    for one in words:
+    for one in fields:
         count, shape = one["num_tokens"], one["experts"]
         support = None
         if one["support"] is not None:
@@ -82,8 +82,8 @@ def from_columns(words: Sequence[Words], columns: Mapping[str, np.ndarray]) -> l
     return completions
 
 
-def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype)
+def _joined(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([*arrays, np.empty(0, dtype)]).astype(dtype)
 
 
 # Tokens of the environments' observations; the other columns belong to completions.
@@ -94,8 +94,8 @@ def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, 
     """Serialize groups by number; a prompt is stored by its id only."""
     turns = [turn for group in groups.values() for t in group.trajectories for turn in t.turns]
     completions, columns = to_columns([turn.completion for turn in turns])
-    said = [token for turn in turns for token in turn.observation]
-    words = {
+    observation_tokens = [token for turn in turns for token in turn.observation]
+    fields = {
         "completions": completions,
         "observations": [len(turn.observation) for turn in turns],
         "groups": [
@@ -110,31 +110,33 @@ def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, 
             for number, group in groups.items()
         ],
     }
-    return words, columns | {_OBSERVATIONS: np.array(said, np.int64)}
+    return fields, columns | {_OBSERVATIONS: np.array(observation_tokens, np.int64)}
 
 
 def unpack_groups(
-    words: Mapping[str, Any], columns: Mapping[str, np.ndarray], prompts: Mapping[str, Prompt]
+    fields: Mapping[str, Any], columns: Mapping[str, np.ndarray], prompts: Mapping[str, Prompt]
 ) -> dict[int, Group]:
     """Deserialize the groups of `pack_groups`.
 
     Args:
-        words: the JSON fields.
+        fields: the JSON fields.
         columns: the arrays.
         prompts: by id.
 
     Raises:
         ValueError: the length of a column does not match the JSON fields.
     """
-    drawn = {name: column for name, column in columns.items() if name != _OBSERVATIONS}
-    said, turns, at = columns[_OBSERVATIONS].tolist(), [], 0
+    completion_columns = {name: column for name, column in columns.items() if name != _OBSERVATIONS}
+    observation_tokens, turns, at = columns[_OBSERVATIONS].tolist(), [], 0
     for length, completion in zip(
-        words["observations"], from_columns(words["completions"], drawn), strict=True
+        fields["observations"], from_columns(fields["completions"], completion_columns), strict=True
     ):
-        turns.append(Turn(tuple(said[at : at + length]), completion))
+        turns.append(Turn(tuple(observation_tokens[at : at + length]), completion))
         at += length
-    if at != len(said):
-        raise ValueError(f"column {_OBSERVATIONS} holds {len(said)} numbers; the turns have {at}")
+    if at != len(observation_tokens):
+        raise ValueError(
+            f"column {_OBSERVATIONS} holds {len(observation_tokens)} numbers; the turns have {at}"
+        )
     each = iter(turns)
 
     def trajectory(one: Mapping[str, Any]) -> Trajectory:
@@ -145,5 +147,5 @@ def unpack_groups(
         group["number"]: Group(
             prompts[group["prompt"]], tuple(trajectory(one) for one in group["trajectories"])
         )
-        for group in words["groups"]
+        for group in fields["groups"]
     }

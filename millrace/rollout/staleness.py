@@ -4,8 +4,9 @@ No clock, no threads, no tensors: real engines or a simulation may drive a `Stal
 is the queue of groups that have started and are not in a batch yet, in order.
 
 Letters: `g` groups_per_step, `eta` the staleness bound, `p` weight updates so far, `t` batches taken so far.
-Batch `t` trains the weights of policy version `t`, so a token of policy version `b` has staleness `t - b`
-there.
+The step counts weight updates, one for each batch: batch `t` trains the weights of step `t`, so a token that
+the weights of step `s` sampled has staleness `t - s` there. The policy version counts optimizer steps; it
+stays the same if all optimizer steps of a batch are skipped (see `engine_pool`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ class QueuedGroup:
 
     Attributes:
         prompt_id: of its prompt.
-        started: policy version in force when it started; none of its tokens can be older.
-        births: policy version of the oldest token of each trajectory; None until the group is finished.
-        equal: all its rewards are equal, and such groups are to be replaced.
+        start_step: step in force when it started; none of its tokens can be older.
+        oldest_steps: step of the oldest token of each trajectory; None until the group is finished.
+        zero_std: all its rewards are equal, and such groups are to be replaced.
     """
 
     prompt_id: str
-    started: int
-    births: tuple[int, ...] | None = None
-    equal: bool = False
+    start_step: int
+    oldest_steps: tuple[int, ...] | None = None
+    zero_std: bool = False
 
 
 class GroupQueue:
@@ -76,18 +77,18 @@ class GroupQueue:
         """Add a started group; its number is above all earlier ones."""
         self.groups[number] = group
 
-    def finish(self, number: int, births: Iterable[int], *, equal: bool) -> None:
+    def finish(self, number: int, oldest_steps: Iterable[int], *, zero_std: bool) -> None:
         """Mark a group as generated and scored."""
         group = self.groups[number]
-        group.births, group.equal = tuple(births), equal and self._refill_rounds > 0
+        group.oldest_steps, group.zero_std = tuple(oldest_steps), zero_std and self._refill_rounds > 0
         self.arrived.append(number)
-        if group.equal:
+        if group.zero_std:
             self._count()
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Remove groups that are taken or dropped."""
         for number in numbers:
-            if self.groups.pop(number).births is not None:
+            if self.groups.pop(number).oldest_steps is not None:
                 self.arrived.remove(number)
         self._count()
 
@@ -101,13 +102,13 @@ class GroupQueue:
         size, groups = self._size, self.groups
         if self._in_order:
             first = list(islice(groups, size + self.num_replaced))
-            missing = [number for number in first if groups[number].births is None]
+            missing = [number for number in first if groups[number].oldest_steps is None]
             return ([] if missing or len(first) < size + self.num_replaced else first), missing
-        running = [number for number, group in groups.items() if group.births is None]
+        running = [number for number, group in groups.items() if group.oldest_steps is None]
         if len(self.arrived) < size + self.num_replaced:
             return [], running
-        equal = [number for number in self.arrived if groups[number].equal]
-        ready = [number for number in self.arrived if not groups[number].equal]
+        zero_std = [number for number in self.arrived if groups[number].zero_std]
+        ready = [number for number in self.arrived if not groups[number].zero_std]
         chosen: list[int] = []
         for later in range(batch, batch + self._staleness):
             due = self.due(later)
@@ -117,15 +118,15 @@ class GroupQueue:
             if len(chosen) < needed:
                 return [], [number for number in running if number in due]
         others = [number for number in ready if number not in chosen]
-        chosen = (chosen + others + equal[self.num_replaced :])[:size]
-        return chosen + equal[: self.num_replaced], []
+        chosen = (chosen + others + zero_std[self.num_replaced :])[:size]
+        return chosen + zero_std[: self.num_replaced], []
 
     def due(self, batch: int) -> set[int]:
         """Return the groups that must be trained on by a batch, because the next one may be too late."""
         if not self._none_late:
             return set()
         latest, groups = batch - self._staleness, self.groups.items()
-        return {number for number, group in groups if group.started <= latest and not group.equal}
+        return {number for number, group in groups if group.start_step <= latest and not group.zero_std}
 
     def check(self, batch: int, num_spare: int) -> None:
         """Verify that no group can become too old, if the rule guarantees it, with `batch` the next.
@@ -133,13 +134,13 @@ class GroupQueue:
         Raises:
             AssertionError: it does not hold; the message names the group or batch.
         """
-        finished = [number for number, group in self.groups.items() if group.births is not None]
+        finished = [number for number, group in self.groups.items() if group.oldest_steps is not None]
         if sorted(self.arrived) != finished:
             raise AssertionError(f"groups {self.arrived} arrived, but {finished} are finished")
         if self._in_order:
             for index, (number, group) in enumerate(self.groups.items()):
                 latest = batch + max(0, 1 + (index - self._size - self.num_replaced) // self._size)
-                if latest - group.started > self._staleness:
+                if latest - group.start_step > self._staleness:
                     raise AssertionError(f"group {number} would wait until batch {latest}")
         for later in range(batch, batch + self._staleness + 1):
             num_due = len(self.due(later)) - num_spare
@@ -155,25 +156,25 @@ class GroupQueue:
         """Restore the state."""
         self.arrived = list(state["arrived"])
         self.groups = {
-            number: QueuedGroup(prompt_id, started, births and tuple(births), equal)
-            for number, prompt_id, started, births, equal in state["groups"]
+            number: QueuedGroup(prompt_id, start_step, oldest_steps and tuple(oldest_steps), zero_std)
+            for number, prompt_id, start_step, oldest_steps, zero_std in state["groups"]
         }
         self._count()
 
     def _count(self) -> None:
         """Update the number of groups that are replaced in the next batch."""
         if not self._in_order:
-            num_equal = sum(self.groups[number].equal for number in self.arrived)
-            self.num_replaced = min(num_equal, self._refill_rounds * self._size)
+            num_zero_std = sum(self.groups[number].zero_std for number in self.arrived)
+            self.num_replaced = min(num_zero_std, self._refill_rounds * self._size)
             self.num_rounds = -(-self.num_replaced // self._size)
             return
         self.num_replaced = self.num_rounds = 0
         for _ in range(self._refill_rounds):
             first = islice(self.groups.values(), self._size + self.num_replaced)
-            num_equal = sum(group.equal for group in first)
-            if num_equal == self.num_replaced:
+            num_zero_std = sum(group.zero_std for group in first)
+            if num_zero_std == self.num_replaced:
                 break
-            self.num_replaced, self.num_rounds = num_equal, self.num_rounds + 1
+            self.num_replaced, self.num_rounds = num_zero_std, self.num_rounds + 1
 
 
 class EventCallback(Protocol):
@@ -184,7 +185,7 @@ class EventCallback(Protocol):
         ...
 
 
-def unheard(kind: str, /, **facts: Any) -> None:
+def discard_event(kind: str, /, **facts: Any) -> None:
     """Discard a decision."""
 
 
@@ -252,7 +253,7 @@ class TakenBatch:
     """A batch.
 
     Attributes:
-        batch: its number, from 0; equals the policy version that it trains.
+        batch: its number, from 0; equals the step of the weights that it trains.
         numbers: its group numbers, ascending.
         staleness: of each group: weight updates since its oldest token that is trained on.
         left_out: indices into `numbers` of groups that are not trained on, because all their rewards are
@@ -293,19 +294,22 @@ class StalenessController:
     due groups.
     """
 
-    def __init__(self, rules: StalenessPolicy, *, num_batches: int, note: EventCallback = unheard) -> None:
+    def __init__(
+        self, rules: StalenessPolicy, *, num_batches: int, log_event: EventCallback = discard_event
+    ) -> None:
         """Create the controller without groups.
 
         Args:
             rules: the staleness policy.
             num_batches: of the whole run; no group starts without a place in one of them.
-            note: receives the events `start`, `finish`, `drop`, `take`, `publish` and `resume`, in order.
+            log_event: receives the events `start`, `finish`, `drop`, `take`, `weights_updated` and `resume`,
+                in order.
         """
-        self._rules, self._num_batches, self._note = rules, num_batches, note
-        self._num_published = self._num_taken = self._num_started = self._num_left = 0
+        self._rules, self._num_batches, self._log_event = rules, num_batches, log_event
+        self._num_updates = self._num_taken = self._num_started = self._num_left = 0
         self._repeats: deque[str] = deque()
         self._dropped: list[Dropped] = []
-        self._line = GroupQueue(
+        self._queue = GroupQueue(
             size=rules.groups_per_step,
             staleness=rules.staleness,
             refill_rounds=rules.refill_rounds,
@@ -314,24 +318,24 @@ class StalenessController:
         )
 
     @property
-    def num_published(self) -> int:
-        """Policy version in force: tokens sampled from now on have at least this version."""
-        return self._num_published
+    def num_updates(self) -> int:
+        """Weight updates in force: tokens sampled from now on have at least this step."""
+        return self._num_updates
 
     @property
     def num_taken(self) -> int:
-        """Batches taken so far; the next one trains the weights of this policy version."""
+        """Batches taken so far; the next one trains the weights of this step."""
         return self._num_taken
 
     @property
     def num_free(self) -> int:
         """Number of groups that may start now."""
         rules = self._rules
-        tickets = rules.staleness + 1 - (self._num_taken - self._num_published)
+        tickets = rules.staleness + 1 - (self._num_taken - self._num_updates)
         batches = min(tickets, self._num_batches - self._num_taken)
         if not batches:
             return 0
-        return max(0, batches * rules.groups_per_step + rules.spare_groups - self._line.num_places)
+        return max(0, batches * rules.groups_per_step + rules.spare_groups - self._queue.num_places)
 
     @property
     def repeats(self) -> tuple[str, ...]:
@@ -341,8 +345,8 @@ class StalenessController:
     @property
     def unfinished(self) -> dict[int, str]:
         """The prompt of each started, unfinished group; after `load_state`, generate them anew."""
-        groups = self._line.groups.items()
-        return {number: group.prompt_id for number, group in groups if group.births is None}
+        groups = self._queue.groups.items()
+        return {number: group.prompt_id for number, group in groups if group.oldest_steps is None}
 
     def start(self, prompt_id: str) -> int:
         """Take a ticket for a new group.
@@ -357,7 +361,7 @@ class StalenessController:
             ValueError: no ticket is free, or another prompt must start first.
         """
         if not self.num_free:
-            held = self._line.num_places
+            held = self._queue.num_places
             raise ValueError(f"prompt {prompt_id} cannot start: {held} places are held and none is free")
         if self._repeats and self._repeats[0] != prompt_id:
             raise ValueError(f"prompt {prompt_id} cannot start: {self._repeats[0]} starts again before it")
@@ -365,34 +369,33 @@ class StalenessController:
             self._repeats.popleft()
         number = self._num_started
         self._num_started += 1
-        self._line.add(number, QueuedGroup(prompt_id, self._num_published))
-        self._note("start", number=number, prompt=prompt_id, published=self._num_published)
+        self._queue.add(number, QueuedGroup(prompt_id, self._num_updates))
+        self._log_event("start", number=number, prompt=prompt_id, step=self._num_updates)
         return number
 
-    def finish(self, number: int, births: Sequence[int], *, equal: bool) -> None:
+    def finish(self, number: int, oldest_steps: Sequence[int], *, zero_std: bool) -> None:
         """Mark a group as finished: all its trajectories are generated and scored.
 
         Args:
             number: of the group.
-            births: policy version of the oldest token of each trajectory.
-            equal: whether all its rewards are equal, so that its advantages are zero.
+            oldest_steps: step of the oldest token of each trajectory.
+            zero_std: whether all its rewards are equal, so that its advantages are zero.
 
         Raises:
-            ValueError: no such group is unfinished, or its tokens have a policy version that no engine should
-                have.
+            ValueError: no such group is unfinished, or its tokens have a step that no engine should have.
         """
         group = self._unfinished(number)
-        if not births:
+        if not oldest_steps:
             raise ValueError(f"group {number} finished without a trajectory")
-        if min(births) < group.started or max(births) > self._num_taken:
+        if min(oldest_steps) < group.start_step or max(oldest_steps) > self._num_taken:
             raise ValueError(
-                f"group {number} started after {group.started} publishes, and {self._num_taken} batches "
-                f"are taken, but the weights of publishes {sorted(set(births))} drew its tokens; an engine "
-                "missed a load, or its tokens carry wrong versions"
+                f"group {number} started at step {group.start_step}, and {self._num_taken} batches are "
+                f"taken, but its tokens are of steps {sorted(set(oldest_steps))}; an engine missed a weight "
+                "update, or its tokens carry wrong versions"
             )
-        self._line.finish(number, births, equal=equal)
-        self._note("finish", number=number, births=list(births), equal=equal)
-        self._second_check()
+        self._queue.finish(number, oldest_steps, zero_std=zero_std)
+        self._log_event("finish", number=number, oldest_steps=list(oldest_steps), zero_std=zero_std)
+        self._drop_stale()
 
     def take(self) -> TakenBatch | None:
         """Take the next batch; None while it is incomplete, and after the last one.
@@ -400,15 +403,15 @@ class StalenessController:
         Raises:
             TooStale: a group exceeds the staleness bound; this indicates a bug.
         """
-        numbers, _ = self._line.choose(self._num_taken)
+        numbers, _ = self._queue.choose(self._num_taken)
         if not numbers or self._num_taken == self._num_batches:
             return None
-        taken = self._taken(sorted(numbers))
-        self._refuse_stale(taken)
-        self._line.remove(taken.numbers)
+        taken = self._next_batch(sorted(numbers))
+        self._check_bound(taken)
+        self._queue.remove(taken.numbers)
         self._num_taken += 1
         self._num_left += len(taken.numbers)
-        self._note(
+        self._log_event(
             "take",
             batch=taken.batch,
             numbers=list(taken.numbers),
@@ -417,12 +420,12 @@ class StalenessController:
             withheld={str(number): list(places) for number, places in taken.withheld.items()},
         )
         if self._rules.spare_groups:
-            self._drop(list(self._line.groups), "spare")
-        self._second_check()
+            self._drop(list(self._queue.groups), "spare")
+        self._drop_stale()
         dropped, self._dropped = tuple(self._dropped), []
         return replace(taken, dropped=dropped)
 
-    def published(self) -> None:
+    def weights_updated(self) -> None:
         """Record that the weight update of the oldest pending batch is in force on all engines.
 
         The next batch may be taken, and trained on, before that.
@@ -430,14 +433,16 @@ class StalenessController:
         Raises:
             ValueError: no taken batch is pending.
         """
-        if self._num_published == self._num_taken:
-            raise ValueError(f"publish {self._num_published + 1} has no batch; {self._num_taken} are taken")
-        self._num_published += 1
-        self._note("publish", version=self._num_published)
+        if self._num_updates == self._num_taken:
+            raise ValueError(
+                f"weight update {self._num_updates + 1} has no batch; {self._num_taken} are taken"
+            )
+        self._num_updates += 1
+        self._log_event("weights_updated", step=self._num_updates)
 
     def waits_for(self) -> list[int]:
         """Return the unfinished groups that the next batch requires, for the watchdog."""
-        return self._line.choose(self._num_taken)[1]
+        return self._queue.choose(self._num_taken)[1]
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain JSON. Save it with weights that were trained on every batch taken."""
@@ -446,7 +451,7 @@ class StalenessController:
             "num_taken": self._num_taken,
             "num_started": self._num_started,
             "num_left": self._num_left,
-            "line": self._line.state(),
+            "queue": self._queue.state(),
             "repeats": list(self._repeats),
             "dropped": [astuple(dropped) for dropped in self._dropped],
         }
@@ -461,13 +466,13 @@ class StalenessController:
             raise ValueError(
                 f"the state was saved under {state['rules']}; the rules are {asdict(self._rules)}"
             )
-        self._num_taken = self._num_published = state["num_taken"]
+        self._num_taken = self._num_updates = state["num_taken"]
         self._num_started, self._num_left = state["num_started"], state["num_left"]
-        self._line.load_state(state["line"])
+        self._queue.load_state(state["queue"])
         self._repeats = deque(state["repeats"])
         self._dropped = [Dropped(*dropped) for dropped in state["dropped"]]
-        numbers = list(self._line.groups)
-        self._note("resume", numbers=numbers, taken=self._num_taken, num_batches=self._num_batches)
+        numbers = list(self._queue.groups)
+        self._log_event("resume", numbers=numbers, taken=self._num_taken, num_batches=self._num_batches)
 
     def check(self) -> None:
         """Verify that no group is lost, that none can become too old, and that the run can proceed.
@@ -475,76 +480,78 @@ class StalenessController:
         Raises:
             AssertionError: an invariant does not hold; the message has the numbers.
         """
-        rules, taken, line = self._rules, self._num_taken, self._line
-        num_known = self._num_left + len(line.groups)
+        rules, taken, queue = self._rules, self._num_taken, self._queue
+        num_known = self._num_left + len(queue.groups)
         if num_known != self._num_started:
             raise AssertionError(f"{self._num_started} groups started, {num_known} are known")
-        if not self._num_published <= taken <= self._num_batches:
-            raise AssertionError(f"{taken} batches of {self._num_batches}, {self._num_published} published")
-        batches = min(rules.staleness + 1 - (taken - self._num_published), self._num_batches - taken)
-        if batches < 0 or line.num_places > batches * rules.groups_per_step + rules.spare_groups:
-            raise AssertionError(f"{line.num_places} places are held, for {batches} batches")
-        line.check(taken, rules.spare_groups)
-        numbers, missing = line.choose(taken)
+        if not self._num_updates <= taken <= self._num_batches:
+            raise AssertionError(
+                f"{taken} batches of {self._num_batches}, {self._num_updates} weight updates"
+            )
+        batches = min(rules.staleness + 1 - (taken - self._num_updates), self._num_batches - taken)
+        if batches < 0 or queue.num_places > batches * rules.groups_per_step + rules.spare_groups:
+            raise AssertionError(f"{queue.num_places} places are held, for {batches} batches")
+        queue.check(taken, rules.spare_groups)
+        numbers, missing = queue.choose(taken)
         if batches and not numbers and not missing and not self.num_free:
             raise AssertionError(f"batch {taken} is not complete and nothing may start")
 
     def _unfinished(self, number: int) -> QueuedGroup:
         """Return an unfinished group of the queue; raise ValueError if it is not one."""
-        group = self._line.groups.get(number)
-        if group is None or group.births is not None:
+        group = self._queue.groups.get(number)
+        if group is None or group.oldest_steps is not None:
             why = "it is finished already" if group else "it never started, was taken or was dropped"
             raise ValueError(f"group {number} is not running: {why}")
         return group
 
-    def _taken(self, numbers: Sequence[int]) -> TakenBatch:
+    def _next_batch(self, numbers: Sequence[int]) -> TakenBatch:
         """Build the next batch from these groups."""
-        groups = [self._line.groups[number] for number in numbers]
-        left_out = frozenset(place for place, group in enumerate(groups) if group.equal)
+        groups = [self._queue.groups[number] for number in numbers]
+        left_out = frozenset(place for place, group in enumerate(groups) if group.zero_std)
         withheld, staleness = {}, []
         for place, (number, group) in enumerate(zip(numbers, groups, strict=True)):
-            births, old = group.births or (), self._too_old(group)
+            oldest_steps, old = group.oldest_steps or (), self._too_old(group)
             if old and place not in left_out and self._rules.stale == "withhold":
                 withheld[number] = old
-                births = tuple(birth for i, birth in enumerate(births) if i not in old)
-            staleness.append(self._num_taken - min(births))
+                oldest_steps = tuple(step for i, step in enumerate(oldest_steps) if i not in old)
+            staleness.append(self._num_taken - min(oldest_steps))
         return TakenBatch(
-            self._num_taken, tuple(numbers), tuple(staleness), left_out, withheld, self._line.num_rounds, ()
+            self._num_taken, tuple(numbers), tuple(staleness), left_out, withheld, self._queue.num_rounds, ()
         )
 
-    def _refuse_stale(self, taken: TakenBatch) -> None:
+    def _check_bound(self, taken: TakenBatch) -> None:
         """Check the bound again on the final batch, independently of the earlier checks."""
         rules = self._rules
         for place, (number, age) in enumerate(zip(taken.numbers, taken.staleness, strict=True)):
             if age > rules.staleness and rules.stale != "keep" and place not in taken.left_out:
                 raise TooStale(
-                    f"group {number} would be {age} publishes old in batch {taken.batch}; the bound is "
+                    f"group {number} would have staleness {age} in batch {taken.batch}; the bound is "
                     f"{rules.staleness}"
                 )
 
     def _too_old(self, group: QueuedGroup) -> tuple[int, ...]:
         """Return the indices of a group's trajectories that are too old for the next batch."""
         oldest = self._num_taken - self._rules.staleness
-        return tuple(place for place, birth in enumerate(group.births or ()) if birth < oldest)
+        return tuple(place for place, step in enumerate(group.oldest_steps or ()) if step < oldest)
 
-    def _second_check(self) -> None:
+    def _drop_stale(self) -> None:
         """Drop finished groups that are too old for the next batch, if the policy requires it."""
         if self._rules.stale not in ("drop", "withhold"):
             return
         stale = []
-        for number in self._line.arrived:
-            group = self._line.groups[number]
+        for number in self._queue.arrived:
+            group = self._queue.groups[number]
             num_old = len(self._too_old(group))
-            enough = self._rules.stale == "withhold" and len(group.births or ()) - num_old >= 2
-            if num_old and not enough and not group.equal:
+            enough = self._rules.stale == "withhold" and len(group.oldest_steps or ()) - num_old >= 2
+            if num_old and not enough and not group.zero_std:
                 stale.append(number)
         self._drop(stale, "stale")
 
     def _drop(self, numbers: Sequence[int], reason: str) -> None:
         for number in numbers:
-            prompt_id = self._line.groups[number].prompt_id
+            prompt_id = self._queue.groups[number].prompt_id
             self._dropped.append(Dropped(number, prompt_id, reason))
             self._repeats.append(prompt_id)
-            self._note("drop", number=number, reason=reason)
+            self._log_event("drop", number=number, reason=reason)
         self._num_left += len(numbers)
-        self._line.remove(numbers)
+        self._queue.remove(numbers)

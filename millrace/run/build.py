@@ -75,11 +75,11 @@ class _Sampling(TypedDict):
 
     engine: Engine
     sleeper: PagedEngine | None
-    runtime: SubprocessBackend | None
-    newest: PolicyWeights
+    backend: SubprocessBackend | None
+    policy_weights: PolicyWeights
     transport: WeightTransport
     reward: Reward
-    held: ExitStack
+    exit_stack: ExitStack
 
 
 def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> Components:
@@ -141,33 +141,35 @@ def _sampling(
     config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, device: torch.device
 ) -> _Sampling:
     """Build what generates and scores."""
-    newest = PolicyWeights(*canary(config, sampled))
+    policy_weights = PolicyWeights(*canary(config, sampled))
     with ExitStack() as undone:
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
-        runtime, sleeper = None, None
+        backend, sleeper = None, None
         engine: Engine
         transport: WeightTransport
         if num_processes(config):
             # All engines belong to rank 0.
             if ranks.first:
                 reward = LockedReward(reward)
-                runtime = start_engines(config, sampled, tokenizer, reward, newest, held=undone)
-            engine = FirstEngine(runtime, ranks)
-            transport = runtime or GatherOnly(newest.canary)
+                backend = start_engines(config, sampled, tokenizer, reward, policy_weights, exit_stack=undone)
+            engine = FirstEngine(backend, ranks)
+            transport = backend or GatherOnly(policy_weights.canary)
         else:
             own = sleeper = build_engine(config, sampled, tokenizer)
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
-            transport = LocalTransport(own.load_weights, own.fingerprint, own.logprobs_of, newest.canary)
+            transport = LocalTransport(
+                own.load_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
+            )
         if ranks.size > 1:
             reward = SharedReward(reward, ranks)
         return {
             "engine": engine,
             "sleeper": sleeper,
-            "runtime": runtime,
-            "newest": newest,
+            "backend": backend,
+            "policy_weights": policy_weights,
             "transport": transport,
             "reward": reward,
-            "held": undone.pop_all(),
+            "exit_stack": undone.pop_all(),
         }
 
 

@@ -65,9 +65,9 @@ def start_engines(
     model: Model,
     tokenizer: Tokenizer,
     reward: Reward,
-    newest: PolicyWeights,
+    policy_weights: PolicyWeights,
     *,
-    held: ExitStack,
+    exit_stack: ExitStack,
 ) -> SubprocessBackend:
     """Start the recipe's engines in subprocesses.
 
@@ -76,8 +76,8 @@ def start_engines(
         model: of the policy; engines get its weights with the first weight update.
         tokenizer: of the policy.
         reward: scores rollouts, concurrently with generation.
-        newest: the trainer's weights.
-        held: closes the engines and the reward.
+        policy_weights: the trainer's weights.
+        exit_stack: closes the engines and the reward.
 
     Raises:
         EngineFailed: an engine cannot be started.
@@ -104,14 +104,14 @@ def start_engines(
     start: StartEngine = handle.start
     if config.mesh.launcher == "ray" and ray_engines.inside():
         actors = ray_engines.Actors(number, on_gpu=model.device.type == "cuda")
-        start = held.enter_context(actors).start
-    runtime = SubprocessBackend(
+        start = exit_stack.enter_context(actors).start
+    backend = SubprocessBackend(
         settings,
         reward,
-        newest,
-        canary=newest.canary,
+        policy_weights,
+        canary=policy_weights.canary,
         num_engines=number,
         load_s=config.timeouts.phase_s,
         start=start,
     )
-    return held.enter_context(runtime)
+    return exit_stack.enter_context(backend)

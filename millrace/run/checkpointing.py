@@ -63,25 +63,25 @@ class Snapshot:
         return {part.place: part.tensor.nbytes for part in self.optimizer}
 
 
-def snapshot(learner: PolicyTrainer | ValueTrainer, ranks: Ranks) -> Snapshot:
+def snapshot(trainer: PolicyTrainer | ValueTrainer, ranks: Ranks) -> Snapshot:
     """Copy what this rank writes of a model and its optimizer; a collective call."""
     return Snapshot(
-        learner.model,
-        own_layers(learner.named_tensors(), rank=ranks.rank, num_ranks=ranks.size),
-        own_parts(optimizer_tensors(learner.optimizer, learner.model)),
-        adapter_pairs(learner.model),
+        trainer.model,
+        own_layers(trainer.named_tensors(), rank=ranks.rank, num_ranks=ranks.size),
+        own_parts(optimizer_tensors(trainer.optimizer, trainer.model)),
+        adapter_pairs(trainer.model),
     )
 
 
 def restore_optimizer(
-    learner: PolicyTrainer | ValueTrainer, checkpoint: Path, name: str, ranks: Ranks
+    trainer: PolicyTrainer | ValueTrainer, checkpoint: Path, name: str, ranks: Ranks
 ) -> None:
     """Load the optimizer state of a checkpoint; before the first step there is none.
 
     A collective call: all ranks make it in the same order.
 
     Args:
-        learner: in any parallel layout.
+        trainer: in any parallel layout.
         checkpoint: a complete one.
         name: of the model's folder in it.
         ranks: of the run.
@@ -91,7 +91,7 @@ def restore_optimizer(
     """
     folder = checkpoint / OPTIMIZER / name
     if folder.is_dir():
-        into = start_optimizer(learner.optimizer, learner.model)
+        into = start_optimizer(trainer.optimizer, trainer.model)
         told = ranks.gather(json.dumps(list(into)).encode())
         read_parts(folder, into, {name for each in told for name in json.loads(each)})
 

@@ -57,10 +57,10 @@ class Components:
     Attributes:
         engine: the sampler.
         sleeper: this rank's own engine behind it; None if it cannot sleep.
-        runtime: engines in their own processes, one of which serves `engine`; None where the engine is in
+        backend: engines in their own processes, one of which serves `engine`; None where the engine is in
             this process, and on all ranks but rank 0.
-        newest: the policy weights that engines load; the current trainer is set on it.
-        held: closes rewards and engines that own processes.
+        policy_weights: the policy weights that engines load; the current trainer is set on it.
+        exit_stack: closes rewards and engines that own processes.
         transport: updates the sampler's weights.
         reward: scores completions.
         full_marks: the reward of a right answer (the sum of the positive weights).
@@ -86,9 +86,9 @@ class Components:
 
     engine: Engine
     sleeper: SleepableEngine | None
-    runtime: EngineBackend | None
-    newest: PolicyWeights
-    held: ExitStack
+    backend: EngineBackend | None
+    policy_weights: PolicyWeights
+    exit_stack: ExitStack
     transport: WeightTransport
     reward: Reward
     full_marks: float
@@ -111,7 +111,7 @@ class Components:
 
     def close(self) -> None:
         """Close rewards and engines that own processes."""
-        self.held.close()
+        self.exit_stack.close()
 
     @property
     def num_long_demonstrations(self) -> int:

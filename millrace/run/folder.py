@@ -78,7 +78,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.best = path / "best.json"
         self.status = path / "status.json"
-        self.wanted = path / "wanted.json"
+        self.scale_request = path / "scale.json"
         self._lock: IO[str] | None = None
 
     @classmethod

@@ -28,7 +28,7 @@ from millrace.observability.sink_tensorboard import TensorBoardSink
 from millrace.observability.sink_wandb import WandbSink
 from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.watchdog import Watchdog
-from millrace.rollout.engine_pool import DrawFailed
+from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
 from millrace.run.build import build, choose_device
 from millrace.run.checkpointing import Saver
@@ -94,17 +94,17 @@ def train(
         if ranks.first:
             _check_taken(config)
         with explained(config):
-            parts = build(config, None, ranks)
+            components = build(config, None, ranks)
         make = partial(RunFolder.create, config.output, config.name, recipe)
-        with closing(parts), _folder(ranks, make) as folder, _removed_if_empty(folder, ranks):
+        with closing(components), _folder(ranks, make) as folder, _removed_if_empty(folder, ranks):
             # A prompt without a row (generate, serve) uses the template of the rows.
-            data = settled(config.data, parts.train_prompts[0])
+            data = settled(config.data, components.train_prompts[0])
             config = config.model_copy(update={"data": data})
             (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
             # Last, because it makes the folder resumable.
             folder.write_text(folder.recipe, to_yaml(config))
             start = _Start(config, recipe, None, [], Progress(), ranks, repeats, fresh=True)
-            return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+            return _run(start, components, folder, quiet=quiet, started_s=started_s)
 
 
 def resume(
@@ -132,10 +132,10 @@ def resume(
         checkpoint, refused = _newest(given.checkpoints, ranks)
         progress = Progress() if checkpoint is None else _progress(checkpoint)
         with explained(config):
-            parts = build(config, checkpoint, ranks)
-        with closing(parts):
+            components = build(config, checkpoint, ranks)
+        with closing(components):
             start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats, fresh=False)
-            return _run(start, parts, folder, quiet=quiet, started_s=started_s)
+            return _run(start, components, folder, quiet=quiet, started_s=started_s)
 
 
 def _check_taken(config: RunConfig) -> None:
@@ -237,24 +237,26 @@ def _progress(checkpoint: Path) -> Progress:
         raise CheckpointError(f"checkpoint {shown(checkpoint)} has a state that cannot be: {error}") from None
 
 
-def _run(start: _Start, parts: Components, folder: RunFolder, *, quiet: bool, started_s: float) -> RunReport:
+def _run(
+    start: _Start, components: Components, folder: RunFolder, *, quiet: bool, started_s: float
+) -> RunReport:
     ranks = start.ranks
-    console = Console(folder.path.name, _facts(start, parts), quiet=quiet or not ranks.first)
-    with ExitStack() as held:
-        metrics = held.enter_context(closing(JsonlSink(folder.metrics)))
+    console = Console(folder.path.name, _facts(start, components), quiet=quiet or not ranks.first)
+    with ExitStack() as exit_stack:
+        metrics = exit_stack.enter_context(closing(JsonlSink(folder.metrics)))
         metrics.rewind(start.progress.metrics_bytes if ranks.first else 0)
         chosen = _loggers(start, folder) if ranks.first else []
         if start.repeats is not None and ranks.first:
             chosen.append(start.repeats.comparison(folder))
-        loggers = [held.enter_context(closing(sink)) for sink in chosen]
-        held.enter_context(console)
+        loggers = [exit_stack.enter_context(closing(sink)) for sink in chosen]
+        exit_stack.enter_context(console)
         if ranks.size > 1:
             console.say(layout_of(start.config.mesh).table())
-        interrupts = held.enter_context(Interrupts(lambda text: console.say(text, "bold")))
+        interrupts = exit_stack.enter_context(Interrupts(lambda text: console.say(text, "bold")))
         saver = Saver(ranks)
         controller = Controller(
             start.config,
-            parts,
+            components,
             folder,
             ranks=ranks,
             saver=saver,
@@ -271,16 +273,16 @@ def _run(start: _Start, parts: Components, folder: RunFolder, *, quiet: bool, st
         if ranks.first:
             controller.repeats = start.repeats
             # If another rank hangs, rank 0 waits for it and its watchdog fires.
-            _watch(held.enter_context(controller.watchdog), ranks, saver, console, start.config)
+            _watch(exit_stack.enter_context(controller.watchdog), ranks, saver, console, start.config)
         # Until the last write ends, no other process may lock the folder, however the run ends.
-        held.callback(saver.wait)
-        _keep_spans(controller, held.enter_context(closing(JsonlSink(folder.spans))))
+        exit_stack.callback(saver.wait)
+        _keep_spans(controller, exit_stack.enter_context(closing(JsonlSink(folder.spans))))
         _tell_resumed(controller, start)
         # It describes an earlier process, and must not remain if this one is killed.
         folder.summary.unlink(missing_ok=True)
         try:
             spans, named = controller.spans, controller.owners
-            with explained(start.config, phase=lambda: spans.failed, owners=named, engine=parts.sleeper):
+            with explained(start.config, phase=lambda: spans.failed, owners=named, engine=components.sleeper):
                 run(controller, start.checkpoint)
                 saver.settle()
             return controller.finish("finished")
@@ -358,7 +360,7 @@ def _named(error: Exception, folder: RunFolder, go_on: str) -> Exception:
         )
     if isinstance(error, OSError):
         return RunStopped(f"{type(error).__name__}: {error}; {go_on}")
-    if isinstance(error, (DrawFailed, RequestFailed)):
+    if isinstance(error, (GenerationFailed, RequestFailed)):
         grown = "where weights have grown without bound, lower policy.optimizer.learning_rate in"
         return RunStopped(f"{error}; {grown} {path / folder.recipe.name}; {go_on}")
     return RunStopped(f"{error}; {go_on}") if isinstance(error, (EngineFailed, Stalled)) else error
@@ -385,13 +387,16 @@ def _loggers(start: _Start, folder: RunFolder) -> list[Sink]:
     return made
 
 
-def _facts(start: _Start, parts: Components) -> list[tuple[str, str]]:
-    filtered = f" ({parts.num_filtered} too long)" if parts.num_filtered else ""
-    if parts.num_long_demonstrations:
-        filtered += f", {parts.num_long_demonstrations} demonstrations too long to imitate"
+def _facts(start: _Start, components: Components) -> list[tuple[str, str]]:
+    filtered = f" ({components.num_filtered} too long)" if components.num_filtered else ""
+    if components.num_long_demonstrations:
+        filtered += f", {components.num_long_demonstrations} demonstrations too long to imitate"
     return [
         ("recipe", start.recipe),
-        ("policy", f"{parts.num_parameters / 1e6:.2f} M parameters"),
-        ("prompts", f"{len(parts.train_prompts)} to train on, {len(parts.eval_prompts)} held out{filtered}"),
-        ("device", parts.device),
+        ("policy", f"{components.num_parameters / 1e6:.2f} M parameters"),
+        (
+            "prompts",
+            f"{len(components.train_prompts)} to train on, {len(components.eval_prompts)} held out{filtered}",
+        ),
+        ("device", components.device),
     ]

@@ -79,13 +79,13 @@ def run(controller: Controller, checkpoint: Path | None) -> None:
 
 def try_demonstrations(controller: Controller) -> None:
     """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
-    parts = controller.parts
-    shown = [prompt for prompt in parts.eval_prompts if prompt.demonstration]
+    components = controller.components
+    shown = [prompt for prompt in components.eval_prompts if prompt.demonstration]
     if not shown:
         return
     with controller.spans("score"):
-        outcomes = parts.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
-    right = sum(is_right(outcome, parts.full_marks) for outcome in outcomes)
+        outcomes = components.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
+    right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
     controller.scored_demonstrations = (len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)
     graded = any(reward.kind in ("function", "model") for reward in controller.config.rewards)
@@ -93,8 +93,8 @@ def try_demonstrations(controller: Controller) -> None:
         earned = "all earn full marks" if right == len(shown) else f"mean reward {mean:.3f}"
         controller.console.say(f"rewards tried on {len(shown)} held-out reference answers: {earned}")
         return
-    wrong = next(i for i, outcome in enumerate(outcomes) if not is_right(outcome, parts.full_marks))
-    why = outcomes[wrong].reason or f"reward {outcomes[wrong].value:g} of {parts.full_marks:g}"
+    wrong = next(i for i, outcome in enumerate(outcomes) if not is_right(outcome, components.full_marks))
+    why = outcomes[wrong].reason or f"reward {outcomes[wrong].value:g} of {components.full_marks:g}"
     controller.warn(
         f"{len(shown) - right} of {len(shown)} held-out reference answers do not earn full marks "
         f"from this recipe's rewards; the first is {shown[wrong].id}: {why}"
@@ -103,14 +103,14 @@ def try_demonstrations(controller: Controller) -> None:
 
 def supervise(controller: Controller, checkpoint: Path | None) -> None:
     """Train on demonstrations until the held-out accuracy is reached or all steps are done."""
-    config, progress, parts = controller.config, controller.progress, controller.parts
+    config, progress, components = controller.config, controller.progress, controller.components
     sft = config.sft
     assert sft is not None
-    trainer = controller.adopt(parts.imitator(progress.version), checkpoint)
+    trainer = controller.adopt(components.imitator(progress.version), checkpoint)
     stream, token_weights = controller.stream(), build_sft_token_weights(config)
     controller.console.stage("SFT", sft.steps, progress.step)
     if progress.step == 0 and not config.steps:
-        controller.publish()
+        controller.update_weights()
         result = controller.evaluate()
         controller.keep_answers("before", result)
         progress.eval_before = controller.measured(result)
@@ -119,7 +119,7 @@ def supervise(controller: Controller, checkpoint: Path | None) -> None:
             controller.turns.train()
         with controller.spans("train"):
             prompts = stream.next(sft.sequences_per_step)
-            pairs = [(prompt.token_ids, parts.demonstrations[prompt.id]) for prompt in prompts]
+            pairs = [(prompt.token_ids, components.demonstrations[prompt.id]) for prompt in prompts]
             batch = pack_demonstrations(pairs, token_weights)
             trainer.forward_backward(batch)
             report = trainer.optim_step()
@@ -144,7 +144,7 @@ def supervise(controller: Controller, checkpoint: Path | None) -> None:
         last = progress.step == sft.steps
         improved = False
         if last or progress.step % config.evaluation.every == 0:
-            controller.publish()
+            controller.update_weights()
             result = controller.evaluate()
             check_accuracy(controller, sft, result.accuracy, last=last)
             last = last or progress.sft_done
@@ -180,13 +180,13 @@ def check_accuracy(controller: Controller, sft: SftConfig, accuracy: float, *, l
 
 def begin_reinforcement(controller: Controller) -> None:
     """Set up batch 0: a new optimizer, the baseline evaluation, and the first checkpoint."""
-    progress, parts = controller.progress, controller.parts
+    progress, components = controller.progress, controller.components
     progress.version = controller.trainer.version if controller.trainer else 0
     progress.sft_steps = progress.step
     progress.stage, progress.step, progress.attempts = "reinforcement", 0, 0
     progress.stream, progress.nonfinite_in_row = {}, 0
-    controller.adopt(parts.reinforcer(progress.version, None, None), None)
-    controller.publish()
+    controller.adopt(components.reinforcer(progress.version, None, None), None)
+    controller.update_weights()
     result = controller.evaluate()
     controller.keep_answers("before", result)
     progress.eval_before = controller.measured(result)
@@ -200,21 +200,21 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
     """Train on batches of reinforcement, each as soon as its samples are complete."""
     config, progress = controller.config, controller.progress
     with controller.spans.rest("start"):
-        learner = controller.learn(checkpoint)
+        train_step = controller.build_train_step(checkpoint)
     controller.console.stage("reinforcement", config.steps, progress.step)
     profiler = Profiler(config.profile_steps, controller.folder.profile)
     with controller.source() as source:
         with controller.spans.rest("start"):
-            source.begin(checkpoint, learner.trainer.version)
+            source.begin(checkpoint, train_step.trainer.version)
         # The first weight update serves all batches, so it counts as start-up.
         for name, seconds in controller.spans.take().items():
             controller.spans.add("start" if name == "weight_sync" else name, seconds)
         controller.memory.take()
         while progress.step < config.steps:
             with profiler(progress.step + 1), controller.spans.rest("bookkeeping"):
-                result, told = _one_batch(controller, learner, source)
+                result, metrics = _one_batch(controller, train_step, source)
             progress.step += 1
-            _account(controller, learner, result, told)
+            _account(controller, train_step, result, metrics)
             for sentence in source.warnings():
                 controller.warn(sentence)
             last, improved = progress.step == config.steps, False
@@ -231,55 +231,56 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
 
 
 def _one_batch(
-    controller: Controller, learner: TrainStep, source: BatchSource | RemoteBatchSource
+    controller: Controller, train_step: TrainStep, source: BatchSource | RemoteBatchSource
 ) -> tuple[BatchResult, dict[str, float]]:
     """Sample, train and update the weights; return the batch's result and its rollout metrics."""
     config, spans, step = controller.config, controller.spans, controller.progress.step
     with spans("weight_sync"):
         controller.turns.sample()
-    sampled, told = source.next_batch()
+    sampled, metrics = source.next_batch()
     with spans("weight_sync"):
         controller.turns.train()
     critic_alone = config.critic is not None and step < config.critic.warmup_steps
     with spans("train"):
-        result = train_on(learner, sampled, seed=config.seed, step=step + 1, policy_moves=not critic_alone)
-    source.published(learner.trainer.version)
-    return result, told
+        result = train_on(train_step, sampled, seed=config.seed, step=step + 1, policy_moves=not critic_alone)
+    source.update_weights(train_step.trainer.version)
+    return result, metrics
 
 
-def _account(controller: Controller, learner: TrainStep, result: BatchResult, told: dict[str, float]) -> None:
+def _account(
+    controller: Controller, train_step: TrainStep, result: BatchResult, metrics: dict[str, float]
+) -> None:
     """Count and record one batch, and run the health checks on it.
 
     Args:
         controller: of the run.
-        learner: what was trained.
+        train_step: what was trained.
         result: of the training step.
-        told: rollout metrics of the batch.
+        metrics: rollout metrics of the batch.
 
     Raises:
         RunStopped: too many rewards failed, or too many steps had no finite gradient.
     """
     config, progress, spans = controller.config, controller.progress, controller.spans
-    progress.attempts = learner.trainer.num_attempts
+    progress.attempts = train_step.trainer.num_attempts
     progress.tokens_sampled += result.tokens_sampled
     progress.tokens_trained += result.tokens_trained
     with spans("other"):
-        name = f"step-{progress.step:06d}.parquet"
-        write_table(controller.folder.rollouts / name, result.rows)
+        write_table(controller.folder.rollouts / f"step-{progress.step:06d}.parquet", result.rows)
     spent = spans.take()
     parts = dict.fromkeys(("sample", "score", "train", "weight_sync", "other"), 0.0)
     total = sum(spent.get(part, 0.0) for part in parts)
     # Time between two batches, such as for a checkpoint, is recorded beside them and counts for neither.
     times = {f"time/{part}_s": seconds for part, seconds in (parts | spent).items()}
     speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}
-    if learner.shape is not None:
-        dtype, device = config.mesh.compute_dtype or config.precision, learner.trainer.model.device
+    if train_step.shape is not None:
+        dtype, device = config.mesh.compute_dtype or config.precision, train_step.trainer.model.device
         num_ranks = controller.ranks.size
         speed |= reached(result.operations, spent["train"], num_ranks=num_ranks, device=device, dtype=dtype)
     peaks = fullest(controller.ranks, controller.memory.take())
-    version = {"version": learner.trainer.version}
-    told |= controller.parts.transport.metrics
-    controller.record("reinforcement", version | result.record | told | times | speed | peaks)
+    version = {"version": train_step.trainer.version}
+    metrics |= controller.components.transport.metrics
+    controller.record("reinforcement", version | result.record | metrics | times | speed | peaks)
     reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
     kind, limit = config.advantage.kind, config.limits.failed_rewards
     controller.warn(check_rewards(progress, result.record, kind=kind, limit=limit, reason=reason))

@@ -24,7 +24,7 @@ from millrace.config.rollout_section import synchronous
 from millrace.config.sections import KernelConfig
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
-from millrace.data.packing import once_each, pack, without_twins
+from millrace.data.packing import once_each, pack, without_duplicates
 from millrace.data.prompts import PromptStream
 from millrace.engines.in_process import InProcessBackend
 from millrace.errors import SetupError
@@ -96,51 +96,51 @@ def check_numerics(config: RunConfig) -> list[Check]:
     engine = config.engine.model_copy(update={"num_engines": None})
     here = {"rollout": rollout, "policy": policy, "engine": engine, **_with_scan(fast)}
     config = config.model_copy(update=here)
-    parts = build(config, None)
-    with closing(parts):
-        learner = _learner(parts)
-        stream = PromptStream(parts.train_prompts, seed=config.seed, shuffle=config.data.shuffle)
-        runtime = InProcessBackend(parts.engine, parts.reward, lambda version: None)
-        rollouts = rollouts_of(config, parts, stream, runtime, num_batches=1)
-        rollouts.begin(parts.engine.version)
+    components = build(config, None)
+    with closing(components):
+        train_step = _train_step(components)
+        stream = PromptStream(components.train_prompts, seed=config.seed, shuffle=config.data.shuffle)
+        backend = InProcessBackend(components.engine, components.reward, lambda version: None)
+        rollouts = rollouts_of(config, components, stream, backend, num_batches=1)
+        rollouts.begin(components.engine.version)
         sampled = as_sampled(rollouts.next_batch(config.timeouts.phase_s))
     _check_rewards(sampled, config)
     trajectories, group_N = usable(sampled.groups)
     allowed = ALLOWED[config.precision]
-    checks = _sampling_checks(learner, pack(trajectories), allowed)
+    checks = _sampling_checks(train_step, pack(trajectories), allowed)
 
-    _shake(learner, config.seed)
-    trajectories = _with_drawn_rewards(trajectories, config.seed)
+    _shake(train_step, config.seed)
+    trajectories = _with_random_rewards(trajectories, config.seed)
     baselines = None if sampled.baselines is None else [0.25] * len(sampled.groups)
-    whole = estimated(learner, trajectories, group_N, len(sampled.groups), baselines)
+    whole = estimated(train_step, trajectories, group_N, len(sampled.groups), baselines)
     if config.advantage.kind in SCANNED:
-        slow = replace(learner, method=build_method(config.model_copy(update=_with_scan("loop"))))
+        slow = replace(train_step, method=build_method(config.model_copy(update=_with_scan("loop"))))
         loop = estimated(slow, trajectories, group_N, len(sampled.groups), baselines)
         away = _relative(whole.advantage_T - loop.advantage_T, loop.advantage_T)
         checks.append(Check("advantages: the scan = a plain loop", away, ALLOWED_SCAN, "of their norm"))
 
-    _shake(learner, config.seed + 1)
+    _shake(train_step, config.seed + 1)
     # One sequence is duplicated, so that there is something to merge.
     whole = whole.select([0, *range(whole.num_segments)])
-    whole.advantage_T = _drawn_advantages(whole, config.seed)
-    batch = one_step(learner.method, whole, list(range(whole.num_segments)))
-    return checks + list(_layout_checks(learner, batch, allowed))
+    whole.advantage_T = _random_advantages(whole, config.seed)
+    batch = one_step(train_step.method, whole, list(range(whole.num_segments)))
+    return checks + list(_layout_checks(train_step, batch, allowed))
 
 
 def _with_scan(scan: Scan) -> dict[str, KernelConfig]:
     return {"kernels": KernelConfig(scan=scan)}
 
 
-def _learner(parts: Components) -> TrainStep:
+def _train_step(components: Components) -> TrainStep:
     """Build everything that is trained, at the recipe's initial weights."""
     reference = None
-    if parts.reference is not None:
+    if components.reference is not None:
         with tempfile.TemporaryDirectory() as folder:
-            parts.save_model(Path(folder))
-            reference = parts.reference(Path(folder))
-    trainer = parts.reinforcer(VERSION, parts.control, reference)
-    critic = parts.critic() if parts.critic else None
-    return TrainStep(trainer, parts.method, critic, reference, parts.teacher, parts.control)
+            components.save_model(Path(folder))
+            reference = components.reference(Path(folder))
+    trainer = components.reinforcer(VERSION, components.control, reference)
+    critic = components.critic() if components.critic else None
+    return TrainStep(trainer, components.method, critic, reference, components.teacher, components.control)
 
 
 def _check_rewards(sampled: SampledBatch, config: RunConfig) -> None:
@@ -155,9 +155,9 @@ def _check_rewards(sampled: SampledBatch, config: RunConfig) -> None:
     check_failures(len(failed) / len(outcomes), limit=limit, reason="".join(failed[:1]), of="this batch")
 
 
-def _sampling_checks(learner: TrainStep, batch: Batch, allowed: float) -> list[Check]:
+def _sampling_checks(train_step: TrainStep, batch: Batch, allowed: float) -> list[Check]:
     """Compare the sampler with the trainer, and one packed row with a row for each sequence."""
-    scorer, mask_T = learner.trainer.scorer, batch.action_mask_T
+    scorer, mask_T = train_step.trainer.scorer, batch.action_mask_T
     trainer_T = scorer.logprobs(batch)
     alone_T = torch.cat([scorer.logprobs(batch.select([b])) for b in range(batch.num_segments)])
     others = {
@@ -170,17 +170,17 @@ def _sampling_checks(learner: TrainStep, batch: Batch, allowed: float) -> list[C
     ]
 
 
-def _layout_checks(learner: TrainStep, batch: Batch, allowed: float) -> Iterator[Check]:
+def _layout_checks(train_step: TrainStep, batch: Batch, allowed: float) -> Iterator[Check]:
     """Compare loss and gradients of one optimizer step under equivalent splits and orders."""
-    moving = moving_part(learner, batch, 0)
+    moving = moving_part(train_step, batch, 0)
     assert moving is not None
     layouts: dict[str, Sequence[Batch]] = {}
-    if learner.method.selection is not None:
+    if train_step.method.selection is not None:
         # The selection belongs to the optimizer step, so it is fixed from here on.
         batch = moving
     else:
-        layouts["equal sequences merged"] = [without_twins(batch)]
-        if learner.method.multiple:
+        layouts["equal sequences merged"] = [without_duplicates(batch)]
+        if train_step.method.multiple:
             layouts["those without advantage left out"] = [moving]
     order = torch.randperm(batch.num_segments, generator=torch.Generator().manual_seed(1)).tolist()
     half = max(int(batch.length_B.max()), -(-batch.num_tokens // 2))
@@ -191,28 +191,30 @@ def _layout_checks(learner: TrainStep, batch: Batch, allowed: float) -> Iterator
     }
     if batch.num_segments > 1:
         layouts["two ranks"] = [batch.shard(rank, 2) for rank in range(2)]
-    loss, gradient = _loss_and_gradient(learner, [batch])
+    loss, gradient = _loss_and_gradient(train_step, [batch])
     scale = max(abs(loss), float((batch.weight_T * batch.advantage_T.abs()).sum()))
     for name, pieces in layouts.items():
-        other_loss, other = _loss_and_gradient(learner, pieces)
+        other_loss, other = _loss_and_gradient(train_step, pieces)
         yield Check(f"loss: {name}", abs(other_loss - loss) / scale, allowed, "of the loss")
         away = _relative(other - gradient, gradient)
         yield Check(f"gradient: {name}", away, allowed, "of its norm")
-        if learner.critic is not None and pieces is not layouts.get("those without advantage left out"):
-            ours, theirs = _critic_gradient(learner, [batch]), _critic_gradient(learner, pieces)
-            yield Check(f"critic's gradient: {name}", _relative(theirs - ours, ours), allowed, "of its norm")
+        if train_step.critic is not None and pieces is not layouts.get("those without advantage left out"):
+            expected, found = _critic_gradient(train_step, [batch]), _critic_gradient(train_step, pieces)
+            yield Check(
+                f"critic's gradient: {name}", _relative(found - expected, expected), allowed, "of its norm"
+            )
 
 
-def _loss_and_gradient(learner: TrainStep, pieces: Sequence[Batch]) -> tuple[float, Tensor]:
-    trainer = learner.trainer
+def _loss_and_gradient(train_step: TrainStep, pieces: Sequence[Batch]) -> tuple[float, Tensor]:
+    trainer = train_step.trainer
     for piece in pieces:
         trainer.forward_backward(piece)
     gradient = _gradient(trainer.model)
     return trainer.discard()["loss"], gradient
 
 
-def _critic_gradient(learner: TrainStep, pieces: Sequence[Batch]) -> Tensor:
-    critic = learner.critic
+def _critic_gradient(train_step: TrainStep, pieces: Sequence[Batch]) -> Tensor:
+    critic = train_step.critic
     assert critic is not None
     for piece in pieces:
         critic.forward_backward(piece)
@@ -233,10 +235,10 @@ def _relative(difference: Tensor, whole: Tensor) -> float:
     return float(difference.norm()) / (float(whole.norm()) or 1.0)
 
 
-def _shake(learner: TrainStep, seed: int) -> None:
+def _shake(train_step: TrainStep, seed: int) -> None:
     """Perturb all trainable weights, as optimizer steps would."""
     generator = torch.Generator().manual_seed(seed)
-    models = [learner.trainer.model] + ([learner.critic.model] if learner.critic else [])
+    models = [train_step.trainer.model] + ([train_step.critic.model] if train_step.critic else [])
     with torch.no_grad():
         for weight in (weight for model in models for weight in model.parameters()):
             # The clamp also moves a critic's head, which is initialized with zeros.
@@ -244,20 +246,20 @@ def _shake(learner: TrainStep, seed: int) -> None:
             weight += size * torch.randn(weight.shape, generator=generator).to(weight)
 
 
-def _with_drawn_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
+def _with_random_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
     """The same trajectories with random rewards; equal trajectories have equal rewards."""
-    drawn = []
+    rescored = []
     for one in trajectories:
         assert one.outcome is not None
-        said = [(turn.observation, turn.completion.token_ids) for turn in one.turns]
-        value = random.Random(repr((seed, said))).gauss(0.0, 1.0)
-        drawn.append(one.scored(replace(one.outcome, value=value)))
-    return drawn
+        turns = [(turn.observation, turn.completion.token_ids) for turn in one.turns]
+        value = random.Random(repr((seed, turns))).gauss(0.0, 1.0)
+        rescored.append(one.scored(replace(one.outcome, value=value)))
+    return rescored
 
 
-def _drawn_advantages(batch: Batch, seed: int) -> Tensor:
+def _random_advantages(batch: Batch, seed: int) -> Tensor:
     """A random advantage for each chosen token, equal in equal sequences, 0 in every fourth sequence."""
     small, place_T = once_each(batch)
-    drawn_T = torch.randn(small.num_tokens, generator=torch.Generator().manual_seed(seed))
-    drawn_T[small.segment_T % 4 == 3] = 0
-    return drawn_T[place_T] * batch.action_mask_T
+    random_T = torch.randn(small.num_tokens, generator=torch.Generator().manual_seed(seed))
+    random_T[small.segment_T % 4 == 3] = 0
+    return random_T[place_T] * batch.action_mask_T

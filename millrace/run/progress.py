@@ -164,7 +164,7 @@ class RunReport:
 
 def run_report(
     progress: Progress,
-    parts: Components,
+    components: Components,
     *,
     run: Path,
     recipe: str,
@@ -177,7 +177,7 @@ def run_report(
 
     Args:
         progress: of the run.
-        parts: components of the run.
+        components: components of the run.
         run: the run folder.
         recipe: name of the recipe.
         measure: metric of its evaluations.
@@ -203,14 +203,14 @@ def run_report(
         tokens_sampled=progress.tokens_sampled,
         tokens_trained=progress.tokens_trained,
         skipped_steps=progress.skipped_steps,
-        num_parameters=parts.num_parameters,
-        num_train_prompts=len(parts.train_prompts),
-        eval_size=len(parts.eval_prompts),
-        filtered_prompts=parts.num_filtered,
-        filtered_demonstrations=parts.num_long_demonstrations,
+        num_parameters=components.num_parameters,
+        num_train_prompts=len(components.train_prompts),
+        eval_size=len(components.eval_prompts),
+        filtered_prompts=components.num_filtered,
+        filtered_demonstrations=components.num_long_demonstrations,
         scored_demonstrations=demonstrations[0],
         right_demonstrations=demonstrations[1],
-        device=parts.device,
+        device=components.device,
         versions=versions(),
         warnings=progress.warnings,
     )

@@ -67,12 +67,12 @@ class Repetition(Protocol):
         ...
 
     def logged(
-        self, runtime: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
+        self, backend: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
     ) -> tuple[EngineBackend, EventLog]:
         """Wrap a runtime and open an event log, both of which follow the recorded segment.
 
         Args:
-            runtime: generates and scores.
+            backend: generates and scores.
             path: of the event log.
             clock: seconds of the run's clock.
             limit_s: longest time without any progress.
@@ -94,7 +94,7 @@ class Controller:
     def __init__(
         self,
         config: RunConfig,
-        parts: Components,
+        components: Components,
         folder: RunFolder,
         *,
         ranks: Ranks,
@@ -111,7 +111,7 @@ class Controller:
 
         Args:
             config: of the run.
-            parts: the components of the run.
+            components: the components of the run.
             folder: the run folder.
             ranks: all ranks of the run; rank 0 owns the run folder.
             saver: writes checkpoints in the background.
@@ -124,14 +124,14 @@ class Controller:
             started_s: `time.monotonic()` when this process started to work.
         """
         self.config = config
-        self.parts = parts
+        self.components = components
         self.folder = folder
         self.ranks = ranks
         self.console = console
         self.progress, self._began = progress, (progress.stage, progress.step)
-        self.memory = PeakMemory(cuda=(cuda := parts.device.startswith("cuda")))
+        self.memory = PeakMemory(cuda=(cuda := components.device.startswith("cuda")))
         self.spans = Spans(memory=self.memory)
-        sleeper = parts.sleeper if config.engine.colocated else None
+        sleeper = components.sleeper if config.engine.colocated else None
         self.turns = Colocation(sleeper, cuda=cuda, folder=folder.checkpoints.parent)
         self.watchdog = Watchdog(
             folder.status,
@@ -141,7 +141,7 @@ class Controller:
             stalled=self._stalled,
         )
         self.trainer: PolicyTrainer | None = None
-        self.learner: TrainStep | None = None
+        self.train_step: TrainStep | None = None
         self._saver, self._recipe, self._interrupts = saver, recipe, interrupts
         self._metrics, self._loggers = metrics, loggers
         self._started_s = started_s - progress.wall_s
@@ -150,7 +150,7 @@ class Controller:
         self.scored_demonstrations = (0, 0)  # how many, and how many of them have full marks
         self.live = LiveReport(self._report_now)
         self._saved, self._late = "", False
-        self._published: int | None = None
+        self._synced_version: int | None = None
 
     @property
     def wall_s(self) -> float:
@@ -170,9 +170,9 @@ class Controller:
         warming = self.progress.stage == "sft"
         # SFT has an order of its own, so that its length does not change what reinforcement sees.
         seed = 2 * self.config.seed + (1 if warming else 0)
-        prompts = self.parts.train_prompts
+        prompts = self.components.train_prompts
         if warming:
-            prompts = [prompt for prompt in prompts if prompt.id in self.parts.demonstrations]
+            prompts = [prompt for prompt in prompts if prompt.id in self.components.demonstrations]
         # Created before SFT too, which does not use it: a missing function must fail at once.
         chosen, shuffle = self.config.data.curriculum, self.config.data.shuffle
         curriculum = None if chosen is None else Curriculum.of(chosen)
@@ -186,15 +186,15 @@ class Controller:
         if checkpoint is not None:
             restore_optimizer(trainer, checkpoint, POLICY, self.ranks)
         trainer.num_attempts = self.progress.attempts
-        self.trainer = self.parts.newest.trainer = trainer
+        self.trainer = self.components.policy_weights.trainer = trainer
         self.turns.own(self.owners())
         return trainer
 
     def owners(self) -> list[Owner]:
         """Every object of the trainer side that holds weights."""
-        return owners(self.trainer, self.learner, self.parts.teacher)
+        return owners(self.trainer, self.train_step, self.components.teacher)
 
-    def learn(self, checkpoint: Path | None) -> TrainStep:
+    def build_train_step(self, checkpoint: Path | None) -> TrainStep:
         """Build what turns groups into weights: the policy and, as the recipe asks, critic and scorers.
 
         Args:
@@ -203,46 +203,46 @@ class Controller:
         Raises:
             CheckpointError: the reference policy is damaged.
         """
-        parts, progress = self.parts, self.progress
+        components, progress = self.components, self.progress
         # The models below are built from the policy's current weights.
         self.turns.meet()
-        control, reference = parts.control, None
+        control, reference = components.control, None
         if control is not None and progress.kl_coefficient is not None:
             control.coefficient = progress.kl_coefficient
-        if parts.reference is not None:
+        if components.reference is not None:
             # Its write may still be in progress.
             self._saver.settle()
             start = self.folder.checkpoints / "step-000000"
             if self.ranks.first:
                 verify_checkpoint(start)
             self.ranks.wait()
-            reference = parts.reference(start / POLICY)
-        trainer = self.adopt(parts.reinforcer(progress.version, control, reference), checkpoint)
+            reference = components.reference(start / POLICY)
+        trainer = self.adopt(components.reinforcer(progress.version, control, reference), checkpoint)
         critic = None
-        if parts.critic is not None:
-            critic = parts.critic()
+        if components.critic is not None:
+            critic = components.critic()
             critic.num_attempts = progress.critic_attempts
             if checkpoint is not None:
                 restore_optimizer(critic, checkpoint, CRITIC, self.ranks)
         # The FLOP count assumes that all weights are trained; frozen ones cost less.
         learns = self.config.model.adapter is None and not self.config.model.frozen
         shape = ModelShape.known(trainer.model.config.to_dict()) if learns else None
-        self.learner = TrainStep(
-            trainer, parts.method, critic, reference, parts.teacher, control, shape=shape
+        self.train_step = TrainStep(
+            trainer, components.method, critic, reference, components.teacher, control, shape=shape
         )
         self.turns.own(self.owners())
-        return self.learner
+        return self.train_step
 
     def source(self) -> BatchSource | RemoteBatchSource:
         """Return the source of rollout batches for reinforcement."""
-        parts = self.parts
+        components = self.components
         if num_processes(self.config) and not self.ranks.first:
-            ranks, spans, version = self.ranks, self.spans, self._published
+            ranks, spans, version = self.ranks, self.spans, self._synced_version
             return RemoteBatchSource(
-                parts.train_prompts, parts.newest, ranks=ranks, spans=spans, version=version
+                components.train_prompts, components.policy_weights, ranks=ranks, spans=spans, version=version
             )
-        runtime = parts.runtime or InProcessBackend(
-            parts.engine, parts.reward, lambda version: self.publish(), self.spans
+        backend = components.backend or InProcessBackend(
+            components.engine, components.reward, lambda version: self.update_weights(), self.spans
         )
         # Before any file is opened, since it may fail.
         stream, limit_s = self.stream(), self.config.timeouts.phase_s
@@ -250,26 +250,28 @@ class Controller:
         if self.repeats is None:
             log = EventLog(path, lambda: self.wall_s)
         else:
-            runtime, log = self.repeats.logged(runtime, path, lambda: self.wall_s, limit_s=limit_s)
+            backend, log = self.repeats.logged(backend, path, lambda: self.wall_s, limit_s=limit_s)
         return BatchSource(
             self.config,
-            parts,
+            components,
             stream,
-            runtime=runtime,
+            backend=backend,
             log=log,
             ranks=self.ranks,
             spans=self.spans,
             watchdog=self.watchdog,
-            asked=ScaleRequestFile(self.folder.wanted) if parts.runtime and not log.replays else None,
+            scale_requests=ScaleRequestFile(self.folder.scale_request)
+            if components.backend and not log.replays
+            else None,
         )
 
-    def publish(self) -> None:
+    def update_weights(self) -> None:
         """Update the sampler's weights from the trainer and verify them."""
         assert self.trainer is not None
         with self.spans("weight_sync"):
             self.turns.meet()
-            self.parts.transport.send(self.trainer.named_tensors(), self.trainer.version)
-        self._published = self.trainer.version
+            self.components.transport.send(self.trainer.named_tensors(), self.trainer.version)
+        self._synced_version = self.trainer.version
 
     def record(self, stage: str, numbers: dict[str, Any]) -> None:
         """Write one record to every sink and show it."""
@@ -287,12 +289,16 @@ class Controller:
 
     def evaluate(self) -> Evaluation:
         """Score greedy completions of the held-out prompts under the sampler's current weights."""
-        parts = self.parts
-        params = greedy(self.config.rollout, parts.stop_token_ids)
+        components = self.components
+        params = greedy(self.config.rollout, components.stop_token_ids)
         with self.spans("evaluate"):
             self.turns.sample()
             result = evaluate(
-                parts.engine, parts.reward, parts.eval_prompts, params, full_marks=parts.full_marks
+                components.engine,
+                components.reward,
+                components.eval_prompts,
+                params,
+                full_marks=components.full_marks,
             )
         # Before it is recorded: answers without a score must not look like answers that earn 0.
         check_evaluation(result, limit=self.config.limits.failed_rewards)
@@ -346,9 +352,9 @@ class Controller:
         assert trainer is not None
         progress.order += 1
         progress.version, progress.attempts = trainer.version, trainer.num_attempts
-        critic = self.learner.critic if self.learner else None
-        if self.learner is not None and self.learner.control is not None:
-            progress.kl_coefficient = self.learner.control.coefficient
+        critic = self.train_step.critic if self.train_step else None
+        if self.train_step is not None and self.train_step.control is not None:
+            progress.kl_coefficient = self.train_step.control.coefficient
         if critic is not None:
             progress.critic_attempts = critic.num_attempts
         progress.wall_s = self.wall_s
@@ -361,7 +367,7 @@ class Controller:
                 source.save(aside)
                 flush(self.folder.events)
             flush(self.folder.metrics)
-            self.parts.save_model(aside / POLICY, weights=False)
+            self.components.save_model(aside / POLICY, weights=False)
             if critic is not None:
                 save_config(critic.model, aside / CRITIC)
             write_state(aside, progress.to_json())
@@ -395,7 +401,7 @@ class Controller:
             }
             self.folder.write_json(self.folder.best, best)
         # The reference policy is the first checkpoint.
-        also = {saved.best_checkpoint} | ({"step-000000"} if self.parts.reference is not None else set())
+        also = {saved.best_checkpoint} | ({"step-000000"} if self.components.reference is not None else set())
         self.folder.forget(saved.checkpoint_name, keep=self.config.checkpoint.keep, also=also)
 
     def leave_if_asked(self, source: BatchSource | RemoteBatchSource | None = None) -> None:
@@ -431,27 +437,27 @@ class Controller:
     def _report_now(self) -> None:
         with self.spans("report"):
             # No process may be left to correct this report, so it states only what holds either way.
-            told = asdict(self._summary("interrupted")) | {"status": "not finished"}
+            summary = asdict(self._summary("interrupted")) | {"status": "not finished"}
             at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             note = f"As of {at}. `millrace status {self.folder.path}` shows whether the run goes on."
-            write_report(self.folder.path, told | {"wall_s": self.wall_s}, note=note)
+            write_report(self.folder.path, summary | {"wall_s": self.wall_s}, note=note)
 
     def finish(self, status: Literal["finished", "interrupted", "failed"]) -> RunReport:
         """Write the summary and the report."""
         self.progress.wall_s = self.wall_s
         report = self._summary(status)
-        told = asdict(report)
+        summary = asdict(report)
         try:
-            write_report(self.folder.path, told)
+            write_report(self.folder.path, summary)
         finally:
             # Last, because a run whose summary says that it is finished is not resumed.
-            self.folder.write_json(self.folder.summary, told)
+            self.folder.write_json(self.folder.summary, summary)
         return report
 
     def _summary(self, status: Literal["finished", "interrupted", "failed"]) -> RunReport:
         return run_report(
             self.progress,
-            self.parts,
+            self.components,
             run=self.folder.path,
             recipe=self._recipe,
             measure=self.config.evaluation.measure,

@@ -20,14 +20,14 @@ from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.status import Status, read_status
 
 # Interval of the run's check for a request, and of the client's check for the answer.
-LOOK_S = 1.0
+CHECK_S = 1.0
 POLL_S = 0.1
 # Longest time until a run reads a request: no batch, weight update or save of a sound run takes longer.
-HEAR_S = 60.0
+READ_S = 60.0
 
 
 class _Request(Shape):
-    """Content of `wanted.json`."""
+    """Content of `scale.json`."""
 
     id: str
     engines: int
@@ -37,7 +37,7 @@ class ScaleRequestFile:
     """The run's side: reads scale requests.
 
     Attributes:
-        heard: id of the last request read; empty before the first.
+        last_request: id of the last request read; empty before the first.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,21 +48,21 @@ class ScaleRequestFile:
             clock: seconds.
         """
         self._path, self._clock = path, clock
-        self._looked_s = clock()
-        self.heard = ""
+        self._checked_s = clock()
+        self.last_request = ""
         self.close()
 
-    def look(self) -> list[ScaleRequest]:
+    def poll(self) -> list[ScaleRequest]:
         """Return a new scale request, if there is one; the file is read at most once a second."""
-        if self._clock() < self._looked_s + LOOK_S:
+        if self._clock() < self._checked_s + CHECK_S:
             return []
-        self._looked_s = self._clock()
+        self._checked_s = self._clock()
         # A damaged request must not end the run, and no client waits for its answer.
         with suppress(ValueError):
-            told = read_json(self._path, _Request)
-            if told.id != self.heard:
-                found = [ScaleRequest(_checked(told.engines))]
-                self.heard = told.id
+            request = read_json(self._path, _Request)
+            if request.id != self.last_request:
+                found = [ScaleRequest(_checked(request.engines))]
+                self.last_request = request.id
                 return found
         return []
 
@@ -79,13 +79,13 @@ def engines_of(run: str | Path) -> Engines:
     """
     status, folder = read_status(run), RunFolder.open(run)
     if status.state not in ("running", "starting"):
-        go_on = "start another one" if status.state == "finished" else f"go on with: millrace resume {run}"
-        raise RunFolderError(f"run {run} is {status.state}, so it has no engines; {go_on}")
+        hint = "start another one" if status.state == "finished" else f"go on with: millrace resume {run}"
+        raise RunFolderError(f"run {run} is {status.state}, so it has no engines; {hint}")
     config = folder.config()
     if not num_processes(config):
         turns = " without engine.colocated" if config.engine.colocated else ""
         raise RunFolderError(
-            f"run {run} draws in the trainer's process, where engines are neither added nor retired; start "
+            f"run {run} generates in the trainer's process, whose number of engines is fixed; start "
             f"one with engine.num_engines=1{turns}"
         )
     if status.engines is None:
@@ -95,13 +95,13 @@ def engines_of(run: str | Path) -> Engines:
     return status.engines
 
 
-def ask(run: str | Path, number: int, say: Callable[[str], None]) -> Engines:
+def request_engines(run: str | Path, number: int, on_message: Callable[[str], None]) -> Engines:
     """Request a number of engines from a running run, and wait until the run has read the request.
 
     Args:
         run: the run folder.
         number: of engines.
-        say: prints what is awaited and the time limit.
+        on_message: prints what is awaited and the time limit.
 
     Returns:
         The engines at that time; some may still be starting or draining.
@@ -113,16 +113,16 @@ def ask(run: str | Path, number: int, say: Callable[[str], None]) -> Engines:
     _checked(number)
     engines_of(run)
     folder, id = RunFolder.open(run), uuid.uuid4().hex
-    folder.write_json(folder.wanted, {"id": id, "engines": number})
-    say(f"waiting for run {run} to hear it, at most {HEAR_S:g} s")
-    ends_s = time.monotonic() + HEAR_S
+    folder.write_json(folder.scale_request, {"id": id, "engines": number})
+    on_message(f"waiting for run {run} to read the request, at most {READ_S:g} s")
+    ends_s = time.monotonic() + READ_S
     while (found := _answer(status := read_status(run), id)) is None:
         if status.engines is None:
-            raise RunFolderError(f"run {run} ended before it heard that {number} engines are wanted")
+            raise RunFolderError(f"run {run} ended before it read the request for {number} engines")
         if time.monotonic() > ends_s:
-            folder.wanted.unlink(missing_ok=True)
+            folder.scale_request.unlink(missing_ok=True)
             raise RunFolderError(
-                f"run {run} did not hear within {HEAR_S:g} s that {number} engines are wanted, and will not; "
+                f"run {run} did not read the request for {number} engines within {READ_S:g} s, and will not; "
                 f"see what it waits for with: millrace status {run}"
             )
         time.sleep(POLL_S)
@@ -131,12 +131,10 @@ def ask(run: str | Path, number: int, say: Callable[[str], None]) -> Engines:
 
 def _answer(status: Status, id: str) -> Engines | None:
     """The engines, once the run has read this request."""
-    return status.engines if status.engines is not None and status.engines.asked == id else None
+    return status.engines if status.engines is not None and status.engines.last_request == id else None
 
 
 def _checked(number: int) -> int:
     if number < 1:
-        raise ConfigError(
-            f"{number} engines cannot draw anything; ask for 1 or more, or end the run with Ctrl-C"
-        )
+        raise ConfigError(f"{number} engines generate nothing; ask for 1 or more, or end the run with Ctrl-C")
     return number

@@ -97,12 +97,12 @@ def read_status(run: str | Path) -> Status:
     """
     folder = RunFolder.open(run)
     busy = folder.is_busy()
-    told = _read(folder.status, _Told)
-    if busy and told is None:
+    file = _read(folder.status, _StatusFile)
+    if busy and file is None:
         return Status(str(run), "running" if folder.status.exists() else "starting")
-    if told is not None:
-        state, engines = "running" if busy else "killed", told.engines if busy else None
-        found = Status(str(run), state, told.pid, waits=told.waits, engines=engines, **dict(told.at))
+    if file is not None:
+        state, engines = "running" if busy else "killed", file.engines if busy else None
+        found = Status(str(run), state, file.pid, waits=file.waits, engines=engines, **dict(file.at))
         # A stalled run ends itself and records the reason in its summary.
         summary = None if busy else _read(folder.summary, Summary)
         if summary is None or summary.status != "failed":
@@ -135,7 +135,7 @@ class _At(Shape):
     measured: EvaluationResults | None = None
 
 
-class _Told(Shape):
+class _StatusFile(Shape):
     """Content of `status.json`."""
 
     pid: int

@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.algorithms.ratios import mismatch, mismatch_metrics, typical
 from millrace.algorithms.shaping import overlong_penalty
 from millrace.data.batch import Batch
-from millrace.data.packing import once_each, pack, with_gradient, without_twins
+from millrace.data.packing import once_each, pack, with_gradient, without_duplicates
 from millrace.planner.flops import training_operations
 from millrace.planner.model_shape import ModelShape
 from millrace.protocols import StepReport
@@ -107,7 +107,7 @@ class BatchResult:
 
 
 def train_on(
-    learner: TrainStep,
+    train_step: TrainStep,
     sampled: SampledBatch,
     *,
     seed: int,
@@ -117,7 +117,7 @@ def train_on(
     """Compute advantages over the whole batch, then do optimizer steps over equal slices of its groups.
 
     Args:
-        learner: what is trained.
+        train_step: what is trained.
         sampled: scored groups. A group whose greedy baseline is missing is left out.
         seed: of the run.
         step: number of this batch, counted from 1.
@@ -128,25 +128,25 @@ def train_on(
     every, group_of_every = usable(groups)
     inside = torch.isin(group_of_every, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0].tolist()
     trajectories, group_N = [every[i] for i in inside], group_of_every[inside]
-    whole = estimated(learner, trajectories, group_N, len(groups), baselines) if trajectories else None
+    whole = estimated(train_step, trajectories, group_N, len(groups), baselines) if trajectories else None
     done = _Done()
-    for part, members in enumerate(_parts(kept, group_N, learner.method.num_parts)):
+    for part, members in enumerate(_parts(kept, group_N, train_step.method.num_parts)):
         if not members or whole is None:
             continue
-        batch = one_step(learner.method, whole, members)
-        _count_bounded(learner.method, batch, done)
-        if learner.critic is not None:
-            valued = without_twins(batch)
-            learner.critic.forward_backward(valued)
-            done.operations += _operations(learner.shape, valued, num_predicted=0)
-            done.critic_reports.append(learner.critic.optim_step())
+        batch = one_step(train_step.method, whole, members)
+        _count_bounded(train_step.method, batch, done)
+        if train_step.critic is not None:
+            valued = without_duplicates(batch)
+            train_step.critic.forward_backward(valued)
+            done.operations += _operations(train_step.shape, valued, num_predicted=0)
+            done.critic_reports.append(train_step.critic.optim_step())
         if policy_moves:
-            _update(learner, batch, completion_seed(seed, step, part), done)
+            _update(train_step, batch, completion_seed(seed, step, part), done)
     record = _describe(groups) | _averaged(done.reports, "policy") | _averaged(done.critic_reports, "critic")
     record |= done.mismatch
     if done.num_corrected:
         record["policy/correction_clip_fraction"] = done.num_bounded / done.num_corrected
-    record |= _steer(learner, whole, record)
+    record |= _steer(train_step, whole, record)
     if sampled.num_rounds:
         record["group/dynamic_sampling_rounds"] = sampled.num_rounds
     tokens_sampled = sum(t.num_actions for group in groups for t in group.trajectories)
@@ -208,37 +208,37 @@ def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
     return members
 
 
-def _update(learner: TrainStep, batch: Batch, seed: int, done: _Done) -> None:
+def _update(train_step: TrainStep, batch: Batch, seed: int, done: _Done) -> None:
     """Do one optimizer step of the policy."""
-    moving = moving_part(learner, batch, seed)
+    moving = moving_part(train_step, batch, seed)
     compared = moving
     if moving is not None:
-        logprob_N = learner.trainer.forward_backward(moving)
+        logprob_N = train_step.trainer.forward_backward(moving)
         num_chosen = int(moving.action_mask_T.sum())
         done.tokens_trained += num_chosen
-        done.operations += _operations(learner.shape, moving, num_predicted=num_chosen)
+        done.operations += _operations(train_step.shape, moving, num_predicted=num_chosen)
     elif not done.reports:
         # A broken sampler can make all rewards equal, so a batch without gradient must be compared too.
         compared = batch.select(list(range(min(NUM_COMPARED, batch.num_segments))))
-        logprob_N = learner.trainer.scorer.logprobs(compared)[compared.action_mask_T]
+        logprob_N = train_step.trainer.scorer.logprobs(compared)[compared.action_mask_T]
     if compared is not None and not done.reports:
         # After the first update, the difference would also contain the update itself.
-        done.mismatch, num_current = _mismatch(logprob_N, compared, learner.trainer.version)
+        done.mismatch, num_current = _mismatch(logprob_N, compared, train_step.trainer.version)
         done.compared = Compared(compared, logprob_N, num_current)
-    done.reports.append(learner.trainer.optim_step())
+    done.reports.append(train_step.trainer.optim_step())
     if done.reports[-1].skipped and moving is not None:
         done.skipped.append(moving)
 
 
 def estimated(
-    learner: TrainStep,
+    train_step: TrainStep,
     trajectories: Sequence[Trajectory],
     group_N: Tensor,
     num_groups: int,
     baselines: Sequence[float] | None,
 ) -> Batch:
     """Pack a batch and compute everything that precedes the first update, such as its advantages."""
-    method, batch = learner.method, pack(trajectories)
+    method, batch = train_step.method, pack(trajectories)
     reward_N = torch.tensor([t.outcome.value for t in trajectories if t.outcome], dtype=torch.float64)
     last_N = batch.length_B.cumsum(0) - 1
     if method.overlong_tokens:
@@ -248,21 +248,21 @@ def estimated(
         batch.reward_T[last_N] = reward_N.float()
     # Equal sequences have equal log-probabilities, so each is computed once.
     small, place_T = once_each(batch)
-    if learner.reference is not None:
-        batch.reference_logprob_T = learner.reference.logprobs(small)[place_T]
+    if train_step.reference is not None:
+        batch.reference_logprob_T = train_step.reference.logprobs(small)[place_T]
     if method.recompute:
-        batch.proximal_logprob_T = learner.trainer.scorer.logprobs(small)[place_T]
+        batch.proximal_logprob_T = train_step.trainer.scorer.logprobs(small)[place_T]
     final_N = None
-    if learner.critic is not None:
-        value_T, final_B = learner.critic.values(small)
+    if train_step.critic is not None:
+        value_T, final_B = train_step.critic.values(small)
         batch.value_T = value_T[place_T]
         cut_N = torch.tensor([t.turns[-1].completion.finish_reason == "length" for t in trajectories])
         if method.bootstrap_truncated:
             final_N = final_B[small.segment_T[place_T[last_N]]] * cut_N
-    if method.reward_divergence is not None and learner.control is not None:
+    if method.reward_divergence is not None and train_step.control is not None:
         assert batch.reference_logprob_T is not None
         divergence_T = method.reward_divergence(batch.sampler_logprob_T, batch.reference_logprob_T)
-        cost_T = learner.control.coefficient * divergence_T * batch.action_mask_T
+        cost_T = train_step.control.coefficient * divergence_T * batch.action_mask_T
         batch.reward_T = batch.reward_T - cost_T
         reward_N = reward_N.index_add(0, batch.segment_T, -cost_T.double())
     scored = Scored(
@@ -273,8 +273,8 @@ def estimated(
         component_KN=_components(trajectories),
         baseline_N=None if baselines is None else torch.tensor(baselines, dtype=torch.float64)[group_N],
         final_value_N=final_N,
-        square_T=learner.trainer.scorer.squares(small)[place_T] if method.squares else None,
-        teacher_logprob_T=learner.teacher.logprobs(small)[place_T] if learner.teacher else None,
+        square_T=train_step.trainer.scorer.squares(small)[place_T] if method.squares else None,
+        teacher_logprob_T=train_step.teacher.logprobs(small)[place_T] if train_step.teacher else None,
     )
     advantage_N, return_N = method.estimator(scored)
     batch.advantage_T = scored.chosen.put(advantage_N.float())
@@ -295,12 +295,12 @@ def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
     return batch
 
 
-def moving_part(learner: TrainStep, batch: Batch, seed: int) -> Batch | None:
+def moving_part(train_step: TrainStep, batch: Batch, seed: int) -> Batch | None:
     """The part of an optimizer step's batch that has a gradient, without duplicates; None if it is empty."""
-    method, mask_T = learner.method, batch.action_mask_T
+    method, mask_T = train_step.method, batch.action_mask_T
     if method.selection is not None:
         small, place_T = once_each(batch)
-        logprob_N = learner.trainer.scorer.logprobs(small)[place_T][mask_T]
+        logprob_N = train_step.trainer.scorer.logprobs(small)[place_T][mask_T]
         start_T = batch.sampler_logprob_T if batch.proximal_logprob_T is None else batch.proximal_logprob_T
         selected_N = method.selection(logprob_N, start_T[mask_T], batch.advantage_T[mask_T], seed)
         selected_T = torch.zeros_like(mask_T).masked_scatter(mask_T, selected_N)
@@ -311,7 +311,7 @@ def moving_part(learner: TrainStep, batch: Batch, seed: int) -> Batch | None:
         else:
             batch = replace(batch, selected_T=selected_T)
     moving = with_gradient(batch) if method.multiple else batch
-    return None if moving is None else without_twins(moving)
+    return None if moving is None else without_duplicates(moving)
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:
@@ -363,9 +363,9 @@ def _count_bounded(method: Method, batch: Batch, done: _Done) -> None:
     done.num_bounded += int(method.bounded(log_ratio_N, batch.segment_T[mask_T], batch.num_segments).sum())
 
 
-def _steer(learner: TrainStep, whole: Batch | None, record: dict[str, float]) -> dict[str, float]:
+def _steer(train_step: TrainStep, whole: Batch | None, record: dict[str, float]) -> dict[str, float]:
     """Adapt the KL penalty's coefficient to the divergence of this batch."""
-    control, method = learner.control, learner.method
+    control, method = train_step.control, train_step.method
     if control is None or whole is None:
         return {}
     used = control.coefficient

@@ -87,8 +87,8 @@ def read_measured(run: str | Path) -> MeasuredRun:
         )
     if not (config.rollout.max_staleness or config.engine.num_engines):
         raise PlanError(
-            f"run {run} drew its answers in the trainer's process, so nothing tells what a step of an engine "
-            "costs; run the recipe with engine.num_engines=1"
+            f"run {run} generated its answers in the trainer's process, so no event times a step of an "
+            "engine; run the recipe with engine.num_engines=1"
         )
     events = _lines(read_events, folder / "events.log")
     try:
@@ -107,8 +107,8 @@ def _measured(
 ) -> MeasuredRun:
     counted = records[NUM_FIRST:]
     if not any(event["kind"] == "dispatch" for event in events):
-        raise PlanError(f"run {run}: its event log does not say what was asked of engines; it is not whole")
-    arrived = [event for event in events if event["kind"] == "arrive"]
+        raise PlanError(f"run {run}: its event log has no dispatch; it is not whole")
+    completed = [event for event in events if event["kind"] == "completed"]
     taken = next(event["time_s"] for event in events if event["kind"] == "take")
     spans = [span for engine in _by_engine(events).values() for span in _spans(*engine, since_s=taken)]
     if len(spans) < LEAST_SPANS:
@@ -127,13 +127,13 @@ def _measured(
     own_s = min(one["time/weight_sync_s"] for one in counted) if ahead else 0.0
     return MeasuredRun(
         config,
-        num_engines=len({event["engine"] for event in arrived}),
+        num_engines=len({event["engine"] for event in completed}),
         num_ranks=config.mesh.num_ranks,
         num_batches=len(records),
         costs=Costs(
             service=StepCost(step_s, row_s, prompt_s),
             num_tokens=measured(_lengths(events)),
-            judge_s=measured(_judging(events)),
+            score_s=measured(_score_seconds(events)),
             load_s=constant(load_s),
             slots=config.engine.max_num_seqs,
             message_s=constant(0.0),
@@ -166,15 +166,15 @@ def _means(records: Sequence[Event]) -> dict[str, float]:
     }
 
 
-def _judging(events: Iterable[Event]) -> list[float]:
+def _score_seconds(events: Iterable[Event]) -> list[float]:
     """Return the scoring time of each group in seconds."""
-    asked: dict[int, float] = {}
+    submitted: dict[int, float] = {}
     found = []
     for event in events:
-        if event["kind"] == "judge":
-            asked |= dict.fromkeys(event["numbers"], event["time_s"])
+        if event["kind"] == "score":
+            submitted |= dict.fromkeys(event["numbers"], event["time_s"])
         elif event["kind"] == "finish":
-            found.append(event["time_s"] - asked[event["number"]])
+            found.append(event["time_s"] - submitted[event["number"]])
     return found
 
 
@@ -182,7 +182,7 @@ def _lengths(events: Iterable[Event]) -> list[float]:
     """Return the number of tokens of each turn, summed over its partial outputs."""
     found: dict[tuple[int, int, int], float] = defaultdict(float)
     for event in events:
-        if event["kind"] in ("part", "arrive"):
+        if event["kind"] in ("partial", "completed"):
             place = event["number"], event["sample"], event["turn"]
             found[place] += event["ended"] - event["began"]
     return list(found.values())
@@ -190,19 +190,19 @@ def _lengths(events: Iterable[Event]) -> list[float]:
 
 def _by_engine(events: Iterable[Event]) -> dict[str, tuple[list[Event], list[int]]]:
     """Return for each engine its results with their submission times, and the steps of its weight updates."""
-    drawn: dict[str, list[Event]] = defaultdict(list)
+    results: dict[str, list[Event]] = defaultdict(list)
     loads: dict[str, list[int]] = defaultdict(list)
-    asked: dict[tuple[int, int], float] = {}
+    submitted: dict[tuple[int, int], float] = {}
     for event in events:
         match event["kind"]:
             case "dispatch":
-                asked |= {(event["number"], sample): event["time_s"] for sample in event["samples"]}
-            case "arrive" | "part":
-                asked_s = asked[event["number"], event["sample"]]
-                drawn[event["engine"]].append({**event, "asked_s": asked_s})
-            case "load" if event["version"] and event.get("at") is not None:
+                submitted |= {(event["number"], sample): event["time_s"] for sample in event["samples"]}
+            case "completed" | "partial":
+                submitted_s = submitted[event["number"], event["sample"]]
+                results[event["engine"]].append({**event, "submitted_s": submitted_s})
+            case "weights_loaded" if event["step"] and event.get("at") is not None:
                 loads[event["engine"]].append(event["at"])
-    return {name: (given, loads[name]) for name, given in drawn.items()}
+    return {name: (of_engine, loads[name]) for name, of_engine in results.items()}
 
 
 def _spans(
@@ -215,31 +215,31 @@ def _spans(
             f"the event log counts steps of an engine that cannot be, up to {last}; measure another run"
         )
     change, new = np.zeros((2, last + 1), np.int64)
-    heard: dict[int, float] = {}
-    begun: dict[int, float] = {}
+    received: dict[int, float] = {}
+    started: dict[int, float] = {}
     prompts: dict[int, set[int]] = defaultdict(set)
     for event in answers:
         began, ended = event["began"], event["ended"]
         change[began] += 1
         new[began] += 1
         change[ended] -= 1
-        heard.setdefault(ended, event["time_s"])
-        begun[began] = max(begun.get(began, 0.0), event["asked_s"])
+        received.setdefault(ended, event["time_s"])
+        started[began] = max(started.get(began, 0.0), event["submitted_s"])
         prompts[began].add(event["number"])
     running = np.cumsum(change)
     rows = np.concatenate([[0], np.cumsum(running)])
     # An idle engine does not count steps: if all requests are new, the engine may have been idle before.
-    woken = {step for step in begun if running[step] == new[step]}
-    places = sorted({*heard, *woken})
+    resumed = {step for step in started if running[step] == new[step]}
+    places = sorted({*received, *resumed})
     found = []
     for first, then in zip(places, places[1:], strict=False):
-        from_s = max(begun[first] if first in woken else 0.0, heard.get(first, 0.0))
-        if then not in heard or from_s < since_s:
+        from_s = max(started[first] if first in resumed else 0.0, received.get(first, 0.0))
+        if then not in received or from_s < since_s:
             continue
         num_prompts = sum(len(prompts[step]) for step in range(first, then) if step in prompts)
-        updates = sum(first <= at < then and not (at == first and first in woken) for at in loads)
+        updates = sum(first <= at < then and not (at == first and first in resumed) for at in loads)
         found.append(
-            (heard[then] - from_s, then - first, int(rows[then] - rows[first]), num_prompts, updates)
+            (received[then] - from_s, then - first, int(rows[then] - rows[first]), num_prompts, updates)
         )
     return found
 

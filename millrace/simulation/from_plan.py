@@ -130,14 +130,14 @@ def planned_machines(
         taken = f", since --gpus {gpus} names none ({gpus}xH200 does)"
         gpus = f"{gpus}x{USUAL}"
     num_gpus, gpu = parse_gpus(gpus)
-    drawn = given_lengths(config, lengths)
-    mean = mean_tokens(config, drawn)
+    answer_lengths = given_lengths(config, lengths)
+    mean = mean_tokens(config, answer_lengths)
     # Sampling and training use different accelerators, or the same ones in turns.
     whole = replace(work, colocated=True)
     usual = replace(whole, completion_tokens=max(1, round(mean)))
-    planned = _Planned(config, shape, gpu, whole, usual, drawn, refuse, mfu)
+    planned = _Planned(config, shape, gpu, whole, usual, answer_lengths, refuse, mfu)
     source = f"{num_gpus} x {gpu.name}{taken}, as millrace plan counts at {mfu:.0%} of the peak"
-    return Machines(num_gpus, planned.run, f"{source}; {_told(config, mean)}")
+    return Machines(num_gpus, planned.run, f"{source}; {_length_text(config, mean)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class _Planned:
             costs=Costs(
                 service=planned_service(shape, usual, fit.memory, gpu, mfu=self.mfu, num_running=at_once),
                 num_tokens=self.lengths,
-                judge_s=constant(0.0),
+                score_s=constant(0.0),
                 load_s=constant(0.0),
                 recompute=self.config.rollout.kv_on_update == "recompute",
                 slots=slots,
@@ -204,11 +204,11 @@ def measured_machines(config: RunConfig, found: MeasuredRun, gpus: str, lengths:
     if lengths is not None:
         costs = replace(costs, num_tokens=given_lengths(config, lengths))
     mean = mean_tokens(config, costs.num_tokens)
-    source = f"{gpus} machines like those of the run; {_told(config, mean)}"
+    source = f"{gpus} machines like those of the run; {_length_text(config, mean)}"
     return Machines(int(gpus), partial(measured_work, config, replace(found, costs=costs)), source)
 
 
-def _told(config: RunConfig, mean: float) -> str:
+def _length_text(config: RunConfig, mean: float) -> str:
     return f"{mean:,.0f} tokens an answer on average, {config.rollout.max_tokens:,} at most"
 
 

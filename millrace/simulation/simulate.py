@@ -19,7 +19,7 @@ from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
 from millrace.planner.durations import share_of
 from millrace.rollout.manager import RolloutManager
-from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, unheard
+from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, discard_event
 from millrace.simulation.simulated_backend import SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
 from millrace.types import Prompt, SamplingParams
@@ -165,7 +165,7 @@ def simulate(
     num_first: int = 0,
     ends: bool = False,
     seed: int = 0,
-    note: EventCallback = unheard,
+    log_event: EventCallback = discard_event,
 ) -> Simulated:
     """Simulate a run.
 
@@ -175,7 +175,7 @@ def simulate(
         num_first: number of first batches to exclude from the result, while the engines fill up.
         ends: whether the run ends after them, so that no group starts without a place in a batch.
         seed: of all random numbers.
-        note: receives every decision of the controller.
+        log_event: receives every decision of the controller.
 
     Raises:
         ValueError: all batches are excluded.
@@ -184,33 +184,33 @@ def simulate(
         raise ValueError(f"{num_first} of {num_batches} batches do not count, so none is left")
     unit = math.ceil(work.max_tokens / UNITS)
     stretches: list[Stretch] = []
-    runtime = SimulatedBackend(
+    backend = SimulatedBackend(
         work.num_engines,
         _in_units(work, unit),
         seed=seed,
         watch=lambda *told: stretches.append(Stretch(*told)),
     )
-    further = 0 if ends else work.rules.staleness + 1
-    flow = StalenessController(work.rules, num_batches=num_batches + further, note=note)
-    rollouts = _rollouts(work, runtime, flow, unit, seed, note)
+    num_more = 0 if ends else work.rules.staleness + 1
+    controller = StalenessController(work.rules, num_batches=num_batches + num_more, log_event=log_event)
+    rollouts = _rollouts(work, backend, controller, unit, seed, log_event)
     rollouts.begin(0)
     ahead, steps = work.rules.staleness > 0, []
     for batch in range(num_batches):
-        begin_s = runtime.now()
-        rolled = rollouts.next_batch(DEADLINE_S)
-        taken_s = runtime.now()
-        num_units = sum(t.num_actions for group in rolled.groups for t in group.trajectories)
+        begin_s = backend.now()
+        rollout_batch = rollouts.next_batch(DEADLINE_S)
+        taken_s = backend.now()
+        num_units = sum(t.num_actions for group in rollout_batch.groups for t in group.trajectories)
         trained_s = taken_s + work.train_s(num_units * unit, share_of(seed * APART + batch))
-        while runtime.now() < trained_s:
-            rollouts.advance(trained_s - runtime.now())
+        while backend.now() < trained_s:
+            rollouts.advance(trained_s - backend.now())
         if ahead:
-            rollouts.wait_until_published(DEADLINE_S)
-        rollouts.published(batch + 1)
+            rollouts.wait_for_weights(DEADLINE_S)
+        rollouts.update_weights(batch + 1)
         if not ahead:
-            rollouts.wait_until_published(DEADLINE_S)
+            rollouts.wait_for_weights(DEADLINE_S)
         steps.append(
             SimulatedStep(
-                begin_s, taken_s, trained_s, runtime.now(), num_units * unit, rolled.taken.staleness
+                begin_s, taken_s, trained_s, backend.now(), num_units * unit, rollout_batch.taken.staleness
             )
         )
     return Simulated(work.num_engines, tuple(steps[num_first:]), tuple(stretches))
@@ -233,11 +233,11 @@ def _in_units(work: Work, unit: int) -> Costs:
 
 def _rollouts(
     work: Work,
-    runtime: SimulatedBackend,
-    flow: StalenessController,
+    backend: SimulatedBackend,
+    controller: StalenessController,
     unit: int,
     seed: int,
-    note: EventCallback,
+    log_event: EventCallback,
 ) -> RolloutManager:
     num_prompts = (work.rules.staleness + 2) * work.rules.groups_per_step
     rest, max_units = (0,) * max(0, round(work.prompt_tokens / unit) - 1), math.ceil(work.max_tokens / unit)
@@ -247,14 +247,14 @@ def _rollouts(
         return SamplingParams(max_tokens=max_units, seed=seed * APART + number * work.num_samples + sample)
 
     return RolloutManager(
-        flow,
-        runtime,
+        controller,
+        backend,
         PromptStream(prompts, seed=0, shuffle=False),
         prompts={prompt.id: prompt for prompt in prompts},
         environment=SingleTurn,
         params=params,
         num_samples=work.num_samples,
-        note=note,
+        log_event=log_event,
     )
 
 

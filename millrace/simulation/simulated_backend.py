@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from millrace.planner.durations import Quantile, constant, exponential
 from millrace.rollout.backend import (
-    RETIRED,
+    DRAINED,
     EngineJoined,
     EngineLost,
     Event,
@@ -48,8 +48,8 @@ class Faults:
         load_hangs: fraction of weight updates that are never verified.
         restart_s: from a loss until another engine joins.
         restarts: maximum number of lost engines that are replaced.
-        asks_every_s: mean seconds until the next scale request.
-        asks_most: maximum number of engines in a request.
+        scale_every_s: mean seconds until the next scale request.
+        scale_most: maximum number of engines in a request.
         refused: fraction of the requested engines that cannot be started.
     """
 
@@ -65,8 +65,8 @@ class Faults:
     load_hangs: float = 0.0
     restart_s: Quantile = field(default=constant(1.0))
     restarts: int = 1_000_000
-    asks_every_s: float = math.inf
-    asks_most: int = 4
+    scale_every_s: float = math.inf
+    scale_most: int = 4
     refused: float = 0.0
 
 
@@ -98,12 +98,12 @@ class SimulatedBackend(Unrecorded):
         self._num_planned, self._num_engines, self._num_lost = 0, 0, 0
         self._ready: list[Event] = []
         self._engines: dict[str, VirtualEngine] = {}
-        self._last_loss, self._offered = "there never was one", -1
+        self._last_loss, self._newest_version = "there never was one", -1
         # The target number of engines, and how many are starting.
-        self._wanted, self._num_coming = num_engines, 0
+        self._target, self._num_starting = num_engines, 0
         for _ in range(num_engines):
             self._start_engine()
-        self._ask_later()
+        self._plan_scale_request()
 
     def now(self) -> float:
         """Return the time of the virtual clock in seconds."""
@@ -113,11 +113,11 @@ class SimulatedBackend(Unrecorded):
         """Return the names of the live engines."""
         return list(self._engines)
 
-    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
+    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
         """Submit requests."""
         if (one := self._engines.get(engine)) is not None:
             one.advance(self._now_s)
-            one.add(draws)
+            one.add(requests)
             self._plan_next(one)
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
@@ -126,17 +126,17 @@ class SimulatedBackend(Unrecorded):
             return
         one.advance(self._now_s)
         for id in ids:
-            if id in one.draws:
-                self._tell(one.end(id, aborted=True))
+            if id in one.requests:
+                self._emit(one.end(id, aborted=True))
         self._plan_next(one)
 
-    def offer(self, version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Set the newest weights."""
-        self._offered = version
+        self._newest_version = version
 
     def load(self, engine: str, version: int) -> None:
         """Load new weights, after a load in progress."""
-        assert version == self._offered, "weights that were not offered may have changed since"
+        assert version == self._newest_version, "only the newest copied weights can be loaded"
         if (one := self._engines.get(engine)) is None or one.hangs:
             return
         faults, chance = self._faults, self._random.random()
@@ -154,34 +154,34 @@ class SimulatedBackend(Unrecorded):
             return
         self._last_loss = f"{engine}: {reason}"
         self._num_lost += 1
-        self._tell(EngineLost(engine, reason))
+        self._emit(EngineLost(engine, reason))
         self._replace()
 
-    def want(self, number: int) -> None:
+    def scale(self, number: int) -> None:
         """Start missing engines, and cancel the start of surplus ones."""
-        self._wanted = number
-        while len(self._engines) + self._num_coming < self._wanted:
+        self._target = number
+        while len(self._engines) + self._num_starting < self._target:
             if self._engines and self._random.random() < self._faults.refused:
-                self._wanted = len(self._engines) + self._num_coming
-                self._tell(ScaleRequest(self._wanted, "there is no room"))
+                self._target = len(self._engines) + self._num_starting
+                self._emit(ScaleRequest(self._target, "there is no room"))
             else:
-                self._come()
+                self._plan_start()
 
     def retire(self, engine: str) -> None:
         """Stop a surplus engine."""
         if self._engines.pop(engine, None) is not None:
-            self._tell(EngineLost(engine, RETIRED))
+            self._emit(EngineLost(engine, DRAINED))
             self._replace()
 
-    def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
         """Score texts."""
         if self._random.random() < self._faults.reward:
             outcomes = tuple(Outcome.failure("the reward died") for _ in texts)
         else:
             reward = self._costs.reward
             outcomes = tuple(Outcome("score", reward(p, t)) for p, t in zip(prompts, texts, strict=True))
-        done_s = self._now_s + self._costs.judge_s(self._random.random())
-        self._at(done_s, lambda: self._tell(ScoreResult(id, outcomes)))
+        done_s = self._now_s + self._costs.score_s(self._random.random())
+        self._at(done_s, lambda: self._emit(ScoreResult(id, outcomes)))
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Advance the clock until the next event, or by the timeout.
@@ -189,7 +189,7 @@ class SimulatedBackend(Unrecorded):
         Raises:
             EnginesGone: no event can occur any more.
         """
-        if not self._engines and not self._num_coming and self._num_lost > self._faults.restarts:
+        if not self._engines and not self._num_starting and self._num_lost > self._faults.restarts:
             raise EnginesGone(f"no engine is left, and none is started again; the last was {self._last_loss}")
         end_s = self._now_s + timeout_s
         while self._agenda and self._agenda[0][0] <= (self._now_s if self._ready else end_s):
@@ -209,7 +209,7 @@ class SimulatedBackend(Unrecorded):
         self._num_planned += 1
         heapq.heappush(self._agenda, (when_s, self._num_planned, happen))
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         """Schedule the delivery of an event, perhaps late or twice."""
         faults, chance = self._faults, self._random.random
         arrives_s = self._now_s + self._costs.message_s(chance())
@@ -239,27 +239,27 @@ class SimulatedBackend(Unrecorded):
     def _replace(self) -> None:
         """Start engines up to the target number, while restarts are left."""
         while (
-            len(self._engines) + self._num_coming < self._wanted and self._num_lost <= self._faults.restarts
+            len(self._engines) + self._num_starting < self._target and self._num_lost <= self._faults.restarts
         ):
-            self._come()
+            self._plan_start()
 
-    def _come(self) -> None:
-        self._num_coming += 1
+    def _plan_start(self) -> None:
+        self._num_starting += 1
         self._at(self._now_s + self._faults.restart_s(self._random.random()), self._join)
 
     def _join(self) -> None:
-        self._num_coming -= 1
-        if len(self._engines) < self._wanted:
-            self._tell(EngineJoined(self._start_engine()))
+        self._num_starting -= 1
+        if len(self._engines) < self._target:
+            self._emit(EngineJoined(self._start_engine()))
 
-    def _ask_later(self) -> None:
-        if self._faults.asks_every_s < math.inf:
-            asked_s = self._now_s + exponential(self._faults.asks_every_s)(self._random.random())
-            self._at(asked_s, self._ask)
+    def _plan_scale_request(self) -> None:
+        if self._faults.scale_every_s < math.inf:
+            request_s = self._now_s + exponential(self._faults.scale_every_s)(self._random.random())
+            self._at(request_s, self._request_scale)
 
-    def _ask(self) -> None:
-        self._tell(ScaleRequest(self._random.randint(1, self._faults.asks_most)))
-        self._ask_later()
+    def _request_scale(self) -> None:
+        self._emit(ScaleRequest(self._random.randint(1, self._faults.scale_most)))
+        self._plan_scale_request()
 
     def _hang(self, name: str) -> None:
         if (one := self._engines.get(name)) is None:
@@ -273,11 +273,11 @@ class SimulatedBackend(Unrecorded):
         if one.hangs or one.name not in self._engines:
             return
         one.advance(self._now_s)
-        one.take_weights(version)
+        one.set_weights(version)
         if self._costs.recompute:
             one.recompute()
             self._plan_next(one)
-        self._tell(WeightsLoaded(one.name, version, math.ceil(one.clock)))
+        self._emit(WeightsLoaded(one.name, version, math.ceil(one.clock)))
 
     def _plan_next(self, one: VirtualEngine) -> None:
         """Schedule the end of the engine's next request; a later change of the engine cancels it."""
@@ -291,5 +291,5 @@ class SimulatedBackend(Unrecorded):
             return
         one.advance(self._now_s)
         for id in one.pop_ended():
-            self._tell(one.end(id))
+            self._emit(one.end(id))
         self._plan_next(one)

@@ -27,7 +27,7 @@ class Costs:
     Attributes:
         service: step time model of an engine.
         num_tokens: length of an answer, before truncation to `max_tokens`.
-        judge_s: seconds of a reward call.
+        score_s: seconds of a reward call.
         load_s: seconds of a weight update, during which an engine generates nothing.
         recompute: whether the keys and values of running requests are recomputed then, a prompt once.
         slots: maximum number of running requests of an engine; the others wait in FIFO order.
@@ -38,7 +38,7 @@ class Costs:
 
     service: StepCost = StepCost()
     num_tokens: Quantile = field(default=constant(100.0))
-    judge_s: Quantile = field(default=constant(0.1))
+    score_s: Quantile = field(default=constant(0.1))
     load_s: Quantile = field(default=constant(0.5))
     recompute: bool = False
     slots: int = 1_000_000
@@ -58,12 +58,12 @@ class VirtualEngine:
         self.hangs = False
         self.clock, self.at_s, self.busy_until_s = 0.0, 0.0, 0.0
         # Each with the clock at its start, infinite while it waits, and its remaining length.
-        self.draws: dict[str, tuple[GenerateRequest, float, int]] = {}
+        self.requests: dict[str, tuple[GenerateRequest, float, int]] = {}
         self.plan = 0
         self._costs, self._slowness, self._watch = costs, slowness, watch
         self._ends: list[tuple[float, int, str]] = []
         self._waiting: deque[str] = deque()
-        self._num_begun = self._num_running = 0
+        self._num_started = self._num_running = 0
         self._weights: list[tuple[float, int]] = []
 
     def advance(self, now_s: float) -> None:
@@ -80,79 +80,79 @@ class VirtualEngine:
         self.busy_until_s = begin_s + seconds
         self._watch(self.name, begin_s, self.busy_until_s, num_running)
 
-    def add(self, draws: Sequence[GenerateRequest]) -> None:
+    def add(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue requests and start those with a free slot; a shared prompt is computed once."""
-        num_known: float = sum(map(len, {draw.prompt for draw in draws}))
-        for draw in draws:
-            wanted = round(self._costs.num_tokens(share_of(draw.params.seed)))
-            left = max(1, min(draw.params.max_tokens, wanted) - _num_drawn(draw))
-            self.draws[draw.id] = (draw, math.inf, left)
-            self._waiting.append(draw.id)
-            num_known += _num_drawn(draw)
+        num_known: float = sum(map(len, {request.prompt for request in requests}))
+        for request in requests:
+            length = round(self._costs.num_tokens(share_of(request.params.seed)))
+            left = max(1, min(request.params.max_tokens, length) - _num_partial(request))
+            self.requests[request.id] = (request, math.inf, left)
+            self._waiting.append(request.id)
+            num_known += _num_partial(request)
         self._begin()
         self._compute(num_known)
 
     def end(self, id: str, *, aborted: bool = False) -> GenerateResult:
         """End a request and return its result."""
-        draw, start, length = self._pop(id)
+        request, start, length = self._pop(id)
         if aborted:
             length = max(0, min(length - 1, int(self.clock - start)))
         versions = self._versions(start, length)
-        seed = draw.params.seed
+        seed = request.params.seed
         tokens = ((seed & 0xFFFF,) + (_WORD,) * length)[:length]
-        if draw.drawn is not None:
-            tokens = draw.drawn.token_ids + (_WORD,) * length
-            versions = np.concatenate((draw.drawn.versions, versions))
+        if request.partial_output is not None:
+            tokens = request.partial_output.token_ids + (_WORD,) * length
+            versions = np.concatenate((request.partial_output.versions, versions))
         total = len(tokens)
         completion = Completion(
             token_ids=tokens,
             logprobs=np.full(total, -1.0, np.float32),
             versions=versions,
-            finish_reason="abort" if aborted else "length" if total == draw.params.max_tokens else "stop",
+            finish_reason="abort" if aborted else "length" if total == request.params.max_tokens else "stop",
             text=str(seed % self._costs.num_answers),
         )
         return GenerateResult(self.name, id, completion, math.ceil(start), math.ceil(start) + length)
 
     def _pop(self, id: str) -> tuple[GenerateRequest, float, int]:
         """Remove a request; return it with its start clock and its length, which is 0 if it never started."""
-        draw, start, length = self.draws.pop(id)
+        request, start, length = self.requests.pop(id)
         if start == math.inf:
-            return draw, self.clock, 0
+            return request, self.clock, 0
         self._num_running -= 1
         self._begin()
-        return draw, start, length
+        return request, start, length
 
     def recompute(self) -> None:
         """Recompute the keys and values of all running requests."""
-        running = [(draw, start) for draw, start, _ in self.draws.values() if start < math.inf]
-        num_known: float = sum(map(len, {draw.prompt for draw, _ in running}))
-        for draw, start in running:
-            num_known += self.clock - start + _num_drawn(draw)
+        running = [(request, start) for request, start, _ in self.requests.values() if start < math.inf]
+        num_known: float = sum(map(len, {request.prompt for request, _ in running}))
+        for request, start in running:
+            num_known += self.clock - start + _num_partial(request)
         self._compute(num_known)
 
     def _begin(self) -> None:
         while self._waiting and self._num_running < self._costs.slots:
             id = self._waiting.popleft()
-            if id in self.draws:
-                draw, _, length = self.draws[id]
-                self.draws[id] = (draw, self.clock, length)
-                self._num_begun += 1
+            if id in self.requests:
+                request, _, length = self.requests[id]
+                self.requests[id] = (request, self.clock, length)
+                self._num_started += 1
                 self._num_running += 1
-                heapq.heappush(self._ends, (self.clock + length, self._num_begun, id))
+                heapq.heappush(self._ends, (self.clock + length, self._num_started, id))
 
     def _compute(self, num_tokens: float) -> None:
         self.stop_for(num_tokens * self._costs.service.prompt_token_s * self._slowness, self._num_running)
 
-    def take_weights(self, version: int) -> None:
+    def set_weights(self, version: int) -> None:
         """Generate with this version from here on."""
-        oldest = min((start for _, start, _ in self.draws.values()), default=self.clock)
+        oldest = min((start for _, start, _ in self.requests.values()), default=self.clock)
         first = bisect_right(self._weights, oldest, key=lambda one: one[0]) - 1
         self._weights = [*self._weights[max(first, 0) :], (self.clock, version)]
 
     def _versions(self, start: float, length: int) -> np.ndarray:
         """Return the version of each token of a request; a token has that of the start of its step."""
         if not self._weights:
-            raise RuntimeError(f"{self.name} was asked to draw before it had weights")
+            raise RuntimeError(f"{self.name} got a request before it had weights")
         last_clock, last_version = self._weights[-1]
         if last_clock <= start:
             return np.full(length, last_version, np.int32)
@@ -163,7 +163,7 @@ class VirtualEngine:
 
     def next_end_s(self) -> float:
         """Return the time at which the next request ends, if nothing changes."""
-        while self._ends and self._ends[0][2] not in self.draws:
+        while self._ends and self._ends[0][2] not in self.requests:
             heapq.heappop(self._ends)
         if not self._ends:
             return math.inf
@@ -175,13 +175,13 @@ class VirtualEngine:
         while self._ends and self._ends[0][0] <= self.clock + 1e-6:
             end, _, id = heapq.heappop(self._ends)
             self.clock = end if end > self.clock - 1e-6 else self.clock
-            if id in self.draws:
+            if id in self.requests:
                 yield id
 
     def _step_s(self) -> float:
         return self._costs.service.token_s(self._num_running) * self._slowness
 
 
-def _num_drawn(draw: GenerateRequest) -> int:
+def _num_partial(request: GenerateRequest) -> int:
     """Return the length of its partial output."""
-    return 0 if draw.drawn is None else len(draw.drawn.token_ids)
+    return 0 if request.partial_output is None else len(request.partial_output.token_ids)

@@ -33,7 +33,7 @@ def timeline_svg(runs: Mapping[str, Simulated], *, title: str) -> str:
         ValueError: there is no run.
     """
     if not runs:
-        raise ValueError("there is no run to draw")
+        raise ValueError("there is no run to plot")
     longest_s = NUM_STEPS * max(run.step_s for run in runs.values())
     window_s = min(longest_s, *(run.end_s - run.begin_s for run in runs.values()))
     body, top = _legend(), TOP
@@ -64,39 +64,39 @@ def _lanes(run: Simulated, window_s: float) -> Iterator[tuple[str, list[Bar]]]:
     num_lanes = min(run.num_engines, MOST_LANES)
     # The index of the first engine of each lane.
     first = [-(-number * run.num_engines // num_lanes) for number in range(num_lanes + 1)]
-    drawn = [[0.0] * NUM_BINS for _ in range(num_lanes)]
+    generating = [[0.0] * NUM_BINS for _ in range(num_lanes)]
     updated = [[0.0] * NUM_BINS for _ in range(num_lanes)]
     bin_s = window_s / NUM_BINS
     for name, begin_s, end_s, num_running in run.within():
         lane = int(re.sub(r"\D", "", name)) * num_lanes // run.num_engines
         each = 1 / (first[lane + 1] - first[lane])
         begin, end = (begin_s - run.begin_s) / bin_s, min((end_s - run.begin_s) / bin_s, float(NUM_BINS))
-        table = drawn[lane] if num_running else updated[lane]
+        table = generating[lane] if num_running else updated[lane]
         for place in range(int(begin), min(int(end) + 1, NUM_BINS)):
             share = max(0.0, min(end, place + 1) - max(begin, place))
             table[place] += share * each * max(1, num_running)
-    most = max((max(lane) for lane in drawn), default=0.0) or 1.0
+    most = max((max(lane) for lane in generating), default=0.0) or 1.0
     for number in range(num_lanes):
         begin, last = first[number], first[number + 1] - 1
         label = f"engine {begin}" if begin == last else f"{begin} to {last}"
-        yield label, list(_sampling(drawn[number], updated[number], most, bin_s))
+        yield label, list(_sampling(generating[number], updated[number], most, bin_s))
 
 
 def _training(run: Simulated, window_s: float) -> Iterator[Bar]:
     for step in run.steps:
         for begin_s, end_s, colour, what in (
             (step.taken_s, step.trained_s, TRAIN, "train"),
-            (step.trained_s, step.end_s, UPDATE, "publish"),
+            (step.trained_s, step.end_s, UPDATE, "weight update"),
         ):
             begin_s, end_s = begin_s - run.begin_s, min(end_s - run.begin_s, window_s)
             if begin_s < end_s:
                 yield begin_s, end_s, colour, 1.0, f"{what}: {number_text(end_s - begin_s)} s"
 
 
-def _sampling(drawn: list[float], updated: list[float], most: float, bin_s: float) -> Iterator[Bar]:
+def _sampling(generating: list[float], updated: list[float], most: float, bin_s: float) -> Iterator[Bar]:
     """Merge neighbouring bins of the same shade into bars."""
     shades: list[tuple[str, float]] = []
-    for running, updating in zip(drawn, updated, strict=True):
+    for running, updating in zip(generating, updated, strict=True):
         if updating > 0.5:
             shades.append((UPDATE, NUM_SHADES))
         else:
@@ -107,8 +107,8 @@ def _sampling(drawn: list[float], updated: list[float], most: float, bin_s: floa
             continue
         colour, shade = shades[begin]
         if shade:
-            mean = sum(drawn[begin:place]) / (place - begin)
-            what = "take weights" if colour == UPDATE else f"{number_text(mean)} answers at once"
+            mean = sum(generating[begin:place]) / (place - begin)
+            what = "load weights" if colour == UPDATE else f"{number_text(mean)} answers at once"
             yield begin * bin_s, place * bin_s, colour, 0.15 + 0.85 * shade / NUM_SHADES, what
         begin = place
 
@@ -126,7 +126,7 @@ def _rect(bar: Bar, window_s: float, top: int) -> str:
 def _legend() -> str:
     parts, left = [], 16
     for colour, what in (
-        (ENGINE, "engines draw; darker: more answers at once"),
+        (ENGINE, "engines generate; darker: more answers at once"),
         (UPDATE, "new weights"),
         (TRAIN, "training"),
     ):

@@ -9,13 +9,13 @@ from tests.close import close_fp64
 
 
 def arrive(ended: int, time_s: float) -> dict[str, object]:
-    return {"kind": "arrive", "ended": ended, "time_s": time_s}
+    return {"kind": "completed", "ended": ended, "time_s": time_s}
 
 
 def test_an_update_costs_what_the_steps_around_it_do_not_explain():
     events = [arrive(n, 0.5 * n) for n in range(1, 5)]
     # Answers of one step come one by one; the load is between step 4 and step 6, which take 1 s without it.
-    events += [arrive(4, 2.2), {"kind": "load", "at": 4, "time_s": 2.3}]
+    events += [arrive(4, 2.2), {"kind": "weights_loaded", "at": 4, "time_s": 2.3}]
     events += [arrive(n, 0.5 * n + 3.0) for n in range(6, 10)]
     found = async_overlap.updates(events)
     close_fp64(found["engine_step_s"], 0.5)

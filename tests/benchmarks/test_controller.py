@@ -13,10 +13,10 @@ from tests.close import close_fp64
 def test_time_of_the_simulation_is_not_the_controllers(monkeypatch):
     ticks = itertools.count(step=4.0)
     monkeypatch.setattr(controller.time, "process_time", lambda: next(ticks))
-    runtime = controller.Watched(1, Costs())
-    order = controller.timed(runtime, lambda name: f"did {name}")
-    assert [order("this"), order("that")] == ["did this", "did that"]
-    close_fp64(runtime.seconds, 8.0)
+    backend = controller.Watched(1, Costs())
+    command = controller.timed(backend, lambda name: f"did {name}")
+    assert [command("this"), command("that")] == ["did this", "did that"]
+    close_fp64(backend.seconds, 8.0)
 
 
 def test_a_run_is_whole(tmp_path):

@@ -19,7 +19,7 @@ from tests.cli.lab import Lab, Result
 from tests.forked import forked_engines
 
 RUN = "runs/tiny-1"
-TOLD = {"wanted": 2, "doing": {"engine-0": "draws 4 answers"}, "reason": "", "asked": ""}
+TOLD = {"target": 2, "activity": {"engine-0": "generates 4 answers"}, "reason": "", "last_request": ""}
 
 
 def aside(lab: Lab) -> None:
@@ -31,7 +31,7 @@ def aside(lab: Lab) -> None:
     recipe.write_text(yaml.safe_dump(told))
 
 
-def going_on(lab: Lab, told: dict[str, Any] | None = None, number: str = "3") -> Result:
+def while_running(lab: Lab, told: dict[str, Any] | None = None, number: str = "3") -> Result:
     """Ask for engines of a run while another process seems to train it, and to say this in its status."""
     status = {"pid": 7, "at": {"stage": "reinforcement", "step": 0, "steps": 1}, "waits": []}
     if told is not None:
@@ -47,24 +47,24 @@ def killed(lab: Lab) -> Result:
     return lab("engines", RUN, "3")
 
 
-def unheard(lab: Lab) -> Result:
+def unread(lab: Lab) -> Result:
     seconds = iter(range(0, 1000, 50))
     clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda seconds: None)
     lab.patch.setattr(scaling, "time", clock)
     aside(lab)
-    return going_on(lab, TOLD)
+    return while_running(lab, TOLD)
 
 
 def ends_meanwhile(lab: Lab) -> Result:
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: Path(RUN, "status.json").unlink())
     lab.patch.setattr(scaling, "time", clock)
     aside(lab)
-    return going_on(lab, TOLD)
+    return while_running(lab, TOLD)
 
 
 def no_room(lab: Lab) -> Result:
     """The run is asked at its first look, and each engine but the first needs room on a full cluster."""
-    real, asked = handle.start, [[ScaleRequest(2)]]
+    real, requests = handle.start, [[ScaleRequest(2)]]
     group = SimpleNamespace(wait=lambda limit_s: False)
     util = SimpleNamespace(placement_group=lambda shares: group, remove_placement_group=lambda group: None)
     ray = SimpleNamespace(util=util, available_resources=dict)
@@ -75,50 +75,50 @@ def no_room(lab: Lab) -> Result:
         return real(name, *given, **options)
 
     lab.patch.setattr(handle, "start", start)
-    lab.patch.setattr(ScaleRequestFile, "look", lambda self: asked.pop() if asked else [])
+    lab.patch.setattr(ScaleRequestFile, "poll", lambda self: requests.pop() if requests else [])
     with forked_engines():
         return lab.train("steps=2", "engine.num_engines=1")
 
 
 ENGINES: dict[str, Callable[[Lab], Result]] = {
-    "fewer than one engine is asked for": lambda lab: (aside(lab), going_on(lab, TOLD, "0"))[1],
+    "fewer than one engine is requested": lambda lab: (aside(lab), while_running(lab, TOLD, "0"))[1],
     "the run is over": lambda lab: (aside(lab), lab("engines", RUN, "3"))[1],
     "the run was killed": killed,
-    "the trainer's process draws": lambda lab: (lab.train("steps=1"), going_on(lab))[1],
-    "trainer and engine take turns": lambda lab: (lab.train("engine.colocated=true"), going_on(lab))[1],
-    "the run warms up, or has just begun": lambda lab: (aside(lab), going_on(lab))[1],
-    "the run does not hear it": unheard,
-    "the run ends before it hears it": ends_meanwhile,
+    "the engine runs in the trainer's process": lambda lab: (lab.train("steps=1"), while_running(lab))[1],
+    "trainer and engine take turns": lambda lab: (lab.train("engine.colocated=true"), while_running(lab))[1],
+    "the run warms up, or has just begun": lambda lab: (aside(lab), while_running(lab))[1],
+    "the run does not read the request": unread,
+    "the run ends before it reads the request": ends_meanwhile,
     "there is no room for one engine more": no_room,
 }
 
 
 def test_it_says_what_the_status_of_the_run_says(lab):
     aside(lab)
-    result = going_on(lab, TOLD, "")
-    expected = f"run {RUN}: 2 engines wanted, 1 there\n  engine-0 draws 4 answers\n  1 starting\n"
+    result = while_running(lab, TOLD, "")
+    expected = f"run {RUN}: target 2 engines, 1 alive\n  engine-0: generates 4 answers\n  1 starting\n"
     assert (result.code, result.err, result.out) == (0, "", expected)
 
 
-def test_what_is_asked_is_said_once_the_run_has_heard_it(lab):
+def test_the_answer_comes_once_the_run_has_read_the_request(lab):
     def answer(_: float) -> None:
-        request = json.loads(Path(RUN, "wanted.json").read_text())
+        request = json.loads(Path(RUN, "scale.json").read_text())
         assert request["engines"] == 3
         told = json.loads(Path(RUN, "status.json").read_text())
-        told["engines"] |= {"wanted": 3, "asked": request["id"]}
+        told["engines"] |= {"target": 3, "last_request": request["id"]}
         Path(RUN, "status.json").write_text(json.dumps(told))
 
     lab.patch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=answer))
     aside(lab)
-    result = going_on(lab, TOLD)
-    assert result.err == f"waiting for run {RUN} to hear it, at most 60 s\n"
+    result = while_running(lab, TOLD)
+    assert result.err == f"waiting for run {RUN} to read the request, at most 60 s\n"
     assert result.out.splitlines() == [
-        f"run {RUN}: 3 engines wanted, 1 there",
-        "  engine-0 draws 4 answers",
+        f"run {RUN}: target 3 engines, 1 alive",
+        "  engine-0: generates 4 answers",
         "  2 starting",
     ]
 
 
-def test_what_was_not_heard_is_forgotten(lab):
-    unheard(lab)
-    assert not Path(RUN, "wanted.json").exists()
+def test_an_unread_request_is_deleted(lab):
+    unread(lab)
+    assert not Path(RUN, "scale.json").exists()

@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.algorithms.losses import ppo_clip
 from millrace.algorithms.weights import sequence_mean, token_mean
 from millrace.data.batch import Batch
-from millrace.data.packing import once_each, pack, pack_demonstrations, with_gradient, without_twins
+from millrace.data.packing import once_each, pack, pack_demonstrations, with_gradient, without_duplicates
 from millrace.types import Completion, Outcome, Trajectory, Turn
 from tests.close import close_fp32, close_fp64
 from tests.data.pieces import weighed
@@ -164,7 +164,7 @@ def twins(*, versions: tuple[int, int] = (0, 0), rewards: tuple[float, float] = 
 
 def test_twins_become_one_segment_with_the_sum_of_their_weights() -> None:
     batch = twins()
-    found = without_twins(batch)
+    found = without_duplicates(batch)
     assert found.token_T.tolist() == [1, 2, 3, 4, 1, 5, 6, 7, 1, 2, 4, 3]
     assert found.segment_T.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
     # Tokens 2 and 3 of the first segment stand at 2, 10, 18 and at 3, 11, 19 of the whole row.
@@ -174,16 +174,16 @@ def test_twins_become_one_segment_with_the_sum_of_their_weights() -> None:
 
 
 def test_segments_that_differ_in_anything_are_no_twins() -> None:
-    assert without_twins(twins(versions=(3, 0))).num_segments == 4
-    assert without_twins(twins(versions=(3, 3))).num_segments == 4
-    assert without_twins(twins(rewards=(0.5, 1.0))).num_segments == 4
+    assert without_duplicates(twins(versions=(3, 0))).num_segments == 4
+    assert without_duplicates(twins(versions=(3, 3))).num_segments == 4
+    assert without_duplicates(twins(rewards=(0.5, 1.0))).num_segments == 4
     alone = twins(versions=(1, 2))
-    assert without_twins(alone) is alone
+    assert without_duplicates(alone) is alone
     for name in ("advantage_T", "sampler_logprob_T", "token_T", "action_mask_T"):
         batch = twins()
         column_T = getattr(batch, name)
         column_T[10] = ~column_T[10] if column_T.dtype == torch.bool else column_T[10] + 1
-        assert without_twins(batch).num_segments == 4, name
+        assert without_duplicates(batch).num_segments == 4, name
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -192,7 +192,7 @@ def test_many_twins_change_neither_loss_nor_gradient(seed: int) -> None:
     kinds = torch.randint(0, 4, (20,), generator=generator).tolist()
     scored = [trajectory(([1] * (kind + 1), range(2, 4 + 2 * kind), 0)) for kind in kinds]
     batch = weighed(scored, [kind - 1.5 for kind in kinds], sequence_mean)
-    found = without_twins(batch)
+    found = without_duplicates(batch)
     assert found.num_segments == len(set(kinds))
     close_fp64(float(found.weight_T.sum()), 1.0, rtol=1e-6)
     close_fp64(gradient(found), gradient(batch), rtol=1e-5)
@@ -218,14 +218,14 @@ def filled(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_twins_agree_in_every_optional_field_and_keep_them(name: str) -> None:
-    found = without_twins(filled(twins()))
+    found = without_duplicates(filled(twins()))
     assert found.num_segments == 3
     assert getattr(found, name).tolist() == getattr(filled(found), name).tolist()
     batch = filled(twins())
     column_T = getattr(batch, name)
     assert column_T.unique().numel() > 1
     column_T[10] = ~column_T[10] if column_T.dtype == torch.bool else column_T[10] + 1
-    assert without_twins(batch).num_segments == 4
+    assert without_duplicates(batch).num_segments == 4
 
 
 def test_each_sequence_is_looked_at_once_whatever_else_differs() -> None:

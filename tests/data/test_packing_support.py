@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.data.batch import Batch
-from millrace.data.packing import once_each, pack, pack_demonstrations, with_gradient, without_twins
+from millrace.data.packing import once_each, pack, pack_demonstrations, with_gradient, without_duplicates
 from millrace.types import Completion, Outcome, Trajectory, Turn
 from tests.close import close_fp32
 from tests.data.pieces import drawn_among, weighed, words
@@ -110,7 +110,7 @@ def test_every_operation_keeps_supports_with_their_tokens(batch: Batch, data: st
 def test_twins_are_merged_with_their_supports(batch: Batch, data: st.DataObject) -> None:
     order = data.draw(st.lists(st.integers(0, batch.num_segments - 1), min_size=1, max_size=9))
     doubled = batch.select(order)
-    for small in (without_twins(doubled), once_each(doubled)[0]):
+    for small in (without_duplicates(doubled), once_each(doubled)[0]):
         assert small.num_segments == len(set(order))
         check_kept(batch, small)
     small, place_T = once_each(doubled)
@@ -144,9 +144,9 @@ def test_segments_drawn_among_other_tokens_are_no_twins(place: int, other: list[
         made.sampler_logprob_T = torch.zeros_like(made.sampler_logprob_T)
         return made
 
-    assert without_twins(batch_of(A)).num_segments == once_each(batch_of(A))[0].num_segments == 1
+    assert without_duplicates(batch_of(A)).num_segments == once_each(batch_of(A))[0].num_segments == 1
     batch = batch_of(other)
-    merged, (small, place_T) = without_twins(batch), once_each(batch)
+    merged, (small, place_T) = without_duplicates(batch), once_each(batch)
     assert merged.num_segments == small.num_segments == 2
     kept = [[[], [], *([[], []] if other is None else other)], [[], [], *A]]
     for found in (merged, small):
@@ -168,7 +168,7 @@ def test_a_batch_whose_last_segments_were_drawn_among_all_words_keeps_its_bounds
     every = episode(([1], drawn_among([3], None)))
     batch = weighed([some, every, every, some], [1.0] * 4)
     batch = replace(batch, sampler_logprob_T=torch.zeros(8))
-    merged = without_twins(batch)
+    merged = without_duplicates(batch)
     assert merged.support is not None
     assert words(merged.support) == [[], [3, 4], [], []]
     close_fp32(merged.weight_T, [0, 0.5, 0, 0.5])

@@ -63,7 +63,7 @@ def test_no_problem_is_on_both_sides_of_a_split(tmp_path: Path, seed: int, ident
     assert not set(train) & set(held)
     assert sorted(train) == sorted(row["meta"]["p"] for row in rows if row["meta"]["p"] not in held)
     assert split.num_held_out == 60 - len(train) - 8
-    assert (split.num_read, split.num_twins) == (60, 0)
+    assert (split.num_read, split.num_duplicates) == (60, 0)
 
 
 def test_the_seed_decides_what_is_held_out(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_twins_of_a_task_are_left_out_before_the_split(seed: int) -> None:
     settings = {"task": task, "task_size": 300, "eval_size": 20, "identity_column": "metadata.expression"}
     split = read_split(config("reasoning-gym:chain_sum", **settings), seed=seed)
     train, held = ([row["metadata"]["expression"] for row in side] for side in (split.train, split.eval))
-    assert len(set(train) | set(held)) == len(train) + len(held) == 300 - split.num_twins
+    assert len(set(train) | set(held)) == len(train) + len(held) == 300 - split.num_duplicates
     assert len(held) == 20
     assert split.num_read == 300
-    assert 100 < split.num_twins < 250
+    assert 100 < split.num_duplicates < 250
     assert split.num_held_out == 0
 
 

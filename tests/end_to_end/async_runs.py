@@ -67,7 +67,7 @@ def check_run(path: Path, *, steps: int, bound: int, sft: int = OVERRIDES["sft.s
     assert versions == sorted(set(versions))
     starts = {event["number"]: event["prompt"] for event in events if event["kind"] == "start"}
     # Of a group that is drawn again, what arrived last.
-    newest = {(e["number"], e["sample"]): e["newest"] for e in events if e["kind"] == "arrive"}
+    newest = {(e["number"], e["sample"]): e["newest_step"] for e in events if e["kind"] == "completed"}
     takes = [event for event in events if event["kind"] == "take"]
     for place, (take, batch, rows) in enumerate(zip(takes, batches, trained(path), strict=True)):
         told = [(row["prompt_id"], row["version"]) for row in rows]

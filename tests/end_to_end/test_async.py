@@ -53,8 +53,8 @@ def test_at_staleness_0_it_makes_no_difference_where_the_engine_is(folder):
     # Answers arrive one by one where the engine is elsewhere, and all together where it is not. There others
     # may be started while the trainer saves; what it does itself has one order.
     for kinds in (
-        ("begin", "start", "drop", "take", "publish"),
-        ("begin", "take", "publish", "send", "save"),
+        ("begin", "start", "drop", "take", "weights_updated"),
+        ("begin", "take", "weights_updated", "update_weights", "save"),
     ):
         assert decisions(there, *kinds) == decisions(here, *kinds)
     assert any(event["kind"] == "take" and event["left_out"] for event in events_of(here))
@@ -82,8 +82,8 @@ def test_the_bound_holds_whatever_becomes_of_old_groups(flow, folder):
     greatest = check_run(folder / "runs" / name, steps=AHEAD["steps"], bound=2)
     assert max(greatest) > 0
     if "rollout.partial_rollout" in flow:
-        arrived = [event for event in events_of(folder / "runs" / name) if event["kind"] == "arrive"]
-        assert all(event["oldest"] == event["newest"] for event in arrived)
+        arrived = [event for event in events_of(folder / "runs" / name) if event["kind"] == "completed"]
+        assert all(event["oldest_step"] == event["newest_step"] for event in arrived)
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_while_its_engine_hangs_a_run_says_so_and_killed_it_leaves_nothing_behin
     (wait,) = [wait for wait in status.waits if wait.on]
     assert wait.owner == "trainer"
     # Whatever it was about to do: take a batch, publish weights, or keep partial samples in a checkpoint.
-    assert wait.reason in ("its next batch", "engines to hand over what they drew") or (
+    assert wait.reason in ("its next batch", "engines to return their partial output") or (
         wait.reason.endswith(" to be in force")
     )
 

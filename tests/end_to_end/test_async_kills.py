@@ -187,8 +187,10 @@ def check_replaced(base: Path, moments: Sequence[str], staleness: int) -> None:
         # The log begins after the second evaluation.
         num_logged = sum(f"{DEATH} {moment}" in reached for moment in moments if moment not in EARLY)
         assert any(f"{DEATH} {moment}" in reached for moment in moments)
-        fates = [event["kind"] for event in events_of(path) if event["kind"] in ("lost", "joined")]
-        expected = ["joined", *["lost", "joined"] * num_logged]
+        fates = [
+            event["kind"] for event in events_of(path) if event["kind"] in ("engine_lost", "engine_joined")
+        ]
+        expected = ["engine_joined", *["engine_lost", "engine_joined"] * num_logged]
         # The log may be closed before an engine that is needed no more has joined.
         assert fates in (expected, expected[:-1] if num_logged else expected)
         if staleness:

@@ -50,8 +50,8 @@ def test_a_run_whose_engine_is_killed_goes_on_within_the_bound(folder: Path) -> 
     path = folder / "runs" / "ahead"
     greatest = check_run(path, steps=STEPS, bound=2, sft=SFT)
     assert greatest[:3] == [0, 1, 2]
-    fates = [event["kind"] for event in events_of(path) if event["kind"] in ("lost", "joined")]
-    assert fates == ["joined", "lost", "joined"]
+    fates = [event["kind"] for event in events_of(path) if event["kind"] in ("engine_lost", "engine_joined")]
+    assert fates == ["engine_joined", "engine_lost", "engine_joined"]
 
 
 def test_each_rank_tells_what_it_did_by_one_clock(folder: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from millrace.observability import watchdog
-from millrace.rollout.backend import RETIRED, Event, ScaleRequest
+from millrace.rollout.backend import DRAINED, Event, ScaleRequest
 from millrace.rollout.manager import RolloutManager
 from millrace.run import scaling
 from millrace.run.run import Controller
-from millrace.run.scaling import ask, engines_of
+from millrace.run.scaling import engines_of, request_engines
 from millrace.run.status import read_status
 from tests.end_to_end.async_runs import check_run, events_of, run
 from tests.end_to_end.runs import LIMIT_S
@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_recipe(folder)
     path, record, said = folder / "runs" / "changed", Controller.record, []
     handle, kept = RolloutManager.handle, []
-    retiring = threading.Thread(target=lambda: ask(path, 1, said.append))
+    retiring = threading.Thread(target=lambda: request_engines(path, 1, said.append))
 
     def asking(self: Controller, stage: str, numbers: dict[str, Any]) -> None:
         record(self, stage, numbers)
@@ -45,7 +45,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             return
         if self.progress.step == 2:
             until(lambda: read_status(path).engines)
-            assert ask(path, 2, said.append).wanted == 2
+            assert request_engines(path, 2, said.append).target == 2
             until(lambda: not any("first" in one for one in doing(path, 2)))
         elif self.progress.step == 6:
             # While the run goes on, so that there is something to hand over.
@@ -55,9 +55,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             until(lambda: doing(path, 1))
 
     def late(self: RolloutManager, events: list[Event]) -> None:
-        """Hear that one is to leave while both draw."""
+        """Handle the request to scale down while both generate."""
         kept.extend(event for event in events if event == ScaleRequest(1))
-        both = sum(told.startswith("draws ") for told in self.engines().doing.values()) == 2
+        both = sum(told.startswith("generates ") for told in self.engines().activity.values()) == 2
         now = [kept.pop()] if kept and both else []
         handle(self, [*now, *(event for event in events if event != ScaleRequest(1))])
 
@@ -65,21 +65,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(RolloutManager, "handle", late)
         patch.setattr(watchdog, "LOOK_S", 0.1)
         patch.setattr(Controller, "record", asking)
-        patch.setattr(scaling, "LOOK_S", 0.02)
+        patch.setattr(scaling, "CHECK_S", 0.02)
         assert run(folder, path.name, **AHEAD).status == "finished"
-    assert said == [f"waiting for run {path} to hear it, at most 60 s"] * 2
+    assert said == [f"waiting for run {path} to read the request, at most 60 s"] * 2
     return path
 
 
 def doing(path: Path, number: int) -> list[str]:
     """What the engines do, once there are so many."""
-    found = list(engines_of(path).doing.values())
+    found = list(engines_of(path).activity.values())
     return found if len(found) == number else ["first"] * (number > 1)
 
 
 def arrived(events: list[dict[str, Any]]) -> set[tuple[int, int, int]]:
     """Number, sample and turn of all that came."""
-    return {(one["number"], one["sample"], one["turn"]) for one in events if one["kind"] == "arrive"}
+    return {(one["number"], one["sample"], one["turn"]) for one in events if one["kind"] == "completed"}
 
 
 def until(there: Any) -> None:
@@ -93,14 +93,19 @@ def until(there: Any) -> None:
 def test_engines_join_and_leave_and_no_group_is_lost_or_doubled(path: Path) -> None:
     check_run(path, steps=AHEAD["steps"], bound=2)
     events = events_of(path)
-    assert [event["engines"] for event in events if event["kind"] == "want"] == [2, 1]
-    assert [event["engine"] for event in events if event["kind"] == "joined"] == ["engine-0", "engine-1"]
-    assert {event["engine"] for event in events if event["kind"] == "arrive"} == {"engine-0", "engine-1"}
-    ((gone, reason),) = [(event["engine"], event["reason"]) for event in events if event["kind"] == "lost"]
-    assert reason == RETIRED
-    (leaving,) = [event["leaving"] for event in events if event["kind"] == "want" and event["leaving"]]
+    assert [event["engines"] for event in events if event["kind"] == "scale"] == [2, 1]
+    assert [event["engine"] for event in events if event["kind"] == "engine_joined"] == [
+        "engine-0",
+        "engine-1",
+    ]
+    assert {event["engine"] for event in events if event["kind"] == "completed"} == {"engine-0", "engine-1"}
+    ((gone, reason),) = [
+        (event["engine"], event["reason"]) for event in events if event["kind"] == "engine_lost"
+    ]
+    assert reason == DRAINED
+    (leaving,) = [event["draining"] for event in events if event["kind"] == "scale" and event["draining"]]
     assert leaving == [gone]
-    left = [place for place, event in enumerate(events) if event["kind"] == "want"][1]
+    left = [place for place, event in enumerate(events) if event["kind"] == "scale"][1]
     assert not [event for event in events[left:] if event["kind"] == "dispatch" and event["engine"] == gone]
     # It was drawing then, and all of that has come; from whom is up to the clock.
     drawing = {
@@ -110,7 +115,7 @@ def test_engines_join_and_leave_and_no_group_is_lost_or_doubled(path: Path) -> N
         for sample in event["samples"]
     } - arrived(events[:left])
     assert drawing and drawing <= arrived(events[left:])
-    assert not (path / "wanted.json").exists()
+    assert not (path / "scale.json").exists()
 
 
 @pytest.mark.slow

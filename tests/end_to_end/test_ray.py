@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from millrace.eventlog.log import check_log
-from millrace.rollout.backend import RETIRED
-from millrace.run.scaling import ask, engines_of
+from millrace.rollout.backend import DRAINED
+from millrace.run.scaling import engines_of, request_engines
 from millrace.run.status import read_status
 from tests.end_to_end.async_runs import check_run, events_of
 from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, resumed, run
@@ -75,9 +75,9 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
     path = folder / "runs" / "engines"
     check_run(path, steps=16, bound=2, sft=TREE["sft"]["steps"])
     events = events_of(path)
-    (lost,) = [event for event in events if event["kind"] == "lost"]
+    (lost,) = [event for event in events if event["kind"] == "engine_lost"]
     assert lost["reason"].startswith("its actor ended; ")
-    joined = [event["engine"] for event in events if event["kind"] == "joined"]
+    joined = [event["engine"] for event in events if event["kind"] == "engine_joined"]
     assert joined[:2] == ["engine-0", "engine-1"] and joined[2:] in ([], ["engine-2"])
     shares = [
         record["weight_sync/payload_fraction"]
@@ -100,7 +100,7 @@ def test_engines_are_added_and_retired_and_for_more_than_there_is_room_the_run_g
     path, said = folder / "runs" / "changed", []
     for number, there in ((1, 1), (2, 2), (1000, 2), (1, 1)):
         wait_until(lambda: read_status(path).engines)
-        assert ask(path, number, said.append).asked
+        assert request_engines(path, number, said.append).last_request
         wait_until(lambda there=there, number=number: settled(path, there, refused=number == 1000))
         # It goes on.
         begun_at = read_status(path).step
@@ -110,11 +110,11 @@ def test_engines_are_added_and_retired_and_for_more_than_there_is_room_the_run_g
     assert launcher.returncode == 130
     events = events_of(path)
     check_log(events)
-    wants = [(event["engines"], event["reason"][:16]) for event in events if event["kind"] == "want"]
+    wants = [(event["engines"], event["reason"][:16]) for event in events if event["kind"] == "scale"]
     refused = [number for number, reason in wants if reason == "one engine more "]
     assert refused and refused[0] < 1000
-    left = [event["reason"] for event in events if event["kind"] == "lost"]
-    assert len(left) >= 2 and set(left) == {RETIRED}
+    left = [event["reason"] for event in events if event["kind"] == "engine_lost"]
+    assert len(left) >= 2 and set(left) == {DRAINED}
     warnings = json.loads((path / "summary.json").read_text())["warnings"]
     assert [text for text in warnings if "one engine more needs 1 CPU" in text]
 
@@ -122,8 +122,8 @@ def test_engines_are_added_and_retired_and_for_more_than_there_is_room_the_run_g
 def settled(path: Path, number: int, *, refused: bool) -> bool:
     """Whether so many engines are there, or as many as there was room for, and none leaves or starts."""
     found = engines_of(path)
-    enough = len(found.doing) >= number if refused else len(found.doing) == number
-    return enough and bool(found.reason) == refused and len(found.doing) == found.wanted
+    enough = len(found.activity) >= number if refused else len(found.activity) == number
+    return enough and bool(found.reason) == refused and len(found.activity) == found.target
 
 
 def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numbers(folder: Path) -> None:

@@ -89,9 +89,9 @@ def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, eng
     assert go_on(folder, "lost").status == "finished"
     path = folder / "runs" / "lost"
     kinds = [event["kind"] for event in events_of(path)]
-    assert kinds.count("lost") == kinds.count("resume") == 1
-    # What was under way was handed over for each checkpoint.
-    assert kinds.count("hold") == kinds.count("save") > 4
+    assert kinds.count("engine_lost") == kinds.count("resume") == 1
+    # In-flight requests were aborted for each checkpoint.
+    assert kinds.count("abort_in_flight") == kinds.count("save") > 4
     check_repeats(path)
 
 

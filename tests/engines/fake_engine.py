@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.engines.wire import ORDERS, Channel, drawn_as_frame, draws_of
+from millrace.engines.wire import COMMANDS, Channel, requests_from_frame, results_to_frame
 from millrace.types import Completion
 
 TOKENS = (3, 1, 2)
@@ -35,37 +35,42 @@ def main(text: str) -> None:
         sys.exit("no such model")
     if manner.startswith("late "):
         wait_for(manner.removeprefix("late "))
-    line = Channel(socket.socket(fileno=start["line"]), ORDERS)
-    line.put("ready")
+    channel = Channel(socket.socket(fileno=start["channel"]), COMMANDS)
+    channel.send("ready")
     version, num_loads, num_turns = -1, 0, 0
-    took: list[tuple[int, int]] = []
-    while not line.ended:
-        select.select([line], [], [])
-        for frame in line.take():
+    started: list[tuple[int, int]] = []
+    while not channel.ended:
+        select.select([channel], [], [])
+        for frame in channel.take():
             # As if each order came before a turn of its own, and every second turn were one without.
             num_turns = 0 if frame.kind == "begin" else num_turns + 2
-            took = [] if frame.kind == "begin" else [*took, (num_turns, 1)]
+            started = [] if frame.kind == "begin" else [*started, (num_turns, 1)]
             if manner == "mute" or frame.kind in ("begin", "abort"):
                 continue
             if frame.kind == "load":
                 num_loads += 1
-                error = answer(manner, num_loads, start["weights"], frame.note)
-                version = frame.note["version"]
-                line.put("loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
+                error = answer(manner, num_loads, start["weights"], frame.metadata)
+                version = frame.metadata["version"]
+                channel.send("loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
             elif frame.kind == "submit" and manner == "counting":
-                ids = [draw.id for draws in draws_of(frame) for draw in draws]
-                note, arrays = drawn_as_frame([(id, 5, 8, completion(version)) for id in ids])
-                line.put("drawn", {**note, "took": took}, arrays)
-                took = []
+                ids = [request.id for requests in requests_from_frame(frame) for request in requests]
+                metadata, arrays = results_to_frame([(id, 5, 8, completion(version)) for id in ids])
+                channel.send("completed", {**metadata, "commands_started": started}, arrays)
+                started = []
             elif frame.kind == "submit":
-                submitted(manner, line, [draw.id for draws in draws_of(frame) for draw in draws], version)
+                submitted(
+                    manner,
+                    channel,
+                    [request.id for requests in requests_from_frame(frame) for request in requests],
+                    version,
+                )
 
 
-def answer(manner: str, num_loads: int, memory: int, note: Any) -> str:
+def answer(manner: str, num_loads: int, memory: int, metadata: Any) -> str:
     if manner == "slow":
         time.sleep(0.5)
-    held = os.pread(memory, 4, note["tensors"]["weight"][2])
-    right = held == np.float32(note["version"]).tobytes()
+    value = os.pread(memory, 4, metadata["tensors"]["weight"][2])
+    right = value == np.float32(metadata["version"]).tobytes()
     if manner == "liar" or (manner == "clumsy" and num_loads == 1) or not right:
         return "weight differs"
     return ""
@@ -77,17 +82,17 @@ def wait_for(path: str) -> None:
         time.sleep(0.01)
 
 
-def submitted(manner: str, line: Channel, ids: list[str], version: int) -> None:
+def submitted(manner: str, channel: Channel, ids: list[str], version: int) -> None:
     if manner == "crash" or (manner == "fragile" and "fatal" in ids):
         sys.exit("out of luck")
     if manner.startswith("until "):
         wait_for(manner.removeprefix("until "))
     if manner == "gibberish":
-        os.write(line.fileno(), b"\xff" * 100)
+        os.write(channel.fileno(), b"\xff" * 100)
     elif manner == "strict":
-        line.put("refused", {"ids": ids, "reason": "the prompt is empty"})
+        channel.send("refused", {"ids": ids, "reason": "the prompt is empty"})
     else:
-        line.put("drawn", *drawn_as_frame([(id, 5, 8, completion(version)) for id in ids]))
+        channel.send("completed", *results_to_frame([(id, 5, 8, completion(version)) for id in ids]))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def sockets() -> list[str]:
         inodes |= {link.removeprefix("socket:[").removesuffix("]") for link in links if "socket" in link}
     found = []
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
+        for channel in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = channel.split()
             if fields[3] == LISTENS and fields[9] in inodes:
                 found.append(fields[1].split(":")[0])
     return found
@@ -119,13 +119,13 @@ def check(ray: Any) -> dict[str, Any]:
         "more than cores": reserve(cores + 1, CPU=1),
         "gpus": reserve(2, CPU=1, GPU=1),
     }
-    held = ray_placement.reserved(ray, cores, {"CPU": 1})
+    group = ray_placement.reserved(ray, cores, {"CPU": 1})
     # Ray counts a moment later what is free.
     while ray.available_resources().get("CPU"):
         time.sleep(0.05)
     ray_placement.PLACING_S = 1
     found["held"] = reserve(1, CPU=1)
-    ray.util.remove_placement_group(held)
+    ray.util.remove_placement_group(group)
     return found
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from millrace.engines import engine_worker
 from millrace.engines.engine_worker import EngineWorker
-from millrace.engines.wire import ORDERS, REPORTS, Channel, Frame, drawn_of, draws_as_frame
+from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame, requests_to_frame, results_from_frame
 from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.models.load import Model
@@ -34,31 +34,31 @@ Ended = tuple[str, int, int, Completion]
 class Trainer:
     """The other end of the line, and models whose weights it sends as versions 0, 1, ..."""
 
-    def __init__(self, line: Channel, weights: SharedWeights, models: Sequence[Model]) -> None:
-        self.line, self.weights, self.models = line, weights, models
+    def __init__(self, channel: Channel, weights: SharedWeights, models: Sequence[Model]) -> None:
+        self.channel, self.weights, self.models = channel, weights, models
         self.frames: list[Frame] = []
 
     def load(self, version: int) -> None:
-        self.line.put("load", self.weights.write(self.models[version].named_parameters(), version))
+        self.channel.send("load", self.weights.write(self.models[version].named_parameters(), version))
 
-    def submit(self, *draws: GenerateRequest) -> None:
-        self.line.put("submit", *draws_as_frame(draws))
+    def submit(self, *requests: GenerateRequest) -> None:
+        self.channel.send("submit", *requests_to_frame(requests))
 
-    def hear(self, kind: str, num: int = 1) -> list[Frame]:
+    def receive(self, kind: str, num: int = 1) -> list[Frame]:
         """Everything heard so far of this kind, at least so many frames."""
         deadline_s = time.monotonic() + LIMIT_S
         while sum(frame.kind == kind for frame in self.frames) < num:
-            assert time.monotonic() < deadline_s and not self.line.ended
-            select.select([self.line], [], [], 1.0)
-            self.frames += self.line.take()
+            assert time.monotonic() < deadline_s and not self.channel.ended
+            select.select([self.channel], [], [], 1.0)
+            self.frames += self.channel.take()
         return [frame for frame in self.frames if frame.kind == kind]
 
-    def drawn(self, num: int) -> list[Ended]:
+    def completed(self, num: int) -> list[Ended]:
         """At least so many that have ended, in order."""
         frames: list[Frame] = []
-        while sum(len(frame.note["draws"]) for frame in frames) < num:
-            frames = self.hear("drawn", len(frames) + 1)
-        return [one for frame in frames for one in drawn_of(frame)]
+        while sum(len(frame.metadata["requests"]) for frame in frames) < num:
+            frames = self.receive("completed", len(frames) + 1)
+        return [one for frame in frames for one in results_from_frame(frame)]
 
 
 class Steps:
@@ -98,14 +98,14 @@ class Steps:
 def serving(engine: PagedEngine, kv: KvPolicy = "recompute", *, interrupt: bool = True) -> Iterator[Trainer]:
     ours, theirs = socket.socketpair()
     weights = SharedWeights()
-    box = EngineWorker(engine, Channel(theirs, ORDERS), weights.handle, kv=kv, interrupt=interrupt)
+    box = EngineWorker(engine, Channel(theirs, COMMANDS), weights.handle, kv=kv, interrupt=interrupt)
     thread = threading.Thread(target=box.serve)
-    line = Channel(ours, REPORTS)
+    channel = Channel(ours, REPORTS)
     thread.start()
     try:
-        yield Trainer(line, weights, [tiny_model("qwen3", seed=seed) for seed in (1, 2)])
+        yield Trainer(channel, weights, [tiny_model("qwen3", seed=seed) for seed in (1, 2)])
     finally:
-        line.close()
+        channel.close()
         thread.join(LIMIT_S)
         theirs.close()
         weights.close()
@@ -136,21 +136,21 @@ def test_nothing_is_drawn_before_weights_are_proved() -> None:
     steps = Steps(stepped)
     with serving(stepped) as trainer:
         trainer.submit(*long_draws(1))
-        trainer.hear("ready")
-        note = trainer.weights.write(trainer.models[0].named_parameters(), 0)
-        name = min(note["fingerprint"])
-        trainer.line.put("load", {**note, "fingerprint": note["fingerprint"] | {name: "0" * 32}})
-        (loaded,) = trainer.hear("loaded")
-        assert loaded.note["error"].endswith(f"the first being {name}")
+        trainer.receive("ready")
+        metadata = trainer.weights.write(trainer.models[0].named_parameters(), 0)
+        name = min(metadata["fingerprint"])
+        trainer.channel.send("load", {**metadata, "fingerprint": metadata["fingerprint"] | {name: "0" * 32}})
+        (loaded,) = trainer.receive("loaded")
+        assert loaded.metadata["error"].endswith(f"the first being {name}")
         # It answers this a turn later: in between it would have drawn.
         trainer.submit(GenerateRequest("bad", (99,), SamplingParams(max_tokens=2)))
-        trainer.hear("refused")
+        trainer.receive("refused")
         assert steps.num_begun == 0
         steps.let_go()
-        trainer.line.put("load", note)
-        again = trainer.hear("loaded", 2)[1]
-        assert (again.note["version"], again.note["at"], again.note["error"]) == (0, 0, "")
-        ((id, began, ended, completion),) = trainer.drawn(1)
+        trainer.channel.send("load", metadata)
+        again = trainer.receive("loaded", 2)[1]
+        assert (again.metadata["version"], again.metadata["at"], again.metadata["error"]) == (0, 0, "")
+        ((id, began, ended, completion),) = trainer.completed(1)
         assert (id, began, ended, len(completion.token_ids)) == ("0-0", 0, 90, 90)
 
 
@@ -162,11 +162,11 @@ def test_nothing_is_drawn_with_weights_that_compute_something_else() -> None:
         right = Canary(tokens, tuple(sampler_logprobs(model, tokens)), 1e-4)
         wrong = replace(right, logprobs=(0.0, *right.logprobs[1:]))
         for number, canary in enumerate((wrong, right)):
-            note = trainer.weights.write(model.named_parameters(), 0, lambda canary=canary: canary)
-            trainer.line.put("load", note)
-            loaded = trainer.hear("loaded", number + 1)[number]
-            assert ("computes something else" in loaded.note["error"]) == (canary is wrong)
-        assert [began for _, began, _, _ in trainer.drawn(1)] == [0]
+            metadata = trainer.weights.write(model.named_parameters(), 0, lambda canary=canary: canary)
+            trainer.channel.send("load", metadata)
+            loaded = trainer.receive("loaded", number + 1)[number]
+            assert ("computes something else" in loaded.metadata["error"]) == (canary is wrong)
+        assert [began for _, began, _, _ in trainer.completed(1)] == [0]
 
 
 def test_it_draws_what_the_engine_draws() -> None:
@@ -175,11 +175,11 @@ def test_it_draws_what_the_engine_draws() -> None:
         trainer.load(0)
         trainer.submit(
             *[
-                GenerateRequest(f"{i}", p, wanted)
-                for i, (p, wanted) in enumerate(zip(prompts, params, strict=True))
+                GenerateRequest(f"{i}", p, target)
+                for i, (p, target) in enumerate(zip(prompts, params, strict=True))
             ]
         )
-        ours = {id: completion for id, _, _, completion in trainer.drawn(12)}
+        ours = {id: completion for id, _, _, completion in trainer.completed(12)}
     twin = paged(tiny_model("qwen3", seed=1))
     for i, completion in enumerate(twin.generate(prompts, params)):
         assert ours[f"{i}"].token_ids == completion.token_ids
@@ -187,26 +187,26 @@ def test_it_draws_what_the_engine_draws() -> None:
 
 
 def test_what_was_aborted_goes_on_in_another_engine() -> None:
-    draws = long_draws(3)
+    requests = long_draws(3)
     whole = {}
     with serving(engine()) as trainer:
         trainer.load(0)
-        trainer.submit(*draws)
-        whole = {id: completion for id, _, _, completion in trainer.drawn(3)}
+        trainer.submit(*requests)
+        whole = {id: completion for id, _, _, completion in trainer.completed(3)}
     stepped = engine()
     steps = Steps(stepped)
     with serving(stepped) as trainer:
         trainer.load(0)
-        trainer.submit(*draws)
+        trainer.submit(*requests)
         steps.allow(7)
-        trainer.line.put("abort", {"ids": [draw.id for draw in draws]})
+        trainer.channel.send("abort", {"ids": [request.id for request in requests]})
         steps.let_go()
-        begun = {id: completion for id, _, _, completion in trainer.drawn(3)}
-    assert all(drawn.finish_reason == "abort" for drawn in begun.values())
+        begun = {id: completion for id, _, _, completion in trainer.completed(3)}
+    assert all(completed.finish_reason == "abort" for completed in begun.values())
     with serving(engine()) as trainer:
         trainer.load(1)
-        trainer.submit(*[replace(draw, drawn=begun[draw.id]) for draw in draws])
-        for id, _, _, completion in trainer.drawn(3):
+        trainer.submit(*[replace(request, partial_output=begun[request.id]) for request in requests])
+        for id, _, _, completion in trainer.completed(3):
             num_begun = len(begun[id].token_ids)
             assert completion.token_ids[:num_begun] == begun[id].token_ids == whole[id].token_ids[:num_begun]
             assert completion.versions.tolist() == [0] * num_begun + [1] * (90 - num_begun)
@@ -217,39 +217,39 @@ def test_what_cannot_be_served_is_refused_and_the_rest_goes_on() -> None:
         trainer.load(0)
         bad = GenerateRequest("bad", (99,), SamplingParams(max_tokens=2))
         trainer.submit(bad, *long_draws(1, max_tokens=2))
-        (refused,) = trainer.hear("refused")
-        assert refused.note["ids"] == ["bad"]
-        assert refused.note["reason"] == "the prompt holds token 99; the vocabulary has 40"
-        assert [id for id, *_ in trainer.drawn(1)] == ["0-0"]
+        (refused,) = trainer.receive("refused")
+        assert refused.metadata["ids"] == ["bad"]
+        assert refused.metadata["reason"] == "the prompt holds token 99; the vocabulary has 40"
+        assert [id for id, *_ in trainer.completed(1)] == ["0-0"]
 
 
 def test_it_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_worker, "BEAT_S", 0.01)
+    monkeypatch.setattr(engine_worker, "HEARTBEAT_S", 0.01)
     with serving(engine()) as trainer:
         trainer.load(0)
         trainer.submit(*long_draws(2))
-        trainer.drawn(2)
-        assert trainer.hear("beat", 3)
+        trainer.completed(2)
+        assert trainer.receive("heartbeat", 3)
 
 
 def replayed(
     twin: PagedEngine,
     models: Sequence[Model],
     loads: Sequence[tuple[int, int]],
-    draws: Sequence[GenerateRequest],
+    requests: Sequence[GenerateRequest],
     told: dict[str, Ended],
     kv: KvPolicy,
 ) -> dict[str, Completion]:
     """What an engine draws that does everything before the steps it is told."""
     found: dict[str, Completion] = {}
     step = 0
-    while len(found) < len(draws):
+    while len(found) < len(requests):
         for version, at in loads:
             if at == step:
                 twin.load_weights(models[version].named_parameters(), version, kv=kv)
-        for draw in draws:
-            if told[draw.id][1] == step:
-                twin.add(draw.prompt, [draw.params], ids=[draw.id])
+        for request in requests:
+            if told[request.id][1] == step:
+                twin.add(request.prompt, [request.params], ids=[request.id])
         for id, _, ended, completion in told.values():
             if ended == step and completion.finish_reason == "abort":
                 aborted = twin.abort(id)
@@ -272,15 +272,15 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
     with serving(stepped, kv, interrupt=interrupt) as trainer:
         trainer.load(0)
         trainer.submit(*first)
-        trainer.hear("loaded")
+        trainer.receive("loaded")
         steps.allow(9)
         trainer.load(1)
-        trainer.line.put("abort", {"ids": ["0-1", "nobody"]})
+        trainer.channel.send("abort", {"ids": ["0-1", "nobody"]})
         trainer.submit(*second)
-        trainer.line.put("abort", {"ids": ["1-0"]})
+        trainer.channel.send("abort", {"ids": ["1-0"]})
         steps.let_go()
-        told = {one[0]: one for one in trainer.drawn(10)}
-        loads = [(frame.note["version"], frame.note["at"]) for frame in trainer.hear("loaded", 2)]
+        told = {one[0]: one for one in trainer.completed(10)}
+        loads = [(frame.metadata["version"], frame.metadata["at"]) for frame in trainer.receive("loaded", 2)]
     assert loads[0] == (0, 0)
     for id, began, ended, completion in told.values():
         # What began before the last load and ended after it was drawn by both.
@@ -290,7 +290,7 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
     spans = [set(completion.versions.tolist()) for *_, completion in told.values()]
     assert ({0, 1} in spans) == interrupt
     if not interrupt:
-        assert all(told[draw.id][1] == loads[1][1] for draw in second)
+        assert all(told[request.id][1] == loads[1][1] for request in second)
     assert told["0-1"][3].finish_reason == told["1-0"][3].finish_reason == "abort"
     models = [tiny_model("qwen3", seed=seed) for seed in (1, 2)]
     again = replayed(engine(), models, loads, [*first, *second], told, kv)
@@ -314,38 +314,38 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
         trainer.load(0)
         trainer.submit(*long_draws(2, seed=3, max_tokens=5))
         steps.allow(5)
-        trainer.drawn(2)
-        trainer.line.put("begin", {"script": []})
+        trainer.completed(2)
+        trainer.channel.send("begin", {"recorded": []})
         trainer.frames.clear()
         trainer.load(1)
         trainer.submit(*first)
-        trainer.hear("loaded")
+        trainer.receive("loaded")
         steps.allow(4)
         trainer.submit(*second)
-        trainer.line.put("abort", {"ids": ["0-1", "nobody"]})
+        trainer.channel.send("abort", {"ids": ["0-1", "nobody"]})
         steps.allow(4)
         trainer.load(2)
         trainer.submit(*third)
         steps.let_go()
-        told = {one[0]: one for one in trainer.drawn(12)}
-        took = [one for frame in trainer.frames for one in frame.note["took"]]
-    assert sum(count for _, count in took) == 6
-    assert took == sorted(took) and took[-1][0] > took[0][0] == 0
+        told = {one[0]: one for one in trainer.completed(12)}
+        started = [one for frame in trainer.frames for one in frame.metadata["commands_started"]]
+    assert sum(count for _, count in started) == 6
+    assert started == sorted(started) and started[-1][0] > started[0][0] == 0
     with serving(engine(), kv, interrupt=interrupt) as trainer:
         trainer.models = models
-        trainer.line.put("begin", {"script": took})
+        trainer.channel.send("begin", {"recorded": started})
         trainer.load(1)
         trainer.submit(*first)
         trainer.submit(*second)
-        trainer.line.put("abort", {"ids": ["0-1", "nobody"]})
+        trainer.channel.send("abort", {"ids": ["0-1", "nobody"]})
         # There is one copy of the weights, which changes once they are loaded.
-        trainer.hear("loaded")
+        trainer.receive("loaded")
         trainer.load(2)
         # It has to wait for the last order.
-        monkeypatch.setattr(engine_worker, "BEAT_S", 0.01)
-        trainer.hear("beat", len(trainer.hear("beat", 0)) + 5)
+        monkeypatch.setattr(engine_worker, "HEARTBEAT_S", 0.01)
+        trainer.receive("heartbeat", len(trainer.receive("heartbeat", 0)) + 5)
         trainer.submit(*third)
-        again = {one[0]: one for one in trainer.drawn(12)}
+        again = {one[0]: one for one in trainer.completed(12)}
     for id, began, ended, completion in told.values():
         assert (again[id][1], again[id][2]) == (began, ended), id
         assert same_bits(again[id][3], completion), id
@@ -354,25 +354,25 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
 def test_an_engine_that_waits_for_an_order_of_its_script_is_heard_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_worker, "BEAT_S", 0.01)
+    monkeypatch.setattr(engine_worker, "HEARTBEAT_S", 0.01)
     with serving(engine()) as trainer:
-        trainer.line.put("begin", {"script": [(0, 1), (0, 2)]})
+        trainer.channel.send("begin", {"recorded": [(0, 1), (0, 2)]})
         trainer.load(0)
         trainer.submit(*long_draws(1, max_tokens=2))
-        assert trainer.hear("beat", 3)
-        assert not [frame for frame in trainer.frames if frame.kind == "drawn"]
+        assert trainer.receive("heartbeat", 3)
+        assert not [frame for frame in trainer.frames if frame.kind == "completed"]
         trainer.submit(*long_draws(1, seed=1, max_tokens=2))
-        assert [began for _, began, _, _ in trainer.drawn(2)] == [0, 0]
+        assert [began for _, began, _, _ in trainer.completed(2)] == [0, 0]
 
 
 def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> None:
     ours, theirs = socket.socketpair()
     weights = SharedWeights()
-    line = Channel(ours, REPORTS)
-    box = EngineWorker(engine(), Channel(theirs, ORDERS), weights.handle, kv="keep", interrupt=True)
-    line.put("begin", {"script": [(5, 1)]})
+    channel = Channel(ours, REPORTS)
+    box = EngineWorker(engine(), Channel(theirs, COMMANDS), weights.handle, kv="keep", interrupt=True)
+    channel.send("begin", {"recorded": [(5, 1)]})
     with pytest.raises(RuntimeError, match="turn 0 has nothing to do, .* order came before turn 5$"):
         box.serve()
-    line.close()
+    channel.close()
     theirs.close()
     weights.close()

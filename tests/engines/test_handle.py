@@ -28,7 +28,7 @@ def test_files_that_were_read_are_written_again(tmp_path: Path) -> None:
 
 
 def silent(until_s: float, **state: Any) -> EngineHandle:
-    """An engine that was heard of last at 100 s; it is so late now."""
+    """An engine whose last message came at 100 s; it is so late now."""
     nothing: Any = SimpleNamespace()
     seconds = iter([100.0, until_s])
     return EngineHandle(
@@ -40,8 +40,12 @@ def silent(until_s: float, **state: Any) -> EngineHandle:
     ("state", "most_s", "doing"),
     [
         ({"ready": False}, START_S, "to start"),
-        ({"ready": True, "order": {"version": 3}}, 7.0, "to load version 3"),
-        ({"ready": True, "held": {"version": 3}, "drawing": {"a", "b"}}, 7.0, "to draw 2 completions"),
+        ({"ready": True, "loading": {"version": 3}}, 7.0, "to load version 3"),
+        (
+            {"ready": True, "loaded": {"version": 3}, "in_flight": {"a", "b"}},
+            7.0,
+            "to generate 2 completions",
+        ),
     ],
 )
 def test_an_engine_that_works_is_overdue_when_it_was_silent_for_too_long(
@@ -49,15 +53,14 @@ def test_an_engine_that_works_is_overdue_when_it_was_silent_for_too_long(
 ) -> None:
     assert silent(100.0 + most_s, **state).overdue(7.0) == ""
     assert (
-        silent(101.0 + most_s, **state).overdue(7.0)
-        == f"it had {doing} and was not heard of for {most_s:g} s"
+        silent(101.0 + most_s, **state).overdue(7.0) == f"it had {doing} and sent no message for {most_s:g} s"
     )
 
 
 def test_an_idle_engine_is_never_overdue() -> None:
-    assert silent(1e9, ready=True, held={"version": 3}).overdue(7.0) == ""
-    # What it is to draw waits for weights.
-    assert silent(1e9, ready=True, drawing={"a"}).overdue(7.0) == ""
+    assert silent(1e9, ready=True, loaded={"version": 3}).overdue(7.0) == ""
+    # Its request waits for weights.
+    assert silent(1e9, ready=True, in_flight={"a"}).overdue(7.0) == ""
 
 
 START = """

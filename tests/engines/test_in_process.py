@@ -42,47 +42,47 @@ class Rewards(Judge):
         return super().score(prompts, completions)
 
 
-def runtime() -> tuple[InProcessBackend, Engine, Rewards, list[int]]:
+def backend() -> tuple[InProcessBackend, Engine, Rewards, list[int]]:
     engine, rewards, sent = Engine(), Rewards(), list[int]()
     return InProcessBackend(engine, rewards, sent.append), engine, rewards, sent
 
 
-def draw(id: str, *prompt: int) -> GenerateRequest:
+def request(id: str, *prompt: int) -> GenerateRequest:
     return GenerateRequest(id, prompt, SamplingParams(seed=len(id)))
 
 
 def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
-    inline, engine, _, sent = runtime()
+    inline, engine, _, sent = backend()
     (name,) = inline.engines()
-    inline.offer(4)
+    inline.update_weights(4)
     inline.load(name, 4)
     assert sent == [4]
     assert inline.wait(0.0) == [WeightsLoaded(name, 4, 0)]
-    inline.submit(name, [draw("a", 1), draw("bb", 1)])
-    inline.submit(name, [draw("c", 2, 3)])
+    inline.submit(name, [request("a", 1), request("bb", 1)])
+    inline.submit(name, [request("c", 2, 3)])
     assert engine.calls == []
-    drawn = inline.wait(0.0)
+    completed = inline.wait(0.0)
     assert engine.calls == [[((1,), 1), ((1,), 2), ((2, 3), 1)]]
     assert [
-        (e.id, e.completion.token_ids, e.began, e.ended) for e in drawn if isinstance(e, GenerateResult)
+        (e.id, e.completion.token_ids, e.began, e.ended) for e in completed if isinstance(e, GenerateResult)
     ] == [
         ("a", (1,), 0, 1),
         ("bb", (1,), 0, 1),
         ("c", (2,), 0, 1),
     ]
-    inline.offer(5)
+    inline.update_weights(5)
     inline.load(name, 5)
-    inline.submit(name, [draw("d", 1)])
+    inline.submit(name, [request("d", 1)])
     loaded, last = inline.wait(0.0)
     assert loaded == WeightsLoaded(name, 5, 1)
     assert isinstance(last, GenerateResult) and (last.began, last.ended) == (1, 2)
 
 
 def test_all_that_is_to_be_judged_is_judged_in_one_call() -> None:
-    inline, _, rewards, _ = runtime()
-    inline.judge("x", [PROMPT] * 2, ["right", "wrong"])
-    inline.judge("none", [], [])
-    inline.judge("y", [PROMPT], ["right"])
+    inline, _, rewards, _ = backend()
+    inline.score("x", [PROMPT] * 2, ["right", "wrong"])
+    inline.score("none", [], [])
+    inline.score("y", [PROMPT], ["right"])
     events = inline.wait(0.0)
     assert rewards.calls == [["right", "wrong", "right"]]
     values = {e.id: [outcome.value for outcome in e.outcomes] for e in events if isinstance(e, ScoreResult)}
@@ -93,8 +93,8 @@ def test_all_that_is_to_be_judged_is_judged_in_one_call() -> None:
 
 
 def test_what_is_ended_before_it_is_drawn_is_empty() -> None:
-    inline, engine, _, _ = runtime()
-    inline.submit("engine-0", [draw("a", 1), draw("bb", 2)])
+    inline, engine, _, _ = backend()
+    inline.submit("engine-0", [request("a", 1), request("bb", 2)])
     inline.abort("engine-0", ["a", "nobody"])
     first, second = inline.wait(0.0)
     assert isinstance(first, GenerateResult) and isinstance(second, GenerateResult)
@@ -103,8 +103,10 @@ def test_what_is_ended_before_it_is_drawn_is_empty() -> None:
 
 
 def test_nothing_happens_by_itself() -> None:
-    inline, _, _, _ = runtime()
-    with pytest.raises(RuntimeError, match="nothing is asked of the engine in this thread"):
+    inline, _, _, _ = backend()
+    with pytest.raises(RuntimeError, match="no request is in flight in this thread"):
         inline.wait(9.0)
-    with pytest.raises(RuntimeError, match="^engine-0 is lost, and no other engine .*: it drew nothing$"):
+    with pytest.raises(
+        RuntimeError, match="^engine-0 is lost, and this thread has no other engine: it drew nothing$"
+    ):
         inline.lose("engine-0", "it drew nothing")

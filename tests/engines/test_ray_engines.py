@@ -22,7 +22,7 @@ from millrace.engines import ray_engines
 from millrace.engines.build_engine import open_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.ray_engines import EngineActor, ListeningChannel, RayEngineHandle, inside
-from millrace.engines.wire import ORDERS, Channel, Frame, drawn_of, draws_as_frame
+from millrace.engines.wire import COMMANDS, Channel, Frame, requests_to_frame, results_from_frame
 from millrace.rollout.backend import GenerateRequest
 from millrace.transport.shared_memory import SharedWeights
 from tests.engines.test_engine_worker import same_bits
@@ -46,8 +46,8 @@ def until(hear: Callable[[], Any]) -> Any:
     return found
 
 
-def call(line: ListeningChannel, said: str) -> socket.socket:
-    end = socket.create_connection((HOST, line.port), timeout=LIMIT_S)
+def call(channel: ListeningChannel, said: str) -> socket.socket:
+    end = socket.create_connection((HOST, channel.port), timeout=LIMIT_S)
     end.sendall(said.encode())
     return end
 
@@ -65,46 +65,46 @@ def hung_up(end: socket.socket) -> bool:
 
 @pytest.mark.world
 def test_who_does_not_say_the_token_is_hung_up_on() -> None:
-    line, another = ListeningChannel(HOST), ListeningChannel(HOST)
-    assert len(line.token) == 64 and another.token != line.token
+    channel, another = ListeningChannel(HOST), ListeningChannel(HOST)
+    assert len(channel.token) == 64 and another.token != channel.token
     another.close()
-    wrong = line.token[:-1] + ("0" if line.token[-1] != "0" else "1")
+    wrong = channel.token[:-1] + ("0" if channel.token[-1] != "0" else "1")
     for said in (wrong, "{}" * 40):
-        stranger = call(line, said)
+        stranger = call(channel, said)
         stranger.setblocking(False)
-        until(lambda stranger=stranger: line.take() or hung_up(stranger))
+        until(lambda stranger=stranger: channel.take() or hung_up(stranger))
         stranger.close()
-    line.put("abort", {"ids": ["before"]})
-    assert line.unsent and not line.ended
-    friend = Channel(call(line, line.token), ORDERS)
+    channel.send("abort", {"ids": ["before"]})
+    assert channel.unsent and not channel.ended
+    friend = Channel(call(channel, channel.token), COMMANDS)
 
     def heard_by_the_friend() -> list[Frame]:
-        assert line.take() == []
-        line.flush()
+        assert channel.take() == []
+        channel.flush()
         return friend.take()
 
-    assert [frame.note for frame in until(heard_by_the_friend)] == [{"ids": ["before"]}]
-    friend.put("beat")
-    assert [frame.kind for frame in until(line.take)] == ["beat"]
+    assert [frame.metadata for frame in until(heard_by_the_friend)] == [{"ids": ["before"]}]
+    friend.send("heartbeat")
+    assert [frame.kind for frame in until(channel.take)] == ["heartbeat"]
     friend.close()
-    until(lambda: line.take() or line.ended)
-    line.close()
+    until(lambda: channel.take() or channel.ended)
+    channel.close()
 
 
 @pytest.mark.world
 def test_what_is_large_goes_out_in_its_turn() -> None:
-    line = ListeningChannel(HOST)
-    friend = Channel(call(line, line.token), ("submit", "abort"))
-    until(lambda: line.take() or line._open)
+    channel = ListeningChannel(HOST)
+    friend = Channel(call(channel, channel.token), ("submit", "abort"))
+    until(lambda: channel.take() or channel._open)
     many = np.arange(3_000_000, dtype=np.int32)
-    line.put("submit", {}, {"numbers": many})
-    line.put("submit", {}, {"numbers": many[::-1]})
-    line.put("abort", {"ids": ["last"]})
-    assert line.unsent
+    channel.send("submit", {}, {"numbers": many})
+    channel.send("submit", {}, {"numbers": many[::-1]})
+    channel.send("abort", {"ids": ["last"]})
+    assert channel.unsent
     heard: list[Frame] = []
 
     def all_of_it() -> bool:
-        line.flush()
+        channel.flush()
         heard.extend(friend.take())
         return len(heard) == 3
 
@@ -112,8 +112,8 @@ def test_what_is_large_goes_out_in_its_turn() -> None:
     assert [frame.kind for frame in heard] == ["submit", "submit", "abort"]
     assert np.array_equal(heard[0].arrays["numbers"], many)
     assert np.array_equal(heard[1].arrays["numbers"], many[::-1])
-    assert not line.unsent
-    line.close()
+    assert not channel.unsent
+    channel.close()
     friend.close()
 
 
@@ -121,47 +121,47 @@ class There:
     """An engine that has called, in a thread, and what it said."""
 
     def __init__(self, folder: Path, weights: SharedWeights) -> None:
-        self.line = ListeningChannel(HOST)
+        self.channel = ListeningChannel(HOST)
         process: Any = SimpleNamespace(poll=lambda: None)
-        self.child = RayEngineHandle(
-            "engine-0", process, self.line, -1, io.BytesIO(), 0, weights=weights.handle
+        self.handle = RayEngineHandle(
+            "engine-0", process, self.channel, -1, io.BytesIO(), 0, weights=weights.handle
         )
         settings = asdict(EngineSettings(read_files(folder), 1))
         self.serve = threading.Thread(
-            target=EngineActor("engine-0").serve, args=(HOST, self.line.port, self.line.token, settings)
+            target=EngineActor("engine-0").serve, args=(HOST, self.channel.port, self.channel.token, settings)
         )
-        self.heard: list[Frame] = []
+        self.frames: list[Frame] = []
 
     def __enter__(self) -> There:
         self.serve.start()
-        self.hear("ready")
+        self.receive("ready")
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.line.close()
+        self.channel.close()
         self.serve.join(LIMIT_S)
         assert not self.serve.is_alive()
 
-    def hear(self, kind: str) -> Frame:
+    def receive(self, kind: str) -> Frame:
         """The next frame of a kind; all before it are kept."""
 
         def found() -> Frame | None:
-            self.line.flush()
-            self.heard.extend(self.line.take())
-            return next((frame for frame in self.heard if frame.kind == kind), None)
+            self.channel.flush()
+            self.frames.extend(self.channel.take())
+            return next((frame for frame in self.frames if frame.kind == kind), None)
 
         frame: Frame = until(found)
-        self.heard.remove(frame)
+        self.frames.remove(frame)
         return frame
 
-    def load(self, note: Mapping[str, Any]) -> tuple[str, int]:
+    def load(self, metadata: Mapping[str, Any]) -> tuple[str, int]:
         """What it says of weights, and in how many pieces they came."""
-        self.heard.clear()
-        self.child.give("load", note)
-        error = self.hear("loaded").note["error"]
+        self.frames.clear()
+        self.handle.send("load", metadata)
+        error = self.receive("loaded").metadata["error"]
         if not error:
-            self.child.held = note
-        return error, sum(frame.kind == "beat" for frame in self.heard)
+            self.handle.loaded = metadata
+        return error, sum(frame.kind == "heartbeat" for frame in self.frames)
 
 
 @pytest.mark.world
@@ -176,15 +176,15 @@ def test_an_engine_that_called_proves_its_weights_and_draws(
         for version, model in enumerate(models):
             error, num_pieces = there.load(weights.write(model.named_parameters(), version))
             assert error == "" and num_pieces > 10
-            draws = [GenerateRequest(f"{version}-{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
-            there.child.give("submit", *draws_as_frame(draws))
-            drawn = []
-            while len(drawn) < 4:
-                drawn += drawn_of(there.hear("drawn"))
+            requests = [GenerateRequest(f"{version}-{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
+            there.handle.send("submit", *requests_to_frame(requests))
+            completed = []
+            while len(completed) < 4:
+                completed += results_from_frame(there.receive("completed"))
             twin.load_weights(model.named_parameters(), version)
-            ours = {id: completion for id, _, _, completion in drawn}
-            for draw, theirs in zip(draws, twin.generate(PROMPTS, PARAMS), strict=True):
-                assert same_bits(ours[draw.id], theirs)
+            ours = {id: completion for id, _, _, completion in completed}
+            for request, theirs in zip(requests, twin.generate(PROMPTS, PARAMS), strict=True):
+                assert same_bits(ours[request.id], theirs)
 
 
 @pytest.mark.world
@@ -209,16 +209,16 @@ def test_an_engine_that_holds_the_last_version_is_sent_what_changed(
         # Who missed a version holds other weights than those from which anything is known to have changed.
         for version in (3, 4):
             step()
-            note = weights.write(model.named_parameters(), version)
-        assert there.load(note) == ("", num_whole)
+            metadata = weights.write(model.named_parameters(), version)
+        assert there.load(metadata) == ("", num_whole)
         # What was refused is sent whole, as everything is that nobody knows the state of.
         step()
-        note = weights.write(model.named_parameters(), 5)
-        begin, end = next(iter(note["changes"]["packed"].values()))
+        metadata = weights.write(model.named_parameters(), 5)
+        begin, end = next(iter(metadata["changes"]["packed"].values()))
         os.pwrite(weights.handle, b"\xff" * (end - begin), begin)
-        assert "do not fit" in there.load(note)[0]
-        there.child.failed_once = True
-        assert there.load(note) == ("", num_whole)
+        assert "do not fit" in there.load(metadata)[0]
+        there.handle.load_failed = True
+        assert there.load(metadata) == ("", num_whole)
 
 
 def test_a_process_that_ray_did_not_start_says_so() -> None:

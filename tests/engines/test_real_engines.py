@@ -46,11 +46,11 @@ def real(folder: Path) -> Iterator[tuple[SubprocessBackend, PagedEngine, list[Mo
     models = saved(folder)
     newest = [models[0]]
     settings = EngineSettings(read_files(folder), 1)
-    with SubprocessBackend(settings, Judge(), lambda: newest[-1].named_parameters()) as runtime:
-        load(runtime, "engine-0", 0)
-        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 0)]
+    with SubprocessBackend(settings, Judge(), lambda: newest[-1].named_parameters()) as backend:
+        load(backend, "engine-0", 0)
+        assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 0)]
         newest.append(models[1])
-        yield runtime, open_engine(folder), models
+        yield backend, open_engine(folder), models
 
 
 PROMPTS = [(1, 2, 3)] * 4
@@ -61,50 +61,50 @@ ENDLESS = GenerateRequest("endless", (4,), SamplingParams(max_tokens=700, seed=9
 @pytest.mark.world
 @pytest.mark.timeout(300)
 def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
-    with real(tmp_path) as (runtime, twin, models):
+    with real(tmp_path) as (backend, twin, models):
         twin.load_weights(models[0].named_parameters(), 0)
-        ours, theirs = runtime.generate(PROMPTS, PARAMS), twin.generate(PROMPTS, PARAMS)
+        ours, theirs = backend.generate(PROMPTS, PARAMS), twin.generate(PROMPTS, PARAMS)
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
         # Weights that come too late, as on a busy machine, are sent once more.
-        assert any(0 < weights_in_flight(runtime, version) < 1 for version in range(1, 11))
+        assert any(0 < weights_in_flight(backend, version) < 1 for version in range(1, 11))
 
 
-def weights_in_flight(runtime: SubprocessBackend, version: int) -> float:
+def weights_in_flight(backend: SubprocessBackend, version: int) -> float:
     """Send weights while a long draw is under way; the share of its tokens that were drawn before."""
-    runtime.submit("engine-0", [replace(ENDLESS, id=f"endless-{version}")])
+    backend.submit("engine-0", [replace(ENDLESS, id=f"endless-{version}")])
     # Once these are drawn beside it, it has begun.
-    runtime.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
-    load(runtime, "engine-0", version)
-    events = until(runtime, WeightsLoaded)
+    backend.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
+    load(backend, "engine-0", version)
+    events = until(backend, WeightsLoaded)
     events += (
-        [] if any(isinstance(event, GenerateResult) for event in events) else until(runtime, GenerateResult)
+        [] if any(isinstance(event, GenerateResult) for event in events) else until(backend, GenerateResult)
     )
     (loaded,) = (event for event in events if isinstance(event, WeightsLoaded))
-    (drawn,) = (event for event in events if isinstance(event, GenerateResult))
-    num_old = min(loaded.at - drawn.began, 700)
-    assert drawn.completion.versions.tolist() == [version - 1] * num_old + [version] * (700 - num_old)
+    (completed,) = (event for event in events if isinstance(event, GenerateResult))
+    num_old = min(loaded.at - completed.began, 700)
+    assert completed.completion.versions.tolist() == [version - 1] * num_old + [version] * (700 - num_old)
     return num_old / 700
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_with_a_real_process(tmp_path: Path) -> None:
-    with real(tmp_path) as (runtime, twin, models):
-        draws = [GenerateRequest(f"{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
-        runtime.submit("engine-0", [ENDLESS, *draws])
+    with real(tmp_path) as (backend, twin, models):
+        requests = [GenerateRequest(f"{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
+        backend.submit("engine-0", [ENDLESS, *requests])
         # Once these are drawn beside them, they have begun.
-        runtime.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
-        (pid,) = pids(runtime)
+        backend.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
+        (pid,) = pids(backend)
         os.kill(pid, signal.SIGKILL)
-        events = until(runtime, EngineJoined)
+        events = until(backend, EngineJoined)
         assert any(isinstance(event, EngineLost) for event in events)
         done = [event for event in events if isinstance(event, GenerateResult) and event.id != "endless"]
-        runtime.load("engine-1", 0)
-        until(runtime, WeightsLoaded)
+        backend.load("engine-1", 0)
+        until(backend, WeightsLoaded)
         ended = {one.id for one in done}
-        runtime.submit("engine-1", [draw for draw in draws if draw.id not in ended])
+        backend.submit("engine-1", [request for request in requests if request.id not in ended])
         while len(done) < 4:
-            done += [event for event in until(runtime, GenerateResult) if isinstance(event, GenerateResult)]
+            done += [event for event in until(backend, GenerateResult) if isinstance(event, GenerateResult)]
         twin.load_weights(models[0].named_parameters(), 0)
         ours = {one.id: one.completion.token_ids for one in done}
         assert ours == {f"{i}": c.token_ids for i, c in enumerate(twin.generate(PROMPTS, PARAMS))}

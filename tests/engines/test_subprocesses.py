@@ -87,8 +87,8 @@ class Clock:
 
 @contextmanager
 def running(manner: str = "obedient", **options: Any) -> Iterator[SubprocessBackend]:
-    with SubprocessBackend(settings(manner), Judge(), Trainer().named_tensors, **options) as runtime:
-        yield runtime
+    with SubprocessBackend(settings(manner), Judge(), Trainer().named_tensors, **options) as backend:
+        yield backend
 
 
 def settings(manner: str) -> EngineSettings:
@@ -96,73 +96,73 @@ def settings(manner: str) -> EngineSettings:
     return EngineSettings({"manner": manner.encode()}, 1)
 
 
-def load(runtime: SubprocessBackend, engine: str, version: int) -> None:
+def load(backend: SubprocessBackend, engine: str, version: int) -> None:
     """Offer a version and have one engine load it."""
-    runtime.offer(version)
-    runtime.load(engine, version)
+    backend.update_weights(version)
+    backend.load(engine, version)
 
 
-def draws(*ids: str) -> list[GenerateRequest]:
+def requests(*ids: str) -> list[GenerateRequest]:
     return [GenerateRequest(id, (1, 2), SamplingParams(max_tokens=3)) for id in ids]
 
 
-def until(runtime: SubprocessBackend, last: type[Event], num: int = 1) -> list[Event]:
+def until(backend: SubprocessBackend, last: type[Event], num: int = 1) -> list[Event]:
     """Events up to so many of this kind; later ones are for the next call."""
     events: list[Event] = []
     deadline_s = time.monotonic() + LIMIT_S
     while len(places := [place for place, event in enumerate(events) if isinstance(event, last)]) < num:
         assert time.monotonic() < deadline_s, events
-        events += runtime.wait(1.0)
+        events += backend.wait(1.0)
     end = places[num - 1] + 1
-    with runtime._news:
-        runtime._events[:0] = events[end:]
+    with backend._changed:
+        backend._events[:0] = events[end:]
     return events[:end]
 
 
-def pids(runtime: SubprocessBackend) -> list[int]:
-    return [one.process.pid for one in runtime._engines.living.values()]
+def pids(backend: SubprocessBackend) -> list[int]:
+    return [one.process.pid for one in backend._engines.alive.values()]
 
 
 def test_draws_loads_and_judgements_end_in_events() -> None:
-    with running() as runtime:
-        assert runtime.engines() == ["engine-0"]
-        load(runtime, "engine-0", 0)
-        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
-        runtime.submit("engine-0", draws("a", "b"))
-        events = until(runtime, GenerateResult, 2)
+    with running() as backend:
+        assert backend.engines() == ["engine-0"]
+        load(backend, "engine-0", 0)
+        assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
+        backend.submit("engine-0", requests("a", "b"))
+        events = until(backend, GenerateResult, 2)
         assert [(e.id, e.began, e.ended) for e in events if isinstance(e, GenerateResult)] == [
             ("a", 5, 8),
             ("b", 5, 8),
         ]
         assert all(isinstance(e, GenerateResult) and e.completion.token_ids == TOKENS for e in events)
-        runtime.judge("call", [PROMPT] * 2, ["right", "wrong"])
-        (judged,) = until(runtime, ScoreResult)
+        backend.score("call", [PROMPT] * 2, ["right", "wrong"])
+        (judged,) = until(backend, ScoreResult)
         assert isinstance(judged, ScoreResult)
         assert [outcome.value for outcome in judged.outcomes] == [1.0, 0.0]
-        assert runtime._reward.threads == ["millrace-reward_0"]
-        assert runtime.wait(0.0) == []
+        assert backend._reward.threads == ["millrace-reward_0"]
+        assert backend.wait(0.0) == []
 
 
 def test_engines_share_one_copy_of_a_version() -> None:
     trainer = Trainer()
-    with SubprocessBackend(settings(""), Judge(), trainer.named_tensors, num_engines=2) as runtime:
-        runtime.offer(0)
-        for name in runtime.engines():
-            runtime.load(name, 0)
-        loaded = until(runtime, WeightsLoaded, 2)
+    with SubprocessBackend(settings(""), Judge(), trainer.named_tensors, num_engines=2) as backend:
+        backend.update_weights(0)
+        for name in backend.engines():
+            backend.load(name, 0)
+        loaded = until(backend, WeightsLoaded, 2)
         assert {e.engine for e in loaded if isinstance(e, WeightsLoaded)} == {"engine-0", "engine-1"}
         assert trainer.num_asked == 0
-        load(runtime, "engine-1", 1)
-        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-1", 1, 7)]
+        load(backend, "engine-1", 1)
+        assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-1", 1, 7)]
         assert trainer.num_asked == 1
 
 
 def test_the_next_version_waits_until_the_last_one_is_read() -> None:
-    with running("slow") as runtime:
-        load(runtime, "engine-0", 0)
+    with running("slow") as backend:
+        load(backend, "engine-0", 0)
         # It reads the weights some time after it was told to: were they written over, it would refuse them.
-        load(runtime, "engine-0", 1)
-        assert until(runtime, WeightsLoaded, 2) == [
+        load(backend, "engine-0", 1)
+        assert until(backend, WeightsLoaded, 2) == [
             WeightsLoaded("engine-0", 0, 7),
             WeightsLoaded("engine-0", 1, 7),
         ]
@@ -170,15 +170,15 @@ def test_the_next_version_waits_until_the_last_one_is_read() -> None:
 
 def test_weights_that_were_brought_to_evaluate_are_not_copied_again() -> None:
     trainer = Trainer()
-    with SubprocessBackend(settings("obedient"), Judge(), trainer.named_tensors, num_engines=2) as runtime:
-        runtime.send(trainer.named_tensors(), 0)
+    with SubprocessBackend(settings("obedient"), Judge(), trainer.named_tensors, num_engines=2) as backend:
+        backend.send(trainer.named_tensors(), 0)
         assert trainer.num_asked == 0
-        for version, asked in ((0, 0), (1, 1)):
-            runtime.offer(version)
-            assert trainer.num_asked == asked
+        for version, expected in ((0, 0), (1, 1)):
+            backend.update_weights(version)
+            assert trainer.num_asked == expected
             for engine in ("engine-0", "engine-1"):
-                runtime.load(engine, version)
-            loaded = until(runtime, WeightsLoaded, 2)
+                backend.load(engine, version)
+            loaded = until(backend, WeightsLoaded, 2)
             assert {
                 (event.engine, event.version) for event in loaded if isinstance(event, WeightsLoaded)
             } == {
@@ -189,37 +189,37 @@ def test_weights_that_were_brought_to_evaluate_are_not_copied_again() -> None:
 
 def test_only_what_was_offered_last_is_loaded() -> None:
     trainer = Trainer()
-    with SubprocessBackend(settings(""), Judge(), trainer.named_tensors) as runtime:
-        for offered, wanted in ((None, 0), (0, 1), (1, 0)):
+    with SubprocessBackend(settings(""), Judge(), trainer.named_tensors) as backend:
+        for offered, target in ((None, 0), (0, 1), (1, 0)):
             if offered is not None:
-                runtime.offer(offered)
-            with pytest.raises(AssertionError, match="^it was not offered last"):
-                runtime.load("engine-0", wanted)
+                backend.update_weights(offered)
+            with pytest.raises(AssertionError, match="^no weight update had this version last"):
+                backend.load("engine-0", target)
         # The weights are taken when they are offered, whoever loads them and whenever.
         assert trainer.num_asked == 1
-        runtime.load("engine-0", 1)
-        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 1, 7)]
+        backend.load("engine-0", 1)
+        assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-0", 1, 7)]
         assert trainer.num_asked == 1
 
 
 def test_an_engine_that_reads_for_too_long_is_lost() -> None:
-    with running("mute", load_s=0.3) as runtime:
-        load(runtime, "engine-0", 0)
-        load(runtime, "engine-0", 1)
-        (lost,) = until(runtime, EngineLost)
-        assert lost == EngineLost("engine-0", "it was still loading 0.3 s after version 1 was there")
+    with running("mute", load_s=0.3) as backend:
+        load(backend, "engine-0", 0)
+        load(backend, "engine-0", 1)
+        (lost,) = until(backend, EngineLost)
+        assert lost == EngineLost("engine-0", "it was still loading 0.3 s after version 1 was written")
 
 
 def test_a_load_that_fails_is_tried_again() -> None:
-    with running("clumsy") as runtime:
-        load(runtime, "engine-0", 0)
-        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
+    with running("clumsy") as backend:
+        load(backend, "engine-0", 0)
+        assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
 
 
 def test_a_load_that_fails_twice_loses_the_engine() -> None:
-    with running("liar") as runtime:
-        load(runtime, "engine-0", 0)
-        (lost,) = until(runtime, EngineLost)
+    with running("liar") as backend:
+        load(backend, "engine-0", 0)
+        (lost,) = until(backend, EngineLost)
         assert lost == EngineLost("engine-0", "it could not load version 0: weight differs")
 
 
@@ -228,89 +228,89 @@ def test_a_load_that_fails_twice_loses_the_engine() -> None:
     [
         ("crash", "its process ended with exit code 1; the last it printed: out of luck"),
         ("gibberish", "a frame's header was announced with 4294967295 bytes; at most 268435456 come"),
-        ("mute", "it had to draw 1 completions and was not heard of for 300 s"),
+        ("mute", "it had to generate 1 completions and sent no message for 300 s"),
     ],
 )
 def test_a_lost_engine_says_why_and_another_one_comes(manner: str, reason: str) -> None:
     clock = Clock()
-    with running(manner, clock=clock) as runtime:
+    with running(manner, clock=clock) as backend:
         if manner == "mute":
             # It proved its weights before it fell silent.
-            runtime._engines.living["engine-0"].held = {"version": 0}
-        (pid,) = pids(runtime)
-        runtime.submit("engine-0", draws("a"))
+            backend._engines.alive["engine-0"].loaded = {"version": 0}
+        (pid,) = pids(backend)
+        backend.submit("engine-0", requests("a"))
         clock.now_s = 301.0 if manner == "mute" else 0.0
-        assert until(runtime, EngineLost) == [EngineLost("engine-0", reason)]
-        assert until(runtime, EngineJoined) == [EngineJoined("engine-1")]
-        assert runtime.engines() == ["engine-1"]
+        assert until(backend, EngineLost) == [EngineLost("engine-0", reason)]
+        assert until(backend, EngineJoined) == [EngineJoined("engine-1")]
+        assert backend.engines() == ["engine-1"]
         assert not is_running(pid)
 
 
 def test_an_idle_engine_may_be_silent() -> None:
     clock = Clock()
-    with running(clock=clock) as runtime:
-        load(runtime, "engine-0", 0)
-        until(runtime, WeightsLoaded)
+    with running(clock=clock) as backend:
+        load(backend, "engine-0", 0)
+        until(backend, WeightsLoaded)
         # One that worked would be lost as soon as it is looked at.
         clock.now_s = 1e9
-        runtime._wake()
-        assert runtime.wait(0.2) == []
-        assert runtime.engines() == ["engine-0"]
+        backend._wake()
+        assert backend.wait(0.2) == []
+        assert backend.engines() == ["engine-0"]
 
 
 def test_what_a_killed_engine_had_is_drawn_by_the_next_one(tmp_path: Path) -> None:
     trainer, told = Trainer(), tmp_path / "told"
     manner = settings(f"until {told}")
-    with SubprocessBackend(manner, Judge(), trainer.named_tensors) as runtime:
-        load(runtime, "engine-0", 0)
-        until(runtime, WeightsLoaded)
-        runtime.submit("engine-0", draws("a"))
-        os.kill(pids(runtime)[0], signal.SIGKILL)
-        assert until(runtime, EngineLost) == [
+    with SubprocessBackend(manner, Judge(), trainer.named_tensors) as backend:
+        load(backend, "engine-0", 0)
+        until(backend, WeightsLoaded)
+        backend.submit("engine-0", requests("a"))
+        os.kill(pids(backend)[0], signal.SIGKILL)
+        assert until(backend, EngineLost) == [
             EngineLost("engine-0", "its process was killed by signal 9 (SIGKILL)")
         ]
         # Orders for it are not heard any more.
-        runtime.submit("engine-0", draws("b"))
-        runtime.abort("engine-0", ["a"])
-        runtime.load("engine-0", 0)
-        until(runtime, EngineJoined)
+        backend.submit("engine-0", requests("b"))
+        backend.abort("engine-0", ["a"])
+        backend.load("engine-0", 0)
+        until(backend, EngineJoined)
         told.touch()
-        runtime.load("engine-1", 0)
-        until(runtime, WeightsLoaded)
-        runtime.submit("engine-1", draws("c"))
-        (drawn,) = until(runtime, GenerateResult)
-        assert isinstance(drawn, GenerateResult)
-        assert (drawn.engine, drawn.id) == ("engine-1", "c")
+        backend.load("engine-1", 0)
+        until(backend, WeightsLoaded)
+        backend.submit("engine-1", requests("c"))
+        (completed,) = until(backend, GenerateResult)
+        assert isinstance(completed, GenerateResult)
+        assert (completed.engine, completed.id) == ("engine-1", "c")
         assert trainer.num_asked == 0
 
 
 def test_an_engine_can_be_given_up() -> None:
-    with running() as runtime:
-        os.kill(pids(runtime)[0], signal.SIGSTOP)
-        runtime.lose("engine-0", "it drew nothing in 9 s")
-        assert until(runtime, EngineLost) == [EngineLost("engine-0", "it drew nothing in 9 s")]
-        assert until(runtime, EngineJoined) == [EngineJoined("engine-1")]
-        runtime.lose("engine-0", "again")
-        assert runtime.wait(0.2) == []
+    with running() as backend:
+        os.kill(pids(backend)[0], signal.SIGSTOP)
+        backend.lose("engine-0", "it drew nothing in 9 s")
+        assert until(backend, EngineLost) == [EngineLost("engine-0", "it drew nothing in 9 s")]
+        assert until(backend, EngineJoined) == [EngineJoined("engine-1")]
+        backend.lose("engine-0", "again")
+        assert backend.wait(0.2) == []
 
 
 def test_engines_that_come_to_nothing_end_the_run() -> None:
-    with running("crash", max_barren=1) as runtime:
-        runtime.submit("engine-0", draws("a"))
-        until(runtime, EngineJoined)
-        runtime.submit("engine-1", draws("a"))
+    with running("crash", max_restarts=1) as backend:
+        backend.submit("engine-0", requests("a"))
+        until(backend, EngineJoined)
+        backend.submit("engine-1", requests("a"))
         with pytest.raises(EngineFailed, match="^2 engines were lost .* engine-1: .* printed: out of luck$"):
-            until(runtime, EngineJoined)
+            until(backend, EngineJoined)
 
 
 def test_an_engine_that_has_drawn_may_always_be_replaced() -> None:
-    with running("fragile", max_barren=0) as runtime:
+    with running("fragile", max_restarts=0) as backend:
         for number in range(2):
-            runtime.submit(f"engine-{number}", draws("a"))
-            until(runtime, GenerateResult)
-            runtime.submit(f"engine-{number}", draws("fatal"))
-            until(runtime, EngineJoined)
-        assert runtime.engines() == ["engine-2"]
+            backend.submit(f"engine-{number}", requests("a"))
+            until(backend, GenerateResult)
+            backend.submit(f"engine-{number}", requests("fatal"))
+            until(backend, EngineJoined)
+        assert backend.engines() == ["engine-2"]
 
 
 def test_an_engine_that_cannot_start_is_an_error_at_once(tmp_path: Path) -> None:
@@ -319,17 +319,17 @@ def test_an_engine_that_cannot_start_is_an_error_at_once(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_served_is_raised() -> None:
-    with running("strict") as runtime:
-        runtime.submit("engine-0", draws("a"))
+    with running("strict") as backend:
+        backend.submit("engine-0", requests("a"))
         with pytest.raises(ValueError, match="^the prompt is empty$"):
-            runtime.wait(LIMIT_S)
+            backend.wait(LIMIT_S)
 
 
 def test_what_a_reward_raises_is_raised() -> None:
-    with running() as runtime:
-        runtime.judge("call", [PROMPT], ["broken"])
+    with running() as backend:
+        backend.score("call", [PROMPT], ["broken"])
         with pytest.raises(ValueError, match="^the judge is ill$"):
-            runtime.wait(LIMIT_S)
+            backend.wait(LIMIT_S)
 
 
 class Slow(Judge):
@@ -347,17 +347,17 @@ class Slow(Judge):
 
 def test_what_waits_for_the_reward_is_judged_in_one_call() -> None:
     """Groups of few answers then keep as many reward workers busy as the recipe asks for."""
-    judge = Slow()
-    with SubprocessBackend(settings(""), judge, Trainer().named_tensors) as runtime:
+    score = Slow()
+    with SubprocessBackend(settings(""), score, Trainer().named_tensors) as backend:
         for number, texts in enumerate((["right"], ["wrong", "right"], [], ["right"])):
-            runtime.judge(f"call-{number}", [PROMPT] * len(texts), texts)
-        judge.go.set()
+            backend.score(f"call-{number}", [PROMPT] * len(texts), texts)
+        score.go.set()
         found: list[ScoreResult] = []
         while len(found) < 4:
-            found += [event for event in runtime.wait(LIMIT_S) if isinstance(event, ScoreResult)]
+            found += [event for event in backend.wait(LIMIT_S) if isinstance(event, ScoreResult)]
     values = [(event.id, [outcome.value for outcome in event.outcomes]) for event in found]
     assert values == [("call-0", [1.0]), ("call-1", [0.0, 1.0]), ("call-2", []), ("call-3", [1.0])]
-    assert sum(judge.calls, []) == ["right", "wrong", "right", "right"] and len(judge.calls) <= 2
+    assert sum(score.calls, []) == ["right", "wrong", "right", "right"] and len(score.calls) <= 2
 
 
 class Hanging(Judge):
@@ -372,17 +372,17 @@ class Hanging(Judge):
 
 
 def test_a_reward_that_hangs_keeps_nobody_from_leaving() -> None:
-    judge = Hanging()
-    with SubprocessBackend(settings(""), judge, Trainer().named_tensors) as runtime:
-        runtime.judge("call", [PROMPT], ["right"])
-    assert judge.in_time
+    score = Hanging()
+    with SubprocessBackend(settings(""), score, Trainer().named_tensors) as backend:
+        backend.score("call", [PROMPT], ["right"])
+    assert score.in_time
 
 
-def held() -> Counter[str]:
+def weights_held() -> Counter[str]:
     """Open files of this process, memory that it shares, threads, and temporary files."""
     files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     # Address, rights, offset, device, inode, and the name if there is one.
-    fields = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    fields = [channel.split(maxsplit=5) for channel in Path("/proc/self/maps").read_text().splitlines()]
     mapped = [name for *_, name in fields if name.startswith(("/dev/shm/", "/memfd:"))]
     threads = [f"thread {thread.name}" for thread in threading.enumerate()]
     return Counter([*files, *mapped, *threads, *os.listdir(tempfile.gettempdir())])
@@ -391,24 +391,24 @@ def held() -> Counter[str]:
 @pytest.mark.parametrize("ends", ["close", "error"])
 def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = held()
+    before = weights_held()
     children: list[int] = []
 
-    def use(runtime: SubprocessBackend) -> None:
-        load(runtime, "engine-0", 0)
-        until(runtime, WeightsLoaded)
-        children.extend(pids(runtime))
-        runtime.lose("engine-0", "no reason")
-        until(runtime, EngineJoined)
-        children.extend(pids(runtime))
+    def use(backend: SubprocessBackend) -> None:
+        load(backend, "engine-0", 0)
+        until(backend, WeightsLoaded)
+        children.extend(pids(backend))
+        backend.lose("engine-0", "no reason")
+        until(backend, EngineJoined)
+        children.extend(pids(backend))
         if ends == "error":
             raise KeyError("a mistake")
 
     def run() -> Any:
-        with running() as runtime:
-            use(runtime)
-        runtime.close()
-        return runtime._reward
+        with running() as backend:
+            use(backend)
+        backend.close()
+        return backend._reward
 
     if ends == "error":
         with pytest.raises(KeyError, match="a mistake"):
@@ -418,7 +418,7 @@ def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pyte
     assert len(children) == 2
     assert not any(is_running(pid) for pid in children)
     # What other tests left to the garbage collector may be gone meanwhile.
-    assert not held() - before
+    assert not weights_held() - before
 
 
 SCRIPT = f"""
@@ -429,14 +429,14 @@ from millrace.engines.handle import EngineSettings
 from tests.rewards.helpers import child_of
 handle.MODULE = {FAKE!r}
 one = handle.start("engine-0", EngineSettings({{"manner": b"obedient"}}, 1), 1)
-select.select([one.line], [], [])  # it is ready, and ends with its parent
+select.select([one.channel], [], [])  # it is ready, and ends with its parent
 print(child_of(one.process.pid), flush=True)
 sys.stdin.read()
 """
 
 
 def test_nothing_is_left_of_a_trainer_that_is_killed() -> None:
-    """Not even of an engine that hangs, and would never read that its line is closed."""
+    """Not even of an engine that hangs, and would never read that its connection is closed."""
     command = [sys.executable, "-c", SCRIPT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
@@ -447,12 +447,12 @@ def test_nothing_is_left_of_a_trainer_that_is_killed() -> None:
         assert ends_within(pid, LIMIT_S)
 
 
-def test_orders_from_another_thread_are_heard_by_who_waits() -> None:
-    with running() as runtime:
-        load(runtime, "engine-0", 0)
-        until(runtime, WeightsLoaded)
-        timer = threading.Timer(0.3, runtime.submit, ("engine-0", draws("a")))
+def test_commands_of_another_thread_wake_a_wait() -> None:
+    with running() as backend:
+        load(backend, "engine-0", 0)
+        until(backend, WeightsLoaded)
+        timer = threading.Timer(0.3, backend.submit, ("engine-0", requests("a")))
         timer.start()
-        (drawn,) = runtime.wait(LIMIT_S)
+        (completed,) = backend.wait(LIMIT_S)
         timer.join()
-        assert isinstance(drawn, GenerateResult)
+        assert isinstance(completed, GenerateResult)

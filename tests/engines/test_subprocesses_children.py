@@ -17,8 +17,8 @@ from tests.engines.test_subprocesses import (
     LIMIT_S,
     Trainer,
     _fake,
-    draws,
     pids,
+    requests,
     running,
     until,
 )
@@ -28,67 +28,71 @@ pytestmark = pytest.mark.world
 __all__ = ["_fake"]
 
 
-def ask(runtime: SubprocessBackend, num: int) -> list[tuple[int, ...]]:
-    return [c.token_ids for c in runtime.generate([(1,)] * num, [SamplingParams()] * num)]
+def ask(backend: SubprocessBackend, num: int) -> list[tuple[int, ...]]:
+    return [c.token_ids for c in backend.generate([(1,)] * num, [SamplingParams()] * num)]
 
 
-def test_records_tell_what_engines_took_up_and_who_was_asked() -> None:
-    with running("counting") as runtime:
-        runtime.send(Trainer().named_tensors(), 0)
-        assert runtime.records() == []
-        ask(runtime, 1)
-        runtime.begin()
-        runtime.load("engine-0", 0)
-        until(runtime, WeightsLoaded)
-        runtime.submit("engine-0", draws("a"))
-        until(runtime, GenerateResult)
-        took = {"engine": "engine-0", "orders": [(2, "l"), (4, "s")]}
-        assert runtime.records() == [("took", took)]
-        assert runtime.records() == []
-        runtime.abort("engine-0", ["a"])
-        assert ask(runtime, 2) == [TOKENS] * 2
-        asked = ("asked", {"engine": "engine-0", "draws": [0, 1]})
-        took = {"engine": "engine-0", "orders": [(6, "a"), (8, "d")]}
-        assert runtime.records() == [asked, ("took", took)]
+def test_records_have_started_commands_and_blocking_requests() -> None:
+    with running("counting") as backend:
+        backend.send(Trainer().named_tensors(), 0)
+        assert backend.records() == []
+        ask(backend, 1)
+        backend.begin()
+        backend.load("engine-0", 0)
+        until(backend, WeightsLoaded)
+        backend.submit("engine-0", requests("a"))
+        until(backend, GenerateResult)
+        started = {"engine": "engine-0", "commands": [(2, ["load"]), (4, ["submit"])]}
+        assert backend.records() == [("commands_started", started)]
+        assert backend.records() == []
+        backend.abort("engine-0", ["a"])
+        assert ask(backend, 2) == [TOKENS] * 2
+        blocking_request = ("blocking_request", {"engine": "engine-0", "requests": [0, 1]})
+        started = {"engine": "engine-0", "commands": [(6, ["abort"]), (8, ["blocking_submit"])]}
+        assert backend.records() == [blocking_request, ("commands_started", started)]
 
 
 def test_in_a_replay_nobody_is_lost_but_by_the_log() -> None:
-    with running() as runtime:
-        runtime.send(Trainer().named_tensors(), 0)
-        runtime.begin(RecordedCommands([]))
-        os.kill(pids(runtime)[0], signal.SIGKILL)
+    with running() as backend:
+        backend.send(Trainer().named_tensors(), 0)
+        backend.begin(RecordedCommands([]))
+        os.kill(pids(backend)[0], signal.SIGKILL)
         with pytest.raises(
             ReplayError, match="^engine-0 is lost, and in the run it was not lost here: .*SIGKILL"
         ):
-            until(runtime, EngineJoined)
+            until(backend, EngineJoined)
 
 
-def test_in_a_replay_an_engine_ends_once_it_has_drawn_what_the_run_heard_of_it() -> None:
+def test_in_a_replay_an_engine_ends_after_its_pending_results() -> None:
     # The first was lost when it had drawn one of two.
     events = [
-        {"kind": "asked", "engine": "engine-0", "draws": [0, 1]},
-        {"kind": "asked", "engine": "engine-7", "draws": [1]},
-        {"kind": "took", "engine": "engine-7", "orders": [[0, "l"], [0, "d"]]},
+        {"kind": "blocking_request", "engine": "engine-0", "requests": [0, 1]},
+        {"kind": "blocking_request", "engine": "engine-7", "requests": [1]},
+        {
+            "kind": "commands_started",
+            "engine": "engine-7",
+            "commands": [[0, ["load"]], [0, ["blocking_submit"]]],
+        },
     ]
-    with running() as runtime:
-        runtime.send(Trainer().named_tensors(), 0)
-        runtime.begin(RecordedCommands(events))
-        ended = threading.Thread(target=runtime.end, args=("engine-0",))
+    with running() as backend:
+        backend.send(Trainer().named_tensors(), 0)
+        backend.begin(RecordedCommands(events))
+        ended = threading.Thread(target=backend.end, args=("engine-0",))
         ended.start()
         found: list[tuple[int, ...]] = []
-        asked = threading.Thread(target=lambda: found.extend(ask(runtime, 2)))
+        caller = threading.Thread(target=lambda: found.extend(ask(backend, 2)))
         # It is asked before it may end.
         ended.join(0.2)
         assert ended.is_alive()
-        asked.start()
+        caller.start()
         ended.join(LIMIT_S)
-        assert runtime.engines() == []
-        runtime.start("engine-7")
-        assert until(runtime, EngineJoined) == [EngineJoined("engine-7")]
-        # The draw comes first here, and passes after the load, as it did in the run.
-        asked.join(0.2)
+        assert backend.engines() == []
+        backend.start("engine-7")
+        assert until(backend, EngineJoined) == [EngineJoined("engine-7")]
+        # The request comes first here, and passes after the load, as it did in the run.
+        caller.join(0.2)
         assert found == []
-        runtime.load("engine-7", 0)
-        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-7", 0, 7)]
-        asked.join(LIMIT_S)
+        backend.load("engine-7", 0)
+        assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-7", 0, 7)]
+        caller.join(LIMIT_S)
         assert found == [TOKENS] * 2

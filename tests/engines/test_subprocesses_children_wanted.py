@@ -14,7 +14,7 @@ import pytest
 from millrace.engines import handle
 from millrace.engines.ray_placement import RayTrainerError
 from millrace.engines.subprocesses import EngineFailed
-from millrace.rollout.backend import RETIRED, EngineJoined, EngineLost, ScaleRequest, WeightsLoaded
+from millrace.rollout.backend import DRAINED, EngineJoined, EngineLost, ScaleRequest, WeightsLoaded
 from millrace.types import SamplingParams
 from tests.engines.fake_engine import TOKENS
 from tests.engines.test_subprocesses import LIMIT_S, Trainer, _fake, load, pids, running, until
@@ -22,7 +22,7 @@ from tests.rewards.helpers import is_running
 
 pytestmark = pytest.mark.world
 
-NOTHING = "one after the other before they had drawn anything"
+NOTHING = "one after the other before they had completed a request"
 assert _fake  # a fixture of every test here, too
 
 
@@ -43,66 +43,66 @@ class Starts:
 
 
 def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wanted() -> None:
-    with running() as runtime:
-        runtime.want(3)
-        joined = until(runtime, EngineJoined, 2)
+    with running() as backend:
+        backend.scale(3)
+        joined = until(backend, EngineJoined, 2)
         assert set(joined) == {EngineJoined("engine-1"), EngineJoined("engine-2")}
-        runtime.want(2)
+        backend.scale(2)
         # Who has started is for the caller to choose.
-        assert runtime.engines() == ["engine-0", "engine-1", "engine-2"]
-        (first, *_) = pids(runtime)
-        runtime.retire("engine-0")
-        assert until(runtime, EngineLost) == [EngineLost("engine-0", RETIRED)]
+        assert backend.engines() == ["engine-0", "engine-1", "engine-2"]
+        (first, *_) = pids(backend)
+        backend.retire("engine-0")
+        assert until(backend, EngineLost) == [EngineLost("engine-0", DRAINED)]
         assert not is_running(first)
-        os.kill(pids(runtime)[0], signal.SIGKILL)
-        events = until(runtime, EngineJoined)
+        os.kill(pids(backend)[0], signal.SIGKILL)
+        events = until(backend, EngineJoined)
         assert events[0] == EngineLost("engine-1", "its process was killed by signal 9 (SIGKILL)")
         assert events[1:] == [EngineJoined("engine-3")]
-        assert runtime.engines() == ["engine-2", "engine-3"]
-        runtime.retire("engine-0")
-        assert runtime.wait(0.0) == []
+        assert backend.engines() == ["engine-2", "engine-3"]
+        backend.retire("engine-0")
+        assert backend.wait(0.0) == []
 
 
 def test_one_that_is_lost_while_another_one_is_too_many_is_not_replaced_twice() -> None:
-    with running(num_engines=2) as runtime:
-        runtime.want(1)
-        os.kill(pids(runtime)[0], signal.SIGKILL)
-        assert [event.engine for event in until(runtime, EngineLost)] == ["engine-0"]
-        assert list(runtime._engines.living) == ["engine-1"]
+    with running(num_engines=2) as backend:
+        backend.scale(1)
+        os.kill(pids(backend)[0], signal.SIGKILL)
+        assert [event.engine for event in until(backend, EngineLost)] == ["engine-0"]
+        assert list(backend._engines.alive) == ["engine-1"]
         # By now it is the only one.
-        runtime.retire("engine-1")
-        assert until(runtime, EngineJoined) == [EngineLost("engine-1", RETIRED), EngineJoined("engine-2")]
+        backend.retire("engine-1")
+        assert until(backend, EngineJoined) == [EngineLost("engine-1", DRAINED), EngineJoined("engine-2")]
 
 
 def test_who_has_not_started_is_ended_where_it_is_too_many(tmp_path: Path) -> None:
-    with running(start=Starts(*[f"late {tmp_path / 'told'}"] * 3)) as runtime:
-        runtime.want(4)
-        begun = pids(runtime)[1:]
-        runtime.want(2)
-        assert len(runtime._engines.living) == 2
+    with running(start=Starts(*[f"late {tmp_path / 'told'}"] * 3)) as backend:
+        backend.scale(4)
+        begun = pids(backend)[1:]
+        backend.scale(2)
+        assert len(backend._engines.alive) == 2
         (tmp_path / "told").touch()
-        assert until(runtime, EngineJoined) == [EngineJoined("engine-1")]
+        assert until(backend, EngineJoined) == [EngineJoined("engine-1")]
         assert [is_running(pid) for pid in begun] == [True, False, False]
-        assert runtime.wait(0.2) == []
+        assert backend.wait(0.2) == []
 
 
 def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
-    with running(f"until {tmp_path / 'told'}", num_engines=2) as runtime:
-        runtime.send(Trainer().named_tensors(), 0)
+    with running(f"until {tmp_path / 'told'}", num_engines=2) as backend:
+        backend.send(Trainer().named_tensors(), 0)
         found: list[Any] = []
         params = [SamplingParams(max_tokens=3)]
-        waits = threading.Thread(target=lambda: found.extend(runtime.generate([(1, 2)], params)))
+        waits = threading.Thread(target=lambda: found.extend(backend.generate([(1, 2)], params)))
         waits.start()
-        while not runtime._engines.living["engine-0"].drawing:
+        while not backend._engines.alive["engine-0"].in_flight:
             time.sleep(0.01)
-        runtime.want(1)
-        runtime.retire("engine-0")
-        assert runtime.wait(0.2) == []
+        backend.scale(1)
+        backend.retire("engine-0")
+        assert backend.wait(0.2) == []
         # Whoever asks now asks another one.
-        runtime._engines.living["engine-1"].held = runtime._note
-        assert runtime._holder() == "engine-1"
+        backend._engines.alive["engine-1"].loaded = backend._manifest
+        assert backend._engine_with_weights() == "engine-1"
         (tmp_path / "told").touch()
-        assert until(runtime, EngineLost) == [EngineLost("engine-0", RETIRED)]
+        assert until(backend, EngineLost) == [EngineLost("engine-0", DRAINED)]
         waits.join(LIMIT_S)
         assert [one.token_ids for one in found] == [TOKENS]
 
@@ -120,40 +120,40 @@ def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
 )
 def test_a_run_goes_on_without_engines_that_cannot_be_added(then: str | Exception, reason: str) -> None:
     starts = Starts(then)
-    with running(start=starts) as runtime:
-        runtime.want(2)
-        (wanted,) = until(runtime, ScaleRequest)
-        assert isinstance(wanted, ScaleRequest)
-        assert wanted.number == 1 and wanted.reason.startswith(reason)
-        load(runtime, "engine-0", 0)
-        assert until(runtime, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
+    with running(start=starts) as backend:
+        backend.scale(2)
+        (target,) = until(backend, ScaleRequest)
+        assert isinstance(target, ScaleRequest)
+        assert target.number == 1 and target.reason.startswith(reason)
+        load(backend, "engine-0", 0)
+        assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
         # The one that was there from the beginning is replaced as ever.
         starts.good = 1
-        runtime.lose("engine-0", "no reason")
-        assert until(runtime, EngineJoined)[-1] == EngineJoined("engine-2")
+        backend.lose("engine-0", "no reason")
+        assert until(backend, EngineJoined)[-1] == EngineJoined("engine-2")
 
 
 def test_a_run_goes_on_without_an_engine_that_was_added_and_never_draws() -> None:
-    with running(start=Starts("crash", "crash"), max_barren=1) as runtime:
-        runtime.want(2)
+    with running(start=Starts("crash", "crash"), max_restarts=1) as backend:
+        backend.scale(2)
         for name in ("engine-1", "engine-2"):
-            assert until(runtime, EngineJoined)[-1] == EngineJoined(name)
-            runtime.lose(name, "it hangs")
-        events = until(runtime, ScaleRequest)
+            assert until(backend, EngineJoined)[-1] == EngineJoined(name)
+            backend.lose(name, "it hangs")
+        events = until(backend, ScaleRequest)
         assert events == [
             EngineLost("engine-2", "it hangs"),
             ScaleRequest(1, "2 engines were lost " + NOTHING + ", at last engine-2: it hangs"),
         ]
-        assert runtime.engines() == ["engine-0"]
+        assert backend.engines() == ["engine-0"]
 
 
 def test_without_any_other_engine_one_that_cannot_be_had_ends_the_run() -> None:
     starts = Starts(OSError(12, "Cannot allocate memory"))
-    with running(start=starts) as runtime, pytest.raises(OSError, match="Cannot allocate memory"):
-        runtime.lose("engine-0", "no reason")
+    with running(start=starts) as backend, pytest.raises(OSError, match="Cannot allocate memory"):
+        backend.lose("engine-0", "no reason")
     starts = Starts("crash")
     with (
-        running(start=starts, max_barren=0) as runtime,
+        running(start=starts, max_restarts=0) as backend,
         pytest.raises(EngineFailed, match="^1 engines were lost"),
     ):
-        runtime.lose("engine-0", "no reason")
+        backend.lose("engine-0", "no reason")

@@ -16,10 +16,10 @@ from millrace.engines.wire import (
     Channel,
     Frame,
     FrameError,
-    drawn_as_frame,
-    drawn_of,
-    draws_as_frame,
-    draws_of,
+    requests_from_frame,
+    requests_to_frame,
+    results_from_frame,
+    results_to_frame,
 )
 from millrace.rollout.backend import GenerateRequest
 from millrace.types import SamplingParams
@@ -32,14 +32,14 @@ KINDS = ("a", "b")
 def ends() -> Iterator[tuple[socket.socket, Channel]]:
     """A socket to write bytes to, and the line that reads them."""
     ours, theirs = socket.socketpair()
-    line = Channel(theirs, KINDS)
-    yield ours, line
+    channel = Channel(theirs, KINDS)
+    yield ours, channel
     ours.close()
-    line.close()
+    channel.close()
 
 
 def header(**changes: Any) -> bytes:
-    return json.dumps({"kind": "a", "note": {}, "arrays": []} | changes).encode()
+    return json.dumps({"kind": "a", "metadata": {}, "arrays": []} | changes).encode()
 
 
 def raw(head: bytes, body: bytes = b"") -> bytes:
@@ -50,7 +50,7 @@ def through(frame: tuple[dict[str, Any], dict[str, np.ndarray]]) -> Frame:
     """A frame at the other end."""
     ours, theirs = socket.socketpair()
     sender, receiver = Channel(ours, ()), Channel(theirs, KINDS)
-    sender.put("a", *frame)
+    sender.send("a", *frame)
     frames = receiver.take()
     while not frames:
         sender.flush()
@@ -61,21 +61,21 @@ def through(frame: tuple[dict[str, Any], dict[str, np.ndarray]]) -> Frame:
 
 
 def test_frames_arrive_in_pieces_of_any_length(ends: tuple[socket.socket, Channel]) -> None:
-    ours, line = ends
+    ours, channel = ends
     numbers = random.Random(0)
     arrays = {"x": np.arange(6, dtype=np.int64).reshape(2, 3), "empty": np.empty((0, 2), np.float32)}
     told = [[name, str(array.dtype), array.shape] for name, array in arrays.items()]
-    one = raw(header(kind="b", note={"é": [1, None]}, arrays=told), arrays["x"].tobytes())
+    one = raw(header(kind="b", metadata={"é": [1, None]}, arrays=told), arrays["x"].tobytes())
     data = one * 20
     frames = []
     while data:
         cut = numbers.randrange(1, 200)
         ours.sendall(data[:cut])
         data = data[cut:]
-        frames += line.take()
+        frames += channel.take()
     assert len(frames) == 20
     for frame in frames:
-        assert (frame.kind, frame.note) == ("b", {"é": [1, None]})
+        assert (frame.kind, frame.metadata) == ("b", {"é": [1, None]})
         for name, array in arrays.items():
             assert frame.arrays[name].dtype == array.dtype and np.array_equal(frame.arrays[name], array)
             frame.arrays[name][:] = 1
@@ -85,19 +85,19 @@ def test_nobody_waits_for_a_full_socket() -> None:
     ours, theirs = socket.socketpair()
     sender, receiver = Channel(ours, ()), Channel(theirs, KINDS)
     large = np.arange(1 << 20, dtype=np.int32)
-    sender.put("a", {"n": 1}, {"large": large})
-    sender.put("b", {"n": 2})
+    sender.send("a", {"n": 1}, {"large": large})
+    sender.send("b", {"n": 2})
     assert sender.unsent
     frames: list[Frame] = []
     while len(frames) < 2:
         frames += receiver.take()
         sender.flush()
     assert not sender.unsent
-    assert [frame.note["n"] for frame in frames] == [1, 2]
+    assert [frame.metadata["n"] for frame in frames] == [1, 2]
     assert np.array_equal(frames[0].arrays["large"], large)
     sender.close()
     assert receiver.take() == [] and receiver.ended
-    receiver.put("a")
+    receiver.send("a")
     assert not receiver.unsent
     receiver.close()
 
@@ -111,7 +111,7 @@ def test_nobody_waits_for_a_full_socket() -> None:
             "body was announced with 17179869185 bytes; at most",
         ),
         (raw(b"{nothing"), "header cannot be read: JSONDecodeError"),
-        (raw(b'{"kind": "a"}'), "header cannot be read: KeyError: 'note'"),
+        (raw(b'{"kind": "a"}'), "header cannot be read: KeyError: 'metadata'"),
         (raw(b"[]"), "header cannot be read: TypeError"),
         (raw(header(arrays=[["x", "int32"]])), "header cannot be read: ValueError"),
         (raw(header(kind="c")), "a frame of kind 'c' came; here only a, b do"),
@@ -128,10 +128,10 @@ def test_nobody_waits_for_a_full_socket() -> None:
     ],
 )
 def test_what_is_no_frame_is_refused(ends: tuple[socket.socket, Channel], data: bytes, words: str) -> None:
-    ours, line = ends
+    ours, channel = ends
     ours.sendall(data)
     with pytest.raises(FrameError, match=words):
-        line.take()
+        channel.take()
 
 
 EVERYTHING = SamplingParams(
@@ -159,40 +159,44 @@ def test_draws_arrive_as_they_were() -> None:
     plain = SamplingParams()
     for name in SamplingParams.__slots__:
         assert getattr(EVERYTHING, name) != getattr(plain, name)
-    draws = [
+    requests = [
         GenerateRequest("a", (1, 2), EVERYTHING),
         GenerateRequest("b", (1, 2), plain),
         GenerateRequest("c", (), plain),
         GenerateRequest("d", (1 << 40,), plain),
         GenerateRequest("e", (1, 2), plain),
     ]
-    frame = through(draws_as_frame(draws))
-    assert draws_of(frame) == [draws[:2], draws[2:3], draws[3:4], draws[4:]]
+    frame = through(requests_to_frame(requests))
+    assert requests_from_frame(frame) == [requests[:2], requests[2:3], requests[3:4], requests[4:]]
     assert len(frame.arrays["tokens"]) == 5
     assert list(frame.arrays) == ["tokens"]
 
 
-def test_what_was_drawn_before_arrives_with_its_draw() -> None:
+def test_partial_output_arrives_with_its_request() -> None:
     begun = [None, completion(4), None, completion(7)]
-    draws = [GenerateRequest(f"{i}", (i // 2,), SamplingParams(), drawn) for i, drawn in enumerate(begun)]
-    found = [draw for group in draws_of(through(draws_as_frame(draws))) for draw in group]
-    assert [draw.id for draw in found] == ["0", "1", "2", "3"]
-    assert found[0].drawn is None and found[2].drawn is None
+    requests = [
+        GenerateRequest(f"{i}", (i // 2,), SamplingParams(), completed) for i, completed in enumerate(begun)
+    ]
+    found = [
+        request for group in requests_from_frame(through(requests_to_frame(requests))) for request in group
+    ]
+    assert [request.id for request in found] == ["0", "1", "2", "3"]
+    assert found[0].partial_output is None and found[2].partial_output is None
     for place in (1, 3):
-        check_same(found[place].drawn, begun[place])
+        check_same(found[place].partial_output, begun[place])
 
 
 @pytest.mark.parametrize("num", [0, 1, 24])
 def test_completions_arrive_as_they_were(num: int) -> None:
-    drawn = [(f"draw {seed}", seed, 2 * seed, completion(seed)) for seed in range(num)]
-    back = drawn_of(through(drawn_as_frame(drawn)))
-    assert [one[:3] for one in back] == [one[:3] for one in drawn]
-    for one, other in zip(drawn, back, strict=True):
+    completed = [(f"draw {seed}", seed, 2 * seed, completion(seed)) for seed in range(num)]
+    back = results_from_frame(through(results_to_frame(completed)))
+    assert [one[:3] for one in back] == [one[:3] for one in completed]
+    for one, other in zip(completed, back, strict=True):
         check_same(one[3], other[3])
 
 
 def test_completions_that_do_not_fit_are_refused() -> None:
-    note, columns = drawn_as_frame([("a", 0, 1, completion(3))])
-    frame = through((note, columns | {"logprobs": np.zeros(9, np.float32)}))
+    metadata, columns = results_to_frame([("a", 0, 1, completion(3))])
+    frame = through((metadata, columns | {"logprobs": np.zeros(9, np.float32)}))
     with pytest.raises(FrameError, match="^frame a does not fit: column logprobs holds 9 numbers"):
-        drawn_of(frame)
+        results_from_frame(frame)

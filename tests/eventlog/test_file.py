@@ -15,8 +15,8 @@ from millrace.observability.files import FileError
 from tests.event_logs import write_events
 
 TEXTS = [
-    "drawn 3.0.24",
-    "drawn 3.1.25",
+    "generated 3.0.24",
+    "generated 3.1.25",
     "",
     "0",
     "00",
@@ -24,7 +24,7 @@ TEXTS = [
     "step-000001",
     "9" * 40,
     "\ud800 ä",
-    "lost e-2 1",
+    "engine_lost e-2 1",
 ]
 
 
@@ -58,13 +58,13 @@ def test_what_was_written_is_read(seed):
 
 def arrivals(count: int) -> list[dict[str, Any]]:
     return [
-        {"kind": "arrive", "time_s": i / 1000, "number": i // 8, "sample": i % 8, "engine": "engine-0"}
+        {"kind": "completed", "time_s": i / 1000, "number": i // 8, "sample": i % 8, "engine": "engine-0"}
         for i in range(count)
     ]
 
 
 def test_a_thousand_answers_take_few_bytes():
-    heard = {"kind": "heard", "events": [f"drawn {i // 8}.{i % 8}.{i}" for i in range(1024)]}
+    heard = {"kind": "events_received", "events": [f"generated {i // 8}.{i % 8}.{i}" for i in range(1024)]}
     assert len(encode([heard, *arrivals(1024)])) < 600
 
 
@@ -87,9 +87,9 @@ def test_whatever_is_changed_or_cut_is_found(tmp_path: Path):
     for place in range(len(content)):
         path.write_bytes(content[:place])
         with closing(EventLog(path, lambda: 1.0)) as log:
-            log.add("hold")
+            log.add("abort_in_flight")
         found = list(read_log(path))
-        assert found[:-1] == events[: len(found) - 1] and found[-1]["kind"] == "hold"
+        assert found[:-1] == events[: len(found) - 1] and found[-1]["kind"] == "abort_in_flight"
         assert len(found) - 1 == 20 * max(0, sum(1 for one in blocks(content[:place]) if one.events))
 
 
@@ -100,7 +100,7 @@ def test_after_a_damaged_block_the_next_is_read(tmp_path: Path):
     second = whole_bytes(HEADER + encode(arrivals(10)))
     content[second + 1] ^= 1
     path.write_bytes(content)
-    assert list(read_log(path, tell=told.append)) == [*arrivals(30)[:10], *arrivals(30)[20:]]
+    assert list(read_log(path, warn=told.append)) == [*arrivals(30)[:10], *arrivals(30)[20:]]
     assert told == [f"{path}: block 2 is damaged; left out"]
     # A run that goes on keeps what is whole after it.
     EventLog(path, lambda: 0.0).close()
@@ -111,10 +111,14 @@ def test_after_a_damaged_block_the_next_is_read(tmp_path: Path):
     ("content", "why"),
     [
         (
-            b"millrace event log 3\nxyz",
-            "is an event log of version 3, and this millrace reads version 2; use",
+            b"millrace event log 4\nxyz",
+            "is an event log of version 4, and this millrace reads version 3; use",
         ),
-        (b'{"kind": "begin"}\n', "is an event log of version 1, and this millrace reads version 2; use the"),
+        (
+            b"millrace event log 2\nxyz",
+            "is an event log of version 2, and this millrace reads version 3; use",
+        ),
+        (b'{"kind": "begin"}\n', "is an event log of version 1, and this millrace reads version 3; use the"),
         (b"what is this" * 9, "is damaged: it does not begin as an event log; restore it from a copy"),
     ],
 )
@@ -131,7 +135,9 @@ def test_a_file_of_another_version_is_refused_by_name(tmp_path: Path, content: b
             EventLog(path, lambda: 0.0)
 
 
-@pytest.mark.parametrize("payload", [b"", b"x", encode([])[12:-1], encode([{"kind": "hold"}])[12:] + b"x"])
+@pytest.mark.parametrize(
+    "payload", [b"", b"x", encode([])[12:-1], encode([{"kind": "abort_in_flight"}])[12:] + b"x"]
+)
 def test_what_is_no_payload_is_a_value_error(payload: bytes):
     with pytest.raises(ValueError, match="no block of events"):
         decode(payload)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.eventlog.log import EventLog, check_log, flow_after, read_events
+from millrace.eventlog.log import EventLog, check_log, read_events, resumed_state
 from millrace.eventlog.verify import LogError
 
 Events = list[dict[str, Any]]
@@ -27,13 +27,13 @@ def event(kind: str, **facts: Any) -> dict[str, Any]:
     return {"kind": kind, **facts}
 
 
-def finished(number: int, engine: str, *births: int, equal: bool = False) -> Events:
+def finished(number: int, engine: str, *oldest_steps: int, zero_std: bool = False) -> Events:
     """A group's samples arrive and are scored."""
     arrivals = [
-        event("arrive", number=number, sample=i, turn=0, engine=engine, oldest=birth, newest=birth)
-        for i, birth in enumerate(births)
+        event("completed", number=number, sample=i, turn=0, engine=engine, oldest_step=step, newest_step=step)
+        for i, step in enumerate(oldest_steps)
     ]
-    return [*arrivals, event("finish", number=number, births=list(births), equal=equal)]
+    return [*arrivals, event("finish", number=number, oldest_steps=list(oldest_steps), zero_std=zero_std)]
 
 
 def taken(
@@ -48,42 +48,46 @@ def sound() -> Events:
     """Two batches of two groups; one is equal, one is dropped, an engine dies, another joins, one resume."""
     return [
         event("begin", rules=dict(RULES), num_batches=2),
-        event("load", engine="a", version=0),
-        event("load", engine="b", version=0),
-        *(event("start", number=n, prompt=f"p{n}", published=0) for n in range(4)),
+        event("weights_loaded", engine="a", step=0),
+        event("weights_loaded", engine="b", step=0),
+        *(event("start", number=n, prompt=f"p{n}", step=0) for n in range(4)),
         *finished(0, "a", 0, 0),
-        *finished(1, "b", 0, 0, equal=True),
+        *finished(1, "b", 0, 0, zero_std=True),
         event("drop", number=2, reason="stale"),
-        event("start", number=4, prompt="p2", published=0),
-        event("lost", engine="b", reason="died"),
+        event("start", number=4, prompt="p2", step=0),
+        event("engine_lost", engine="b", reason="died"),
         *finished(3, "a", 0, 0),
-        event("joined", engine="c"),
-        event("load", engine="c", version=0),
+        event("engine_joined", engine="c"),
+        event("weights_loaded", engine="c", step=0),
         taken(0, [0, 1, 3], [0, 0, 0], (1,)),
-        event("load", engine="c", version=1),
-        event("load", engine="a", version=1),
-        event("publish", version=1),
+        event("weights_loaded", engine="c", step=1),
+        event("weights_loaded", engine="a", step=1),
+        event("weights_updated", step=1),
         event("save", name="step-000001"),
-        event("send", version=7),
-        event("took", engine="a", orders=[[0, "l"], [0, "s"], [4, "sd"]]),
-        event("start", number=5, prompt="p5", published=1),
+        event("update_weights", policy_version=7),
+        event(
+            "commands_started",
+            engine="a",
+            commands=[[0, ["load"]], [0, ["submit"]], [4, ["submit", "blocking_submit"]]],
+        ),
+        event("start", number=5, prompt="p5", step=1),
         finished(5, "a", 1, 1)[0],
-        event("hold"),
+        event("abort_in_flight"),
         event("save", name="step-000001"),
         event("resume", numbers=[4, 5], taken=1, num_batches=2),
-        event("keep", number=4, turns=[0, 0], tokens=[3, 0]),
-        event("keep", number=5, turns=[1, 0], tokens=[0, 2]),
-        event("took", engine="a", orders=[[0, "l"]]),
-        event("took", engine="a", orders=[[2, "s"]]),
-        event("heard", events=["loaded a 7"]),
-        event("asked", engine="a", draws=[0, 1]),
-        event("load", engine="a", version=1),
+        event("restored", number=4, turns=[0, 0], tokens=[3, 0]),
+        event("restored", number=5, turns=[1, 0], tokens=[0, 2]),
+        event("commands_started", engine="a", commands=[[0, ["load"]]]),
+        event("commands_started", engine="a", commands=[[2, ["submit"]]]),
+        event("events_received", events=["weights_loaded a 7"]),
+        event("blocking_request", engine="a", requests=[0, 1]),
+        event("weights_loaded", engine="a", step=1),
         *finished(5, "a", 1, 1)[1:],
-        event("ignore", reason="came twice"),
+        event("ignored", reason="came twice"),
         *finished(4, "a", 1, 1),
         taken(1, [4, 5], [0, 0]),
-        event("load", engine="a", version=2),
-        event("publish", version=2),
+        event("weights_loaded", engine="a", step=2),
+        event("weights_updated", step=2),
     ]
 
 
@@ -126,27 +130,36 @@ CORRUPTIONS = [
     (doubled("begin"), "one event begin, the first"),
     (removed("start", number=3), "group 4 starts where 3 is next"),
     (doubled("start", number=3), "group 3 starts where 4 is next"),
-    (changed("start", {"number": 5}, published=0), "there were 1 publishes"),
+    (changed("start", {"number": 5}, step=0), "the weights are of step 1"),
     (changed("start", {"number": 4}, prompt="p9"), "prompt p2 had to start again first"),
-    (removed("load", engine="b"), "engine b has not loaded any weights"),
-    (changed("arrive", {"number": 3}, engine="b"), "engine b has not loaded any weights"),
+    (removed("weights_loaded", engine="b"), "engine b has not loaded any weights"),
+    (changed("completed", {"number": 3}, engine="b"), "engine b has not loaded any weights"),
     (
-        changed("arrive", {"number": 3}, newest=1),
-        "engine a has the weights of 0, but the tokens are of 0 to 1",
+        changed("completed", {"number": 3}, newest_step=1),
+        "engine a has the weights of step 0, but the tokens are of steps 0 to 1",
     ),
-    (changed("arrive", {"number": 5}, oldest=0), "group 5 started after 1 publishes"),
-    (removed("arrive", number=3), r"but of its samples \{1: 0\} arrived"),
-    (changed("arrive", {"number": 3, "sample": 1}, sample=2), r"but of its samples \{0: 0, 2: 0\} arrived"),
-    (changed("arrive", {"number": 5}, oldest=2), "the tokens are of 2 to 1"),
-    (doubled("arrive", number=3), "sample 0, turn 0 of group 3 arrived before"),
+    (changed("completed", {"number": 5}, oldest_step=0), "group 5 started at step 1"),
+    (removed("completed", number=3), r"but its completed samples are \{1: 0\}"),
+    (
+        changed("completed", {"number": 3, "sample": 1}, sample=2),
+        r"but its completed samples are \{0: 0, 2: 0\}",
+    ),
+    (changed("completed", {"number": 5}, oldest_step=2), "the tokens are of steps 2 to 1"),
+    (doubled("completed", number=3), "sample 0, turn 0 of group 3 was completed before"),
     (before("take", {}, finished(3, "a", 0, 0)[0]), "group 3 is finished already"),
-    (before("publish", {}, finished(3, "a", 0, 0)[0]), "group 3 was trained on in batch 0"),
-    (before("lost", {}, finished(2, "a", 0, 0)[0]), "group 2 was dropped"),
-    (before("lost", {}, finished(9, "a", 0, 0)[0]), "group 9 was never started"),
+    (before("weights_updated", {}, finished(3, "a", 0, 0)[0]), "group 3 was trained on in batch 0"),
+    (before("engine_lost", {}, finished(2, "a", 0, 0)[0]), "group 2 was dropped"),
+    (before("engine_lost", {}, finished(9, "a", 0, 0)[0]), "group 9 was never started"),
     (doubled("finish", number=3), "group 3 is finished already"),
-    (changed("finish", {"number": 5}, births=[0, 1]), "group 5 has births .*started after 1 publishes"),
-    (changed("finish", {"number": 5}, births=[2, 1]), "group 5 has births .*1 batches were taken"),
-    (changed("finish", {"number": 5}, births=[]), "group 5 has births"),
+    (
+        changed("finish", {"number": 5}, oldest_steps=[0, 1]),
+        "group 5 has tokens of steps .*started at step 1",
+    ),
+    (
+        changed("finish", {"number": 5}, oldest_steps=[2, 1]),
+        "group 5 has tokens of steps .*1 batches were taken",
+    ),
+    (changed("finish", {"number": 5}, oldest_steps=[]), "group 5 has tokens of steps"),
     (before("finish", {"number": 4}, event("drop", number=5, reason="slow")), "5 was dropped"),
     (changed("drop", {}, reason=""), "group 2 is dropped without a reason"),
     (doubled("drop"), "group 2 was dropped"),
@@ -165,55 +178,72 @@ CORRUPTIONS = [
     (changed("take", {"batch": 1}, numbers=[4], staleness=[0]), "a batch of 2 .* has 1 groups"),
     (changed("take", {"batch": 0}, numbers=[0, 3], staleness=[0, 0]), r"groups \[1\] started before \[3\]"),
     (changed("take", {"batch": 1}, staleness=[0]), "each group has one staleness"),
-    (changed("take", {"batch": 1}, staleness=[1, 0]), "group 4 has births .* said to be 1 old"),
+    (changed("take", {"batch": 1}, staleness=[1, 0]), "group 4 has tokens of steps .* logged staleness is 1"),
     (changed("take", {"batch": 1}, withheld={"4": [0]}), "the rules let nothing be withheld"),
-    (doubled("publish", version=1), "there were 1 publishes"),
-    (changed("publish", {"version": 1}, version=2), "there were 0 publishes"),
-    (before("take", {"batch": 1}, event("publish", version=2)), "only 1 batches were taken"),
-    (removed("load", engine="c", version=1), "not every engine has loaded it: c has 0"),
-    (changed("load", {"version": 2}, version=3), "it can load 1 to 2, not 3"),
-    (before("save", {}, event("load", engine="a", version=0)), "it can load 1 to 1, not 0"),
-    (before("publish", {}, event("load", engine="a", version=0)), "it can load 1 to 1, not 0"),
-    (changed("joined", {}, engine="a"), "engine a was there before"),
-    (before("save", {}, event("want", engines=0, leaving=[], reason="")), "stay where 0 are wanted"),
-    (before("save", {}, event("want", engines=1, leaving=["z"], reason="")), r"\['z'\] leave, and there are"),
+    (doubled("weights_updated", step=1), "the weights are of step 1"),
+    (changed("weights_updated", {"step": 1}, step=2), "the weights are of step 0"),
+    (before("take", {"batch": 1}, event("weights_updated", step=2)), "only 1 batches were taken"),
+    (removed("weights_loaded", engine="c", step=1), "not every engine has loaded it: c has 0"),
+    (changed("weights_loaded", {"step": 2}, step=3), "it can load steps 1 to 2, not 3"),
+    (before("save", {}, event("weights_loaded", engine="a", step=0)), "it can load steps 1 to 1, not 0"),
     (
-        changed("keep", {"number": 4}, turns=[1, 0]),
-        r"of group 4, \(sample, turn\) \[\(0, 0\)\] had not arrived",
+        before("weights_updated", {}, event("weights_loaded", engine="a", step=0)),
+        "it can load steps 1 to 1, not 0",
+    ),
+    (changed("engine_joined", {}, engine="a"), "engine a was there before"),
+    (before("save", {}, event("scale", engines=0, draining=[], reason="")), "serve where the target is 0"),
+    (
+        before("save", {}, event("scale", engines=1, draining=["z"], reason="")),
+        r"\['z'\] are draining, and",
     ),
     (
-        changed("keep", {"number": 5}, turns=[2, 0]),
-        r"of group 5, \(sample, turn\) \[\(0, 1\)\] had not arrived",
+        changed("restored", {"number": 4}, turns=[1, 0]),
+        r"of group 4, \(sample, turn\) \[\(0, 0\)\] was not completed",
     ),
-    (changed("keep", {"number": 5}, turns=[0, 0]), r"but of its samples \{1: 1\} arrived"),
-    (removed("keep", number=5), r"but of its samples \{1: 1\} arrived"),
-    (changed("keep", {"number": 4}, number=3), "group 3 was trained on in batch 0"),
+    (
+        changed("restored", {"number": 5}, turns=[2, 0]),
+        r"of group 5, \(sample, turn\) \[\(0, 1\)\] was not completed",
+    ),
+    (changed("restored", {"number": 5}, turns=[0, 0]), r"but its completed samples are \{1: 1\}"),
+    (removed("restored", number=5), r"but its completed samples are \{1: 1\}"),
+    (changed("restored", {"number": 4}, number=3), "group 3 was trained on in batch 0"),
     (changed("resume", {}, taken=0), "1 batches were taken"),
     (changed("resume", {}, numbers=[]), r"goes on with the groups \[\]; the log leaves \[4, 5\]"),
     (changed("resume", {}, numbers=[3, 4, 5]), r"goes on with the groups \[3, 4, 5\]"),
     (changed("resume", {}, num_batches=1), "1 of 1 batches were taken"),
-    (doubled("send"), "only 1 batches were taken"),
-    (before("take", {"batch": 0}, event("send", version=7)), "only 0 batches were taken"),
-    (changed("took", {}, orders=[[3, "s"], [2, "s"]]), r"took orders up before the turns \[0, 3, 2\]"),
-    (changed("took", {"orders": [[2, "s"]]}, orders=[[2, "s"], [1, "s"]]), r"the turns \[0, 2, 1\]"),
-    (before("heard", {}, event("took", engine="a", orders=[[1, "s"]])), r"the turns \[2, 1\]"),
+    (doubled("update_weights"), "only 1 batches were taken"),
+    (before("take", {"batch": 0}, event("update_weights", policy_version=7)), "only 0 batches were taken"),
+    (
+        changed("commands_started", {}, commands=[[3, ["submit"]], [2, ["submit"]]]),
+        r"started commands before its steps \[0, 3, 2\]",
+    ),
+    (
+        changed(
+            "commands_started", {"commands": [[2, ["submit"]]]}, commands=[[2, ["submit"]], [1, ["submit"]]]
+        ),
+        r"its steps \[0, 2, 1\]",
+    ),
+    (
+        before("events_received", {}, event("commands_started", engine="a", commands=[[1, ["submit"]]])),
+        r"its steps \[2, 1\]",
+    ),
     (before("save", {}, event("gossip")), "lacks"),
     (before("save", {}, {"time_s": 1.0}), "lacks"),
-    (before("save", {}, event("load", engine="a")), r"lacks \['version'\]"),
+    (before("save", {}, event("weights_loaded", engine="a")), r"lacks \['step'\]"),
 ]
 
 
 def test_a_sound_log_is_believed_and_says_what_is_still_on_its_way():
     assert check_log(sound()) == []
-    assert check_log(sound()[: find(sound(), "lost")]) == [0, 1, 3, 4]
+    assert check_log(sound()[: find(sound(), "engine_lost")]) == [0, 1, 3, 4]
 
 
-def test_a_sound_log_says_what_a_flow_holds_that_goes_on_from_there():
-    left = flow_after(sound()[: find(sound(), "take")])
+def test_a_sound_log_gives_the_state_of_a_resumed_controller():
+    left = resumed_state(sound()[: find(sound(), "take")])
     assert (left["num_taken"], left["num_started"], left["repeats"]) == (0, 5, [])
-    births = {0: [0, 0], 1: [0, 0], 3: [0, 0], 4: None}
-    assert left["groups"] == [[n, "p2" if n == 4 else f"p{n}", 0, births[n]] for n in births]
-    dropped = flow_after(sound()[: find(sound(), "start", number=4)])
+    oldest_steps = {0: [0, 0], 1: [0, 0], 3: [0, 0], 4: None}
+    assert left["groups"] == [[n, "p2" if n == 4 else f"p{n}", 0, oldest_steps[n]] for n in oldest_steps]
+    dropped = resumed_state(sound()[: find(sound(), "start", number=4)])
     assert (dropped["num_started"], dropped["repeats"]) == (4, ["p2"])
 
 
@@ -226,36 +256,36 @@ def test_every_corruption_is_found(place):
         check_log(events)
 
 
-def test_the_birth_of_a_trajectory_is_that_of_its_oldest_turn():
+def test_the_step_of_a_trajectory_is_that_of_its_oldest_turn():
     events = sound()
     place = find(events, "finish", number=5)
-    second = event("arrive", number=5, sample=1, turn=1, engine="a", oldest=1, newest=1)
+    second = event("completed", number=5, sample=1, turn=1, engine="a", oldest_step=1, newest_step=1)
     events.insert(place, second)
     assert check_log(events) == []
-    with pytest.raises(LogError, match="sample 1, turn 1 of group 5 arrived before"):
+    with pytest.raises(LogError, match="sample 1, turn 1 of group 5 was completed before"):
         check_log([*events[:place], second, *events[place:]])
     late = aged("keep", {}, 2)
-    turn = event("arrive", number=0, sample=0, turn=1, engine="a", oldest=2, newest=2)
+    turn = event("completed", number=0, sample=0, turn=1, engine="a", oldest_step=2, newest_step=2)
     late.insert(find(late, "finish", number=0), turn)
     assert check_log(late) == []
 
 
 def aged(stale: str, withheld: dict[str, list[int]], staleness: int, order: str = "completion") -> Events:
-    """Group 0 of three samples is trained on in batch 2, though its first token saw no publish."""
+    """Group 0 of three samples is trained on in batch 2, though its first token is of step 0."""
     rules = {**RULES, "groups_per_step": 1, "order": order, "stale": stale, "refill_rounds": 0}
     events = [
         event("begin", rules=rules, num_batches=3),
-        event("load", engine="a", version=0),
-        event("start", number=0, prompt="p", published=0),
+        event("weights_loaded", engine="a", step=0),
+        event("start", number=0, prompt="p", step=0),
     ]
     for batch in (0, 1):
         number = batch + 1
         events += [
-            event("start", number=number, prompt="p", published=batch),
+            event("start", number=number, prompt="p", step=batch),
             *finished(number, "a", batch),
             taken(batch, [number], [0]),
-            event("load", engine="a", version=number),
-            event("publish", version=number),
+            event("weights_loaded", engine="a", step=number),
+            event("weights_updated", step=number),
         ]
     events += [*finished(0, "a", 0, 1, 2), taken(2, [0], [staleness])]
     events[-1]["withheld"] = withheld
@@ -266,12 +296,12 @@ def test_the_staleness_bound_is_that_of_the_rules():
     assert check_log(aged("keep", {}, 2)) == []
     assert check_log(aged("withhold", {"0": [0]}, 1)) == []
     late = aged("keep", {}, 2)
-    removed("publish", version=1)(late)
-    with pytest.raises(LogError, match="there were 0 publishes"):
+    removed("weights_updated", step=1)(late)
+    with pytest.raises(LogError, match="the weights are of step 0"):
         check_log(late)
-    with pytest.raises(LogError, match="group 0 is 2 old, more than 1"):
+    with pytest.raises(LogError, match="group 0 has staleness 2, more than 1"):
         check_log(aged("wait", {}, 2))
-    with pytest.raises(LogError, match="group 0 is 2 old, more than 1"):
+    with pytest.raises(LogError, match="group 0 has staleness 2, more than 1"):
         check_log(aged("withhold", {}, 2))
     with pytest.raises(LogError, match="group 0 has 1 trajectories left"):
         check_log(aged("withhold", {"0": [0, 1]}, 0))
@@ -286,8 +316,8 @@ def test_a_group_that_is_left_out_may_be_older():
 
 
 def test_no_event_can_be_lost_or_doubled():
-    # What is published before a resume, the resume publishes too.
-    events, loud = sound(), ("begin", "start", "arrive", "finish", "drop", "take")
+    # The weight updates before a resume are repeated by the resume.
+    events, loud = sound(), ("begin", "start", "completed", "finish", "drop", "take")
     for place, one in enumerate(events):
         if one["kind"] in loud:
             without = events[:place] + events[place + 1 :]
@@ -303,16 +333,16 @@ def test_no_event_can_be_lost_or_doubled():
 def test_events_are_flushed_at_each_take_and_rewound(tmp_path: Path):
     path, times = tmp_path / "events.log", iter(range(9))
     log = EventLog(path, lambda: next(times) + 0.1234567)
-    log.add("start", number=0, prompt="ä", published=0, engine="a")
+    log.add("start", number=0, prompt="ä", step=0, engine="a")
     assert path.read_bytes() == b""
     log.add("take", batch=0, numbers=[0], staleness=[0], left_out=[], withheld={})
     first, second = read_events(path)
     assert first == {
-        "kind": "start", "time_s": 0.123457, "number": 0, "prompt": "ä", "published": 0, "engine": "a",
+        "kind": "start", "time_s": 0.123457, "number": 0, "prompt": "ä", "step": 0, "engine": "a",
     }  # fmt: skip
     assert (second["kind"], second["time_s"]) == ("take", 1.123457)
     position = log.position
-    log.add("publish", version=1)
+    log.add("weights_updated", step=1)
     assert log.position > position
     log.rewind(position)
     log.add("save", name="step-000001")
@@ -320,10 +350,10 @@ def test_events_are_flushed_at_each_take_and_rewound(tmp_path: Path):
     assert [line["kind"] for line in read_events(path)] == ["start", "take", "save"]
 
 
-def test_an_event_without_its_facts_is_refused(tmp_path: Path):
+def test_an_event_without_its_fields_is_refused(tmp_path: Path):
     log = EventLog(tmp_path / "events.log", lambda: 0.0)
-    with pytest.raises(ValueError, match="event lost lacks reason"):
-        log.add("lost", engine="a")
+    with pytest.raises(ValueError, match="event engine_lost lacks reason"):
+        log.add("engine_lost", engine="a")
     with pytest.raises(ValueError, match="event gossip lacks such a kind"):
         log.add("gossip")
     log.close()

@@ -67,7 +67,7 @@ class Pool:
         return self.slots[table.block_RC[row, block]][slot]
 
     def forward(self, table: RequestTable, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-        """Copy, compute, draw: tokens and log-probabilities of `plan.draw_row_N`."""
+        """Copy, compute, draw: tokens and log-probabilities of `plan.sample_row_N`."""
         assert not set(plan.copy_from_M.tolist()) & set(plan.copy_to_M.tolist())
         self.num_copies += len(plan.copy_from_M)
         for source, target in zip(plan.copy_from_M.tolist(), plan.copy_to_M.tolist(), strict=True):
@@ -81,7 +81,7 @@ class Pool:
                 block, slot = divmod(position, self.block_size)
                 self.slots[table.block_RC[row, block]][slot] = hashed
         drawn = []
-        for row, at in zip(plan.draw_row_N.tolist(), plan.draw_from_N.tolist(), strict=True):
+        for row, at in zip(plan.sample_row_N.tolist(), plan.sample_from_N.tolist(), strict=True):
             last = int(plan.start_B[at] + plan.count_B[at]) - 1
             request = table.requests[row]
             assert request is not None
@@ -136,7 +136,7 @@ def new_request(prompt: Any, id: str = "", **params: Any) -> Request:
 def check_finished(request: Request) -> None:
     """It ended by itself, with the tokens it would have drawn alone."""
     tokens, logprobs, reason = expected(request)
-    assert request.drawn.tolist() == tokens
+    assert request.generated.tolist() == tokens
     assert request.logprobs.tolist() == logprobs
     assert request.finish_reason == reason
     assert len(request.versions) == len(tokens)
@@ -146,8 +146,8 @@ def check_finished(request: Request) -> None:
 def check_cut(request: Request) -> None:
     """It was ended, or is on its way, with the first of the tokens that it would have drawn alone."""
     tokens, logprobs, _ = expected(request)
-    num = len(request.drawn)
-    assert request.drawn.tolist() == tokens[:num]
+    num = len(request.generated)
+    assert request.generated.tolist() == tokens[:num]
     assert request.logprobs.tolist() == logprobs[:num]
 
 

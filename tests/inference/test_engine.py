@@ -55,7 +55,7 @@ def test_weights_arrive_while_requests_are_in_flight(kv: Any) -> None:
     (request,) = engine.add((5, 6, 7, 8, 9), [replace(GREEDY, max_tokens=20)])
     for _ in range(7):
         engine.step()
-    drawn = tuple(engine.drawn(request)[0].tolist())
+    drawn = tuple(engine.generated(request)[0].tolist())
     engine.load_weights(weights(second), 1, kv=kv)
     (completion,) = drain(engine, [request])
     alone = ReferenceEngine(first, decode).generate([(5, 6, 7, 8, 9)], [replace(GREEDY, max_tokens=7)])[0]
@@ -112,7 +112,7 @@ def test_samples_of_one_prompt_compute_it_once(llama: Model) -> None:
     requests = engine.add(prompt, params)
     engine.step()
     # All eight drew their first token from the one forward of 11 tokens.
-    assert [len(engine.drawn(request)[0]) for request in requests] == [1] * 8
+    assert [len(engine.generated(request)[0]) for request in requests] == [1] * 8
     drawn = drain(engine, requests)
     assert same(drawn, ReferenceEngine(llama, decode).generate([prompt] * 8, params))
     assert len({completion.token_ids for completion in drawn}) > 1
@@ -317,7 +317,7 @@ def test_priority_goes_first(llama: Model) -> None:
     while early.finish_reason is None:
         engine.step()
     assert late.finish_reason is None
-    assert len(engine.drawn(late)[0]) == 0
+    assert len(engine.generated(late)[0]) == 0
 
 
 def test_an_interrupted_generate_leaves_nothing_behind(llama: Model, monkeypatch: Any) -> None:

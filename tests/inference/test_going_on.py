@@ -43,7 +43,7 @@ def test_a_request_goes_on_from_what_was_drawn_elsewhere(llama: Model, num_steps
     for prompt, wanted, drawn, whole in zip(prompts, params, begun, expected, strict=True):
         if drawn is None:
             continue
-        (completion,) = drain(engine, engine.add(prompt, [wanted], drawn=[drawn]))
+        (completion,) = drain(engine, engine.add(prompt, [wanted], partial_outputs=[drawn]))
         assert same([completion], [whole])
         close_fp32(completion.logprobs, whole.logprobs, atol=1e-5)
         assert np.array_equal(completion.logprobs[:num_steps], drawn.logprobs)
@@ -65,7 +65,7 @@ def test_siblings_that_go_on_stand_beside_those_that_begin(llama: Model) -> None
     begun = in_part(llama, prompts, params, 5)
     begun[1] = begun[4] = None
     engine = paged(llama)
-    assert same(drain(engine, engine.add(prompts[0], params, drawn=begun)), expected)
+    assert same(drain(engine, engine.add(prompts[0], params, partial_outputs=begun)), expected)
     engine.check()
 
 
@@ -73,14 +73,14 @@ def test_what_nothing_can_follow_is_refused_and_nothing_is_queued(llama: Model) 
     (whole,) = paged(llama).generate([(1, 2)], [DRAW])
     engine = paged(llama)
     for drawn, why in (
-        (whole, "12 tokens are drawn and max_tokens is 12; raise it"),
+        (whole, "12 tokens are generated and max_tokens is 12; raise it"),
         (
             replace(whole, token_ids=(999,), logprobs=np.zeros(1), versions=np.zeros(1)),
-            f"^what was drawn holds token 999; the vocabulary has {VOCABULARY}",
+            f"^the partial completion holds token 999; the vocabulary has {VOCABULARY}",
         ),
     ):
         with pytest.raises(ValueError, match=why):
-            engine.add((1, 2), [DRAW, DRAW], ids=["a", "b"], drawn=[None, drawn])
+            engine.add((1, 2), [DRAW, DRAW], ids=["a", "b"], partial_outputs=[None, drawn])
     assert not engine.has_work
     assert same(drain(engine, engine.add((1, 2), [DRAW], ids=["a"])), [whole])
 
@@ -94,6 +94,6 @@ def test_what_goes_on_at_once_finds_its_blocks(llama: Model) -> None:
         engine.step()
     drawn = engine.abort("a")
     assert drawn is not None and engine.stats().prefix_hits == 0
-    assert same(drain(engine, engine.add(prompt, [wanted], drawn=[drawn])), [whole])
+    assert same(drain(engine, engine.add(prompt, [wanted], partial_outputs=[drawn])), [whole])
     # Every full block of the 24 tokens that had been computed.
     assert engine.stats().prefix_hits == 24

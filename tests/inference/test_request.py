@@ -33,7 +33,7 @@ def test_a_request_comes_back_with_what_it_has_drawn() -> None:
     draw(table, row, [10], 6)
     assert table.take(row) is request
     assert request.row == -1 and not table.used_R.any() and sorted(table.free_rows) == [0, 1, 2]
-    assert request.drawn.tolist() == [8, 9, 10] and request.drawn.dtype == np.int32
+    assert request.generated.tolist() == [8, 9, 10] and request.generated.dtype == np.int32
     assert request.logprobs.tolist() == [-2.0, -2.25, -2.5] and request.logprobs.dtype == np.float32
     assert request.versions.tolist() == [4, 4, 6] and request.versions.dtype == np.int32
     assert request.known_tokens().tolist() == [5, 6, 7, 8, 9, 10]
@@ -50,7 +50,7 @@ def test_a_request_that_returns_keeps_what_it_has_drawn() -> None:
     assert (table.num_prompt_R[row], table.num_tokens_R[row], table.limit_R[row]) == (3, 6, 12)
     draw(table, row, [2], 5)
     table.take(row)
-    assert request.drawn.tolist() == [8, 9, 1, 2]
+    assert request.generated.tolist() == [8, 9, 1, 2]
     assert request.logprobs.tolist() == [-2.0, -2.25, -0.25, -0.5]
     assert request.versions.tolist() == [4, 4, 4, 5]
 
@@ -62,7 +62,7 @@ def test_what_a_request_took_with_it_is_its_own() -> None:
     draw(table, row, [8, 9], 4)
     table.take(row)
     draw(table, *put(table, Request("b", (1,), SamplingParams())), [3, 3], 5)
-    assert request.drawn.tolist() == [8, 9] and request.versions.tolist() == [4, 4]
+    assert request.generated.tolist() == [8, 9] and request.versions.tolist() == [4, 4]
 
 
 def test_columns_grow_and_lose_nothing() -> None:
@@ -82,7 +82,7 @@ def test_columns_grow_and_lose_nothing() -> None:
     assert table.token_RL.shape == (3, 24)
     table.reserve(100)
     assert table.token_RL.shape == (3, 100) and table.block_RC.shape == (3, 25)
-    assert table.take(row).drawn.tolist() == list(range(11))
+    assert table.take(row).generated.tolist() == list(range(11))
 
 
 def test_stop_tokens_of_different_number_share_a_column() -> None:
@@ -134,7 +134,7 @@ def test_a_free_row_cannot_be_taken() -> None:
 
 def test_requests_do_not_share_their_results() -> None:
     first, second = (Request("", (1,), SamplingParams()) for _ in range(2))
-    assert first != second and first.drawn is not second.drawn and len(first.logprobs) == 0
+    assert first != second and first.generated is not second.generated and len(first.logprobs) == 0
 
 
 @pytest.mark.parametrize("priority", [1_000_000_001, -1_000_000_001, 10**30])

@@ -28,7 +28,7 @@ def plans(**numbers: Any) -> Any:
     def advance() -> Any:
         plan = scheduler.schedule()
         assert plan is not None
-        num = len(plan.draw_row_N)
+        num = len(plan.sample_row_N)
         ended = scheduler.commit(plan, np.full(num, 9), np.full(num, -0.5, np.float32))
         scheduler.check_invariants()
         return plan, ended
@@ -66,15 +66,15 @@ def test_running_requests_come_first_and_waiting_ones_take_what_is_left_of_the_b
     scheduler.add([new_request(range(7), max_tokens=5), new_request(range(20, 28), max_tokens=5)])
     plan, _ = advance()
     assert plan.start_B.tolist() == [0, 0] and plan.count_B.tolist() == [7, 3]
-    assert plan.draw_row_N.tolist() == plan.row_B.tolist()[:1] and plan.draw_from_N.tolist() == [0]
+    assert plan.sample_row_N.tolist() == plan.row_B.tolist()[:1] and plan.sample_from_N.tolist() == [0]
     scheduler.add([new_request(range(40, 49), max_tokens=5)])
     plan, _ = advance()
     assert plan.start_B.tolist() == [7, 3, 0] and plan.count_B.tolist() == [1, 5, 4]
-    assert plan.draw_row_N.tolist() == plan.row_B.tolist()[:2] and plan.draw_from_N.tolist() == [0, 1]
+    assert plan.sample_row_N.tolist() == plan.row_B.tolist()[:2] and plan.sample_from_N.tolist() == [0, 1]
     plan, _ = advance()
     assert plan.start_B.tolist() == [8, 8, 4] and plan.count_B.tolist() == [1, 1, 5]
-    assert plan.draw_from_N.tolist() == [0, 1, 2]
-    for array in (plan.row_B, plan.start_B, plan.count_B, plan.draw_row_N, plan.draw_from_N):
+    assert plan.sample_from_N.tolist() == [0, 1, 2]
+    for array in (plan.row_B, plan.start_B, plan.count_B, plan.sample_row_N, plan.sample_from_N):
         assert array.dtype == np.int64
     assert plan.copy_from_M.dtype == plan.copy_to_M.dtype == np.int64
 
@@ -94,7 +94,7 @@ def test_a_row_beyond_the_budget_waits_for_its_turn() -> None:
     scheduler, advance = plans(max_batch_tokens=4)
     scheduler.add([new_request([1, 2], seed=seed, max_tokens=3) for seed in range(6)])
     plan, _ = advance()  # one computes the prompt for all
-    assert plan.count_B.tolist() == [2] and len(plan.draw_row_N) == 6
+    assert plan.count_B.tolist() == [2] and len(plan.sample_row_N) == 6
     plan, _ = advance()
     assert plan.count_B.tolist() == [1, 1, 1, 1]
     assert advance()[0].row_B.tolist() == plan.row_B.tolist()
@@ -157,7 +157,7 @@ def test_a_stop_token_ends_a_completion_and_is_kept() -> None:
     scheduler = new_scheduler()
     scheduler.add([request])
     run(scheduler, pool_of(scheduler))
-    assert request.finish_reason == "stop" and request.drawn.tolist() == alone[: alone.index(stop) + 1]
+    assert request.finish_reason == "stop" and request.generated.tolist() == alone[: alone.index(stop) + 1]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_no_stop_token_ends_a_completion_before_min_tokens(
     scheduler.add([request])
     while request.finish_reason is None:
         advance()
-    assert (len(request.drawn), request.finish_reason) == (num_drawn, reason)
+    assert (len(request.generated), request.finish_reason) == (num_drawn, reason)
 
 
 def test_tokens_carry_the_version_that_drew_them() -> None:
@@ -347,9 +347,13 @@ def test_a_plan_is_committed_once_and_whole() -> None:
     plan = scheduler.schedule()
     assert plan is not None
     one, none = np.array([3]), np.zeros(0, np.float32)
-    with pytest.raises(ValueError, match="^1 rows draw, but 1 tokens and 0 log-probabilities were given; gi"):
+    with pytest.raises(
+        ValueError, match="^1 rows sample, but 1 tokens and 0 log-probabilities were given; gi"
+    ):
         scheduler.commit(plan, one, none)
-    with pytest.raises(ValueError, match="^1 rows draw, but 0 tokens and 1 log-probabilities were given; gi"):
+    with pytest.raises(
+        ValueError, match="^1 rows sample, but 0 tokens and 1 log-probabilities were given; gi"
+    ):
         scheduler.commit(plan, none, one)
     assert scheduler.commit(plan, one, one) == []
     with pytest.raises(

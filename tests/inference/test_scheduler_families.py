@@ -59,8 +59,12 @@ def test_a_family_waits_for_all_chunks_and_draws_in_one_step() -> None:
     plan = scheduler.schedule()
     assert plan is not None
     assert plan.count_B.tolist() == [2, 1]  # the prefix of the other one is known by now
-    assert plan.draw_row_N.tolist() == [plan.row_B[0], plan.row_B[1], *(r.row for r in [*requests[1:], late])]
-    assert plan.draw_from_N.tolist() == [0, 1, 0, 0, 0]
+    assert plan.sample_row_N.tolist() == [
+        plan.row_B[0],
+        plan.row_B[1],
+        *(r.row for r in [*requests[1:], late]),
+    ]
+    assert plan.sample_from_N.tolist() == [0, 1, 0, 0, 0]
     scheduler.commit(plan, *pool.forward(scheduler.table, plan))
     run(scheduler, pool)
     for request in [*requests, late, other]:
@@ -102,7 +106,7 @@ def test_who_wants_logprobs_of_the_prompt_joins_no_family() -> None:
     assert plan is not None
     leaders = [plain[0], scored[0], scored[1]]
     assert [scheduler.table.requests[row] for row in plan.row_B.tolist()] == leaders
-    assert plan.draw_from_N.tolist() == [0, 1, 2, 0]
+    assert plan.sample_from_N.tolist() == [0, 1, 2, 0]
     scheduler.commit(plan, *pool.forward(scheduler.table, plan))
     run(scheduler, pool)
     for request in [*plain, *scored]:
@@ -139,7 +143,7 @@ def test_an_abort_during_the_forward_hands_on_what_was_computed_before_it() -> N
     scheduler.add(requests)
     step(scheduler, pool)
     plan = scheduler.schedule()
-    assert plan is not None and len(plan.draw_row_N) == 3
+    assert plan is not None and len(plan.sample_row_N) == 3
     drawn = pool.forward(scheduler.table, plan)
     scheduler.finish(requests[0], "abort")
     scheduler.commit(plan, *drawn)
@@ -147,13 +151,13 @@ def test_an_abort_during_the_forward_hands_on_what_was_computed_before_it() -> N
     plan = scheduler.schedule()
     assert plan is not None
     assert plan.row_B.tolist() == [requests[1].row] and plan.start_B.tolist() == [4]
-    assert plan.draw_row_N.tolist() == [requests[1].row, requests[2].row]
+    assert plan.sample_row_N.tolist() == [requests[1].row, requests[2].row]
     scheduler.commit(plan, *pool.forward(scheduler.table, plan))
     run(scheduler, pool)
     for request in requests[1:]:
         check_finished(request)
     check_cut(requests[0])
-    assert len(requests[0].drawn) == 0
+    assert len(requests[0].generated) == 0
     check_empty(scheduler)
 
 
@@ -173,7 +177,7 @@ def test_a_sibling_that_leaves_during_the_forward_is_passed_over() -> None:
     run(scheduler, pool)
     for number in (0, 2, 3):
         check_finished(requests[number])
-    assert len(requests[1].drawn) == 0
+    assert len(requests[1].generated) == 0
 
 
 def test_a_preempted_leader_takes_its_family_back_into_the_queue() -> None:
@@ -206,7 +210,7 @@ def test_siblings_that_find_no_blocks_of_their_own_are_preempted_and_lose_nothin
     # Two blocks are free: three can write, two of them to a copy.
     assert len(plan.row_B) == 3 and len(plan.copy_from_M) == 2
     assert [request.row >= 0 for request in requests] == [True] * 3 + [False] * 3
-    assert [len(request.drawn) for request in requests[3:]] == [1, 1, 1]
+    assert [len(request.generated) for request in requests[3:]] == [1, 1, 1]
     scheduler.commit(plan, *pool.forward(scheduler.table, plan))
     run(scheduler, pool)
     for request in requests:

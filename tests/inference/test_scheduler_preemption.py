@@ -78,7 +78,7 @@ def test_a_preempted_request_goes_on_where_it_was_and_finds_its_own_prefix() -> 
         step(scheduler, pool)
     scheduler.preempt([request.row])
     scheduler.check_invariants()
-    assert (request.row, len(request.drawn)) == (-1, 4)
+    assert (request.row, len(request.generated)) == (-1, 4)
     check_cut(request)
     plan = scheduler.schedule()
     assert plan is not None
@@ -101,7 +101,7 @@ def test_preempt_all_empties_the_pool_and_keeps_the_order() -> None:
     scheduler.check_invariants()
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions) == (0, 7, 7)
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert [len(request.drawn) for request in requests] == [2] * 7
+    assert [len(request.generated) for request in requests] == [2] * 7
     plan = scheduler.schedule()
     assert plan is not None
     in_order = [scheduler.table.requests[row] for row in plan.row_B.tolist()]
@@ -129,7 +129,7 @@ def test_a_request_can_be_ended_in_any_state_and_only_once(state: str) -> None:
     scheduler.finish(request, "abort", "the client left")
     scheduler.check_invariants()
     if plan is not None:
-        assert len(plan.draw_row_N) == 2
+        assert len(plan.sample_row_N) == 2
         assert scheduler.commit(plan, *_drawn(scheduler, pool, plan)) == []
     if state == "ended":
         check_finished(request)
@@ -137,7 +137,7 @@ def test_a_request_can_be_ended_in_any_state_and_only_once(state: str) -> None:
     else:
         check_cut(request)
         assert (request.finish_reason, request.reason) == ("abort", "the client left")
-        assert len(request.drawn) == num_steps
+        assert len(request.generated) == num_steps
     scheduler.finish(request, "error", "again")
     assert request.finish_reason in ("abort", "length") and request.reason != "again"
     run(scheduler, pool)
@@ -147,12 +147,12 @@ def test_a_request_can_be_ended_in_any_state_and_only_once(state: str) -> None:
 
 def _drawn(scheduler: Scheduler, pool: Any, plan: Any) -> tuple[np.ndarray, np.ndarray]:
     """What the rows that are still there draw; 0 for those that left."""
-    there_N = scheduler.table.used_R[plan.draw_row_N]
+    there_N = scheduler.table.used_R[plan.sample_row_N]
     num = len(there_N)
     token_N, logprob_N = np.zeros(num, np.int64), np.zeros(num, np.float32)
     part = type(plan)(
         *(plan.row_B, plan.start_B, plan.count_B),
-        *(plan.draw_row_N[there_N], plan.draw_from_N[there_N]),
+        *(plan.sample_row_N[there_N], plan.sample_from_N[there_N]),
         *(plan.copy_from_M, plan.copy_to_M),
     )
     token_N[there_N], logprob_N[there_N] = pool.forward(scheduler.table, part)
@@ -208,7 +208,7 @@ def test_what_leaves_during_a_forward_does_not_disturb_its_commit() -> None:
     scheduler.preempt([requests[2].row])
     scheduler.commit(plan, *drawn)
     scheduler.check_invariants()
-    assert [len(request.drawn) for request in requests[1:3]] == [1, 1]
+    assert [len(request.generated) for request in requests[1:3]] == [1, 1]
     run(scheduler, pool)
     for number in (0, 2, 3):
         check_finished(requests[number])

@@ -169,7 +169,7 @@ def model_of(architecture: str, seed: int = 0) -> Model:
     return model
 
 
-def learner(case: Case) -> TrainStep:
+def make_train_step(case: Case) -> TrainStep:
     """As `run.build` makes one, over tiny models."""
     config = config_of(case)
     mesh, control = mesh_of(config.mesh, CPU), build_control(config)
@@ -214,7 +214,7 @@ def optimizer_of(model: Model) -> torch.optim.Optimizer:
 
 def learned(case: Case) -> dict[str, Tensor]:
     """What three batches show: metrics, the first gradients, and the weights afterwards."""
-    one = learner(case)
+    one = make_train_step(case)
     told: dict[str, Tensor] = {}
     trainers = {"policy": one.trainer} | ({"critic": one.critic} if one.critic else {})
     for name, trainer in trainers.items():

@@ -9,8 +9,8 @@ from millrace.observability.chrome_trace import chrome_trace
 from tests.rollout.written import write_run
 
 
-def event(kind: str, time_s: float, **facts: Any) -> dict[str, Any]:
-    return {"kind": kind, "time_s": time_s, **facts}
+def event(kind: str, time_s: float, **args: Any) -> dict[str, Any]:
+    return {"kind": kind, "time_s": time_s, **args}
 
 
 def arrived(kind: str, time_s: float, sample: int, engine: str) -> dict[str, Any]:
@@ -32,30 +32,30 @@ def told(events: list[dict[str, Any]], *spans: list[dict[str, Any]]) -> dict[str
 
 def test_who_draws_at_once_has_lanes_of_his_own():
     events = [
-        event("load", 1.0, engine="engine-10", version=0),
-        event("load", 1.0, engine="engine-2", version=0),
+        event("weights_loaded", 1.0, engine="engine-10", step=0),
+        event("weights_loaded", 1.0, engine="engine-2", step=0),
         event("dispatch", 2.0, number=0, samples=[0, 1], turn=0, engine="engine-2"),
         event("dispatch", 2.5, number=0, samples=[2], turn=0, engine="engine-10"),
-        arrived("part", 3.0, 0, "engine-2"),
+        arrived("partial", 3.0, 0, "engine-2"),
         event("dispatch", 3.5, number=0, samples=[0], turn=0, engine="engine-2"),
-        arrived("arrive", 4.0, 1, "engine-2"),
-        event("lost", 5.0, engine="engine-10", reason="it died"),
-        arrived("arrive", 6.0, 0, "engine-2"),
-        event("judge", 6.0, call="call-0", numbers=[0]),
-        event("heard", 7.0, events=["judged call-0", "drawn 0.9.9"]),
+        arrived("completed", 4.0, 1, "engine-2"),
+        event("engine_lost", 5.0, engine="engine-10", reason="it died"),
+        arrived("completed", 6.0, 0, "engine-2"),
+        event("score", 6.0, call="call-0", numbers=[0]),
+        event("events_received", 7.0, events=["scored call-0", "generated 0.9.9"]),
     ]
-    drawn = {"turn": 0, "tokens": 3}
+    generated = {"turn": 0, "tokens": 3}
     assert told(events) == {
         "trainer": [],
         "rewards": [(2, "call-0", 6.0, 7.0, {"groups": [0]})],
         "engine-2": [
-            (1, "weights", 1.0, 1.0, {"publishes": 0}),
-            (2, "group 0, sample 0", 2.0, 3.0, {**drawn, "how": "part"}),
-            (3, "group 0, sample 1", 2.0, 4.0, {**drawn, "how": "arrive"}),
-            (2, "group 0, sample 0", 3.5, 6.0, {**drawn, "how": "arrive"}),
+            (1, "weights", 1.0, 1.0, {"step": 0}),
+            (2, "group 0, sample 0", 2.0, 3.0, {**generated, "how": "partial"}),
+            (3, "group 0, sample 1", 2.0, 4.0, {**generated, "how": "completed"}),
+            (2, "group 0, sample 0", 3.5, 6.0, {**generated, "how": "completed"}),
         ],
         "engine-10": [
-            (1, "weights", 1.0, 1.0, {"publishes": 0}),
+            (1, "weights", 1.0, 1.0, {"step": 0}),
             (2, "group 0, sample 2", 2.5, 5.0, {"how": "lost"}),
         ],
     }
@@ -63,14 +63,14 @@ def test_who_draws_at_once_has_lanes_of_his_own():
 
 def test_what_nobody_wants_any_more_or_still_runs_ends_too():
     events = [
-        event("load", 1.0, engine="a", version=0),
+        event("weights_loaded", 1.0, engine="a", step=0),
         event("dispatch", 2.0, number=0, samples=[0, 1], turn=0, engine="a"),
         event("dispatch", 2.0, number=1, samples=[0], turn=0, engine="a"),
         event("drop", 3.0, number=0, reason="stale"),
         event("take", 4.0, batch=0),
     ]
     assert [row[1:] for row in told(events)["a"]] == [
-        ("weights", 1.0, 1.0, {"publishes": 0}),
+        ("weights", 1.0, 1.0, {"step": 0}),
         ("group 0, sample 0", 2.0, 3.0, {"how": "dropped"}),
         ("group 0, sample 1", 2.0, 3.0, {"how": "dropped"}),
         ("group 1, sample 0", 2.0, 4.0, {"how": "under way"}),
@@ -79,11 +79,11 @@ def test_what_nobody_wants_any_more_or_still_runs_ends_too():
 
 def test_weights_are_under_way_from_when_they_are_sent():
     events = [
-        event("load", 1.0, engine="a", version=0),
-        event("send", 4.0, version=7),
-        event("joined", 5.0, engine="b"),
-        event("load", 6.0, engine="a", version=1),
-        event("load", 8.0, engine="b", version=1),
+        event("weights_loaded", 1.0, engine="a", step=0),
+        event("update_weights", 4.0, policy_version=7),
+        event("engine_joined", 5.0, engine="b"),
+        event("weights_loaded", 6.0, engine="a", step=1),
+        event("weights_loaded", 8.0, engine="b", step=1),
         event("take", 9.0, batch=1),
         event("save", 9.5, name="step-000001"),
     ]
@@ -92,7 +92,7 @@ def test_weights_are_under_way_from_when_they_are_sent():
     assert [row[2:4] for row in found["b"]] == [(5.0, 8.0)]
     moments = [one for one in chrome_trace(events, [])["traceEvents"] if one["ph"] == "i"]
     assert [(one["name"], one["ts"]) for one in moments] == [
-        ("send version 7", 4e6),
+        ("update weights, policy version 7", 4e6),
         ("take batch 1", 9e6),
         ("save step-000001", 9.5e6),
     ]
@@ -100,20 +100,20 @@ def test_weights_are_under_way_from_when_they_are_sent():
 
 def test_what_a_process_left_ends_where_the_next_one_begins():
     events = [
-        event("load", 1.0, engine="a", version=0),
+        event("weights_loaded", 1.0, engine="a", step=0),
         event("dispatch", 2.0, number=0, samples=[0], turn=0, engine="a"),
-        event("judge", 2.0, call="call-0", numbers=[1]),
+        event("score", 2.0, call="call-0", numbers=[1]),
         event("resume", 3.0),
-        event("load", 4.0, engine="a", version=0),
-        event("send", 5.0, version=1),
-        event("load", 6.0, engine="a", version=1),
+        event("weights_loaded", 4.0, engine="a", step=0),
+        event("update_weights", 5.0, policy_version=1),
+        event("weights_loaded", 6.0, engine="a", step=1),
     ]
     found = told(events)
     assert [row[1:] for row in found["a"]] == [
-        ("weights", 1.0, 1.0, {"publishes": 0}),
+        ("weights", 1.0, 1.0, {"step": 0}),
         ("group 0, sample 0", 2.0, 3.0, {"how": "left"}),
-        ("weights", 4.0, 4.0, {"publishes": 0}),
-        ("weights", 5.0, 6.0, {"publishes": 1}),
+        ("weights", 4.0, 4.0, {"step": 0}),
+        ("weights", 5.0, 6.0, {"step": 1}),
     ]
     assert found["rewards"] == []
 
@@ -140,7 +140,7 @@ def test_each_rank_is_a_process_of_its_own():
         {"name": "sample", "begin_s": 0.5, "seconds": 1.5},
         {"name": "train", "begin_s": 2.0, "seconds": 1.5},
     ]
-    found = told([event("load", 1.0, engine="a", version=0)], first, other)
+    found = told([event("weights_loaded", 1.0, engine="a", step=0)], first, other)
     assert list(found) == ["trainer rank 0", "trainer rank 1", "rewards", "a"]
     assert found["trainer rank 0"] == [(1, "sample", 1.0, 2.0, {}), (1, "train", 2.0, 4.0, {})]
     assert found["trainer rank 1"] == [(1, "sample", 0.5, 2.0, {}), (1, "train", 2.0, 3.5, {})]
@@ -151,7 +151,7 @@ def test_all_that_a_run_did_is_in_its_trace(tmp_path, monkeypatch):
     write_run(tmp_path, monkeypatch, staleness=2, num_engines=3)
     events = read_events(tmp_path / "events.log")
     found = told(events)
-    arrivals = [one for one in events if one["kind"] == "arrive"]
+    arrivals = [one for one in events if one["kind"] == "completed"]
     draws = [row for name, rows in found.items() if "engine" in name for row in rows if "group" in row[1]]
     assert len(draws) == len(arrivals) > 300
     assert sum(row[4]["tokens"] for row in draws) == sum(one["ended"] - one["began"] for one in arrivals)

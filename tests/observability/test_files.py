@@ -95,7 +95,7 @@ def test_a_damaged_line_is_an_error_or_left_out_and_a_torn_one_is_left_out(tmp_p
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \xff}\n[2]\n{"a": 3}\n{"a": 4')
     told: list[str] = []
-    assert read_json_lines(path, tell=told.append) == [{"a": 1}, {"a": 3}]
+    assert read_json_lines(path, warn=told.append) == [{"a": 1}, {"a": 3}]
     assert told == [
         f"{path}: line 2 is not JSON: byte 6 is not UTF-8 and 1 more; left out",
         f"{path}: the last line is not whole; left out",

@@ -139,7 +139,7 @@ def test_rewards_that_judge_elsewhere_do_so_side_by_side_and_the_others_where_th
         assert (outcome.value, outcome.parts) == (7.0, {"a": 1.0, "b": 2.0, "c": 4.0})
         assert here.thread == threading.current_thread().name
     names = {first.thread, last.thread}
-    assert names == {"millrace-judge_0", "millrace-judge_1"}
+    assert names == {"millrace-score_0", "millrace-score_1"}
     reward.close()
     assert first.closed and here.closed and last.closed
     assert not names & {thread.name for thread in threading.enumerate()}
@@ -180,7 +180,7 @@ def test_ctrl_c_closes_rewards_that_judge_elsewhere_so_that_nobody_waits_for_the
         def close(self) -> None:
             over.set()
 
-    def judge() -> None:
+    def scoring() -> None:
         begun.set()
         assert over.wait(LIMIT_S)
         ended.set()
@@ -189,7 +189,7 @@ def test_ctrl_c_closes_rewards_that_judge_elsewhere_so_that_nobody_waits_for_the
         assert begun.wait(LIMIT_S)
         raise KeyboardInterrupt
 
-    endless = Endless(1.0, judge)
+    endless = Endless(1.0, scoring)
     reward = CombinedReward([("a", 1.0, endless), ("b", 1.0, Calls(1.0, interrupt))], apart=[endless])
     with pytest.raises(KeyboardInterrupt):
         reward.score([PROMPT], ["text"])

@@ -331,11 +331,11 @@ def test_a_judge_dies_with_its_parent(make, judging, tmp_path):
     )
     with parent:
         assert parent.stdout is not None
-        judge = int(parent.stdout.readline())
+        worker = int(parent.stdout.readline())
         while len(calls()) < 2 or (judging != "nothing" and not hangs()):
             time.sleep(0.02)
-        assert is_running(judge)
+        assert is_running(worker)
         parent.kill()
-        assert ends_within(judge)
+        assert ends_within(worker)
     if judging == "child":
         assert ends_within(int(Path("child.pid").read_text()))

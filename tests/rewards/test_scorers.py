@@ -20,7 +20,7 @@ from millrace.data.tasks import load_reasoning_gym
 from millrace.rewards import scorers
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.scorers import PARSERS, REVIEWED, check_reviewed, open_scorer
-from millrace.rewards.verifiers import Invalid, task_judge
+from millrace.rewards.verifiers import Invalid, task_scoring
 from tests.close import close_fp64
 
 # A package of one of the tasks leaves files open.
@@ -137,10 +137,10 @@ def equal(one: str, other: str) -> bool:
 def test_no_scorer_evaluates_a_completion(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (row,) = [MADE] if task in MISSING else rows_of(task, 1)
-    judge = task_judge(task, {"size": 1, "seed": 7})
+    scoring = task_scoring(task, {"size": 1, "seed": 7})
     with watched():
         for payload in [*PAYLOADS, str(row["answer"])]:
-            judge("", payload, row["answer"], deepcopy(row))
+            scoring("", payload, row["answer"], deepcopy(row))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,15 +159,15 @@ def test_the_watch_sees_what_is_evaluated():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_right_answer_earns_full_marks_and_a_poor_one_does_not(task):
-    judge = task_judge(task, {"size": 3, "seed": 7})
+    scoring = task_scoring(task, {"size": 3, "seed": 7})
     for row in rows_of(task, 3):
         answer = right_answer(row)
         # Some reference answers hold integrals that were not solved; an integral of the question is none.
         if answer is not None and not (task == "intermediate_integration" and "Integral" in answer):
-            close_fp64(judge("", answer, answer, deepcopy(row)), 1.0)
+            close_fp64(scoring("", answer, answer, deepcopy(row)), 1.0)
         for poor in POOR:
             if answer is None or not equal(poor, answer):
-                score = judge("", poor, answer or "", deepcopy(row))
+                score = scoring("", poor, answer or "", deepcopy(row))
                 assert isinstance(score, Invalid) or score < 0.7, poor
 
 

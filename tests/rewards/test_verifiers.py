@@ -9,20 +9,27 @@ import numpy as np
 import pytest
 
 from millrace.rewards.reward_errors import RewardError
-from millrace.rewards.verifiers import Judge, format_judge, function_judge, number_judge, task_judge, verdict
+from millrace.rewards.verifiers import (
+    ScoringFunction,
+    format_scoring,
+    function_scoring,
+    number_scoring,
+    task_scoring,
+    verdict,
+)
 from tests.close import close_fp64
 
 
 def judged(
-    judge: Judge, completion: str, answer: str = "", row: dict[str, Any] | None = None
+    scoring: ScoringFunction, completion: str, answer: str = "", row: dict[str, Any] | None = None
 ) -> tuple[str, float]:
-    kind, value, _ = verdict(judge, "prompt", completion, answer, row or {})
+    kind, value, _ = verdict(scoring, "prompt", completion, answer, row or {})
     return kind, value
 
 
 @pytest.fixture(scope="module")
-def number() -> Judge:
-    return number_judge()
+def number() -> ScoringFunction:
+    return number_scoring()
 
 
 @pytest.mark.parametrize(
@@ -74,38 +81,38 @@ def test_an_error_of_the_comparison_is_a_failure_and_not_a_zero(number, monkeypa
         raise TypeError("cannot compare")
 
     monkeypatch.setattr("math_verify.verify", broken)
-    kind, _, reason = verdict(number_judge(), "", "41", "42", {})
+    kind, _, reason = verdict(number_scoring(), "", "41", "42", {})
     assert kind == "failed" and "TypeError: cannot compare" in reason
 
 
 def test_basic_arithmetic_gives_partial_credit():
-    judge = task_judge("basic_arithmetic", {})
+    scoring = task_scoring("basic_arithmetic", {})
     row = {"question": "Calculate 5 - 3 - 6.", "answer": "-4", "metadata": {}}
-    assert judged(judge, " -4\n", row=row) == ("score", 1.0)
-    assert judged(judge, "4", row=row) == ("score", 0.0)
-    kind, value = judged(judge, "it is -4", row=row)
+    assert judged(scoring, " -4\n", row=row) == ("score", 1.0)
+    assert judged(scoring, "4", row=row) == ("score", 0.0)
+    kind, value = judged(scoring, "it is -4", row=row)
     assert kind == "score"
     close_fp64(value, 2 / 8)
-    assert judged(judge, "", row=row) == ("score", 0.0)
+    assert judged(scoring, "", row=row) == ("score", 0.0)
 
 
 def test_a_task_that_raises_is_a_failure():
     kind, _, reason = verdict(
-        task_judge("basic_arithmetic", {}), "", "4", "4", {"question": "no answer here"}
+        task_scoring("basic_arithmetic", {}), "", "4", "4", {"question": "no answer here"}
     )
     assert kind == "failed" and reason.startswith("raised KeyError: 'answer' (")
 
 
 def test_an_unknown_task_is_refused():
     with pytest.raises(RewardError, match="reasoning-gym has no task arithmetics; correct data.train"):
-        task_judge("arithmetics", {})
+        task_scoring("arithmetics", {})
 
 
 def test_an_option_the_task_does_not_have_is_refused():
     with pytest.raises(
         RewardError, match=r"basic_arithmetic refuses its options: .*num_terms.* correct data.task"
     ):
-        task_judge("basic_arithmetic", {"num_terms": 3})
+        task_scoring("basic_arithmetic", {"num_terms": 3})
 
 
 @pytest.mark.parametrize(
@@ -113,12 +120,12 @@ def test_an_option_the_task_does_not_have_is_refused():
     [("<a>1</a>", 1.0), ("<a>1\n2</a>", 1.0), ("<a>1</a> ", 0.0), ("x<a>1</a>", 0.0), ("", 0.0)],
 )
 def test_format_matches_the_whole_completion(completion, value):
-    assert judged(format_judge("<a>.*</a>"), completion) == ("score", value)
+    assert judged(format_scoring("<a>.*</a>"), completion) == ("score", value)
 
 
 def test_a_pattern_that_does_not_compile_is_refused():
     with pytest.raises(RewardError, match=r"reward format: '\(' is not a regular expression: missing \)"):
-        format_judge("(")
+        format_scoring("(")
 
 
 @pytest.mark.parametrize("value", [1, True, 0.25, Fraction(1, 4), np.float32(0.25), np.int64(3)])
@@ -177,6 +184,6 @@ def test_a_function_that_cannot_be_used_is_refused(body, message, tmp_path, monk
         (tmp_path / f"{name}.py").write_text(body)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RewardError) as refused:
-        function_judge(f"{name}:f")
+        function_scoring(f"{name}:f")
     assert str(refused.value).startswith(f"reward function {name}:f: ")
     assert message.replace("NAME", name) in str(refused.value)

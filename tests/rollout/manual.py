@@ -27,13 +27,13 @@ PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 5), f"text {i}") for i in range(6)
 
 
 class Manual:
-    """Orders are kept in `orders`; `wait` gives what is in `events`, or lets the clock run."""
+    """Orders are kept in `commands`; `wait` gives what is in `events`, or lets the clock run."""
 
     def __init__(self, *engines: str, sleeps: bool = False) -> None:
         self.alive = list(engines)
-        self.orders: list[tuple[Any, ...]] = []
+        self.commands: list[tuple[Any, ...]] = []
         self.events: list[Event] = []
-        self.draws: dict[str, tuple[str, GenerateRequest]] = {}
+        self.requests: dict[str, tuple[str, GenerateRequest]] = {}
         self.calls: dict[str, list[tuple[str, str]]] = {}
         self.now_s, self.sleeps = 0.0, sleeps
 
@@ -43,31 +43,31 @@ class Manual:
     def engines(self) -> list[str]:
         return list(self.alive)
 
-    def submit(self, engine: str, draws: Sequence[GenerateRequest]) -> None:
-        self.orders.append(("submit", engine, [draw.id for draw in draws]))
-        self.draws |= {draw.id: (engine, draw) for draw in draws}
+    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
+        self.commands.append(("submit", engine, [request.id for request in requests]))
+        self.requests |= {request.id: (engine, request) for request in requests}
 
     def abort(self, engine: str, ids: Sequence[str]) -> None:
-        self.orders.append(("abort", engine, list(ids)))
+        self.commands.append(("abort", engine, list(ids)))
 
-    def offer(self, version: int) -> None:
-        self.offered = version
+    def update_weights(self, version: int) -> None:
+        self.updated = version
 
     def load(self, engine: str, version: int) -> None:
-        assert version == self.offered
-        self.orders.append(("load", engine, version))
+        assert version == self.updated
+        self.commands.append(("load", engine, version))
 
     def lose(self, engine: str, reason: str) -> None:
-        self.orders.append(("lose", engine, reason))
+        self.commands.append(("lose", engine, reason))
 
-    def want(self, number: int) -> None:
-        self.orders.append(("want", number))
+    def scale(self, number: int) -> None:
+        self.commands.append(("scale", number))
 
     def retire(self, engine: str) -> None:
-        self.orders.append(("retire", engine))
+        self.commands.append(("retire", engine))
 
-    def judge(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        self.orders.append(("judge", id, list(texts)))
+    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+        self.commands.append(("score", id, list(texts)))
         self.calls[id] = [(prompt.id, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     def wait(self, timeout_s: float) -> list[Event]:
@@ -89,18 +89,18 @@ class Manual:
 
     def taken(self, kind: str) -> list[tuple[Any, ...]]:
         """The orders of this kind so far; they are forgotten."""
-        found = [order for order in self.orders if order[0] == kind]
-        self.orders = [order for order in self.orders if order[0] != kind]
+        found = [command for command in self.commands if command[0] == kind]
+        self.commands = [command for command in self.commands if command[0] != kind]
         return found
 
-    def drawn(
+    def generated(
         self, id: str, *, version: int | tuple[int, int] = 0, text: str | None = None, reason: str = "stop"
     ) -> GenerateResult:
         """The draw is over: two tokens, of which the first is the seed, of one version or two."""
-        engine, draw = self.draws[id]
-        return GenerateResult(engine, id, completion(draw, version, text, reason), 3, 5)
+        engine, request = self.requests[id]
+        return GenerateResult(engine, id, completion(request, version, text, reason), 3, 5)
 
-    def judged(self, id: str) -> ScoreResult:
+    def scored(self, id: str) -> ScoreResult:
         """An answer to each text."""
         return ScoreResult(id, tuple(Outcome("score", worth(text)) for _, text in self.calls[id]))
 
@@ -110,9 +110,9 @@ def worth(text: str) -> float:
 
 
 def completion(
-    draw: GenerateRequest, version: Any = 0, text: str | None = None, reason: Any = "stop"
+    request: GenerateRequest, version: Any = 0, text: str | None = None, reason: Any = "stop"
 ) -> Completion:
-    seed = draw.params.seed
+    seed = request.params.seed
     return Completion(
         token_ids=(seed, 9),
         logprobs=np.array([-0.25, -seed / 7], np.float32),
@@ -138,7 +138,7 @@ class Notes(list):
 
 
 def rollouts_over(
-    runtime: Any,
+    backend: Any,
     *,
     num_batches: int = 3,
     groups_per_step: int = 2,
@@ -152,23 +152,23 @@ def rollouts_over(
     kept = StalenessPolicy(groups_per_step=groups_per_step, staleness=staleness, **rules or {})
     if not notes:
         notes.add("begin", rules=asdict(kept), num_batches=num_batches)
-    flow = StalenessController(kept, num_batches=num_batches, note=notes.add)
+    controller = StalenessController(kept, num_batches=num_batches, log_event=notes.add)
     rollouts = RolloutManager(
-        flow,
-        runtime,
+        controller,
+        backend,
         PromptStream(list(PROMPTS.values()), seed=0, shuffle=False),
         **{
             "prompts": PROMPTS,
             "environment": SingleTurn,
             "params": seeded,
             "num_samples": 2,
-            "note": notes.add,
+            "log_event": notes.add,
         }
         | given,
     )
     if begin is not None:
         rollouts.begin(begin)
-    return rollouts, flow, notes
+    return rollouts, controller, notes
 
 
 def serving(*engines: str, version: int = 0) -> list[Event]:

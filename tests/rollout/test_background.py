@@ -9,7 +9,7 @@ import pytest
 
 from millrace.rollout.backend import ScaleRequest
 from millrace.rollout.background import BackgroundRollouts
-from millrace.rollout.engine_pool import DrawFailed
+from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
 from tests.rollout.manual import Manual, rollouts_over, serving
 
@@ -31,16 +31,16 @@ class Quick(Manual):
         assert not self.waiting
         self.waiting += 1
         self.threads.add(threading.current_thread().name)
-        orders, self.orders = self.orders, []
-        for kind, name, what in (order for order in orders if order[0] != "want"):
+        commands, self.commands = self.commands, []
+        for kind, name, what in (command for command in commands if command[0] != "scale"):
             if kind == "load":
                 self.versions[name] = what
                 self.events += serving(name, version=what)
             elif kind == "submit":
                 version = self.versions[name]
-                self.events += [self.drawn(id, version=version, reason=self.reason) for id in what]
-            elif kind == "judge":
-                self.events.append(self.judged(name))
+                self.events += [self.generated(id, version=version, reason=self.reason) for id in what]
+            elif kind == "score":
+                self.events.append(self.scored(name))
         found = super().wait(timeout_s)
         self.waiting -= 1
         return found
@@ -48,28 +48,28 @@ class Quick(Manual):
 
 @pytest.mark.world
 def test_batches_come_while_nobody_advances():
-    runtime = Quick("a", "b")
-    rollouts, flow, _ = rollouts_over(runtime, staleness=1)
+    backend = Quick("a", "b")
+    rollouts, controller, _ = rollouts_over(backend, staleness=1)
     numbers = []
-    with BackgroundRollouts(rollouts, runtime) as pump:
+    with BackgroundRollouts(rollouts, backend) as background:
         for version in range(1, 4):
-            numbers += pump.next_batch(PATIENCE_S).taken.numbers
-            pump.published(version)
-        pump.wait_until_published(PATIENCE_S)
-        words, _ = pump.state()
+            numbers += background.next_batch(PATIENCE_S).taken.numbers
+            background.update_weights(version)
+        background.wait_for_weights(PATIENCE_S)
+        state, _ = background.state()
     assert numbers == [0, 1, 2, 3, 4, 5]
-    assert words["flow"]["num_taken"] == flow.num_published == 3
-    assert runtime.threads == {"millrace-pump"}
-    assert "millrace-pump" not in [thread.name for thread in threading.enumerate()]
+    assert state["staleness"]["num_taken"] == controller.num_updates == 3
+    assert backend.threads == {"millrace-rollouts"}
+    assert "millrace-rollouts" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_errors_of_the_thread_are_raised_where_somebody_waits():
-    runtime = Quick("a", reason="error")
-    rollouts, _, _ = rollouts_over(runtime)
-    with BackgroundRollouts(rollouts, runtime) as pump:
+    backend = Quick("a", reason="error")
+    rollouts, _, _ = rollouts_over(backend)
+    with BackgroundRollouts(rollouts, backend) as background:
         for _ in range(2):
-            with pytest.raises(DrawFailed, match="the logits are not finite"):
-                pump.next_batch(PATIENCE_S)
+            with pytest.raises(GenerationFailed, match="the logits are not finite"):
+                background.next_batch(PATIENCE_S)
 
 
 @pytest.mark.world
@@ -91,53 +91,56 @@ def test_what_was_half_decided_is_not_looked_at_before_its_error_is_told(monkeyp
         waited.set()
         return decided[0] if decided else None
 
-    runtime = Quick("a")
-    rollouts, _, _ = rollouts_over(runtime)
+    backend = Quick("a")
+    rollouts, _, _ = rollouts_over(backend)
     monkeypatch.setattr(rollouts, "handle", failing)
     monkeypatch.setattr("millrace.rollout.background.threading.Condition", Slow)
-    with BackgroundRollouts(rollouts, runtime) as pump, pytest.raises(OSError, match="the disk is full"):
-        pump.until(look, "something", PATIENCE_S)
+    with (
+        BackgroundRollouts(rollouts, backend) as background,
+        pytest.raises(OSError, match="the disk is full"),
+    ):
+        background.until(look, "something", PATIENCE_S)
     assert decided == ["half"]
 
 
 @pytest.mark.world
 def test_a_stall_is_found_by_who_waits():
-    runtime = Quick()
-    rollouts, _, _ = rollouts_over(runtime)
-    with BackgroundRollouts(rollouts, runtime) as pump:
+    backend = Quick()
+    rollouts, _, _ = rollouts_over(backend)
+    with BackgroundRollouts(rollouts, backend) as background:
         with pytest.raises(Stalled, match="trainer waits for batch 0 .* an engine that serves"):
-            pump.next_batch(0.05)
-        assert pump.blockers()[0] == "an engine that serves"
+            background.next_batch(0.05)
+        assert background.blockers()[0] == "an engine that serves"
 
 
 @pytest.mark.world
-def test_nothing_is_decided_while_it_is_paused():
-    runtime = Quick("a")
-    rollouts, _, notes = rollouts_over(runtime, staleness=1)
-    with BackgroundRollouts(rollouts, runtime) as pump:
-        pump.next_batch(PATIENCE_S)
-        with pump.paused():
-            words, _ = pump.state()
-            pump.published(1)
+def test_nothing_is_decided_while_it_is_locked():
+    backend = Quick("a")
+    rollouts, _, notes = rollouts_over(backend, staleness=1)
+    with BackgroundRollouts(rollouts, backend) as background:
+        background.next_batch(PATIENCE_S)
+        with background.locked():
+            state, _ = background.state()
+            background.update_weights(1)
             known = list(notes)
             time.sleep(0.1)
             assert notes == known
-        pump.wait_until_published(PATIENCE_S)
-    assert words["flow"]["num_taken"] == 1
-    assert notes.of("publish") == [{"kind": "publish", "version": 1}]
+        background.wait_for_weights(PATIENCE_S)
+    assert state["staleness"]["num_taken"] == 1
+    assert notes.of("weights_updated") == [{"kind": "weights_updated", "step": 1}]
 
 
 @pytest.mark.world
-def test_what_is_asked_from_outside_is_heard_with_the_rest():
-    runtime, asked = Quick("a"), [[ScaleRequest(2)]]
-    rollouts, _, notes = rollouts_over(runtime, staleness=1)
-    with BackgroundRollouts(rollouts, runtime, lambda: asked.pop() if asked else []) as pump:
-        pump.next_batch(PATIENCE_S)
+def test_scale_requests_are_handled_with_the_other_events():
+    backend, requests = Quick("a"), [[ScaleRequest(2)]]
+    rollouts, _, notes = rollouts_over(backend, staleness=1)
+    with BackgroundRollouts(rollouts, backend, lambda: requests.pop() if requests else []) as background:
+        background.next_batch(PATIENCE_S)
         begun_s = time.monotonic()
-        while (found := pump.engines()).wanted != 2:
+        while (found := background.engines()).target != 2:
             assert time.monotonic() - begun_s < PATIENCE_S
-    assert list(found.doing) == ["a"]
-    assert sum("wanted 2" in event["events"] for event in notes.of("heard")) == 1
+    assert list(found.activity) == ["a"]
+    assert sum("scale 2" in event["events"] for event in notes.of("events_received")) == 1
 
 
 @pytest.mark.world
@@ -151,18 +154,18 @@ def test_a_thread_that_is_stuck_is_named():
         def observe(self):
             return self.prompt.token_ids
 
-        def step(self, drawn):
+        def step(self, generated):
             assert release.wait(PATIENCE_S)
             return None
 
     release = threading.Event()
-    runtime = Quick("a")
-    rollouts, _, _ = rollouts_over(runtime, environment=Stuck)
-    with BackgroundRollouts(rollouts, runtime) as pump:
+    backend = Quick("a")
+    rollouts, _, _ = rollouts_over(backend, environment=Stuck)
+    with BackgroundRollouts(rollouts, backend) as background:
         begun_s = time.monotonic()
-        while pump.blockers() != ["millrace-pump (handles what happened)"]:
+        while background.blockers() != ["millrace-rollouts (handles events)"]:
             assert time.monotonic() - begun_s < PATIENCE_S
         # What is known of engines is older then.
-        assert pump.engines().doing.keys() == {"a"}
+        assert background.engines().activity.keys() == {"a"}
         release.set()
-        assert len(pump.next_batch(PATIENCE_S).groups) == 2
+        assert len(background.next_batch(PATIENCE_S).groups) == 2

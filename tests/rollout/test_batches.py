@@ -17,7 +17,7 @@ from millrace.engines.recorded import RecordedCommands
 from millrace.eventlog.log import EventLog, read_events
 from millrace.observability.metrics import Spans
 from millrace.replay.recorded_log import RecordedLog, RunSegment
-from millrace.rollout.batches import BatchSource, as_sampled, flow_rules, rollouts_of
+from millrace.rollout.batches import BatchSource, as_sampled, rollouts_of, staleness_policy
 from millrace.rollout.manager import RolloutBatch
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed
 from millrace.rollout.staleness import TakenBatch
@@ -80,13 +80,13 @@ def sampled(rows: dict, *, rounds: int = 0, greedy=None, num_batches: int = 1, *
     config = recipe(rollout=rollout, seed=11, **sections)
     engine, stream = Echo(), PromptStream(prompts(8), seed=0, shuffle=False)
     given = parts(method=build_method(config), train_prompts=prompts(8))
-    runtime = InProcessBackend(engine, Table(rows, greedy), engine.load)
-    rollouts = rollouts_of(config, given, stream, runtime, num_batches=num_batches)
+    backend = InProcessBackend(engine, Table(rows, greedy), engine.load)
+    rollouts = rollouts_of(config, given, stream, backend, num_batches=num_batches)
     rollouts.begin(0)
     for version in range(1, num_batches):
         rollouts.next_batch(60.0)
-        rollouts.published(version)
-        rollouts.wait_until_published(60.0)
+        rollouts.update_weights(version)
+        rollouts.wait_for_weights(60.0)
     batch = as_sampled(rollouts.next_batch(60.0))
     following = stream.next(1)[0].id
     return batch, engine, following
@@ -189,7 +189,7 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
         config,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
-        runtime=InProcessBackend(engine, Table(rows), engine.load),
+        backend=InProcessBackend(engine, Table(rows), engine.load),
         log=EventLog(tmp_path / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),
@@ -227,7 +227,7 @@ def told_of(folder, rows, **sections):
         config,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
-        runtime=InProcessBackend(engine, Table(rows, dict.fromkeys(rows, 0.5) | {"p3": None}), engine.load),
+        backend=InProcessBackend(engine, Table(rows, dict.fromkeys(rows, 0.5) | {"p3": None}), engine.load),
         log=EventLog(folder / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),
@@ -236,7 +236,7 @@ def told_of(folder, rows, **sections):
     with source:
         source.begin(None, 0)
         _, first = source.next_batch()
-        source.published(1)
+        source.update_weights(1)
         _, second = source.next_batch()
     return first, second, next(iter(source.warnings()), None)
 
@@ -274,13 +274,13 @@ class Ending(RecordedLog):
 @pytest.mark.world
 def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     """In the run they were asked for something else next, or for nothing."""
-    runtime, config = Manual("a", sleeps=True), recipe(steps=4, rollout={"max_staleness": 1})
+    backend, config = Manual("a", sleeps=True), recipe(steps=4, rollout={"max_staleness": 1})
     log = Ending(tmp_path / "events.log", lambda: 0.0, RunSegment([], 1, RecordedCommands([]), 2))
     source = BatchSource(
         config,
-        parts(runtime=runtime, method=build_method(config), train_prompts=prompts(8)),
+        parts(backend=backend, method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
-        runtime=runtime,
+        backend=backend,
         log=log,
         ranks=Ranks(),
         spans=Spans(),
@@ -288,18 +288,18 @@ def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     )
     with source:
         source.begin(None, 0)
-        runtime.events = serving("a")
-        while not runtime.taken("submit"):
+        backend.events = serving("a")
+        while not backend.taken("submit"):
             time.sleep(0.001)
         source.save(tmp_path)
-    assert runtime.taken("abort") == []
+    assert backend.taken("abort") == []
     kinds = [event["kind"] for event in read_events(tmp_path / "events.log")]
-    assert kinds[-1] == "save" and "hold" not in kinds
+    assert kinds[-1] == "save" and "abort_in_flight" not in kinds
     assert json.loads((tmp_path / "rollouts.json").read_text())["rollouts"]
 
 
 def test_the_rules_of_a_recipe():
     ahead = {"max_staleness": 2, "batch_order": "completion", "stale_policy": "drop"}
-    rules = flow_rules(recipe(rollout={**ahead, "prompts_per_step": 5, "dynamic_sampling_rounds": 3}))
+    rules = staleness_policy(recipe(rollout={**ahead, "prompts_per_step": 5, "dynamic_sampling_rounds": 3}))
     assert (rules.groups_per_step, rules.staleness, rules.order, rules.stale) == (5, 2, "completion", "drop")
     assert (rules.refill_rounds, rules.spare_groups) == (3, 0)

@@ -32,7 +32,7 @@ def source_in(folder: Path) -> BatchSource:
         config,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
-        runtime=InProcessBackend(engine, Table({f"p{n}": DIFFERENT for n in range(8)}), engine.load),
+        backend=InProcessBackend(engine, Table({f"p{n}": DIFFERENT for n in range(8)}), engine.load),
         log=EventLog(folder / "events.log", lambda: 0.0),
         ranks=Ranks(),
         spans=Spans(),
@@ -49,13 +49,13 @@ def saved(tmp_path: Path) -> Path:
     with source_in(tmp_path) as source:
         source.begin(None, 0)
         source.next_batch()
-        source.published(1)
+        source.update_weights(1)
         source.save(tmp_path)
     return tmp_path
 
 
 def in_log(old: str, new: str) -> Callable[[Path], None]:
-    """Other words in one event; the checkpoint still ends where a block does."""
+    """Other state in one event; the checkpoint still ends where a block does."""
 
     def change(folder: Path) -> None:
         def replaced(lines: list[str]) -> list[str]:
@@ -63,35 +63,35 @@ def in_log(old: str, new: str) -> Callable[[Path], None]:
             return [line.replace(old, new) for line in lines]
 
         change_events(folder / "events.log", replaced)
-        words = json.loads((folder / "rollouts.json").read_text())
-        words["log_bytes"] = (folder / "events.log").stat().st_size
-        (folder / "rollouts.json").write_text(json.dumps(words))
+        state = json.loads((folder / "rollouts.json").read_text())
+        state["log_bytes"] = (folder / "events.log").stat().st_size
+        (folder / "rollouts.json").write_text(json.dumps(state))
 
     return change
 
 
-def in_flow(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def in_controller(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def do(folder: Path) -> None:
         path = folder / "rollouts.json"
-        words = json.loads(path.read_text())
-        change(words["rollouts"]["flow"])
-        path.write_text(json.dumps(words))
+        state = json.loads(path.read_text())
+        change(state["rollouts"]["staleness"])
+        path.write_text(json.dumps(state))
 
     return do
 
 
-def lose_a_group(flow: dict[str, Any]) -> None:
-    """As a flow that takes a group for trained on."""
-    flow["line"]["groups"].pop()
-    flow["line"]["arrived"].remove(3)
-    flow["num_left"] += 1
+def lose_a_group(controller: dict[str, Any]) -> None:
+    """As a controller that takes a group for trained on."""
+    controller["queue"]["groups"].pop()
+    controller["queue"]["arrived"].remove(3)
+    controller["num_left"] += 1
 
 
-def train_twice(flow: dict[str, Any]) -> None:
-    """As a flow that has forgotten that a group was trained on."""
-    flow["line"]["groups"].insert(0, [1, "p1", 0, [0, 0], False])
-    flow["line"]["arrived"].insert(0, 1)
-    flow["num_left"] -= 1
+def train_twice(controller: dict[str, Any]) -> None:
+    """As a controller that has forgotten that a group was trained on."""
+    controller["queue"]["groups"].insert(0, [1, "p1", 0, [0, 0], False])
+    controller["queue"]["arrived"].insert(0, 1)
+    controller["num_left"] -= 1
 
 
 def cut(folder: Path) -> None:
@@ -101,18 +101,36 @@ def cut(folder: Path) -> None:
 
 TAMPERED = {
     "a start": (in_log('"number": 3, "prompt": "p3"', '"number": 3, "prompt": "p7"'), "group 3 .* log"),
-    "a finish": (in_log('"number": 3, "births"', '"number": 2, "births"'), "group 2 is finished already"),
+    "a finish": (
+        in_log('"number": 3, "oldest_steps"', '"number": 2, "oldest_steps"'),
+        "group 2 is finished already",
+    ),
     "a file that was cut": (cut, "it was cut or replaced since"),
-    "a batch": (in_flow(lambda flow: flow.update(num_taken=2)), "num_taken is 2 .* and 1 in the log"),
-    "a number": (in_flow(lambda flow: flow.update(num_started=9)), "num_started is 9 .* and 4 in the log"),
-    "a lost group": (in_flow(lose_a_group), r"group 3 .* is not open .* \['p3', 0, \[0, 0\]\] in the log"),
-    "a group twice": (in_flow(train_twice), r"group 1 .* is \['p1', 0, .* and not open in the log"),
-    "a count": (in_flow(lambda flow: flow.update(num_left=3)), "4 groups started, 5 are known"),
+    "a batch": (
+        in_controller(lambda controller: controller.update(num_taken=2)),
+        "num_taken is 2 .* and 1 in the log",
+    ),
+    "a number": (
+        in_controller(lambda controller: controller.update(num_started=9)),
+        "num_started is 9 .* and 4 in the log",
+    ),
+    "a lost group": (
+        in_controller(lose_a_group),
+        r"group 3 .* is not queued .* \['p3', 0, \[0, 0\]\] in the log",
+    ),
+    "a group twice": (in_controller(train_twice), r"group 1 .* is \['p1', 0, .* and not queued in the log"),
+    "a count": (
+        in_controller(lambda controller: controller.update(num_left=3)),
+        "4 groups started, 5 are known",
+    ),
     "an age": (
-        in_flow(lambda flow: flow["line"]["groups"][0].__setitem__(3, [0, 1])),
+        in_controller(lambda controller: controller["queue"]["groups"][0].__setitem__(3, [0, 1])),
         r"group 2 .* is \['p2', 0, \[0, 1\]\] .* and \['p2', 0, \[0, 0\]\] in the log",
     ),
-    "a repeat": (in_flow(lambda flow: flow["repeats"].append("p2")), r"repeats is \['p2'\]"),
+    "a repeat": (
+        in_controller(lambda controller: controller["repeats"].append("p2")),
+        r"repeats is \['p2'\]",
+    ),
 }
 
 
@@ -132,7 +150,7 @@ def test_an_honest_run_goes_on_to_its_end_however_often_it_is_taken_up(saved: Pa
         with source_in(saved) as source:
             source.begin(saved, version)
             trained += [group.prompt.id for group in source.next_batch()[0].groups]
-            source.published(version + 1)
+            source.update_weights(version + 1)
             source.save(saved)
     assert trained == ["p2", "p3", "p4", "p5", "p6", "p7"]
     assert [event["kind"] for event in read_events(saved / "events.log")].count("resume") == 3
@@ -146,7 +164,7 @@ def test_where_the_newest_checkpoint_is_refused_the_one_before_is_gone_on_from(s
     with source_in(saved) as source:
         source.begin(saved, 1)
         source.next_batch()
-        source.published(2)
+        source.update_weights(2)
         source.save(saved)
     log = bytearray((saved / "events.log").read_bytes())
     log[position + 20] ^= 1

@@ -12,7 +12,7 @@ from millrace.data.prompts import PromptStream
 from millrace.eventlog.log import check_log
 from millrace.planner.durations import lognormal
 from millrace.rollout.backend import EngineJoined, EngineLost
-from millrace.rollout.engine_pool import DrawFailed
+from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
 from millrace.simulation.simulated_backend import SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
@@ -38,29 +38,29 @@ class ThreeTurns:
     def observe(self):
         return self.prompt.token_ids
 
-    def step(self, drawn):
+    def step(self, generated):
         self.turn += 1
-        return None if self.turn == 3 else (self.turn, drawn.token_ids[0])
+        return None if self.turn == 3 else (self.turn, generated.token_ids[0])
 
 
-def draw_all(rollouts, runtime, **given):
+def draw_all(rollouts, backend, **given):
     """Let every draw that was submitted end, and everything be judged, until nothing happens."""
-    while drawn := [id for order in runtime.taken("submit") for id in order[2]]:
-        rollouts.handle([runtime.drawn(id, **given) for id in drawn])
-    rollouts.handle([runtime.judged(order[1]) for order in runtime.taken("judge")])
+    while generated := [id for command in backend.taken("submit") for id in command[2]]:
+        rollouts.handle([backend.generated(id, **given) for id in generated])
+    rollouts.handle([backend.scored(command[1]) for command in backend.taken("score")])
 
 
 def test_siblings_go_together_to_the_engine_with_least_to_do():
-    runtime = Manual("a", "b", "c")
-    rollouts, _, _ = rollouts_over(runtime, groups_per_step=4)
-    assert runtime.orders == [("load", "a", 0), ("load", "b", 0), ("load", "c", 0)]
+    backend = Manual("a", "b", "c")
+    rollouts, _, _ = rollouts_over(backend, groups_per_step=4)
+    assert backend.commands == [("load", "a", 0), ("load", "b", 0), ("load", "c", 0)]
     rollouts.handle(serving("b", "a"))
-    orders = [(name, len(ids)) for _, name, ids in runtime.taken("submit")]
-    assert orders == [("a", 2), ("b", 2), ("a", 2), ("b", 2)]
+    commands = [(name, len(ids)) for _, name, ids in backend.taken("submit")]
+    assert commands == [("a", 2), ("b", 2), ("a", 2), ("b", 2)]
     # Engine a has four draws, c none.
     rollouts.handle([*serving("c"), EngineLost("b", "it died")])
-    orders = [(name, len(ids)) for _, name, ids in runtime.taken("submit")]
-    assert orders == [("c", 2), ("c", 2)]
+    commands = [(name, len(ids)) for _, name, ids in backend.taken("submit")]
+    assert commands == [("c", 2), ("c", 2)]
 
 
 @pytest.mark.parametrize("num_baselines", [0, 1])
@@ -79,12 +79,12 @@ def test_a_batch_is_what_the_synchronous_loop_samples(num_baselines):
     expected = rollout(
         [PROMPTS["p0"], PROMPTS["p1"]], ThreeTurns, Engine(), seeded, num_samples=2 + num_baselines
     )
-    runtime = Manual("a")
-    rollouts, _, _ = rollouts_over(runtime, environment=ThreeTurns, num_baselines=num_baselines)
+    backend = Manual("a")
+    rollouts, _, _ = rollouts_over(backend, environment=ThreeTurns, num_baselines=num_baselines)
     rollouts.handle(serving("a"))
-    draw_all(rollouts, runtime)
+    draw_all(rollouts, backend)
     rolled = rollouts.take()
-    asked = [(draw.prompt, draw.params.seed) for _, draw in runtime.draws.values()]
+    asked = [(request.prompt, request.params.seed) for _, request in backend.requests.values()]
     assert sorted(asked) == sorted(seen)
     assert [group.prompt.id for group in rolled.groups] == ["p0", "p1"]
     for ours, baselines, theirs in zip(rolled.groups, rolled.baselines, expected, strict=True):
@@ -99,29 +99,29 @@ def test_a_batch_is_what_the_synchronous_loop_samples(num_baselines):
 
 
 def test_a_turn_goes_where_the_one_before_was_drawn():
-    runtime = Manual("a", "b")
-    rollouts, _, _ = rollouts_over(runtime, environment=ThreeTurns)
+    backend = Manual("a", "b")
+    rollouts, _, _ = rollouts_over(backend, environment=ThreeTurns)
     rollouts.handle(serving("a", "b"))
-    first = {id: engine for _, engine, ids in runtime.taken("submit") for id in ids}
+    first = {id: engine for _, engine, ids in backend.taken("submit") for id in ids}
     assert set(first.values()) == {"a", "b"}
-    rollouts.handle([runtime.drawn(id) for id in first])
-    second = {id: engine for _, engine, ids in runtime.taken("submit") for id in ids}
+    rollouts.handle([backend.generated(id) for id in first])
+    second = {id: engine for _, engine, ids in backend.taken("submit") for id in ids}
     assert {id.rsplit(".", 1)[0]: engine for id, engine in second.items()} == {
         id.rsplit(".", 1)[0]: engine for id, engine in first.items()
     }
 
 
 def test_what_is_said_twice_is_judged_once():
-    runtime = Manual("a")
-    rollouts, _, _ = rollouts_over(runtime, num_samples=3)
+    backend = Manual("a")
+    rollouts, _, _ = rollouts_over(backend, num_samples=3)
     rollouts.handle(serving("a"))
-    ids = [id for order in runtime.taken("submit") for id in order[2]]
+    ids = [id for command in backend.taken("submit") for id in command[2]]
     texts = ["yes", "no", "yes", "yes", "yes", "yes"]
-    rollouts.handle([runtime.drawn(id, text=text) for id, text in zip(ids, texts, strict=True)])
-    ((_, call, judged),) = runtime.taken("judge")
-    assert judged == ["yes", "no", "yes"]
-    assert [prompt for prompt, _ in runtime.calls[call]] == ["p0", "p0", "p1"]
-    rollouts.handle([runtime.judged(call)])
+    rollouts.handle([backend.generated(id, text=text) for id, text in zip(ids, texts, strict=True)])
+    ((_, call, scored),) = backend.taken("score")
+    assert scored == ["yes", "no", "yes"]
+    assert [prompt for prompt, _ in backend.calls[call]] == ["p0", "p0", "p1"]
+    rollouts.handle([backend.scored(call)])
     groups = rollouts.take().groups
     assert [[t.outcome.value for t in g.trajectories] for g in groups] == [
         [worth("yes"), worth("no"), worth("yes")],
@@ -130,24 +130,24 @@ def test_what_is_said_twice_is_judged_once():
 
 
 def test_groups_whose_rewards_are_equal_are_replaced():
-    runtime = Manual("a")
-    rollouts, _, notes = rollouts_over(runtime, rules={"refill_rounds": 1})
+    backend = Manual("a")
+    rollouts, _, notes = rollouts_over(backend, rules={"refill_rounds": 1})
     rollouts.handle(serving("a"))
-    draw_all(rollouts, runtime, text="same")
-    assert [event["equal"] for event in notes.of("finish")] == [True, True]
+    draw_all(rollouts, backend, text="same")
+    assert [event["zero_std"] for event in notes.of("finish")] == [True, True]
     assert rollouts.take() is None
-    draw_all(rollouts, runtime)
+    draw_all(rollouts, backend)
     assert rollouts.take().taken.left_out == {0, 1}
 
 
 def test_the_stream_learns_what_each_group_of_a_batch_earned_in_the_order_of_groups(monkeypatch):
-    runtime, told = Manual("a"), []
-    rollouts, _, _ = rollouts_over(runtime, num_baselines=1)
+    backend, told = Manual("a"), []
+    rollouts, _, _ = rollouts_over(backend, num_baselines=1)
     monkeypatch.setattr(PromptStream, "learn", lambda _, *facts: told.append(facts))
     rollouts.handle(serving("a"))
-    first, second = [order[2] for order in runtime.taken("submit")]
-    rollouts.handle([runtime.drawn(id) for id in (*second, *first)])
-    events = [runtime.judged(order[1]) for order in runtime.taken("judge")]
+    first, second = [command[2] for command in backend.taken("submit")]
+    rollouts.handle([backend.generated(id) for id in (*second, *first)])
+    events = [backend.scored(command[1]) for command in backend.taken("score")]
     outcomes = (Outcome.failure("it hung"), *events[0].outcomes[1:])
     rollouts.handle([replace(events[0], outcomes=outcomes), *events[1:]])
     assert told == []
@@ -158,118 +158,120 @@ def test_the_stream_learns_what_each_group_of_a_batch_earned_in_the_order_of_gro
 
 
 def test_failed_rewards_are_no_difference_between_rewards():
-    runtime = Manual("a")
-    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1)
+    backend = Manual("a")
+    rollouts, _, notes = rollouts_over(backend, groups_per_step=1)
     rollouts.handle(serving("a"))
-    rollouts.handle([runtime.drawn(id) for order in runtime.taken("submit") for id in order[2]])
-    ((_, call, _),) = runtime.taken("judge")
-    event = runtime.judged(call)
+    rollouts.handle([backend.generated(id) for command in backend.taken("submit") for id in command[2]])
+    ((_, call, _),) = backend.taken("score")
+    event = backend.scored(call)
     rollouts.handle([replace(event, outcomes=(Outcome.failure("it hung"), event.outcomes[1]))])
-    assert [event["equal"] for event in notes.of("finish")] == [True]
+    assert [event["zero_std"] for event in notes.of("finish")] == [True]
 
 
 def test_others_draw_again_what_a_lost_engine_had():
     """The turn it was at, in the same context, with the same seed; what was drawn before stays."""
-    runtime = Manual("a", "b")
-    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1, environment=ThreeTurns)
+    backend = Manual("a", "b")
+    rollouts, _, notes = rollouts_over(backend, groups_per_step=1, environment=ThreeTurns)
     rollouts.handle(serving("a"))
-    first, other = [id for order in runtime.taken("submit") for id in order[2]]
-    rollouts.handle([runtime.drawn(first), *serving("b")])
-    ((_, _, (second,)),) = runtime.taken("submit")
-    had = [runtime.draws[id][1] for id in (other, second)]
+    first, other = [id for command in backend.taken("submit") for id in command[2]]
+    rollouts.handle([backend.generated(first), *serving("b")])
+    ((_, _, (second,)),) = backend.taken("submit")
+    had = [backend.requests[id][1] for id in (other, second)]
     rollouts.handle([EngineLost("a", "it died"), EngineLost("a", "it died")])
-    again = runtime.taken("submit")
+    again = backend.taken("submit")
     assert [engine for _, engine, _ in again] == ["b", "b"]
-    drawn = [runtime.draws[id][1] for _, _, ids in again for id in ids]
-    assert [(d.prompt, d.params) for d in drawn] == [(d.prompt, d.params) for d in had]
-    assert not {d.id for d in drawn} & {first, other, second}
-    assert [event["reason"] for event in notes.of("lost")] == ["it died"]
+    generated = [backend.requests[id][1] for _, _, ids in again for id in ids]
+    assert [(d.prompt, d.params) for d in generated] == [(d.prompt, d.params) for d in had]
+    assert not {d.id for d in generated} & {first, other, second}
+    assert [event["reason"] for event in notes.of("engine_lost")] == ["it died"]
     # What was under way when it died comes too late.
-    rollouts.handle([runtime.drawn(other)])
-    assert len(notes.of("ignore")) == 1
-    runtime.orders = again
-    draw_all(rollouts, runtime)
+    rollouts.handle([backend.generated(other)])
+    assert len(notes.of("ignored")) == 1
+    backend.commands = again
+    draw_all(rollouts, backend)
     assert [len(t.turns) for t in rollouts.take().groups[0].trajectories] == [3, 3]
     assert check_log(notes) == []
 
 
 def test_answers_that_come_twice_count_once():
-    runtime = Manual("a")
-    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1)
+    backend = Manual("a")
+    rollouts, _, notes = rollouts_over(backend, groups_per_step=1)
     rollouts.handle(serving("a"))
-    ids = [id for order in runtime.taken("submit") for id in order[2]]
-    rollouts.handle([runtime.drawn(ids[0]), runtime.drawn(ids[0])])
-    assert runtime.taken("judge") == []
-    rollouts.handle([runtime.drawn(ids[1]), runtime.drawn(ids[1])])
-    ((_, call, _),) = runtime.taken("judge")
-    rollouts.handle([runtime.judged(call), runtime.judged(call)])
+    ids = [id for command in backend.taken("submit") for id in command[2]]
+    rollouts.handle([backend.generated(ids[0]), backend.generated(ids[0])])
+    assert backend.taken("score") == []
+    rollouts.handle([backend.generated(ids[1]), backend.generated(ids[1])])
+    ((_, call, _),) = backend.taken("score")
+    rollouts.handle([backend.scored(call), backend.scored(call)])
     assert len(rollouts.take().groups) == 1
-    assert len(notes.of("ignore")) == 3
-    assert len(notes.of("arrive")) == 2
+    assert len(notes.of("ignored")) == 3
+    assert len(notes.of("completed")) == 2
 
 
 def test_an_abort_that_nobody_asked_for_is_drawn_again():
-    runtime = Manual("a")
-    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
+    backend = Manual("a")
+    rollouts, _, _ = rollouts_over(backend, groups_per_step=1)
     rollouts.handle(serving("a"))
-    ((_, _, ids),) = runtime.taken("submit")
-    rollouts.handle([runtime.drawn(ids[0], reason="abort")])
-    ((_, _, (again,)),) = runtime.taken("submit")
-    assert runtime.draws[again][1].params == runtime.draws[ids[0]][1].params
+    ((_, _, ids),) = backend.taken("submit")
+    rollouts.handle([backend.generated(ids[0], reason="abort")])
+    ((_, _, (again,)),) = backend.taken("submit")
+    assert backend.requests[again][1].params == backend.requests[ids[0]][1].params
     assert again != ids[0]
 
 
 def test_a_draw_that_fails_ends_the_run():
-    runtime = Manual("a")
-    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
+    backend = Manual("a")
+    rollouts, _, _ = rollouts_over(backend, groups_per_step=1)
     rollouts.handle(serving("a"))
-    ((_, _, ids),) = runtime.taken("submit")
-    with pytest.raises(DrawFailed, match=r"a failed to draw sample 1 of group 0: the logits are not finite"):
-        rollouts.handle([runtime.drawn(ids[1], reason="error")])
+    ((_, _, ids),) = backend.taken("submit")
+    with pytest.raises(
+        GenerationFailed, match=r"a failed to generate sample 1 of group 0: the logits are not finite"
+    ):
+        rollouts.handle([backend.generated(ids[1], reason="error")])
 
 
 def test_spare_groups_are_ended_and_their_prompts_start_again():
-    runtime = Manual("a")
+    backend = Manual("a")
     rules = {"order": "completion", "spare_groups": 1}
-    rollouts, flow, notes = rollouts_over(runtime, groups_per_step=1, rules=rules)
+    rollouts, controller, notes = rollouts_over(backend, groups_per_step=1, rules=rules)
     rollouts.handle(serving("a"))
-    slow, fast = [order[2] for order in runtime.taken("submit")]
-    rollouts.handle([runtime.drawn(slow[0])] + [runtime.drawn(id) for id in fast])
-    rollouts.handle([runtime.judged(order[1]) for order in runtime.taken("judge")])
+    slow, fast = [command[2] for command in backend.taken("submit")]
+    rollouts.handle([backend.generated(slow[0])] + [backend.generated(id) for id in fast])
+    rollouts.handle([backend.scored(command[1]) for command in backend.taken("score")])
     rolled = rollouts.take()
     assert rolled.taken.numbers == (1,)
     # One of its two samples was drawn, and nobody has judged it.
     assert [(g.prompt.id, [t.outcome for t in g.trajectories]) for g in rolled.dropped] == [("p0", [None])]
-    assert runtime.taken("abort") == [("abort", "a", [slow[1]])]
+    assert backend.taken("abort") == [("abort", "a", [slow[1]])]
     # What the engine says of it is no surprise.
-    rollouts.handle([runtime.drawn(slow[1], reason="abort")])
-    assert notes.of("ignore") == []
-    rollouts.published(1)
+    rollouts.handle([backend.generated(slow[1], reason="abort")])
+    assert notes.of("ignored") == []
+    rollouts.update_weights(1)
     rollouts.handle(serving("a", version=1))
     assert [event["prompt"] for event in notes.of("start")] == ["p0", "p1", "p0", "p2"]
-    assert flow.num_free == 0
+    assert controller.num_free == 0
 
 
 def test_a_group_may_be_ended_while_its_reward_works():
-    runtime = Manual("a")
+    backend = Manual("a")
     rules = {"order": "completion", "spare_groups": 1}
-    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1, rules=rules)
+    rollouts, _, _ = rollouts_over(backend, groups_per_step=1, rules=rules)
     rollouts.handle(serving("a"))
-    first, second = [order[2] for order in runtime.taken("submit")]
-    rollouts.handle([runtime.drawn(id) for id in first])
-    rollouts.handle([runtime.drawn(id) for id in second])
-    one, two = [order[1] for order in runtime.taken("judge")]
-    rollouts.handle([runtime.judged(two)])
+    first, second = [command[2] for command in backend.taken("submit")]
+    rollouts.handle([backend.generated(id) for id in first])
+    rollouts.handle([backend.generated(id) for id in second])
+    one, two = [command[1] for command in backend.taken("score")]
+    rollouts.handle([backend.scored(two)])
     assert rollouts.take().taken.numbers == (1,)
-    rollouts.handle([runtime.judged(one)])
-    assert runtime.taken("abort") == []
+    rollouts.handle([backend.scored(one)])
+    assert backend.taken("abort") == []
     assert rollouts.take() is None
 
 
 @pytest.mark.world
 def test_a_stall_says_who_waits_for_whom():
-    runtime = Manual("a")
-    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
+    backend = Manual("a")
+    rollouts, _, _ = rollouts_over(backend, groups_per_step=1)
     with pytest.raises(Stalled, match=r"trainer waits for batch 0 since 7 s, at most 7 s: an engine that"):
         rollouts.next_batch(7.0)
     rollouts.handle(serving("a"))
@@ -277,14 +279,14 @@ def test_a_stall_says_who_waits_for_whom():
         Stalled, match=r"most 5 s: group 0 \(sample 0 on a since 5 s, sample 1 on a since 5 s\)$"
     ):
         rollouts.next_batch(5.0)
-    rollouts.handle([runtime.drawn(id) for order in runtime.taken("submit") for id in order[2]])
+    rollouts.handle([backend.generated(id) for command in backend.taken("submit") for id in command[2]])
     with pytest.raises(Stalled, match=r"group 0 \(its reward\)$"):
         rollouts.next_batch(5.0)
-    rollouts.handle([runtime.judged(order[1]) for order in runtime.taken("judge")])
+    rollouts.handle([backend.scored(command[1]) for command in backend.taken("score")])
     rollouts.take()
-    rollouts.published(1)
-    with pytest.raises(Stalled, match=r"waits for publish 1 .*: a \(loads version 1 since 5 s\)$"):
-        rollouts.wait_until_published(5.0)
+    rollouts.update_weights(1)
+    with pytest.raises(Stalled, match=r"waits for weight update 1 .*: a \(loads version 1 since 5 s\)$"):
+        rollouts.wait_for_weights(5.0)
     rollouts.handle(serving("a", version=1))
     rollouts.handle([EngineLost("a", "it died")])
     with pytest.raises(Stalled, match=r"an engine that serves; group 1 \(an engine\)$"):
@@ -292,13 +294,13 @@ def test_a_stall_says_who_waits_for_whom():
 
 
 def test_who_lets_things_happen_is_told_how_long():
-    runtime = Manual("a")
-    rollouts, _, _ = rollouts_over(runtime)
+    backend = Manual("a")
+    rollouts, _, _ = rollouts_over(backend)
     seen = []
 
     def let_happen(left_s):
         seen.append(left_s)
-        runtime.now_s += 4.0
+        backend.now_s += 4.0
 
     with pytest.raises(Stalled, match="since 12 s, at most 10 s"):
         rollouts.next_batch(10.0, let_happen)
@@ -306,41 +308,41 @@ def test_who_lets_things_happen_is_told_how_long():
 
 
 def test_a_trajectory_is_as_old_as_its_oldest_turn():
-    runtime = Manual("a")
-    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1, staleness=1, environment=ThreeTurns)
+    backend = Manual("a")
+    rollouts, _, notes = rollouts_over(backend, groups_per_step=1, staleness=1, environment=ThreeTurns)
     rollouts.handle(serving("a"))
-    first, second = [order[2] for order in runtime.taken("submit")]
-    rollouts.handle([runtime.drawn(id) for id in second])
-    later = runtime.taken("submit")
-    runtime.orders = [("submit", "a", first)]
-    draw_all(rollouts, runtime)
+    first, second = [command[2] for command in backend.taken("submit")]
+    rollouts.handle([backend.generated(id) for id in second])
+    later = backend.taken("submit")
+    backend.commands = [("submit", "a", first)]
+    draw_all(rollouts, backend)
     rollouts.take()
-    rollouts.published(1)
+    rollouts.update_weights(1)
     rollouts.handle(serving("a", version=1))
-    runtime.orders = later
-    draw_all(rollouts, runtime, version=1)
-    assert notes.of("finish")[-1]["births"] == [0, 0]
+    backend.commands = later
+    draw_all(rollouts, backend, version=1)
+    assert notes.of("finish")[-1]["oldest_steps"] == [0, 0]
     assert rollouts.take().taken.staleness == (1,)
 
 
 def test_a_new_engine_takes_up_what_waits():
-    runtime = Manual("a")
-    rollouts, _, _ = rollouts_over(runtime, groups_per_step=1)
+    backend = Manual("a")
+    rollouts, _, _ = rollouts_over(backend, groups_per_step=1)
     rollouts.handle([EngineLost("a", "it died"), EngineJoined("b")])
-    assert runtime.taken("submit") == []
+    assert backend.taken("submit") == []
     rollouts.handle(serving("b"))
-    assert [order[1] for order in runtime.taken("submit")] == ["b"]
+    assert [command[1] for command in backend.taken("submit")] == ["b"]
 
 
-def finish_run(rollouts, flow, runtime, version):
+def finish_run(rollouts, controller, backend, version):
     """Train to the end; the batches' tokens."""
     seen = []
-    while flow.num_taken < 4:
+    while controller.num_taken < 4:
         rolled = rollouts.next_batch(1e6)
         seen += [[t.turns[-1].completion.token_ids for t in g.trajectories] for g in rolled.groups]
         version += 1
-        rollouts.published(version)
-    rollouts.wait_until_published(1e6)
+        rollouts.update_weights(version)
+    rollouts.wait_for_weights(1e6)
     return seen
 
 
@@ -348,37 +350,44 @@ def test_a_run_goes_on_from_what_was_saved():
     """Finished groups come back bit for bit; the others start again under their number and seeds."""
     costs = Costs(num_tokens=lognormal(20, 1.0))
     given = {"num_batches": 4, "staleness": 1}
-    runtime = SimulatedBackend(2, costs)
-    rollouts, flow, notes = rollouts_over(runtime, **given)
+    backend = SimulatedBackend(2, costs)
+    rollouts, controller, notes = rollouts_over(backend, **given)
     rollouts.next_batch(1e6)
-    rollouts.published(1)
+    rollouts.update_weights(1)
     while not rollouts.state()[0]["groups"]["completions"]:
         rollouts.advance(1e6)
     words, columns = rollouts.state()
     kept = list(notes)
-    expected = finish_run(rollouts, flow, runtime, 1)
+    expected = finish_run(rollouts, controller, backend, 1)
 
-    again, flow, notes = rollouts_over(
+    again, controller, notes = rollouts_over(
         SimulatedBackend(3, costs), begin=None, notes=type(notes)(kept), **given
     )
     again.load_state(json.loads(json.dumps(words)), {name: c.copy() for name, c in columns.items()})
     assert again.state()[0] == words
     assert all(np.array_equal(column, columns[name]) for name, column in again.state()[1].items())
     again.begin(1)
-    assert finish_run(again, flow, runtime, 1) == expected
+    assert finish_run(again, controller, backend, 1) == expected
     assert check_log(notes) == []
 
 
-def test_what_was_heard_together_is_one_line_before_what_follows():
-    runtime = Manual("a", "b")
-    runtime.records = lambda: [("took", {"engine": "a", "orders": [(0, "l")]})]
-    rollouts, _, notes = rollouts_over(runtime, groups_per_step=1, staleness=1)
+def test_events_received_together_are_one_event_before_the_decisions():
+    backend = Manual("a", "b")
+    backend.records = lambda: [("commands_started", {"engine": "a", "commands": [(0, ["load"])]})]
+    rollouts, _, notes = rollouts_over(backend, groups_per_step=1, staleness=1)
     del notes[:]
     rollouts.handle([])
     assert notes == []
     rollouts.handle(serving("a", "b"))
-    assert [event["kind"] for event in notes] == ["took", "heard", "load", "load", "dispatch", "dispatch"]
-    assert notes[1]["events"] == ["loaded a 0", "loaded b 0"]
-    rollouts.published(3)
-    assert notes[-1] == {"kind": "send", "version": 3}
-    assert rollouts.take() is None and notes[-1]["kind"] == "took"
+    assert [event["kind"] for event in notes] == [
+        "commands_started",
+        "events_received",
+        "weights_loaded",
+        "weights_loaded",
+        "dispatch",
+        "dispatch",
+    ]
+    assert notes[1]["events"] == ["weights_loaded a 0", "weights_loaded b 0"]
+    rollouts.update_weights(3)
+    assert notes[-1] == {"kind": "update_weights", "policy_version": 3}
+    assert rollouts.take() is None and notes[-1]["kind"] == "commands_started"

@@ -31,32 +31,32 @@ def chaos() -> ModuleType:
 @pytest.mark.slow
 def test_no_schedule_loses_a_group(chaos):
     """And the schedules are what they should be: every fault happens, and most runs end well all the same."""
-    ends, seen, orders = Counter(), Counter(), Counter()
+    ends, seen, commands = Counter(), Counter(), Counter()
     for number in range(NUM_SCHEDULES):
         run = chaos.Run(number)
         try:
             ends[run.run()] += 1
         except Exception as error:
             raise AssertionError(f"schedule {number} broke") from error
-        orders[run.schedule.rules.order, run.schedule.rules.stale] += 1
+        commands[run.schedule.rules.order, run.schedule.rules.stale] += 1
         seen.update(f"{event['kind']} {event.get('reason', '')[:11]}" for event in run.known.events)
     assert set(ends) == {"done", "EnginesGone"}
     assert ends["done"] > 0.97 * NUM_SCHEDULES
-    assert len(orders) == 5
+    assert len(commands) == 5
     faults = {
         "resume ": "the trainer died",
-        "hold ": "engines handed over what they had drawn",
-        "keep ": "and went on with that",
-        "lost it died": "an engine crashed",
-        "want ": "another number of engines was asked for",
-        "want there is n": "and could not be had",
-        "lost it was ret": "and an engine was retired",
-        "lost it hangs": "an engine hung",
-        "lost a draw too": "nobody noticed that an engine hung",
-        "lost version 1": "a load was never proved",
-        "lost it does no": "a load broke",
-        "ignore engine": "an engine answered late or twice",
-        "ignore call": "a reward answered twice",
+        "abort_in_flight ": "engines returned their partial output",
+        "restored ": "and continued from it",
+        "engine_lost it died": "an engine crashed",
+        "scale ": "another number of engines was asked for",
+        "scale there is n": "and could not be had",
+        "engine_lost it was dra": "and an engine was drained",
+        "engine_lost it hangs": "an engine hung",
+        "engine_lost a request t": "nobody noticed that an engine hung",
+        "engine_lost version 1": "a load was never verified",
+        "engine_lost it does no": "a load broke",
+        "ignored engine": "an engine answered late or twice",
+        "ignored call": "a reward answered twice",
         "drop stale": "a group was too old",
         "drop spare": "a group was not needed",
     }
@@ -72,64 +72,64 @@ def test_a_schedule_repeats_itself_and_its_log_is_plain(chaos):
         assert check_log(json.loads(json.dumps(one.known.events))) == []
 
 
-def lose_a_draw(monkeypatch):
-    lost = EnginePool.lost
-    monkeypatch.setattr(EnginePool, "lost", lambda self, event: lost(self, event)[1:])
+def lose_a_request(monkeypatch):
+    lost = EnginePool.engine_lost
+    monkeypatch.setattr(EnginePool, "engine_lost", lambda self, event: lost(self, event)[1:])
 
 
 def free_tickets_too_early(monkeypatch):
-    monkeypatch.setattr(EnginePool, "in_force", property(lambda self: self.newest))
+    monkeypatch.setattr(EnginePool, "in_force", property(lambda self: self.newest_step))
 
 
 def accept_answers_twice(monkeypatch):
-    drawn = Dispatcher.drawn
+    completed = Dispatcher.completed
 
     def twice(self, event):
-        before = self._drawing.get(event.id)
-        sample = drawn(self, event)
-        if before is not None and event.id not in self._drawing and event.engine in self._fleet._engines:
-            self._drawing[event.id] = before
-            self._fleet._engines[event.engine].draws[event.id] = 0.0
+        before = self._in_flight.get(event.id)
+        sample = completed(self, event)
+        if before is not None and event.id not in self._in_flight and event.engine in self._pool._engines:
+            self._in_flight[event.id] = before
+            self._pool._engines[event.engine].requests[event.id] = 0.0
         return sample
 
-    monkeypatch.setattr(Dispatcher, "drawn", twice)
+    monkeypatch.setattr(Dispatcher, "completed", twice)
 
 
-def draw_again_with_other_seeds(monkeypatch):
+def resubmit_with_other_seeds(monkeypatch):
     submit = EnginePool.submit
 
-    def other(self, name, draws):
-        seeds = [hash((draw.params.seed, name)) for draw in draws]
+    def other(self, name, requests):
+        seeds = [hash((request.params.seed, name)) for request in requests]
         submit(
             self,
             name,
-            [replace(d, params=replace(d.params, seed=s)) for d, s in zip(draws, seeds, strict=True)],
+            [replace(d, params=replace(d.params, seed=s)) for d, s in zip(requests, seeds, strict=True)],
         )
 
     monkeypatch.setattr(EnginePool, "submit", other)
 
 
-def serve_without_proof(monkeypatch):
+def serve_unverified(monkeypatch):
     def accept(self, event):
-        self._engines[event.engine].draws.pop(event.id)
+        self._engines[event.engine].requests.pop(event.id)
         return True
 
     monkeypatch.setattr(EnginePool, "accept", accept)
 
 
-def let_new_engines_draw_with_old_weights(monkeypatch):
-    prove = EnginePool._prove
+def let_new_engines_serve_old_weights(monkeypatch):
+    verified = EnginePool._set_verified
 
     def at_once(self, name, version, *, at):
         self._engines[name].serves = True
-        prove(self, name, version, at=at)
+        verified(self, name, version, at=at)
 
-    monkeypatch.setattr(EnginePool, "_prove", at_once)
+    monkeypatch.setattr(EnginePool, "_set_verified", at_once)
 
 
 def forget_what_was_unfinished(monkeypatch):
     def begin(self, version):
-        self._fleet.begin(version, self._flow.num_published)
+        self._pool.begin(version, self._staleness.num_updates)
         self.start()
 
     monkeypatch.setattr(RolloutManager, "begin", begin)
@@ -139,19 +139,19 @@ def never_give_up(monkeypatch):
     monkeypatch.setattr(EnginePool, "overdue", lambda self: setattr(self, "_due_s", float("inf")) or [])
 
 
-def keep_asking_who_leaves(monkeypatch):
-    monkeypatch.setattr(_Engine, "may_draw", lambda self, birth: self.serves and self.birth >= birth)
+def keep_submitting_to_draining_engines(monkeypatch):
+    monkeypatch.setattr(_Engine, "may_continue", lambda self, step: self.serves and self.step >= step)
 
 
 def retire_at_once(monkeypatch):
-    """What it has is never handed over, and never drawn again."""
+    """Its partial output is lost, and its requests are not resubmitted."""
 
-    def let_go(self, name):
-        if self._engines[name].leaves:
-            self._engines[name].draws.clear()
-            self._runtime.retire(name)
+    def retire(self, name):
+        if self._engines[name].draining:
+            self._engines[name].requests.clear()
+            self._backend.retire(name)
 
-    monkeypatch.setattr(EnginePool, "_let_go", let_go)
+    monkeypatch.setattr(EnginePool, "_retire_drained", retire)
 
 
 def take_the_wrong_group(monkeypatch):
@@ -170,15 +170,15 @@ def take_the_wrong_group(monkeypatch):
 @pytest.mark.parametrize(
     "sabotage",
     [
-        lose_a_draw,
+        lose_a_request,
         free_tickets_too_early,
         accept_answers_twice,
-        draw_again_with_other_seeds,
-        serve_without_proof,
-        let_new_engines_draw_with_old_weights,
+        resubmit_with_other_seeds,
+        serve_unverified,
+        let_new_engines_serve_old_weights,
         forget_what_was_unfinished,
         never_give_up,
-        keep_asking_who_leaves,
+        keep_submitting_to_draining_engines,
         retire_at_once,
         take_the_wrong_group,
     ],

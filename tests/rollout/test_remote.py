@@ -80,7 +80,7 @@ def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None
     newest.trainer = cast(Any, trainer)
     follower = RemoteBatchSource([], newest, ranks=Ranks(), spans=Spans(), version=4)
     for version, passes in ((4, 0), (5, 1), (5, 1), (6, 2)):
-        follower.begin(None, version) if version == 4 else follower.published(version)
+        follower.begin(None, version) if version == 4 else follower.update_weights(version)
         assert trainer.passes == passes
         assert trainer.asked == [(1, 2)] * passes
 
@@ -106,9 +106,9 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
             sampled, told = source.next_batch()
             check_same(sampled, batch())
             assert repr(told) == repr(TOLD)
-            source.published(5)
+            source.update_weights(5)
             check_same(source.next_batch()[0], batch(1))
-            source.published(5)
+            source.update_weights(5)
         assert sorted(spans.take()) == ["sample", "weight_sync"]
     ranks.wait()
     return {"passes": torch.tensor(trainer.passes)}

@@ -15,7 +15,7 @@ from millrace.rollout.remote import (
     SharedEngine,
     SharedReward,
     pack_completions,
-    share_of,
+    rank_slice,
     unpack_completions,
 )
 from millrace.types import Completion, Outcome, Prompt, SamplingParams, Support
@@ -72,7 +72,7 @@ def test_completions_come_back_as_they_were(seeds: range) -> None:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_one_falls_to_one_rank(count: int, size: int) -> None:
     things = list(range(count))
-    parts = [things[share_of(count, rank, size)] for rank in range(size)]
+    parts = [things[rank_slice(count, rank, size)] for rank in range(size)]
     assert sum(parts, []) == things
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -83,7 +83,7 @@ class Counter:
     version = 3
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.asked, self.judged = rank, 0, 0
+        self.rank, self.asked, self.scored = rank, 0, 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -92,7 +92,7 @@ class Counter:
         return [completion(prompt[0]) for prompt in prompts]
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        self.judged += len(prompts)
+        self.scored += len(prompts)
         outcomes = [Outcome("score", len(text) / 3, parts={"rank": self.rank}) for text in completions]
         return [
             Outcome.failure("gone") if prompt.id == "4" else o
@@ -127,7 +127,7 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     reward.close()
     assert counter.version == engine.version == -1
     ranks.wait()
-    return {"asked": torch.tensor([counter.asked, counter.judged]), "judges": torch.tensor(judges)}
+    return {"asked": torch.tensor([counter.asked, counter.scored]), "judges": torch.tensor(judges)}
 
 
 def check_first(ranks: Ranks, counter: Counter) -> None:

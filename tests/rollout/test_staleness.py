@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.eventlog.log import check_log, flow_after
+from millrace.eventlog.log import check_log, resumed_state
 from millrace.rollout.batches import check_resumed
 from millrace.rollout.staleness import GroupQueue, StalenessController, StalenessPolicy, TakenBatch, TooStale
 
@@ -21,82 +21,90 @@ class World:
 
     def __init__(self, rules: StalenessPolicy, rng: random.Random, *, num_batches: int = 6) -> None:
         self.rules, self.rng, self.num_batches = rules, rng, num_batches
-        self.lines: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self.running: dict[int, int] = {}
         self.batches: list[TakenBatch] = []
         self.num_new = 0
-        self.equal_fraction = rng.choice([0.0, 0.3, 0.9])
+        self.zero_std_fraction = rng.choice([0.0, 0.3, 0.9])
         self.newest_first = rng.choice([0.0, 0.9])
-        self.flow = self.new_flow()
-        self.note("begin", rules=self.flow.state()["rules"], num_batches=num_batches)
-        self.note("load", engine="0", version=0)
+        self.controller = self.new_controller()
+        self.log_event("begin", rules=self.controller.state()["rules"], num_batches=num_batches)
+        self.log_event("weights_loaded", engine="0", step=0)
 
-    def new_flow(self) -> StalenessController:
-        return StalenessController(self.rules, num_batches=self.num_batches, note=self.note)
+    def new_controller(self) -> StalenessController:
+        return StalenessController(self.rules, num_batches=self.num_batches, log_event=self.log_event)
 
-    def note(self, kind: str, /, **facts: Any) -> None:
-        self.lines.append({"kind": kind, **json.loads(json.dumps(facts))})
+    def log_event(self, kind: str, /, **facts: Any) -> None:
+        self.events.append({"kind": kind, **json.loads(json.dumps(facts))})
 
     def start(self) -> None:
-        while self.flow.num_free and self.rng.random() < 0.8:
-            if not self.flow.repeats:
+        while self.controller.num_free and self.rng.random() < 0.8:
+            if not self.controller.repeats:
                 self.num_new += 1
-            prompt = self.flow.repeats[0] if self.flow.repeats else f"p{self.num_new}"
-            self.running[self.flow.start(prompt)] = self.flow.num_published
+            prompt = self.controller.repeats[0] if self.controller.repeats else f"p{self.num_new}"
+            self.running[self.controller.start(prompt)] = self.controller.num_updates
 
     def finish(self) -> None:
         if self.running:
             numbers = list(self.running)
             number = numbers[-1] if self.rng.random() < self.newest_first else self.rng.choice(numbers)
-            born = self.running.pop(number)
-            births = [self.rng.randint(born, self.flow.num_published) for _ in range(3)]
-            births[self.rng.randrange(3)] = born
-            for sample, birth in enumerate(births):
-                facts = {"number": number, "sample": sample, "turn": 0, "oldest": birth, "newest": birth}
-                self.note("arrive", **facts, engine="0")
-            self.flow.finish(number, births, equal=self.rng.random() < self.equal_fraction)
+            start_step = self.running.pop(number)
+            oldest_steps = [self.rng.randint(start_step, self.controller.num_updates) for _ in range(3)]
+            oldest_steps[self.rng.randrange(3)] = start_step
+            for sample, step in enumerate(oldest_steps):
+                facts = {
+                    "number": number,
+                    "sample": sample,
+                    "turn": 0,
+                    "oldest_step": step,
+                    "newest_step": step,
+                }
+                self.log_event("completed", **facts, engine="0")
+            self.controller.finish(number, oldest_steps, zero_std=self.rng.random() < self.zero_std_fraction)
 
     def retry(self) -> None:
         """An engine died: the group is drawn again, by newer weights."""
         if self.running:
-            self.running[self.rng.choice(list(self.running))] = self.flow.num_published
+            self.running[self.rng.choice(list(self.running))] = self.controller.num_updates
 
     def take(self) -> None:
-        taken = self.flow.take()
+        taken = self.controller.take()
         if taken is not None:
             self.batches.append(taken)
             for dropped in taken.dropped:
                 self.running.pop(dropped.number, None)
 
-    def publish(self) -> None:
-        if self.flow.num_published < self.flow.num_taken:
-            self.note("load", engine="0", version=self.flow.num_published + 1)
-            self.flow.published()
+    def update(self) -> None:
+        if self.controller.num_updates < self.controller.num_taken:
+            self.log_event("weights_loaded", engine="0", step=self.controller.num_updates + 1)
+            self.controller.weights_updated()
 
     def resume(self) -> None:
         """The run stops and goes on from what it saved."""
-        state = json.loads(json.dumps(self.flow.state()))
-        self.flow = self.new_flow()
-        left = flow_after(self.lines)
-        self.flow.load_state(state)
-        check_resumed(self.flow, left)
-        assert self.flow.unfinished.keys() == self.running.keys()
-        self.note("load", engine="0", version=self.flow.num_published)
-        self.running = dict.fromkeys(self.running, self.flow.num_published)
+        state = json.loads(json.dumps(self.controller.state()))
+        self.controller = self.new_controller()
+        left = resumed_state(self.events)
+        self.controller.load_state(state)
+        check_resumed(self.controller, left)
+        assert self.controller.unfinished.keys() == self.running.keys()
+        self.log_event("weights_loaded", engine="0", step=self.controller.num_updates)
+        self.running = dict.fromkeys(self.running, self.controller.num_updates)
 
     def turn(self) -> None:
-        actions = [self.start] * 3 + [self.finish] * 6 + [self.take] * 3 + [self.publish] * 2 + [self.retry]
+        actions = [self.start] * 3 + [self.finish] * 6 + [self.take] * 3 + [self.update] * 2 + [self.retry]
         self.rng.choice(actions)()
         if self.rng.random() < 0.01:
             self.resume()
-        self.flow.check()
+        self.controller.check()
 
     def run(self) -> None:
         for _ in range(20_000):
-            if self.flow.num_published == self.num_batches:
+            if self.controller.num_updates == self.num_batches:
                 return
             self.turn()
-        raise AssertionError(f"no end: waits for {self.flow.waits_for()}, {self.flow.num_free} free")
+        raise AssertionError(
+            f"no end: waits for {self.controller.waits_for()}, {self.controller.num_free} free"
+        )
 
 
 def random_rules(rng: random.Random) -> StalenessPolicy:
@@ -125,7 +133,7 @@ def check_batches(world: World) -> None:
         assert all(age >= 0 for age in ages)
         if rules.stale != "keep":
             assert max(ages, default=0) <= rules.staleness
-    assert check_log(world.lines) == []
+    assert check_log(world.events) == []
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -140,11 +148,11 @@ def test_no_schedule_loses_doubles_or_ages_a_group(part):
             raise AssertionError(f"seed {seed}, {world.rules}: {error}") from error
 
 
-def synchronous(rules: StalenessPolicy, equal: set[int]) -> tuple[list[int], set[int], int]:
+def synchronous(rules: StalenessPolicy, zero_std: set[int]) -> tuple[list[int], set[int], int]:
     """A batch as a loop makes it that starts a round, waits for all of it, and starts the next one.
 
-    `equal` says which prompts, numbered in the order they are asked, get equal rewards. The groups, places of
-    those left out, and rounds beyond the first.
+    `zero_std` has the prompts, numbered in the order they are asked, that get equal rewards. The groups,
+    places of those left out, and rounds beyond the first.
     """
     groups: list[int] = []
     left_out: set[int] = set()
@@ -152,7 +160,7 @@ def synchronous(rules: StalenessPolicy, equal: set[int]) -> tuple[list[int], set
     while True:
         groups += range(len(groups), len(groups) + missing)
         if rules.refill_rounds:
-            left_out = {place for place, group in enumerate(groups) if group in equal}
+            left_out = {place for place, group in enumerate(groups) if group in zero_std}
             missing = rules.groups_per_step - len(groups) + len(left_out)
         if num_rounds == rules.refill_rounds or not missing:
             return groups, left_out, num_rounds
@@ -164,103 +172,106 @@ def test_at_staleness_0_a_batch_is_what_the_synchronous_loop_takes(refill_rounds
     for seed in range(300):
         rng = random.Random(seed)
         rules = StalenessPolicy(rng.choice([1, 3, 4]), 0, refill_rounds=refill_rounds)
-        flow, running, first = StalenessController(rules, num_batches=3), [], 0
+        controller, running, first = StalenessController(rules, num_batches=3), [], 0
         for batch in range(3):
-            equal = {n for n in range(40) if rng.random() < 0.5}
-            while (taken := flow.take()) is None:
-                while flow.num_free:
-                    running.append(flow.start("p"))
+            zero_std = {n for n in range(40) if rng.random() < 0.5}
+            while (taken := controller.take()) is None:
+                while controller.num_free:
+                    running.append(controller.start("p"))
                 number = running.pop(rng.randrange(len(running)))
-                flow.finish(number, [batch, batch], equal=number - first in equal)
-            groups, left_out, num_rounds = synchronous(rules, equal)
+                controller.finish(number, [batch, batch], zero_std=number - first in zero_std)
+            groups, left_out, num_rounds = synchronous(rules, zero_std)
             assert list(taken.numbers) == [first + group for group in groups]
             assert (taken.left_out, taken.num_rounds) == (left_out, num_rounds)
             assert taken.staleness == (0,) * len(groups)
             first += len(groups)
-            assert not running and not flow.num_free and not flow.waits_for()
-            flow.published()
+            assert not running and not controller.num_free and not controller.waits_for()
+            controller.weights_updated()
 
 
 def started(rules: StalenessPolicy, count: int, **given: Any) -> StalenessController:
     """A flow in which so many groups run."""
-    flow = StalenessController(rules, num_batches=given.pop("num_batches", 9), **given)
+    controller = StalenessController(rules, num_batches=given.pop("num_batches", 9), **given)
     for number in range(count):
-        flow.start(f"p{number}")
-    return flow
+        controller.start(f"p{number}")
+    return controller
 
 
 def finish(
-    flow: StalenessController, *numbers: int, births: tuple[int, ...] = (0, 0), equal: bool = False
+    controller: StalenessController,
+    *numbers: int,
+    oldest_steps: tuple[int, ...] = (0, 0),
+    zero_std: bool = False,
 ) -> None:
     for number in numbers:
-        flow.finish(number, births, equal=equal)
+        controller.finish(number, oldest_steps, zero_std=zero_std)
 
 
 def test_tickets_are_freed_when_the_weights_are_in_force():
-    flow = started(StalenessPolicy(2, 1), 4)
-    assert flow.num_free == 0
-    finish(flow, 1, 2, 3)
-    assert flow.take() is None and flow.waits_for() == [0]
-    finish(flow, 0)
-    taken = flow.take()
+    controller = started(StalenessPolicy(2, 1), 4)
+    assert controller.num_free == 0
+    finish(controller, 1, 2, 3)
+    assert controller.take() is None and controller.waits_for() == [0]
+    finish(controller, 0)
+    taken = controller.take()
     assert taken is not None and (taken.numbers, taken.staleness) == ((0, 1), (0, 0))
-    assert flow.num_free == 0
-    flow.published()
-    assert flow.num_free == 2
-    # A batch may be taken while the one before is still to be published.
-    second = flow.take()
+    assert controller.num_free == 0
+    controller.weights_updated()
+    assert controller.num_free == 2
+    # A batch may be taken while the one before still awaits its weight update.
+    second = controller.take()
     assert second is not None and (second.numbers, second.staleness) == ((2, 3), (1, 1))
-    assert (flow.num_free, flow.num_taken, flow.num_published) == (2, 2, 1)
+    assert (controller.num_free, controller.num_taken, controller.num_updates) == (2, 2, 1)
 
 
 def test_nothing_starts_that_no_batch_has_a_place_for():
-    flow = started(StalenessPolicy(2, 3), 4, num_batches=2)
-    assert flow.num_free == 0
-    finish(flow, 0, 1)
-    assert flow.take() is not None
-    flow.published()
-    assert flow.num_free == 0
-    finish(flow, 2, 3)
-    last = flow.take()
+    controller = started(StalenessPolicy(2, 3), 4, num_batches=2)
+    assert controller.num_free == 0
+    finish(controller, 0, 1)
+    assert controller.take() is not None
+    controller.weights_updated()
+    assert controller.num_free == 0
+    finish(controller, 2, 3)
+    last = controller.take()
     assert last is not None and last.numbers == (2, 3)
-    flow.published()
-    assert flow.num_free == 0 and flow.take() is None
+    controller.weights_updated()
+    assert controller.num_free == 0 and controller.take() is None
 
 
 def test_an_equal_group_is_replaced_before_its_round_has_ended():
-    flow = started(StalenessPolicy(2, 0, refill_rounds=1), 2)
-    finish(flow, 1, equal=True)
-    assert flow.num_free == 1 and flow.start("p2") == 2
+    controller = started(StalenessPolicy(2, 0, refill_rounds=1), 2)
+    finish(controller, 1, zero_std=True)
+    assert controller.num_free == 1 and controller.start("p2") == 2
     # The one round is used up: what is equal now is a place that teaches nothing.
-    finish(flow, 2, equal=True)
-    assert flow.num_free == 0
-    finish(flow, 0, equal=False)
-    taken = flow.take()
+    finish(controller, 2, zero_std=True)
+    assert controller.num_free == 0
+    finish(controller, 0, zero_std=False)
+    taken = controller.take()
     assert taken is not None and (taken.numbers, taken.left_out) == ((0, 1, 2), {1, 2})
     assert taken.num_rounds == 1
 
 
-def overtaken(stale: str, *, births: tuple[int, ...] = (0, 0)) -> StalenessController:
+def overtaken(stale: str, *, oldest_steps: tuple[int, ...] = (0, 0)) -> StalenessController:
     """Group 0 is still running at a staleness of 1, when groups started later are ready for batch 2."""
-    flow = started(StalenessPolicy(1, 1, order="completion", stale=stale), 2)
-    finish(flow, 1)
-    assert flow.take() is not None
-    flow.published()
+    controller = started(StalenessPolicy(1, 1, order="completion", stale=stale), 2)
+    finish(controller, 1)
+    assert controller.take() is not None
+    controller.weights_updated()
     if stale == "wait":
-        return flow
-    finish(flow, flow.start("p2"), births=(1, 1))
-    assert flow.take() is not None
-    flow.published()
-    finish(flow, 0, births=births)
-    return flow
+        return controller
+    finish(controller, controller.start("p2"), oldest_steps=(1, 1))
+    assert controller.take() is not None
+    controller.weights_updated()
+    finish(controller, 0, oldest_steps=oldest_steps)
+    return controller
 
 
 def test_wait_leaves_no_group_behind_that_would_be_too_old():
-    flow = overtaken("wait")
-    finish(flow, flow.start("p2"), births=(1, 1))
-    assert flow.take() is None and flow.waits_for() == [0]
-    finish(flow, 0)
-    taken = flow.take()
+    controller = overtaken("wait")
+    finish(controller, controller.start("p2"), oldest_steps=(1, 1))
+    assert controller.take() is None and controller.waits_for() == [0]
+    finish(controller, 0)
+    taken = controller.take()
     assert taken is not None and (taken.numbers, taken.staleness) == ((0,), (1,))
 
 
@@ -268,26 +279,26 @@ def test_wait_leaves_no_group_behind_that_would_be_too_old():
 def test_a_batch_that_is_too_old_is_refused_also_where_tickets_failed_to_prevent_it(order, monkeypatch):
     monkeypatch.setattr(StalenessController, "num_free", 1)
     monkeypatch.setattr(GroupQueue, "due", lambda line, batch: set())
-    flow = started(StalenessPolicy(1, 1, order=order), 3)
-    finish(flow, 0, 1, 2)
+    controller = started(StalenessPolicy(1, 1, order=order), 3)
+    finish(controller, 0, 1, 2)
     for number, age in enumerate((0, 1)):
-        taken = flow.take()
+        taken = controller.take()
         assert taken is not None and (taken.numbers, taken.staleness) == ((number,), (age,))
-    before = flow.state()
+    before = controller.state()
     with pytest.raises(TooStale) as error:
-        flow.take()
-    assert str(error.value) == "group 2 would be 2 publishes old in batch 2; the bound is 1"
-    assert flow.state() == before
+        controller.take()
+    assert str(error.value) == "group 2 would have staleness 2 in batch 2; the bound is 1"
+    assert controller.state() == before
 
 
 def test_drop_starts_the_prompt_again():
-    flow = overtaken("drop")
-    assert flow.take() is None and flow.repeats == ("p0",)
+    controller = overtaken("drop")
+    assert controller.take() is None and controller.repeats == ("p0",)
     with pytest.raises(ValueError, match="p9 cannot start: p0 starts again before it"):
-        flow.start("p9")
-    finish(flow, flow.start("p0"), births=(2, 2))
-    assert flow.repeats == ()
-    taken = flow.take()
+        controller.start("p9")
+    finish(controller, controller.start("p0"), oldest_steps=(2, 2))
+    assert controller.repeats == ()
+    taken = controller.take()
     assert taken is not None and taken.numbers == (3,)
     assert [(d.number, d.prompt_id, d.reason) for d in taken.dropped] == [(0, "p0", "stale")]
 
@@ -298,41 +309,43 @@ def test_keep_trains_on_what_is_too_old():
 
 
 def test_withhold_leaves_out_the_trajectories_that_are_too_old():
-    taken = overtaken("withhold", births=(0, 1, 2, 0)).take()
+    taken = overtaken("withhold", oldest_steps=(0, 1, 2, 0)).take()
     assert taken is not None and (taken.numbers, taken.staleness) == ((0,), (1,))
     assert taken.withheld == {0: (0, 3)}
     # One trajectory has nothing to be compared with.
-    flow = overtaken("withhold", births=(0, 0, 0, 2))
-    assert flow.take() is None and flow.repeats == ("p0",)
+    controller = overtaken("withhold", oldest_steps=(0, 0, 0, 2))
+    assert controller.take() is None and controller.repeats == ("p0",)
 
 
 def test_spare_groups_are_ended_when_the_batch_is_full():
-    flow = started(StalenessPolicy(2, 0, order="completion", spare_groups=2), 4)
-    assert flow.num_free == 0
-    finish(flow, 3)
-    assert flow.take() is None and flow.waits_for() == [0, 1, 2]
-    finish(flow, 1)
-    taken = flow.take()
+    controller = started(StalenessPolicy(2, 0, order="completion", spare_groups=2), 4)
+    assert controller.num_free == 0
+    finish(controller, 3)
+    assert controller.take() is None and controller.waits_for() == [0, 1, 2]
+    finish(controller, 1)
+    taken = controller.take()
     assert taken is not None and taken.numbers == (1, 3)
     assert [(d.number, d.reason) for d in taken.dropped] == [(0, "spare"), (2, "spare")]
-    assert flow.num_free == 0 and flow.repeats == ("p0", "p2")
-    flow.published()
-    assert flow.num_free == 4
+    assert controller.num_free == 0 and controller.repeats == ("p0", "p2")
+    controller.weights_updated()
+    assert controller.num_free == 4
 
 
 def test_a_flow_continues_from_its_state():
     rules, noted = StalenessPolicy(1, 1, order="completion", stale="drop"), []
-    flow = overtaken("drop")
-    flow.start("p0")
-    state = json.loads(json.dumps(flow.state()))
-    again = StalenessController(rules, num_batches=9, note=lambda kind, **facts: noted.append((kind, facts)))
+    controller = overtaken("drop")
+    controller.start("p0")
+    state = json.loads(json.dumps(controller.state()))
+    again = StalenessController(
+        rules, num_batches=9, log_event=lambda kind, **facts: noted.append((kind, facts))
+    )
     again.load_state(state)
-    assert again.unfinished == {3: "p0"} and again.num_published == again.num_taken == 2
+    assert again.unfinished == {3: "p0"} and again.num_updates == again.num_taken == 2
     assert noted == [("resume", {"numbers": [3], "taken": 2, "num_batches": 9})]
-    for one in (flow, again):
-        finish(one, 3, births=(2, 2))
+    for one in (controller, again):
+        finish(one, 3, oldest_steps=(2, 2))
     taken = again.take()
-    assert taken is not None and taken == flow.take() and taken.numbers == (3,)
+    assert taken is not None and taken == controller.take() and taken.numbers == (3,)
     # What was dropped before it was saved is told with the first batch after.
     assert [d.reason for d in taken.dropped] == ["stale"]
     with pytest.raises(ValueError, match="saved under"):
@@ -340,24 +353,24 @@ def test_a_flow_continues_from_its_state():
 
 
 def test_what_cannot_be_is_refused():
-    flow = started(StalenessPolicy(1, 0), 1)
+    controller = started(StalenessPolicy(1, 0), 1)
     with pytest.raises(ValueError, match="p1 cannot start: 1 places are held and none is free"):
-        flow.start("p1")
-    with pytest.raises(ValueError, match="publish 1 has no batch; 0 are taken"):
-        flow.published()
+        controller.start("p1")
+    with pytest.raises(ValueError, match="weight update 1 has no batch; 0 are taken"):
+        controller.weights_updated()
     with pytest.raises(ValueError, match="without a trajectory"):
-        flow.finish(0, [], equal=False)
-    with pytest.raises(ValueError, match="an engine missed a load"):
-        flow.finish(0, [0, 1], equal=False)
-    finish(flow, 0)
+        controller.finish(0, [], zero_std=False)
+    with pytest.raises(ValueError, match="an engine missed a weight update"):
+        controller.finish(0, [0, 1], zero_std=False)
+    finish(controller, 0)
     for number, why in ((0, "finished already"), (1, "never started")):
         with pytest.raises(ValueError, match=f"group {number} is not running: .*{why}"):
-            finish(flow, number)
-    assert flow.take() is not None
-    flow.published()
-    number = flow.start("p1")
-    with pytest.raises(ValueError, match=r"started after 1 publishes.*publishes \[0, 1\]"):
-        flow.finish(number, [1, 0], equal=False)
+            finish(controller, number)
+    assert controller.take() is not None
+    controller.weights_updated()
+    number = controller.start("p1")
+    with pytest.raises(ValueError, match=r"started at step 1.*steps \[0, 1\]"):
+        controller.finish(number, [1, 0], zero_std=False)
 
 
 @pytest.mark.parametrize(

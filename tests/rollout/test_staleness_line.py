@@ -11,7 +11,7 @@ import pytest
 from millrace.rollout.staleness import GroupQueue, QueuedGroup
 
 
-def line(size: int, staleness: int, *, refill_rounds: int = 0, order: str = "start") -> GroupQueue:
+def queue(size: int, staleness: int, *, refill_rounds: int = 0, order: str = "start") -> GroupQueue:
     """`order` is `start`, `finish` or `none late`."""
     return GroupQueue(
         size=size,
@@ -22,19 +22,19 @@ def line(size: int, staleness: int, *, refill_rounds: int = 0, order: str = "sta
     )
 
 
-def add(to: GroupQueue, *started: int) -> None:
-    for publishes in started:
+def add(to: GroupQueue, *start_step: int) -> None:
+    for step in start_step:
         number = max(to.groups, default=-1) + 1
-        to.add(number, QueuedGroup(f"p{number}", publishes))
+        to.add(number, QueuedGroup(f"p{number}", step))
 
 
-def finish(to: GroupQueue, *numbers: int, equal: bool = False) -> None:
+def finish(to: GroupQueue, *numbers: int, zero_std: bool = False) -> None:
     for number in numbers:
-        to.finish(number, [to.groups[number].started], equal=equal)
+        to.finish(number, [to.groups[number].start_step], zero_std=zero_std)
 
 
 def test_in_order_the_first_groups_make_the_batch():
-    groups = line(2, 1)
+    groups = queue(2, 1)
     add(groups, 0, 0, 0)
     finish(groups, 2, 1)
     assert groups.choose(0) == ([], [0])
@@ -49,9 +49,9 @@ def test_in_order_the_first_groups_make_the_batch():
 
 
 def test_equal_groups_are_replaced_by_the_next_in_order():
-    groups = line(2, 1, refill_rounds=2)
+    groups = queue(2, 1, refill_rounds=2)
     add(groups, 0, 0, 0, 0)
-    finish(groups, 0, 2, equal=True)
+    finish(groups, 0, 2, zero_std=True)
     # 2 takes the place of 0, and 3 that of 2, so that 4 and 5 make the next batch.
     add(groups, 0, 0)
     groups.check(0, 0)
@@ -62,17 +62,17 @@ def test_equal_groups_are_replaced_by_the_next_in_order():
 
 
 def test_a_replacement_has_to_start():
-    groups = line(2, 0, refill_rounds=1)
+    groups = queue(2, 0, refill_rounds=1)
     add(groups, 0, 0)
     finish(groups, 0)
-    finish(groups, 1, equal=True)
+    finish(groups, 1, zero_std=True)
     assert groups.choose(0) == ([], [])
 
 
 def test_a_group_of_a_later_batch_is_not_yet_replaced():
-    groups = line(1, 3, refill_rounds=1)
+    groups = queue(1, 3, refill_rounds=1)
     add(groups, 0, 0, 0)
-    finish(groups, 1, equal=True)
+    finish(groups, 1, zero_std=True)
     assert (groups.num_replaced, groups.num_places) == (0, 3)
     finish(groups, 0)
     groups.remove([0])
@@ -80,17 +80,17 @@ def test_a_group_of_a_later_batch_is_not_yet_replaced():
 
 
 def test_without_refills_equal_groups_are_like_others():
-    groups = line(1, 0)
+    groups = queue(1, 0)
     add(groups, 0)
-    finish(groups, 0, equal=True)
-    assert not groups.groups[0].equal
+    finish(groups, 0, zero_std=True)
+    assert not groups.groups[0].zero_std
     assert groups.choose(0) == ([0], [])
 
 
 def test_as_they_finish_equal_ones_fill_places_last():
-    groups = line(2, 0, refill_rounds=1, order="finish")
+    groups = queue(2, 0, refill_rounds=1, order="finish")
     add(groups, *[0] * 6)
-    finish(groups, 5, 4, 3, equal=True)
+    finish(groups, 5, 4, 3, zero_std=True)
     assert (groups.num_replaced, groups.num_rounds, groups.num_places) == (2, 1, 4)
     assert groups.choose(0) == ([], [0, 1, 2])
     finish(groups, 2)
@@ -100,7 +100,7 @@ def test_as_they_finish_equal_ones_fill_places_last():
 
 
 def test_whoever_is_due_is_waited_for_and_comes_first():
-    groups = line(2, 1, order="none late")
+    groups = queue(2, 1, order="none late")
     add(groups, 0, 0, 1, 1)
     finish(groups, 2, 3)
     assert groups.due(1) == {0, 1} and groups.due(0) == set()
@@ -110,7 +110,7 @@ def test_whoever_is_due_is_waited_for_and_comes_first():
 
 
 def test_the_batch_after_next_must_have_room_for_all_that_are_due_in_it():
-    groups = line(1, 2, order="none late")
+    groups = queue(1, 2, order="none late")
     add(groups, 0, 0, 1)
     finish(groups, 2)
     # 0 and 1 are due in batch 2, which has room for one.
@@ -118,18 +118,18 @@ def test_the_batch_after_next_must_have_room_for_all_that_are_due_in_it():
     finish(groups, 1)
     assert groups.choose(1) == ([1], [])
     # Where there is room, the first that finished come first, however young they are.
-    groups = line(2, 2, order="none late")
+    groups = queue(2, 2, order="none late")
     add(groups, 0, 1, 1, 1)
     finish(groups, 2, 3, 0)
     assert groups.choose(1) == ([2, 3], [])
-    groups = line(2, 2, order="none late")
+    groups = queue(2, 2, order="none late")
     add(groups, 0, 1, 1, 2)
     finish(groups, 3, 0, 1)
     assert groups.choose(2) == ([0, 3], [])
     # Equal groups are not trained on, so none of them can be too old.
-    groups = line(1, 2, refill_rounds=1, order="none late")
+    groups = queue(1, 2, refill_rounds=1, order="none late")
     add(groups, 0, 0, 1)
-    finish(groups, 0, equal=True)
+    finish(groups, 0, zero_std=True)
     finish(groups, 2)
     assert groups.due(2) == {1}
     assert groups.choose(1) == ([2, 0], [])
@@ -147,7 +147,7 @@ def test_a_batch_is_complete_as_soon_as_one_leaves_room_for_later_ones(seed):
     rng, batch = random.Random(seed), 5
     for _ in range(50):
         size, staleness = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
-        groups = line(size, staleness, order="none late")
+        groups = queue(size, staleness, order="none late")
         most = size * (staleness + 1)
         add(groups, *sorted(rng.randint(batch - staleness, batch) for _ in range(rng.randint(1, most))))
         if any(len(groups.due(batch + k)) > size * (k + 1) for k in range(staleness + 1)):
@@ -161,11 +161,11 @@ def test_a_batch_is_complete_as_soon_as_one_leaves_room_for_later_ones(seed):
         chosen, missing = groups.choose(batch)
         assert bool(chosen) == bool(able)
         assert not chosen or tuple(sorted(chosen)) in {tuple(sorted(taken)) for taken in able}
-        assert all(groups.groups[number].births is None for number in missing)
+        assert all(groups.groups[number].oldest_steps is None for number in missing)
 
 
 def test_what_does_not_hold_is_said():
-    groups = line(1, 1)
+    groups = queue(1, 1)
     add(groups, 0, 0)
     groups.check(0, 0)
     with pytest.raises(AssertionError, match="group 1 would wait until batch 2"):
@@ -173,7 +173,7 @@ def test_what_does_not_hold_is_said():
     groups.arrived.append(1)
     with pytest.raises(AssertionError, match=r"groups \[1\] arrived, but \[\] are finished"):
         groups.check(0, 0)
-    groups = line(1, 1, order="none late")
+    groups = queue(1, 1, order="none late")
     add(groups, 0, 0)
     groups.check(0, 0)
     groups.check(1, 1)

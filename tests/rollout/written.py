@@ -22,7 +22,7 @@ rewards: [{{kind: exact}}]
 COSTS = Costs(
     service=StepCost(step_s=0.5, row_s=0.03, prompt_token_s=0.2),
     num_tokens=lognormal(20, 0.6),
-    judge_s=exponential(0.4),
+    score_s=exponential(0.4),
     load_s=constant(1.25),
     message_s=constant(0.0),
     slots=60,
@@ -39,7 +39,7 @@ def write_run(folder, monkeypatch, *, staleness=0, steps=30, processes=1, num_en
             super().__init__(*given, **named)
             clocks.append(self)
 
-    def note(kind, /, **facts):
+    def log_event(kind, /, **facts):
         events.append({"kind": kind, "time_s": clocks[-1].now(), **facts})
 
     work = Work(
@@ -53,7 +53,7 @@ def write_run(folder, monkeypatch, *, staleness=0, steps=30, processes=1, num_en
     )
     with monkeypatch.context() as patch:
         patch.setattr(simulation, "SimulatedBackend", Clocked)
-        run = simulate(work, num_batches=steps, ends=True, note=note)
+        run = simulate(work, num_batches=steps, ends=True, log_event=log_event)
     records = [{"stage": "evaluation", "during": "reinforcement", "step": 0}]
     for number, step in enumerate(run.steps, start=1):
         wait_s, train_s = step.taken_s - step.begin_s, step.trained_s - step.taken_s

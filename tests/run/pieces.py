@@ -45,7 +45,9 @@ def reference(seed: int = 9, dtype: torch.dtype = torch.float32) -> ModelScorer:
     return ModelScorer(tiny_model(seed, dtype), temperature=1.0, max_tokens=1000)
 
 
-def learner(config: RunConfig, *, max_tokens: int = 1000, teacher: ModelScorer | None = None) -> TrainStep:
+def make_train_step(
+    config: RunConfig, *, max_tokens: int = 1000, teacher: ModelScorer | None = None
+) -> TrainStep:
     """What `build` would make of a recipe, over tiny models; the reference is not where the policy begins."""
     control = build_control(config)
     frozen = reference() if control else None

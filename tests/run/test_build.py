@@ -29,7 +29,7 @@ from tests.training.pieces import random_batch
 
 def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
-    trainer = parts.newest.trainer = parts.reinforcer(5, None, None)
+    trainer = parts.policy_weights.trainer = parts.reinforcer(5, None, None)
     sent = dict(trainer.named_tensors())
     assert trainer.version == 5
     before = parts.engine.fingerprint()
@@ -42,7 +42,7 @@ def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_pat
 
 def test_a_sampler_that_computes_something_else_than_it_holds_gets_no_version(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
-    trainer = parts.newest.trainer = parts.reinforcer(0, None, None)
+    trainer = parts.policy_weights.trainer = parts.reinforcer(0, None, None)
     parts.transport.send(trainer.named_tensors(), 1)
     first = parts.engine._model.get_submodule("model.embed_tokens")
     first.register_forward_hook(lambda module, given, output: 0.5 * output)

@@ -70,40 +70,40 @@ def made(**layout: int) -> Any:
 
 
 @torch.no_grad()
-def expected(learner: Any) -> dict[str, Tensor]:
+def expected(trainer: Any) -> dict[str, Tensor]:
     """A state that can be told from the weights, whatever the layout."""
     found: dict[str, Tensor] = {}
-    for name, weight in named(learner):
+    for name, weight in named(trainer):
         found[f"exp_avg/{name}"] = weight * 2
         found[f"exp_avg_sq/{name}"] = weight * weight
         found[f"step/{name}"] = torch.tensor(float(len(name)))
     return found
 
 
-def named(learner: Any) -> list[tuple[str, Tensor]]:
+def named(trainer: Any) -> list[tuple[str, Tensor]]:
     """The last stage of a pipeline holds the tied head on its own."""
-    weights = learner.model.named_parameters()
+    weights = trainer.model.named_parameters()
     return [(name.replace("lm_head", "model.embed_tokens"), weight) for name, weight in weights]
 
 
-def save(folder: Path, learner: Any, ranks: Ranks) -> None:
-    for name, tensor in start_optimizer(learner.optimizer, learner.model).items():
-        tensor.copy_(expected(learner)[name])
+def save(folder: Path, trainer: Any, ranks: Ranks) -> None:
+    for name, tensor in start_optimizer(trainer.optimizer, trainer.model).items():
+        tensor.copy_(expected(trainer)[name])
 
     def begin(aside: Path) -> None:
-        save_config(learner.model, aside / POLICY)
+        save_config(trainer.model, aside / POLICY)
         write_state(aside, {"order": 1})
 
     saver = Saver(ranks)
-    saver.save(folder, {POLICY: snapshot(learner, ranks)}, begin=begin, done=lambda: None)
+    saver.save(folder, {POLICY: snapshot(trainer, ranks)}, begin=begin, done=lambda: None)
     saver.settle()
 
 
-def check_restored(folder: Path, learner: Any, ranks: Ranks) -> None:
-    restore_optimizer(learner, folder, POLICY, ranks)
-    wanted = expected(learner)
-    for name, weight in named(learner):
-        for moment, tensor in learner.optimizer.state[weight].items():
+def check_restored(folder: Path, trainer: Any, ranks: Ranks) -> None:
+    restore_optimizer(trainer, folder, POLICY, ranks)
+    wanted = expected(trainer)
+    for name, weight in named(trainer):
+        for moment, tensor in trainer.optimizer.state[weight].items():
             ours, theirs = tensor, wanted[f"{moment}/{name}"]
             if isinstance(ours, DTensor):
                 ours, theirs = ours.to_local(), theirs.to_local()
@@ -162,8 +162,8 @@ def test_four_ranks_read_what_two_saved_and_one_what_four_did_in_any_layout(tmp_
 
 def write_gone_wrong(rank: int, folder: str) -> None:
     """One rank's disk is full: all say so, and the next checkpoint is whole. Then that rank is killed."""
-    ranks, learner, root = Ranks(rank, 2), made(dp_shard=2), Path(folder)
-    save(root / "step-1", learner, ranks)
+    ranks, trainer, root = Ranks(rank, 2), made(dp_shard=2), Path(folder)
+    save(root / "step-1", trainer, ranks)
     real = checkpointing.write_parts
 
     def full(*arguments: Any, **named: Any) -> list[Path]:
@@ -173,7 +173,7 @@ def write_gone_wrong(rank: int, folder: str) -> None:
 
     checkpointing.write_parts = full
     with pytest.raises(CheckpointError) as caught:
-        save(root / "step-2", learner, ranks)
+        save(root / "step-2", trainer, ranks)
     assert str(caught.value) == (
         f"checkpoint {root / 'step-2'} cannot be written: No space left on device; what was saved before is "
         "intact"
@@ -182,9 +182,9 @@ def write_gone_wrong(rank: int, folder: str) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["step-1"]
     ranks.wait()
     checkpointing.write_parts = real
-    save(root / "step-3", learner, ranks)
+    save(root / "step-3", trainer, ranks)
     checkpointing.write_parts = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else []
-    save(root / "step-4", learner, ranks)
+    save(root / "step-4", trainer, ranks)
 
 
 @pytest.mark.world
@@ -374,12 +374,12 @@ def test_killed_while_saving_a_run_goes_on_from_the_checkpoint_before(undisturbe
 
 def test_the_reference_is_read_once_it_is_whole(tmp_path, monkeypatch):
     go = blocked(monkeypatch, 1)
-    real = Controller.learn
+    real = Controller.build_train_step
 
-    def learn(self: Controller, checkpoint: Path | None) -> Any:
+    def build(self: Controller, checkpoint: Path | None) -> Any:
         threading.Timer(0.5, go.set).start()
         return real(self, checkpoint)
 
-    monkeypatch.setattr(Controller, "learn", learn)
+    monkeypatch.setattr(Controller, "build_train_step", build)
     run = train(tiny_recipe(tmp_path, QUICK | {"steps": 1, "policy.kl.coefficient": 0.1}), quiet=True)
     assert (run.status, run.steps) == ("finished", 1)

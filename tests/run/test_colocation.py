@@ -125,7 +125,7 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
 
     def looking(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def look(*arguments: Any, **options: Any) -> Any:
-            held = controllers[0].parts.sleeper.memory_bytes()
+            held = controllers[0].components.sleeper.memory_bytes()
             there = fraction_there(controllers[0]) > 0.9
             seen.add((name, there, held["weights"] > 0, held["kv_cache"] > 0))
             return real(*arguments, **options)
@@ -137,7 +137,7 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
     def made(self: Controller, *arguments: Any, **options: Any) -> None:
         real(self, *arguments, **options)
         controllers.append(self)
-        self.parts.transport.send = looking("weight_sync", self.parts.transport.send)
+        self.components.transport.send = looking("sync", self.components.transport.send)
 
     monkeypatch.setattr(Controller, "__init__", made)
     monkeypatch.setattr(loop, "train_on", looking("train", loop.train_on))

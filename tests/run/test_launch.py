@@ -207,7 +207,7 @@ def test_workers_and_the_lock_are_given_back_also_when_a_tracker_cannot_start(tm
 
     def build(config, checkpoint, ranks):
         parts = real(config, checkpoint, ranks)
-        parts.held.callback(closed.append, True)
+        parts.exit_stack.callback(closed.append, True)
         return parts
 
     def tracker(start, folder):

@@ -382,16 +382,16 @@ def test_weights_that_do_not_arrive_stop_the_run_by_name(tmp_path, monkeypatch):
 
 
 def test_a_changed_weight_on_the_way_stops_the_run_by_name(tmp_path, monkeypatch):
-    real = controller.Controller.publish
+    real = controller.Controller.update_weights
 
     def altered(self):
-        load = self.parts.transport._load
-        self.parts.transport._load = lambda sent, version: load(
+        load = self.components.transport._load
+        self.components.transport._load = lambda sent, version: load(
             [(n, t + 1 if n == "model.norm.weight" else t) for n, t in sent], version
         )
         real(self)
 
-    monkeypatch.setattr(controller.Controller, "publish", altered)
+    monkeypatch.setattr(controller.Controller, "update_weights", altered)
     with pytest.raises(WeightSyncError, match=r"first being model\.norm\.weight; it was tried twice$"):
         run(tmp_path)
 

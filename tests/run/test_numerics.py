@@ -199,10 +199,10 @@ def test_a_loss_that_depends_on_its_place_in_the_row_is_found(tmp_path, monkeypa
     assert [name for name in wrong(tmp_path) if name.startswith("gradient")] == every
 
 
-def test_twins_whose_weights_are_lost_are_found(tmp_path, monkeypatch):
+def test_duplicates_whose_weights_are_lost_are_found(tmp_path, monkeypatch):
     # The first sequence stands twice, whatever the policy says.
     lossy = lambda batch: batch.select(list(range(1, batch.num_segments)))  # noqa: E731
-    monkeypatch.setattr(numerics, "without_twins", lossy)
+    monkeypatch.setattr(numerics, "without_duplicates", lossy)
     assert wrong(tmp_path) == rows(MERGED)
 
 
@@ -217,9 +217,9 @@ def checked(folder, monkeypatch, overrides) -> tuple[Batch, torch.Tensor]:
     """The batch whose layout is changed, and the policy's log-probabilities of its chosen tokens."""
     real, seen = numerics.moving_part, []
 
-    def watched(learner, batch, seed):
-        seen.append((batch, learner.trainer.scorer.logprobs(batch)[batch.action_mask_T]))
-        return real(learner, batch, seed)
+    def watched(train_step, batch, seed):
+        seen.append((batch, train_step.trainer.scorer.logprobs(batch)[batch.action_mask_T]))
+        return real(train_step, batch, seed)
 
     monkeypatch.setattr(numerics, "moving_part", watched)
     assert wrong(folder, overrides) == []

@@ -12,7 +12,7 @@ from millrace.run.scaling import ScaleRequestFile
 
 
 def test_a_request_is_heard_once_and_the_file_read_each_second(tmp_path: Path) -> None:
-    path, now_s = tmp_path / "wanted.json", [0.0]
+    path, now_s = tmp_path / "scale.json", [0.0]
     path.write_text(json.dumps({"id": "old", "engines": 9}))
     asked = ScaleRequestFile(path, lambda: now_s[0])
     # What was asked of an earlier process of the run is forgotten.
@@ -23,7 +23,7 @@ def test_a_request_is_heard_once_and_the_file_read_each_second(tmp_path: Path) -
             path.write_text(json.dumps({"id": "a", "engines": 3}))
         if now_s[0] == 3.0:
             path.write_text(json.dumps({"id": "b", "engines": 3}))
-        found.append((asked.look(), asked.heard))
+        found.append((asked.poll(), asked.last_request))
     nothing = [([], "")] * 3
     assert found == [*nothing, ([ScaleRequest(3)], "a"), ([], "a"), ([ScaleRequest(3)], "b"), ([], "b")]
     asked.close()
@@ -35,7 +35,7 @@ def test_a_request_is_heard_once_and_the_file_read_each_second(tmp_path: Path) -
 )
 def test_what_nobody_asked_so_ends_no_run(text: str, tmp_path: Path) -> None:
     now_s = [0.0]
-    asked = ScaleRequestFile(tmp_path / "wanted.json", lambda: now_s[0])
-    (tmp_path / "wanted.json").write_text(text)
+    asked = ScaleRequestFile(tmp_path / "scale.json", lambda: now_s[0])
+    (tmp_path / "scale.json").write_text(text)
     now_s[0] = 2.0
-    assert (asked.look(), asked.heard) == ([], "")
+    assert (asked.poll(), asked.last_request) == ([], "")

@@ -15,7 +15,7 @@ from millrace.types import Group, Outcome
 from tests.close import close_fp32, close_fp64
 from tests.run.pieces import (
     first_actions,
-    learner,
+    make_train_step,
     per_segment,
     recipe,
     run,
@@ -33,8 +33,8 @@ def centred(num_parts: int = 1, **policy):
     )
 
 
-def test_each_optimizer_step_gets_its_part_of_the_groups_and_the_advantages_of_the_whole_batch():
-    one = learner(centred(2))
+def test_each_optimizer_step_gets_its_share_of_the_groups_and_the_advantages_of_the_whole_batch():
+    one = make_train_step(centred(2))
     batches = watched(one.trainer)
     result = run(one, scored([1.0, 0.0], [4.0, 0.0]))
     assert [first_actions(batch) for batch in batches] == [[1, 2], [5, 6]]
@@ -50,7 +50,7 @@ def test_each_optimizer_step_gets_its_part_of_the_groups_and_the_advantages_of_t
 
 
 def test_one_optimizer_step_takes_all_groups_at_once():
-    one = learner(centred())
+    one = make_train_step(centred())
     batches = watched(one.trainer)
     result = run(one, scored([1.0, 0.0], [4.0, 0.0]))
     assert [first_actions(batch) for batch in batches] == [[1, 2, 5, 6]]
@@ -70,7 +70,7 @@ def test_one_optimizer_step_takes_all_groups_at_once():
     ],
 )
 def test_the_kept_groups_are_divided_evenly_in_order(num_groups, left_out, parts):
-    one = learner(recipe(rollout={"prompts_per_step": 6}, policy={"optimizer_steps_per_batch": 3}))
+    one = make_train_step(recipe(rollout={"prompts_per_step": 6}, policy={"optimizer_steps_per_batch": 3}))
     batches = watched(one.trainer)
     result = run(one, scored(*[[1.0, 0.0]] * num_groups), left_out=left_out)
     assert [first_actions(batch) for batch in batches] == [
@@ -80,7 +80,7 @@ def test_the_kept_groups_are_divided_evenly_in_order(num_groups, left_out, parts
 
 
 def test_a_group_left_out_is_sampled_shown_and_described_and_nothing_else():
-    one = learner(centred())
+    one = make_train_step(centred())
     batches = watched(one.trainer)
     result = run(one, scored([1.0, 0.0], [3.0, 3.0], [0.0, 4.0]), left_out=[1])
     assert [first_actions(batch) for batch in batches] == [[1, 2, 9, 10]]
@@ -95,7 +95,7 @@ def test_a_group_left_out_is_sampled_shown_and_described_and_nothing_else():
 
 
 def test_where_every_group_is_left_out_nothing_moves():
-    one = learner(centred(2))
+    one = make_train_step(centred(2))
     before = weight_bits(one.trainer)
     result = run(one, scored([1.0, 1.0], [3.0, 3.0]), left_out=[0, 1])
     assert (result.reports, result.skipped, one.trainer.version, result.tokens_trained) == ([], [], 0, 0)
@@ -106,7 +106,7 @@ def test_where_every_group_is_left_out_nothing_moves():
 
 def test_trajectories_without_advantage_are_left_out_and_change_no_weight(monkeypatch):
     groups = scored([1.0, 0.0], [1.0, 1.0], [0.0, 3.0])
-    left_out, kept = learner(centred()), learner(centred())
+    left_out, kept = make_train_step(centred()), make_train_step(centred())
     ours, theirs = watched(left_out.trainer), watched(kept.trainer)
     result = run(left_out, groups)
     monkeypatch.setattr(train_step, "with_gradient", lambda batch: batch)
@@ -137,7 +137,7 @@ NOT_MULTIPLES = [
 
 @pytest.mark.parametrize("policy", MULTIPLES + NOT_MULTIPLES, ids=repr)
 def test_what_has_no_advantage_is_left_out_only_where_the_loss_is_a_multiple_of_it(policy):
-    one = learner(recipe(policy=policy))
+    one = make_train_step(recipe(policy=policy))
     assert one.method.multiple == (policy in MULTIPLES)
     batches = watched(one.trainer)
     run(one, scored([1.0, 0.0], [2.0, 2.0], [0.0, 3.0], [5.0, 5.0]))
@@ -148,7 +148,7 @@ def test_what_has_no_advantage_is_left_out_only_where_the_loss_is_a_multiple_of_
 
 def test_penalties_that_differ_give_samples_of_equal_reward_an_advantage():
     kl = {"coefficient": 0.1, "estimator": "k2", "place": "reward"}
-    one = learner(recipe(policy={"kl": kl}))
+    one = make_train_step(recipe(policy={"kl": kl}))
     assert one.method.multiple
     batches = watched(one.trainer)
     run(one, scored([1.0, 1.0], [2.0, 2.0]))
@@ -156,7 +156,7 @@ def test_penalties_that_differ_give_samples_of_equal_reward_an_advantage():
 
 
 def test_a_batch_of_equal_rewards_still_steps():
-    one = learner(centred())
+    one = make_train_step(centred())
     batches = watched(one.trainer)
     result = run(one, scored([1.0, 1.0]))
     assert (batches, one.trainer.version, result.tokens_trained) == ([], 1, 0)
@@ -165,7 +165,7 @@ def test_a_batch_of_equal_rewards_still_steps():
 
 def test_a_batch_of_equal_rewards_is_compared_with_the_weights_that_sampled_it():
     """Nonsense earns the same everywhere: a broken sampler must not hide behind it."""
-    one, other = learner(centred()), learner(centred())
+    one, other = make_train_step(centred()), make_train_step(centred())
     found = run(one, scored([1.0, 1.0])).record
     batches = watched(other.trainer)
     run(other, scored([1.0, 0.0]))
@@ -195,8 +195,8 @@ def test_only_segments_of_the_current_weights_alone_are_judged(versions, expecte
     )
 
 
-def test_what_is_said_twice_in_a_group_is_computed_once_with_both_weights():
-    one = learner(centred())
+def test_what_is_said_twice_in_a_group_is_computed_once_with_both_shares():
+    one = make_train_step(centred())
     batches = watched(one.trainer)
     (first,) = scored([1.0])[0].trajectories
     other = trajectory((5, 6), (7,), logprobs=[-3.0]).scored(Outcome("score", 0.0))
@@ -209,7 +209,7 @@ def test_what_is_said_twice_in_a_group_is_computed_once_with_both_weights():
 
 
 def test_failed_trajectories_are_in_the_table_and_nowhere_else():
-    one = learner(centred(2))
+    one = make_train_step(centred(2))
     batches = watched(one.trainer)
     result = run(one, scored([1.0, None, 0.0], [None, None, None]))
     assert [first_actions(batch) for batch in batches] == [[1, 3]]
@@ -224,7 +224,7 @@ def test_failed_trajectories_are_in_the_table_and_nowhere_else():
 
 
 def test_one_usable_trajectory_has_nothing_to_be_compared_with():
-    one = learner(centred())
+    one = make_train_step(centred())
     result = run(one, scored([None, 2.5]))
     assert [row["advantage"] for row in result.rows][1] == 0.0
     assert (result.record["reward/mean"], result.record["reward/std"]) == (2.5, 0.0)
@@ -232,7 +232,7 @@ def test_one_usable_trajectory_has_nothing_to_be_compared_with():
 
 
 def test_a_batch_whose_rewards_all_failed_moves_nothing():
-    one = learner(centred())
+    one = make_train_step(centred())
     before = weight_bits(one.trainer)
     result = run(one, scored([None, None]))
     assert (result.reports, one.trainer.version, result.tokens_trained) == ([], 0, 0)
@@ -242,7 +242,7 @@ def test_a_batch_whose_rewards_all_failed_moves_nothing():
 
 
 def test_a_skipped_step_gives_its_batch_as_evidence():
-    one = learner(centred(2))
+    one = make_train_step(centred(2))
     batches = watched(one.trainer)
     broken = scored([0.0], [1.0, 0.0], logprob=math.nan)[1]
     result = run(one, [scored([1.0, 0.0])[0], broken])
@@ -254,7 +254,7 @@ def test_a_skipped_step_gives_its_batch_as_evidence():
 
 
 def test_the_record_says_how_far_the_trainer_is_from_the_sampler():
-    one = learner(centred(2))
+    one = make_train_step(centred(2))
     batches = watched(one.trainer)
     record = run(one, scored([1.0, 0.0], [1.0, 0.0])).record
     # Of the first optimizer step, whose weights are those that sampled.
@@ -272,7 +272,7 @@ def test_tokens_that_the_trainers_own_version_drew_are_also_compared_alone():
     prompt = scored([1.0])[0].prompt
     old = trajectory((5, 6), (1,), logprobs=[-9.0]).scored(Outcome("score", 1.0))
     new = trajectory((5, 6), (2,), logprobs=[-3.0], version=4).scored(Outcome("score", 0.0))
-    one = learner(centred())
+    one = make_train_step(centred())
     one.trainer.version = 4
     batches = watched(one.trainer)
     record = run(one, [Group(prompt, (old, new))]).record
@@ -286,7 +286,7 @@ def test_tokens_that_the_trainers_own_version_drew_are_also_compared_alone():
 
 @pytest.mark.parametrize("version", [0, 7])
 def test_tokens_of_one_version_are_compared_once(version):
-    one = learner(centred())
+    one = make_train_step(centred())
     one.trainer.version = version
     record = run(one, scored([1.0, 0.0])).record
     assert [name for name in record if "fresh" in name] == []
@@ -297,7 +297,7 @@ def test_the_record_describes_rewards_and_lengths():
     groups = scored([1.0, 0.0], [4.0, 3.0])
     last = groups[1].trajectories[1].scored(Outcome("invalid", -1.0, "no number"))
     groups[1] = Group(groups[1].prompt, (groups[1].trajectories[0], last))
-    record = run(learner(centred()), groups).record
+    record = run(make_train_step(centred()), groups).record
     close_fp64(
         [record["reward/mean"], record["reward/std"], record["reward/invalid_fraction"]],
         [1.0, ((0 + 1 + 9 + 4) / 4) ** 0.5, 0.25],
@@ -317,7 +317,7 @@ def test_the_record_and_the_rows_have_each_of_several_rewards():
     ]
     every = [t.scored(o) for t, o in zip([t for g in groups for t in g.trajectories], outcomes, strict=True)]
     result = run(
-        learner(centred()),
+        make_train_step(centred()),
         [Group(groups[0].prompt, tuple(every[:2])), Group(groups[1].prompt, tuple(every[2:]))],
     )
     record = result.record
@@ -331,12 +331,12 @@ def test_the_record_and_the_rows_have_each_of_several_rewards():
 @pytest.mark.parametrize("value", [0.1, 0.7, 1e6, -0.3])
 def test_equal_rewards_have_a_deviation_of_exactly_zero(value):
     """The mean of sixteen times 0.1 is rounded."""
-    record = run(learner(centred()), scored([value] * 8, [value] * 8)).record
+    record = run(make_train_step(centred()), scored([value] * 8, [value] * 8)).record
     assert (record["reward/std"], record["reward/mean"]) == (0.0, value)
 
 
 def test_rounds_and_greedy_tokens_are_recorded():
-    one = learner(centred())
+    one = make_train_step(centred())
     sampled = SampledBatch(scored([1.0, 0.0]), num_greedy_tokens=5, num_rounds=2)
     result = train_step.train_on(one, sampled, seed=0, step=1)
     assert result.record["group/dynamic_sampling_rounds"] == 2

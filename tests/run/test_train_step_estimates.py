@@ -18,7 +18,7 @@ from tests.run.pieces import (
     TWO,
     before_update,
     group_of,
-    learner,
+    make_train_step,
     per_segment,
     recipe,
     reference,
@@ -32,7 +32,7 @@ from tests.training.pieces import tiny_model
 
 def test_an_over_long_answer_loses_reward_before_anything_is_estimated():
     config = recipe(advantage=CENTRED, rollout={"max_tokens": 6, "overlong_fraction": 0.6})
-    one = learner(config)
+    one = make_train_step(config)
     batches = watched(one.trainer)
     answers = [((7,) * length, 0.5) for length in (1, 2, 3, 5, 6)]
     result = run(one, [group_of(*answers)])
@@ -51,7 +51,9 @@ def test_the_same_answer_drawn_among_other_tokens_is_scored_apart():
         replace(one, turns=(Turn((5, 6), drawn_among([7], few and [few], within=[-1.625])),))
         for one, few in zip(group.trajectories, among, strict=True)
     ]
-    one = learner(recipe(advantage=CENTRED, policy={"kl": {"coefficient": 0.2}, "proximal": "recompute"}))
+    one = make_train_step(
+        recipe(advantage=CENTRED, policy={"kl": {"coefficient": 0.2}, "proximal": "recompute"})
+    )
     batch = before_update(one, Group(group.prompt, tuple(trajectories)))
     # -1 - 7 / 8 over all tokens.
     close_fp32(per_segment(batch, "sampler_logprob_T"), [[-1.625]] * 3 + [[-1.875]])
@@ -69,7 +71,7 @@ def in_reward(**more) -> dict:
 
 def test_the_divergence_is_taken_off_each_tokens_reward_and_off_the_sum():
     groups = scored([1.0, 0.0], [4.0, 1.0])
-    one = learner(recipe(advantage=CENTRED, policy=in_reward()))
+    one = make_train_step(recipe(advantage=CENTRED, policy=in_reward()))
     batch = before_update(one, *groups)
     sampler, held = per_segment(batch, "sampler_logprob_T"), per_segment(batch, "reference_logprob_T")
     costs = [
@@ -87,7 +89,9 @@ def test_the_divergence_is_taken_off_each_tokens_reward_and_off_the_sum():
 
 
 def test_with_returns_each_token_pays_its_own_divergence_and_those_after_it():
-    one = learner(recipe(advantage={"kind": "returns", "gamma": 0.5}, policy=in_reward(estimator="k2")))
+    one = make_train_step(
+        recipe(advantage={"kind": "returns", "gamma": 0.5}, policy=in_reward(estimator="k2"))
+    )
     batch = before_update(one, *scored([1.0, 0.0], [4.0, 1.0]))
     for rewards, found in zip(per_segment(batch, "reward_T"), per_segment(batch, "advantage_T"), strict=True):
         following = [*rewards[1:], 0.0]
@@ -100,7 +104,7 @@ def test_with_returns_each_token_pays_its_own_divergence_and_those_after_it():
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_the_coefficient_follows_the_divergence_of_each_batch(place):
     kl = {"coefficient": 0.2, "estimator": "k2", "place": place, "target": 1e-3, "horizon": 400}
-    one = learner(recipe(advantage=CENTRED, policy={"kl": kl}))
+    one = make_train_step(recipe(advantage=CENTRED, policy={"kl": kl}))
     # One of the four samples failed, and so is none of the sequences.
     groups = scored([1.0, None], [4.0, 1.0])
     whole = before_update(one, *scored([1.0], [4.0, 1.0]))
@@ -119,22 +123,22 @@ def test_the_coefficient_follows_the_divergence_of_each_batch(place):
 
 def test_a_divergence_below_its_target_lowers_the_coefficient():
     kl = {"coefficient": 0.2, "estimator": "k2", "target": 1e6, "horizon": 400}
-    one = learner(recipe(policy={"kl": kl}))
+    one = make_train_step(recipe(policy={"kl": kl}))
     assert run(one, scored([1.0, 0.0])).record["policy/kl_coefficient"] == 0.2
     close_fp64(one.control.coefficient, 0.2 * (1 - 0.2 * 2 / 400))
 
 
 def test_without_a_target_or_a_batch_the_coefficient_stays():
-    one = learner(recipe(policy=in_reward()))
+    one = make_train_step(recipe(policy=in_reward()))
     record = run(one, scored([1.0, 0.0])).record
     assert record["policy/kl_coefficient"] == one.control.coefficient == 0.2
-    steered = learner(recipe(policy=in_reward(target=1e-9)))
+    steered = make_train_step(recipe(policy=in_reward(target=1e-9)))
     record = run(steered, scored([None, None])).record
     assert ("policy/kl_coefficient" in record, steered.control.coefficient) == (False, 0.2)
 
 
 def test_the_greedy_answers_reward_is_the_baseline_and_a_failed_one_leaves_its_group_out():
-    one = learner(recipe(advantage={"kind": "greedy_baseline"}, rollout={"samples_per_prompt": 2}))
+    one = make_train_step(recipe(advantage={"kind": "greedy_baseline"}, rollout={"samples_per_prompt": 2}))
     batches = watched(one.trainer)
     result = run(one, scored([1.0, 0.0], [2.0, 3.0], [0.5, 4.0]), baselines=[0.25, math.nan, 1.0])
     shown = [row["advantage"] for row in result.rows]
@@ -145,7 +149,7 @@ def test_the_greedy_answers_reward_is_the_baseline_and_a_failed_one_leaves_its_g
 
 
 def test_without_any_greedy_reward_nothing_moves():
-    one = learner(recipe(advantage={"kind": "greedy_baseline"}))
+    one = make_train_step(recipe(advantage={"kind": "greedy_baseline"}))
     result = run(one, scored([1.0, 0.0]), baselines=[math.nan])
     assert (result.reports, one.trainer.version) == ([], 0)
 
@@ -154,7 +158,7 @@ GAE = {"kind": "gae", "gamma": 0.9, "lam": 0.8, "whiten": False}
 
 
 def valued(policy: dict | None = None, **more) -> TrainStep:
-    return learner(recipe(advantage=GAE | more, critic={}, policy=policy or {}))
+    return make_train_step(recipe(advantage=GAE | more, critic={}, policy=policy or {}))
 
 
 def gae(rewards: list[float], values: list[float], final: float) -> list[float]:
@@ -222,7 +226,7 @@ def test_in_the_critics_sft_the_policy_stays_as_it_is():
 
 def test_the_teacher_is_asked_of_the_tokens_that_were_sampled():
     config = recipe(advantage={"kind": "teacher", "path": "nowhere", "gamma": 0.5})
-    one = learner(config, teacher=reference(2))
+    one = make_train_step(config, teacher=reference(2))
     batch = before_update(one, *scored([1.0, 0.0], [4.0, 1.0]))
     gain_T = reference(2).logprobs(batch) - batch.sampler_logprob_T
     first, second = batch.action_mask_T.nonzero()[-2:, 0].tolist()
@@ -240,7 +244,7 @@ def test_the_teacher_is_asked_of_the_tokens_that_were_sampled():
 )
 def test_advantages_are_whitened_over_the_whole_batch_and_not_over_its_parts(advantage):
     more = {"critic": {}} if advantage["kind"] == "gae" else {}
-    one = learner(recipe(advantage=advantage, policy=TWO, **more))
+    one = make_train_step(recipe(advantage=advantage, policy=TWO, **more))
     batches = watched(one.trainer)
     run(one, scored(*GROUPS))
     chosen = [batch.advantage_T[batch.action_mask_T].double() for batch in batches]
@@ -251,7 +255,7 @@ def test_advantages_are_whitened_over_the_whole_batch_and_not_over_its_parts(adv
 
 def test_rewards_apart_are_weighed_in_their_order():
     rewards = [{"kind": "exact", "weight": 2.0}, {"kind": "gsm8k", "weight": -1.0}]
-    one = learner(recipe(advantage={"kind": "group_decoupled"}, rewards=rewards))
+    one = make_train_step(recipe(advantage={"kind": "group_decoupled"}, rewards=rewards))
     columns = [(1.0, 0.0), (0.0, 0.0), (0.0, 1.0)]
     group = group_of(*[((n + 7,), 0.0) for n in range(3)])
     judged = [
@@ -268,7 +272,7 @@ def test_rewards_apart_are_weighed_in_their_order():
 
 
 def test_the_token_baseline_is_given_the_squares_of_the_policys_own_probabilities():
-    one = learner(recipe(advantage={"kind": "token_baseline"}))
+    one = make_train_step(recipe(advantage={"kind": "token_baseline"}))
     batch = before_update(one, *scored([0.0, 0.0], [4.0, 1.0]))
     squares = one.trainer.scorer.squares(batch)
     energy_T = 1 - 2 * batch.sampler_logprob_T.exp() + squares

@@ -17,7 +17,7 @@ from tests.run.pieces import (
     GROUPS,
     TWO,
     before_update,
-    learner,
+    make_train_step,
     per_segment,
     recipe,
     run,
@@ -28,7 +28,7 @@ from tests.run.pieces import (
 
 def recomputed(correction: dict | None = None) -> TrainStep:
     policy = TWO | {"proximal": "recompute"} | ({"correction": correction} if correction else {})
-    return learner(recipe(advantage=CENTRED, policy=policy))
+    return make_train_step(recipe(advantage=CENTRED, policy=policy))
 
 
 def test_proximal_log_probabilities_are_the_trainers_before_the_first_optimizer_step():
@@ -122,7 +122,7 @@ def covariances(one: TrainStep, batch: Batch) -> torch.Tensor:
 
 
 def test_kl_cov_penalises_the_tokens_of_largest_covariance_of_the_optimizer_step():
-    one = learner(selecting("kl_cov"))
+    one = make_train_step(selecting("kl_cov"))
     batches = watched(one.trainer)
     whole = before_update(one, *scored(*GROUPS))
     first = whole.select([0, 1, 2, 3])
@@ -136,8 +136,8 @@ def test_kl_cov_penalises_the_tokens_of_largest_covariance_of_the_optimizer_step
 
 
 def test_clip_cov_leaves_the_loss_of_some_tokens_within_the_band_out():
-    config = selecting("clip_cov", clip_low=0.9, clip_high=9.0, covariance_low=0.01, covariance_high=5.0)
-    one = learner(config)
+    config = selecting("clip_cov", low=0.9, high=9.0, covariance_low=0.01, covariance_high=5.0)
+    one = make_train_step(config)
     batches = watched(one.trainer)
     whole = before_update(one, *scored(*GROUPS))
     covariance_N = covariances(one, whole.select([0, 1, 2, 3]))
@@ -161,7 +161,7 @@ def test_clip_cov_keeps_a_correction_beside_it():
             "correction": {"high": 9.0},
         },
     )
-    one = learner(config)
+    one = make_train_step(config)
     batches = watched(one.trainer)
     run(one, scored(*GROUPS))
     for batch in batches:
@@ -173,7 +173,7 @@ def test_clip_cov_keeps_a_correction_beside_it():
 
 
 def marks(config, max_tokens: int, step: int = 3) -> list[list[float]]:
-    one = learner(config, max_tokens=max_tokens)
+    one = make_train_step(config, max_tokens=max_tokens)
     batches = watched(one.trainer)
     run(one, scored(*GROUPS), step=step)
     column = "selected_T" if config.policy.loss.kind == "kl_cov" else "correction_T"

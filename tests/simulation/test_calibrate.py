@@ -75,7 +75,7 @@ def test_a_log_that_does_not_say_what_was_asked_is_refused(tmp_path, monkeypatch
     change_events(
         tmp_path / "run" / "events.log", lambda lines: [line for line in lines if '"dispatch"' not in line]
     )
-    with pytest.raises(PlanError, match="does not say what was asked of engines; it is not whole"):
+    with pytest.raises(PlanError, match="has no dispatch; it is not whole"):
         read_measured(tmp_path / "run")
 
 
@@ -83,7 +83,7 @@ def test_too_few_answers_are_refused(tmp_path, monkeypatch):
     write_run(tmp_path / "run", monkeypatch)
     path = tmp_path / "run" / "events.log"
     lines = read_events(path)
-    kept = [line for line in lines if line["kind"] != "arrive" or line["number"] < 5]
+    kept = [line for line in lines if line["kind"] != "completed" or line["number"] < 5]
     kept = [line for line in kept if line["kind"] != "finish" or line["number"] < 5]
     write_events(path, kept)
     with pytest.raises(PlanError, match="durations need 8 at least, so let it sample more"):

@@ -18,7 +18,7 @@ from tests.close import close_fp64
 COSTS = Costs(
     service=StepCost(step_s=2.0, row_s=0.25, prompt_token_s=0.1),
     num_tokens=constant(10),
-    judge_s=constant(0.5),
+    score_s=constant(0.5),
     load_s=constant(1.5),
     message_s=constant(0.0),
 )
@@ -82,7 +82,7 @@ def test_it_is_the_controller_of_every_run():
     costs = replace(COSTS, num_tokens=lognormal(8, 1.0))
     work = replace(WORK, rules=rules, num_engines=2, max_tokens=100, costs=costs)
     simulate(
-        work, num_batches=6, ends=True, note=lambda kind, /, **facts: log.append({"kind": kind, **facts})
+        work, num_batches=6, ends=True, log_event=lambda kind, /, **facts: log.append({"kind": kind, **facts})
     )
     assert check_log(log) == []
     assert sum(event["kind"] == "take" for event in log) == 6
@@ -91,14 +91,14 @@ def test_it_is_the_controller_of_every_run():
 def test_a_run_that_ends_starts_nothing_in_vain():
     begun = []
 
-    def note(kind, /, **facts):
+    def log_event(kind, /, **facts):
         begun.append(kind)
 
     work = replace(WORK, rules=StalenessPolicy(2, 3))
-    simulate(work, num_batches=5, ends=True, note=note)
+    simulate(work, num_batches=5, ends=True, log_event=log_event)
     assert begun.count("start") == 5 * 2
     begun.clear()
-    simulate(work, num_batches=5, note=note)
+    simulate(work, num_batches=5, log_event=log_event)
     # The last publish is not in force yet, so a batch of tickets is still held.
     assert begun.count("start") == (5 + 3) * 2
 

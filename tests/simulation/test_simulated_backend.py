@@ -9,7 +9,7 @@ import pytest
 
 from millrace.planner.durations import StepCost, constant
 from millrace.rollout.backend import (
-    RETIRED,
+    DRAINED,
     EngineJoined,
     EngineLost,
     GenerateRequest,
@@ -26,21 +26,21 @@ from tests.close import close_fp64
 COSTS = Costs(
     service=StepCost(step_s=1.0, row_s=0.5, prompt_token_s=0.25),
     num_tokens=constant(10),
-    judge_s=constant(3.0),
+    score_s=constant(3.0),
     load_s=constant(2.0),
     message_s=constant(0.0),
 )
 
 
-def runtime(num_engines=1, costs=COSTS, **faults):
+def backend(num_engines=1, costs=COSTS, **faults):
     made = SimulatedBackend(num_engines, costs, Faults(**faults))
-    made.offer(5)
+    made.update_weights(5)
     for name in made.engines():
         made.load(name, 5)
     return made
 
 
-def draws(*ids, max_tokens=10, prompt=(1, 2, 3, 4)):
+def requests(*ids, max_tokens=10, prompt=(1, 2, 3, 4)):
     return [
         GenerateRequest(id, prompt, SamplingParams(max_tokens=max_tokens, seed=i)) for i, id in enumerate(ids)
     ]
@@ -59,26 +59,26 @@ def until(made, end_s=math.inf, count=None):
 
 def test_requests_share_their_engine():
     """Loaded at 2; the prompt takes 4 x 0.25; 10 steps of 1 + 0.5 for one, of 1 + 2 x 0.5 for two."""
-    made = runtime()
+    made = backend()
     assert until(made, count=1) == [(2.0, WeightsLoaded("engine-0", 5, 0))]
-    made.submit("engine-0", draws("x"))
+    made.submit("engine-0", requests("x"))
     ((at_s, event),) = until(made, count=1)
     close_fp64(at_s, 2.0 + 1.0 + 15.0)
     assert (event.engine, event.id, event.began, event.ended) == ("engine-0", "x", 0, 10)
-    made.submit("engine-0", draws("y", "z"))
+    made.submit("engine-0", requests("y", "z"))
     found = until(made, count=2)
     close_fp64([at_s for at_s, _ in found], [18.0 + 1.0 + 20.0] * 2)
     assert [event.id for _, event in found] == ["y", "z"]
 
 
 def test_who_joins_later_slows_the_others_down():
-    made = runtime(
+    made = backend(
         costs=Costs(StepCost(1.0, 0.5, 0.0), constant(10), message_s=constant(0.0), load_s=constant(0.0))
     )
     until(made, count=1)
-    made.submit("engine-0", draws("x"))
+    made.submit("engine-0", requests("x"))
     until(made, end_s=6.0)
-    made.submit("engine-0", draws("y"))
+    made.submit("engine-0", requests("y"))
     found = until(made, count=2)
     # 4 steps alone, 6 together, then y alone: 4 x 1.5 + 6 x 2 and 4 x 1.5 more.
     close_fp64([at_s for at_s, _ in found], [18.0, 24.0])
@@ -86,25 +86,25 @@ def test_who_joins_later_slows_the_others_down():
 
 def test_each_token_is_of_the_weights_its_step_began_with():
     """Weights ordered after 4.2 steps arrive 2 s later, in which no step is done."""
-    made = runtime(
+    made = backend(
         costs=Costs(StepCost(1.0, 0.0, 0.0), constant(10), message_s=constant(0.0), load_s=constant(2.0))
     )
     until(made, count=1)
-    made.submit("engine-0", draws("x"))
+    made.submit("engine-0", requests("x"))
     until(made, end_s=2.0 + 4.2)
-    made.offer(6)
+    made.update_weights(6)
     made.load("engine-0", 6)
     found = until(made, count=2)
     close_fp64([at_s for at_s, _ in found], [8.2, 14.0])
-    loaded, drawn = (event for _, event in found)
+    loaded, partial_output = (event for _, event in found)
     assert loaded == WeightsLoaded("engine-0", 6, 5)
-    assert drawn.completion.versions.tolist() == [5] * 5 + [6] * 5
+    assert partial_output.completion.versions.tolist() == [5] * 5 + [6] * 5
 
 
 def test_an_aborted_draw_has_what_was_drawn():
-    made = runtime()
+    made = backend()
     until(made, count=1)
-    made.submit("engine-0", draws("x", "y"))
+    made.submit("engine-0", requests("x", "y"))
     until(made, end_s=2.0 + 1.0 + 7.0)
     made.abort("engine-0", ["x", "never"])
     made.abort("gone", ["y"])
@@ -117,26 +117,26 @@ def test_an_aborted_draw_has_what_was_drawn():
 
 def test_what_is_drawn_is_a_function_of_the_seed():
     costs = Costs(num_tokens=lambda share: 1 + 50 * share, num_answers=3)
-    drawn = []
+    partial_output = []
     for seed in (0, 1):
         made = SimulatedBackend(2, costs, seed=seed)
-        made.offer(0)
+        made.update_weights(0)
         for name in made.engines():
             made.load(name, 0)
         until(made, count=2)
-        made.submit("engine-1" if seed else "engine-0", draws("x", "y", "z", max_tokens=100))
+        made.submit("engine-1" if seed else "engine-0", requests("x", "y", "z", max_tokens=100))
         found = {event.id: event.completion for _, event in until(made, count=3)}
-        drawn.append([(found[id].token_ids, found[id].text) for id in "xyz"])
-    assert drawn[0] == drawn[1]
-    assert len({tokens for tokens, _ in drawn[0]}) == 3
+        partial_output.append([(found[id].token_ids, found[id].text) for id in "xyz"])
+    assert partial_output[0] == partial_output[1]
+    assert len({tokens for tokens, _ in partial_output[0]}) == 3
 
 
 def test_an_answer_is_cut_where_it_is_too_long():
-    made = runtime()
+    made = backend()
     until(made, count=1)
-    made.submit("engine-0", draws("x", max_tokens=4) + draws("y", max_tokens=11))
-    drawn = [event.completion for _, event in until(made, count=2)]
-    assert [(len(d.token_ids), d.finish_reason) for d in drawn] == [(4, "length"), (10, "stop")]
+    made.submit("engine-0", requests("x", max_tokens=4) + requests("y", max_tokens=11))
+    partial_output = [event.completion for _, event in until(made, count=2)]
+    assert [(len(d.token_ids), d.finish_reason) for d in partial_output] == [(4, "length"), (10, "stop")]
     made.submit("engine-0", [GenerateRequest("z", (1,), SamplingParams(max_tokens=1, seed=0x51234))])
     ((_, event),) = until(made, count=1)
     assert event.completion.token_ids == (0x1234,)
@@ -144,22 +144,22 @@ def test_an_answer_is_cut_where_it_is_too_long():
 
 
 def test_an_abort_counts_from_where_the_draw_began():
-    made = runtime()
+    made = backend()
     until(made, count=1)
-    made.submit("engine-0", draws("x"))
+    made.submit("engine-0", requests("x"))
     until(made, count=1)
-    made.submit("engine-0", draws("y"))
+    made.submit("engine-0", requests("y"))
     until(made, end_s=made.now() + 1.0 + 2.0 * 1.5)
-    made.submit("engine-0", draws("z"))
+    made.submit("engine-0", requests("z"))
     made.abort("engine-0", ["y", "z"])
-    drawn = {event.id: (event.began, event.ended) for _, event in until(made, count=2)}
-    assert drawn == {"y": (10, 12), "z": (12, 12)}
+    partial_output = {event.id: (event.began, event.ended) for _, event in until(made, count=2)}
+    assert partial_output == {"y": (10, 12), "z": (12, 12)}
 
 
 def test_messages_are_under_way_for_a_while_and_come_together():
     costs = replace(COSTS, message_s=constant(0.5))
     made = SimulatedBackend(2, costs)
-    made.offer(5)
+    made.update_weights(5)
     for name in made.engines():
         made.load(name, 5)
     assert made.wait(100.0) == [WeightsLoaded("engine-0", 5, 0), WeightsLoaded("engine-1", 5, 0)]
@@ -167,17 +167,17 @@ def test_messages_are_under_way_for_a_while_and_come_together():
 
 
 def test_answers_are_judged_in_their_own_time():
-    made = runtime()
+    made = backend()
     until(made, count=1)
-    made.judge("call", [Prompt("p", (1,), "")] * 2, ["2", "3"])
+    made.score("call", [Prompt("p", (1,), "")] * 2, ["2", "3"])
     ((at_s, event),) = until(made, count=1)
     assert (at_s, event.id, [outcome.value for outcome in event.outcomes]) == (5.0, "call", [0.0, 1.0])
 
 
 def test_nobody_draws_without_weights():
     made = SimulatedBackend(1, COSTS)
-    made.submit("engine-0", draws("x"))
-    with pytest.raises(RuntimeError, match="engine-0 was asked to draw before it had weights"):
+    made.submit("engine-0", requests("x"))
+    with pytest.raises(RuntimeError, match="engine-0 got a request before it had weights"):
         until(made)
 
 
@@ -191,23 +191,23 @@ def test_time_passes_where_nothing_happens():
 
 
 def test_an_engine_that_crashes_takes_its_draws_along_and_another_joins():
-    made = runtime(crash_every_s=8.0, restart_s=constant(4.0), restarts=1)
-    made.submit("engine-0", draws("x", max_tokens=1_000_000))
+    made = backend(crash_every_s=8.0, restart_s=constant(4.0), restarts=1)
+    made.submit("engine-0", requests("x", max_tokens=1_000_000))
     first, lost, joined = until(made, count=3)
     assert first[1] == WeightsLoaded("engine-0", 5, 0) or first[1] == lost
     assert lost[1] == EngineLost("engine-0", "it died")
     assert joined == (lost[0] + 4.0, EngineJoined("engine-1"))
-    made.submit("engine-0", draws("y"))
+    made.submit("engine-0", requests("y"))
     with pytest.raises(EnginesGone, match="the last was engine-1: it died"):
         until(made)
 
 
 def test_an_engine_that_hangs_says_nothing_until_it_is_given_up():
-    made = runtime(hang_every_s=1e-6)
-    made.submit("engine-0", draws("x"))
+    made = backend(hang_every_s=1e-6)
+    made.submit("engine-0", requests("x"))
     assert until(made, end_s=100.0) == []
     made.abort("engine-0", ["x"])
-    made.offer(6)
+    made.update_weights(6)
     made.load("engine-0", 6)
     assert until(made, end_s=200.0) == []
     made.lose("engine-0", "it hangs")
@@ -217,7 +217,7 @@ def test_an_engine_that_hangs_says_nothing_until_it_is_given_up():
 
 
 def test_a_runtime_may_notice_that_an_engine_hangs():
-    made = runtime(hang_every_s=1e-6, notice_s=9.0)
+    made = backend(hang_every_s=1e-6, notice_s=9.0)
     at_s, event = until(made, count=1)[0]
     assert event == EngineLost("engine-0", "it hangs")
     assert round(at_s, 3) == 9.0
@@ -225,29 +225,29 @@ def test_a_runtime_may_notice_that_an_engine_hangs():
 
 @pytest.mark.parametrize("fault", ["load_breaks", "load_hangs"])
 def test_loads_that_fail(fault):
-    made = runtime(**{fault: 1.0}, restarts=0)
+    made = backend(**{fault: 1.0}, restarts=0)
     found = [event for _, event in until(made, end_s=50.0)] if fault == "load_hangs" else made.wait(50.0)
     assert found == ([] if fault == "load_hangs" else [EngineLost("engine-0", "it does not hold version 5")])
 
 
 def test_messages_come_late_and_twice():
-    made = runtime(late=1.0, late_s=constant(30.0), twice=1.0)
+    made = backend(late=1.0, late_s=constant(30.0), twice=1.0)
     assert until(made) == [(32.0, WeightsLoaded("engine-0", 5, 0)), (62.0, WeightsLoaded("engine-0", 5, 0))]
 
 
 def test_slow_engines_are_ten_times_slower():
-    made = runtime(slow=1.0)
+    made = backend(slow=1.0)
     until(made, count=1)
-    made.submit("engine-0", draws("x"))
+    made.submit("engine-0", requests("x"))
     ((at_s, event),) = until(made, count=1)
     assert isinstance(event, GenerateResult)
     close_fp64(at_s, 2.0 + 10 * 16.0)
 
 
 def test_rewards_fail():
-    made = runtime(reward=1.0)
+    made = backend(reward=1.0)
     until(made, count=1)
-    made.judge("call", [Prompt("p", (1,), "")], ["2"])
+    made.score("call", [Prompt("p", (1,), "")], ["2"])
     ((_, event),) = until(made, count=1)
     assert isinstance(event, ScoreResult)
     assert [(outcome.kind, outcome.reason) for outcome in event.outcomes] == [("failed", "the reward died")]
@@ -256,9 +256,9 @@ def test_rewards_fail():
 def test_who_finds_no_room_waits_in_order():
     """One at a time, 10 s each; the prompt takes 4 x 0.25 s when they come; y ends before it begins."""
     costs = replace(COSTS, service=StepCost(1.0, 0.0, 0.25), slots=1)
-    made = runtime(costs=costs)
+    made = backend(costs=costs)
     until(made, count=1)
-    made.submit("engine-0", draws("x", "y", "z"))
+    made.submit("engine-0", requests("x", "y", "z"))
     made.abort("engine-0", ["y"])
     found = until(made, count=3)
     assert [event.id for _, event in found] == ["y", "x", "z"]
@@ -268,9 +268,9 @@ def test_who_finds_no_room_waits_in_order():
 
 
 def test_an_aborted_request_makes_room():
-    made = runtime(costs=replace(COSTS, service=StepCost(1.0, 0.0, 0.0), slots=1))
+    made = backend(costs=replace(COSTS, service=StepCost(1.0, 0.0, 0.0), slots=1))
     until(made, count=1)
-    made.submit("engine-0", draws("x", "y"))
+    made.submit("engine-0", requests("x", "y"))
     until(made, end_s=6.0)
     made.abort("engine-0", ["x"])
     found = until(made, count=2)
@@ -282,11 +282,11 @@ def test_an_aborted_request_makes_room():
 def test_new_weights_have_what_runs_computed_again(recompute):
     """Loaded at 2, two requests with 4 tokens of a prompt; at 8.0 new weights, which take until 10.0."""
     costs = replace(COSTS, service=StepCost(1.0, 0.0, 0.25), recompute=recompute)
-    made = runtime(costs=costs)
+    made = backend(costs=costs)
     until(made, count=1)
-    made.submit("engine-0", draws("x", "y"))
+    made.submit("engine-0", requests("x", "y"))
     until(made, end_s=8.0)
-    made.offer(6)
+    made.update_weights(6)
     made.load("engine-0", 6)
     found = until(made, count=3)
     # Five tokens of each were drawn from 3.0 on; the prompt they share counts once.
@@ -297,12 +297,12 @@ def test_new_weights_have_what_runs_computed_again(recompute):
 def test_a_watcher_hears_of_every_stretch_of_work():
     told = []
     made = SimulatedBackend(1, COSTS, watch=lambda *stretch: told.append(stretch))
-    made.offer(5)
+    made.update_weights(5)
     made.load("engine-0", 5)
     until(made, count=1)
-    made.submit("engine-0", draws("x", "y"))
+    made.submit("engine-0", requests("x", "y"))
     until(made, end_s=8.0)
-    made.submit("engine-0", draws("z", max_tokens=1))
+    made.submit("engine-0", requests("z", max_tokens=1))
     until(made, count=3)
     assert [stretch[3] for stretch in told] == [0, 2, 2, 3, 3, 2]
     # Weights; the prompt; 5 s of steps; a prompt again; a step of three, 2.5 s; the rest of two.
@@ -312,15 +312,15 @@ def test_a_watcher_hears_of_every_stretch_of_work():
 
 def test_engines_come_and_go_as_they_are_wanted():
     made = SimulatedBackend(1, faults=Faults(restart_s=constant(4.0)))
-    made.want(3)
-    made.want(2)
+    made.scale(3)
+    made.scale(2)
     assert made.engines() == ["engine-0"]
     joined = [event for _ in range(4) for event in made.wait(5.0)]
     # The third one was on its way and did not come.
     assert joined == [EngineJoined("engine-1")]
     made.retire("engine-1")
-    made.want(1)
-    assert made.wait(1.0) == [EngineLost("engine-1", RETIRED)]
+    made.scale(1)
+    assert made.wait(1.0) == [EngineLost("engine-1", DRAINED)]
     # It was wanted still when it was retired, and not any more when the next one would have come.
     assert made.wait(10.0) == []
     made.lose("engine-0", "it died")
@@ -330,13 +330,13 @@ def test_engines_come_and_go_as_they_are_wanted():
 
 def test_of_engines_that_cannot_be_had_one_hears():
     made = SimulatedBackend(2, faults=Faults(refused=1.0))
-    made.want(4)
+    made.scale(4)
     assert made.wait(1.0) == [ScaleRequest(2, "there is no room")]
     assert made.engines() == ["engine-0", "engine-1"]
 
 
 def test_somebody_asks_now_and_then():
-    made = SimulatedBackend(1, faults=Faults(asks_every_s=10.0, asks_most=3), seed=2)
+    made = SimulatedBackend(1, faults=Faults(scale_every_s=10.0, scale_most=3), seed=2)
     asked = [event.number for _ in range(300) for event in made.wait(10.0) if isinstance(event, ScaleRequest)]
     assert set(asked) == {1, 2, 3}
     assert 50 < len(asked) < 300

@@ -40,12 +40,12 @@ def test_bars_are_where_things_happen():
     close_fp64([bar[1] for bar in trained], [4 / 30, 14 / 30, 24 / 30], atol=1e-3)
     close_fp64([bar[2] for bar in trained], [8 / 30, 18 / 30, 28 / 30], atol=1e-3)
     assert {bar[4] for bar in trained} == {"train: 4 s"}
-    drawn = [bar for bar in found if bar[0] == "--c1"]
-    close_fp64([bar[1:3] for bar in drawn], [(0.0, 3 / 30), (3 / 30, 4 / 30)], atol=2 / NUM_BINS)
-    assert [bar[3:] for bar in drawn] == [(1.0, "8 answers at once"), (0.49, "2 answers at once")]
-    updates = [bar for bar in found if bar[4] == "take weights"]
+    generating = [bar for bar in found if bar[0] == "--c1"]
+    close_fp64([bar[1:3] for bar in generating], [(0.0, 3 / 30), (3 / 30, 4 / 30)], atol=2 / NUM_BINS)
+    assert [bar[3:] for bar in generating] == [(1.0, "8 answers at once"), (0.49, "2 answers at once")]
+    updates = [bar for bar in found if bar[4] == "load weights"]
     close_fp64(updates[0][1:3], (18 / 30, 20 / 30), atol=2 / NUM_BINS)
-    assert [bar[4] for bar in found if bar[0] == "--c2"].count("publish: 2 s") == 3
+    assert [bar[4] for bar in found if bar[0] == "--c2"].count("weight update: 2 s") == 3
 
 
 def test_many_engines_share_lanes_and_runs_share_seconds():
@@ -57,13 +57,13 @@ def test_many_engines_share_lanes_and_runs_share_seconds():
     shared = ["0 to 2", "3 to 4", "5 to 7", "8 to 9", "10 to 12", "13 to 14", "15 to 17", "18 to 19"]
     assert lanes == ["training", *shared, "training", "engine 0"]
     assert len(lanes) == MOST_LANES + 3
-    drawn = [bar for bar in bars(svg) if bar[0] == "--c1"]
+    generating = [bar for bar in bars(svg) if bar[0] == "--c1"]
     # Ten of twenty engines draw, in the first four lanes, for 5 of 30 s.
-    assert [bar[4] for bar in drawn] == ["4 answers at once"] * 4
-    close_fp64([bar[2] for bar in drawn], [5 / 30] * 4, atol=2 / NUM_BINS)
+    assert [bar[4] for bar in generating] == ["4 answers at once"] * 4
+    close_fp64([bar[2] for bar in generating], [5 / 30] * 4, atol=2 / NUM_BINS)
     assert "two &lt;b&gt;" in svg and "a &amp; b" in svg
 
 
 def test_nothing_is_no_picture():
-    with pytest.raises(ValueError, match="no run to draw"):
+    with pytest.raises(ValueError, match="no run to plot"):
         timeline_svg({}, title="nothing")

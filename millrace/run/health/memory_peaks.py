@@ -22,16 +22,16 @@ def total_memory() -> int:
 
 
 def owners(
-    trainer: PolicyTrainer | None, learner: TrainStep | None, teacher: ModelScorer | None
+    trainer: PolicyTrainer | None, train_step: TrainStep | None, teacher: ModelScorer | None
 ) -> list[Owner]:
     """Return everything of the trainer side that holds weights, with its optimizers."""
     found: list[Owner] = []
     if trainer is not None:
         found.append(("the policy", trainer.model, trainer.optimizer))
-    if learner is not None and learner.critic is not None:
-        found.append(("the critic", learner.critic.model, learner.critic.optimizer))
-    if learner is not None and learner.reference is not None:
-        found.append(("the reference", learner.reference.model, None))
+    if train_step is not None and train_step.critic is not None:
+        found.append(("the critic", train_step.critic.model, train_step.critic.optimizer))
+    if train_step is not None and train_step.reference is not None:
+        found.append(("the reference", train_step.reference.model, None))
     if teacher is not None:
         found.append(("the teacher", teacher.model, None))
     return found

@@ -4,12 +4,12 @@ import json
 
 from millrace.distributed.ranks import Ranks
 from millrace.run.health import memory_peaks
-from tests.run.pieces import learner, recipe, reference
+from tests.run.pieces import make_train_step, recipe, reference
 
 
 def test_everyone_on_the_trainers_side_is_an_owner():
     config = recipe(advantage={"kind": "gae"}, critic={}, policy={"kl": {"coefficient": 0.1}})
-    teacher, whole = reference(seed=3), learner(config)
+    teacher, whole = reference(seed=3), make_train_step(config)
     trainer, critic = whole.trainer, whole.critic
     assert memory_peaks.owners(None, None, None) == []
     policy = ("the policy", trainer.model, trainer.optimizer)

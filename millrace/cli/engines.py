@@ -13,9 +13,9 @@ Number = Annotated[int | None, typer.Argument(metavar="[N]", help="Have so many 
 
 
 def engines(run: Run, number: Number = None) -> None:
-    """Say which engines a run that is going on has and how many are wanted, or ask for another number.
+    """Show the engines of a running run and their target number, or request another number.
 
-    What is missing is started. What is too much hands over what it has drawn, for others to go on with.
+    Missing engines are started. Surplus ones return their partial output, and others continue from it.
     """
     from millrace.run.scaling import engines_of, request_engines
 

@@ -394,9 +394,10 @@ class BatchSource:
 
     def _status(self, background: BackgroundRollouts) -> dict[str, Any]:
         """Return the engines' part of `status.json`."""
-        found, requests = background.engines(), self._scale_requests
+        requests = self._scale_requests
+        found, last_request = background.engines(), "" if requests is None else requests.last_request
         target = found.target or num_processes(self._config)
-        return asdict(replace(found, target=target, last_request=requests.last_request if requests else ""))
+        return asdict(replace(found, target=target, last_request=last_request))
 
     def _stop_reporting(self) -> None:
         """Stop reporting status and accepting scale requests."""

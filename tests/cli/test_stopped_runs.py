@@ -24,7 +24,7 @@ def no_answer(lab: Lab) -> Result:
 
     def wait(self: InProcessBackend, timeout_s: float) -> list:
         self._calls.clear()
-        if self._draws or self._events:
+        if self._requests or self._events:
             return real(self, timeout_s)
         now_s[0] += timeout_s
         return []

@@ -37,6 +37,21 @@ GONE = {
     "follower": "remote batch source",
     "obituary": "exit reason",
     "judge": "score, verifier, reward worker",
+    "drawn": "generated, sampled",
+    "birth": "step",
+}
+# Identifiers that were given up; functions, arguments, attributes and variables are not called that again.
+GONE_IDENTIFIERS = {
+    "births": "steps, oldest steps",
+    "num_published": "num_updates",
+    "wait_until_published": "wait_for_weights",
+    "unheard": "discard_event",
+    "handed_over": "is_idle",
+    "obituary": "exit_reason",
+    "last_words": "log_tail",
+    "num_barren": "num_failed_restarts",
+    "draw_row_N": "sample_row_N",
+    "learner": "train_step",
 }
 # Commands are named after what a user types.
 COMMANDS = "cli"
@@ -103,7 +118,19 @@ def gone_names(folder: Path) -> list[str]:
     ]
 
 
-CHECKS = [private_words, doubled_classes, doubled_files, gone_names]
+def gone_identifiers(folder: Path) -> list[str]:
+    found = []
+    for path in python_files(folder):
+        readline = io.StringIO(path.read_text(encoding="utf-8")).readline
+        names = {
+            token.string for token in tokenize.generate_tokens(readline) if token.type == tokenize.NAME
+        } & GONE_IDENTIFIERS.keys()
+        where = path.relative_to(folder).as_posix()
+        found += [f"{where}: {name} was given up for {GONE_IDENTIFIERS[name]}" for name in sorted(names)]
+    return found
+
+
+CHECKS = [private_words, doubled_classes, doubled_files, gone_names, gone_identifiers]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -133,3 +160,8 @@ def test_names_that_stand_twice_or_came_back_are_found(tmp_path):
         "b/fleet.py: EnginePump is named after 'pump'; the field says background rollouts",
         "b/fleet.py: b/fleet.py is named after 'fleet'; the field says engine pool",
     ]
+
+
+def test_an_identifier_that_came_back_is_found(tmp_path):
+    folder = write(tmp_path, {"a.py": "births = [1]\n", "b.py": "steps = [1]  # births\n"})
+    assert gone_identifiers(folder) == ["a.py: births was given up for steps, oldest steps"]

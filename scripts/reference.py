@@ -1,11 +1,12 @@
-"""Write the tables of docs/reference.md from the code: run it after a setting changed.
+"""Write the tables of docs/reference.md and docs/glossary.md from the code: run it after a setting changed.
 
     python scripts/reference.py           # rewrite the tables
     python scripts/reference.py --check   # exit code 1 if a table is not what the code has
 
 A comment in the page names the table below it: `<!-- settings rollout -->` lists the settings of a section,
 `<!-- settings . -->` those outside of sections, `<!-- kinds advantage -->` the kinds of a section and
-`<!-- basic . -->` the settings to know first.
+`<!-- basic . -->` the settings to know first. In the glossary `<!-- names . -->` lists the names that
+other systems give to settings.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from pydantic.fields import FieldInfo
 
 from millrace.cli.config import written
 from millrace.config.method_sections import DEFAULT_KIND
+from millrace.config.other_names import NAMES, NOTES, SETTLED
 from millrace.config.settings import BASIC, RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+GLOSSARY = PAGE.with_name("glossary.md")
+NAMES_MARK = re.compile(r"^<!-- names \. -->\n\n?(?:\|.*\n)*", re.M)
 MARK = re.compile(r"^<!-- (settings|kinds|basic) (\S+) -->\n\n?(?:\|.*\n)*", re.M)
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping"}
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
@@ -150,15 +154,37 @@ def page(text: str) -> str:
     return MARK.sub(lambda found: f"<!-- {found[1]} {found[2]} -->\n\n{table(found[1], found[2])}", text)
 
 
+def names_table() -> str:
+    """The lines of the table of other systems' names: one row per setting, then those without a setting."""
+    rows = [(names, f"`{key}`" + (f", {NOTES[key]}" if key in NOTES else "")) for key, names in NAMES.items()]
+    rows += [(names, f"no setting: {reason}") for reason, names in SETTLED.items()]
+    lines = ["| other systems | millrace |", "|---|---|"]
+    lines += [f"| {', '.join(f'`{name}`' for name in names.split())} | {ours} |" for names, ours in rows]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def glossary(text: str) -> str:
+    """The glossary with the table of names as the code has it.
+
+    Raises:
+        SystemExit: the table has no place on the page.
+    """
+    made, count = NAMES_MARK.subn(lambda _: f"<!-- names . -->\n\n{names_table()}", text)
+    if count != 1:
+        raise SystemExit(f"{GLOSSARY.name} needs one table of names and has {count}")
+    return made
+
+
 def main() -> None:
-    """Rewrite the page, or check it."""
-    parser = argparse.ArgumentParser(description="Write the tables of docs/reference.md from the code.")
+    """Rewrite the pages, or check them."""
+    parser = argparse.ArgumentParser(description="Write the tables of the reference and the glossary.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 on a difference")
-    text = PAGE.read_text(encoding="utf-8")
-    made = page(text)
+    old = {path: path.read_text(encoding="utf-8") for path in (PAGE, GLOSSARY)}
+    new = {PAGE: page(old[PAGE]), GLOSSARY: glossary(old[GLOSSARY])}
     if parser.parse_args().check:
-        sys.exit(made != text)
-    PAGE.write_text(made, encoding="utf-8")
+        sys.exit(new != old)
+    for path, text in new.items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/reference.md has the settings of the code."""
+"""docs/reference.md has the settings of the code, and docs/glossary.md the names of other systems."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import PositiveFloat
 
 from millrace.config.explain import known_keys
 from millrace.config.method_sections import Share
+from millrace.config.other_names import NAMES, SETTLED
 from millrace.config.recipe import load_recipe
 from tests.house.scripts import load_script
 
@@ -20,6 +21,24 @@ TEXT = reference.PAGE.read_text(encoding="utf-8")
 
 def test_the_tables_are_those_of_the_code() -> None:
     assert reference.page(TEXT) == TEXT, "run python scripts/reference.py"
+
+
+def test_the_glossary_has_every_name_of_another_system() -> None:
+    text = reference.GLOSSARY.read_text(encoding="utf-8")
+    assert reference.glossary(text) == text, "run python scripts/reference.py"
+    assert "| `num_generations`, `n_samples_per_prompt`, `rollout.n`" in text
+    missing = [
+        name
+        for names in (*NAMES.values(), *SETTLED.values())
+        for name in names.split()
+        if f"`{name}`" not in text
+    ]
+    assert missing == []
+
+
+def test_a_glossary_without_the_table_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"glossary\.md needs one table of names and has 0"):
+        reference.glossary("# Glossary\n")
 
 
 def test_every_setting_has_a_row() -> None:

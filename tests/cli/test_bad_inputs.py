@@ -292,23 +292,23 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a row is not an object": with_rows(lambda rows: [*rows[:2], "[1, 2]", *rows[2:]]),
     "a column is missing": overridden("data.answer_column=result"),
     "the data set is empty": with_rows(lambda rows: []),
-    "the data file is not there": overridden("data.train=gone.jsonl"),
+    "the data file does not exist": overridden("data.train=gone.jsonl"),
     "a prompt is too long, `data.too_long` is filter": with_rows(lambda rows: [*rows, LONG]),
     "a prompt is too long, `data.too_long` is refuse": with_rows(
         lambda rows: [*rows, LONG], "data.too_long=refuse"
     ),
     "every prompt is too long": overridden("data.max_prompt_tokens=2"),
-    "there is no such curriculum": overridden("data.curriculum={chance: 'judges:gone'}"),
-    "there is no such recipe": lambda lab: lab("train", "quickstrat"),
+    "the curriculum function does not exist": overridden("data.curriculum={chance: 'judges:gone'}"),
+    "the recipe does not exist": lambda lab: lab("train", "quickstrat"),
     "a method has no task": lambda lab: lab("train", "ppo"),
-    "a key is called as in another system": overridden("num_generations=8"),
+    "a key has another system's name": overridden("num_generations=8"),
     "a setting is given as an option": lambda lab: lab("train", "tiny.yaml", "--learning_rate", "1e-5"),
     "YAML reads text as something else": overridden("data.template={prompt}"),
     "there is nothing to train": overridden("steps=0"),
     "a batch has more prompts than the data": overridden("rollout.prompts_per_step=64"),
     "a batch is larger than the memory": too_large_a_batch,
     "no model is named": overridden("model={}"),
-    "a reward compares with answers that are not there": overridden("data.answer_column=null"),
+    "a reward needs reference answers that are missing": overridden("data.answer_column=null"),
     "a key is unknown": overridden("policy.optimizer.learning_rat=1e-3"),
     "a value has the wrong type": overridden("steps=many"),
     "a setting can have no effect": overridden("data.task_size=5"),
@@ -316,10 +316,10 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "8-bit moments for a model that is too small": overridden(
         "policy.optimizer.eight_bit=true", "model.shape.hidden_size=8"
     ),
-    "CUDA is asked for and not there": no_cuda,
+    "CUDA is set and not available": no_cuda,
     "a prompt of `millrace generate` is too long": after_a_run("generate", "runs/tiny-1", "1+" * 40),
-    "`millrace evaluate` is told no questions": lambda lab: lab("evaluate", "mine"),
-    "`millrace evaluate` is told no reward": lambda lab: lab("evaluate", "mine", "--data", "sums.jsonl"),
+    "`millrace evaluate` gets no questions": lambda lab: lab("evaluate", "mine"),
+    "`millrace evaluate` gets no reward": lambda lab: lab("evaluate", "mine", "--data", "sums.jsonl"),
     "`millrace evaluate` is given a folder that is no model": no_model,
     "the model folder lacks its config": model_folder("config.json"),
     "the model folder lacks its weights": model_folder("model.safetensors"),
@@ -327,16 +327,16 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a reward function raises": judged_by("raises"),
     "a reward function hangs": judged_by("hangs", "rollout.prompts_per_step=1", timeout_s=0.2),
     "a reward function returns NaN": judged_by("nan"),
-    "there is no such reward function": judged_by("gone"),
+    "the reward function does not exist": judged_by("gone"),
     "a gradient is not finite, once": one_bad_gradient,
-    "a gradient is not finite, time and again": judged_by(
+    "a gradient is not finite, repeatedly": judged_by(
         "varied", "policy.optimizer.learning_rate=1e30", "steps=8"
     ),
     "there is not enough memory": too_large_a_cache,
     **STOPPED,
     "Ctrl-C once": partial(interrupted, twice=False),
     "Ctrl-C twice": partial(interrupted, twice=True),
-    "the time of a run, `timeouts.walltime_s`, is nearly over": overridden("timeouts.walltime_s=0.001"),
+    "the time limit of a run, `timeouts.walltime_s`, is nearly reached": overridden("timeouts.walltime_s=0.001"),
     "the name of the run is taken": taken_name,
     "it is not a run folder": after_a_run("resume", "runs"),
     "the run is finished": after_a_run("resume", "runs/tiny-1"),
@@ -349,9 +349,9 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         changed("recipe.yaml", instead("hidden_size: 16", "hidden_size: 32"))
     ),
     "the event log was changed since the checkpoint": resumed_after(flipped),
-    "there is no such checkpoint": after_a_run("evaluate", "runs/tiny-1", "--checkpoint", "step-9"),
+    "the checkpoint does not exist": after_a_run("evaluate", "runs/tiny-1", "--checkpoint", "step-9"),
     "the disk is full": full_disk,
-    "a file may not grow that large": limited_file_size,
+    "a file exceeds the size limit of the system": limited_file_size,
     "the folder is read-only": read_only,
     **ENGINES,
     "the run to replay has no event log": replayed(changed("events.log", lambda lines: [])),
@@ -359,25 +359,25 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         changed("events.log", without('"number": 3, "oldest_steps"'))
     ),
     "its event log is of an older version": replayed(older_log),
-    "its event log has no received events": replayed(changed("events.log", without('"events_received"'))),
-    "its event log does not tell threads": replayed(changed("events.log", without('"threads"'))),
-    "its mesh was changed on the way": replayed(
+    "its event log has no received events": replayed(changed("events.log", without('"heard"'))),
+    "its event log has no thread counts": replayed(changed("events.log", without('"threads"'))),
+    "its mesh was changed on resume": replayed(
         changed("events.log", instead('"ranks": [1]', '"ranks": [1, 1]'))
     ),
-    "the repetition is not the run": replayed(changed("metrics.jsonl", with_a_better_reward)),
-    "a branch is to begin after the last whole batch": replayed(None, "--from-step=3", "--set=steps=9"),
+    "the replay differs from the run": replayed(changed("metrics.jsonl", with_a_better_reward)),
+    "a branch starts after the last whole batch": replayed(None, "--from-step=3", "--set=steps=9"),
     "a branch has nothing left to do": replayed(None, "--from-step=2"),
     "a setting cannot change in a branch": replayed(None, "--from-step=1", "--set=rollout.temperature=0.5"),
-    "a branch is to be shorter than its run": replayed(None, "--from-step=1", "--set=steps=1"),
-    "a branch is to be replayed": replayed_branch,
+    "a branch is shorter than its run": replayed(None, "--from-step=1", "--set=steps=1"),
+    "a branch is replayed": replayed_branch,
     "a setting changes, and no step is given": replayed(None, "--set=policy.optimizer.learning_rate=0.1"),
-    "the accelerators are not understood": simulated("--gpus", "8xH20"),
+    "the accelerator is unknown": simulated("--gpus", "8xH20"),
     "the accelerators are missing": simulated(),
-    "the split leaves nobody to train": simulated("--gpus", "8xH100", "--split", "8"),
-    "what a simulation does not do": simulated("--gpus", "8xH100", "rollout.dynamic_sampling_rounds=1"),
+    "the split leaves no accelerator to train": simulated("--gpus", "8xH100", "--split", "8"),
+    "a setting is not simulated": simulated("--gpus", "8xH100", "rollout.dynamic_sampling_rounds=1"),
     "the run has too few finished batches": simulated_from_a_short_run,
-    "the run does not tell how long an engine took": after_a_run("simulate", "--from", "runs/tiny-1"),
-    "the file of pairs is not there": lambda lab: lab(
+    "the run has no durations of an engine": after_a_run("simulate", "--from", "runs/tiny-1"),
+    "the file of pairs does not exist": lambda lab: lab(
         "reward-model", "gone.jsonl", "--model", "mine", "--output", "made"
     ),
     "the file of pairs is empty": judged_pairs(lambda rows: []),
@@ -428,7 +428,7 @@ def test_two_mistakes_are_two_sentences(lab):
 
 def test_sft_without_finite_gradients_stops_too(lab):
     result = lab.train("sft={steps: 8, learning_rate: 1e30}")
-    seen, code = PAGE["a gradient is not finite, time and again"]
+    seen, code = PAGE["a gradient is not finite, repeatedly"]
     assert result.err == f"{seen}\n"
     assert result.code == code
 

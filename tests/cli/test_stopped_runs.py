@@ -42,8 +42,8 @@ def weights_out_of_bounds(lab: Lab) -> Result:
 
 STOPPED: dict[str, Callable[[Lab], Result]] = {
     "an engine cannot be started": no_engine,
-    "a batch does not come in time": no_answer,
-    "weights have grown without bound": weights_out_of_bounds,
+    "a batch is not complete in time": no_answer,
+    "weights diverged": weights_out_of_bounds,
 }
 
 

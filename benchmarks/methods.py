@@ -181,13 +181,13 @@ def rows(runs: list[Run]) -> Iterator[dict[str, Any]]:
 def table(found: list[dict[str, Any]], facts: dict[str, str]) -> str:
     """The page of results."""
     lines = [
-        "# All methods on one task",
+        "# Results of all methods on one task",
         "",
         "Two-digit addition (the quickstart, reduced): held-out accuracy before and after, three seeds, all",
         "from the same SFT. Made by `python benchmarks/methods.py` on",
         f"{facts['cpu']}, torch {facts['torch']}, {facts['date']}; two runs at once, one thread each.",
-        "A task this small tells whether a method works here, not which one is better for yours. Seconds are",
-        "wall time on a shared machine; samples do not count those of refilled groups and greedy baselines.",
+        "A task this small shows whether a method works here, not which one is better for yours. Seconds are",
+        "wall time on a shared machine; samples exclude those of dynamic sampling and greedy baselines.",
         "",
         "![Held-out accuracy of all methods](pictures/all.svg)",
         "",

@@ -300,9 +300,9 @@ def _kl_cov(lesson: Lesson, advantage_T: Tensor) -> Tensor:
 
 
 PARTS: dict[str, Callable[[int], dict[str, Floats]]] = {
-    "Advantages (fresh draws, REINFORCE, equal sequences)": of_advantages,
-    "Token weights (fresh draws, REINFORCE, leave-one-out)": of_token_weights,
-    "Losses and weights (stale draws, leave-one-out)": of_losses,
+    "Advantages (fresh samples, REINFORCE, equal sequences)": of_advantages,
+    "Token weights (fresh samples, REINFORCE, leave-one-out)": of_token_weights,
+    "Losses and weights (stale samples, leave-one-out)": of_losses,
 }
 
 

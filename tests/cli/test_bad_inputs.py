@@ -336,7 +336,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     **STOPPED,
     "Ctrl-C once": partial(interrupted, twice=False),
     "Ctrl-C twice": partial(interrupted, twice=True),
-    "the time limit of a run, `timeouts.walltime_s`, is nearly reached": overridden("timeouts.walltime_s=0.001"),
+    "the time limit, `timeouts.walltime_s`, is nearly reached": overridden("timeouts.walltime_s=0.001"),
     "the name of the run is taken": taken_name,
     "it is not a run folder": after_a_run("resume", "runs"),
     "the run is finished": after_a_run("resume", "runs/tiny-1"),

@@ -19,6 +19,7 @@ from millrace.cli.config import config
 from millrace.cli.doctor import doctor
 from millrace.cli.engines import engines
 from millrace.cli.evaluate import evaluate
+from millrace.cli.foundations import foundations
 from millrace.cli.generate import generate
 from millrace.cli.plan import plan
 from millrace.cli.recipes import recipes
@@ -171,6 +172,7 @@ for _command in (
     config,
     plan,
     simulate,
+    foundations,
     doctor,
     warm,
 ):

@@ -135,6 +135,20 @@ def uniform(mdp: Mdp) -> Floats:
     return np.full(mdp.reward_SA.shape, 1 / mdp.num_actions)
 
 
+def markov_reward_process(mdp: Mdp, policy_SA: Any) -> Mdp:
+    """The MDP [S, 1] whose only action is to follow the policy: P_pi and r_pi.
+
+    Raises:
+        ValueError: the policy is none, or the MDP has a horizon.
+    """
+    policy_SA = stationary(mdp, policy_SA)
+    move_SS = np.einsum("sa,sat->st", policy_SA, mdp.transition_SAS)
+    # What every action leaves as it is stays terminal to the last bit.
+    move_SS[mdp.terminal_S] = np.eye(mdp.num_states)[mdp.terminal_S]
+    reward_S = (policy_SA * mdp.reward_SA).sum(axis=1)
+    return Mdp(move_SS[:, None], reward_S[:, None], mdp.discount, mdp.start_S)
+
+
 def check_shape(array: NDArray[Any], shape: tuple[int, ...], name: str) -> None:
     """Raise ValueError, naming the argument, unless it has this shape."""
     if array.shape != tuple(shape):

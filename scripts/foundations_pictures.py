@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.foundations.example_mdps import chain, gridworld
+from millrace.foundations.example_mdps import chain, gridworld, random_mdp
 from millrace.foundations.mdp import Floats, Mdp, deterministic, uniform
 from millrace.foundations.monte_carlo import constant, first_visit, importance_sampling, incremental
 from millrace.foundations.occupancy import occupancy
@@ -37,6 +37,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 # Errors below this are rounding, and differ between machines.
 ROUNDING = 1e-9
 REPETITIONS = 30
+# The largest value that the plane of two states shows.
+PLANE = 6.0
 NUM_EPISODES = [2, 5, 10, 20, 35, 50, 75, 100]
 draw = partial(curve_svg, width=720, height=300, standalone=True)
 
@@ -64,9 +66,9 @@ def returns_picture() -> str:
     )
 
 
-def logarithms(errors: Sequence[float], updates_each: int = 1) -> list[tuple[float, float]]:
-    """Number of updates and log10 of the error, down to rounding."""
-    return [(updates_each * k, float(np.log10(error))) for k, error in enumerate(errors) if error > ROUNDING]
+def logarithms(errors: Sequence[float]) -> list[tuple[float, float]]:
+    """Number of sweeps and log10 of the error, down to rounding."""
+    return [(float(k), float(np.log10(error))) for k, error in enumerate(errors) if error > ROUNDING]
 
 
 def errors_of(sweep: Callable[[Floats], Floats], goal_S: Floats, most: int) -> list[float]:
@@ -100,7 +102,7 @@ def bellman_picture() -> str:
 
 def improvement_picture() -> str:
     """Value iteration in both orders against policy iteration."""
-    mdp = gridworld(8, discount=0.9)
+    mdp = random_mdp(30, 3, discount=0.95, seed=0)
     best_S = policy_iteration(mdp).value_S
 
     def in_place(value_S: Floats) -> Floats:
@@ -112,22 +114,19 @@ def improvement_picture() -> str:
     def improve(value_S: Floats) -> Floats:
         return evaluate(mdp, greedy(action_values(mdp, value_S)))
 
-    first_S = evaluate(mdp, uniform(mdp))
-    policy_errors, value_S = [], first_S
-    for _ in range(9):
-        policy_errors.append(float(np.abs(value_S - best_S).max()))
-        value_S = improve(value_S)
-    values = errors_of(partial(bellman_optimality, mdp), best_S, 12)
-    swept = errors_of(in_place, best_S, 12)
+    sweeps: dict[str, Callable[[Floats], Floats]] = {
+        "value iteration": partial(bellman_optimality, mdp),
+        "in place": in_place,
+        "policy iteration": improve,
+    }
     return draw(
         [
-            Series("value iteration", [*enumerate(values)], 1, marked=True),
-            Series("in place", [*enumerate(swept)], 2, marked=True),
-            Series("policy iteration", [*enumerate(policy_errors)], 3, marked=True),
+            Series(name, logarithms(errors_of(sweep, best_S, 60)), colour, marked=sweep is improve)
+            for colour, (name, sweep) in enumerate(sweeps.items(), 1)
         ],
-        title="Gridworld of 8 x 8: distance to the best values",
+        title="Random MDP of 30 states: distance to the best values",
         x_label="sweeps, or policies evaluated",
-        y_label="largest error of a state",
+        y_label="log10 of the largest error",
     )
 
 
@@ -247,9 +246,12 @@ def program_picture() -> str:
     mdp = two_states()
     series = []
     for state, action in product(range(2), range(2)):
-        # v(s) = r + gamma sum_t p(t) v(t) is a line; it is drawn where v(0) goes from 2 to 6.
+        # v(s) = r + gamma sum_t p(t) v(t) is a line; only what is inside the frame is shown.
         row_S = mdp.discount * mdp.transition_SAS[state, action] - np.eye(2)[state]
-        points = [(v0, -(mdp.reward_SA[state, action] + row_S[0] * v0) / row_S[1]) for v0 in (2.0, 6.0)]
+        slope, at_0 = -row_S[0] / row_S[1], -mdp.reward_SA[state, action] / row_S[1]
+        low, high = sorted((value - at_0) / slope for value in (0.0, PLANE))
+        ends = [max(0.0, low), min(PLANE, high)]
+        points = [(float(v0), float(at_0 + slope * v0)) for v0 in ends]
         series.append(Series(f"state {state}, action {action}", points, 7, faint=True))
     choices = [deterministic([first, second], 2) for first, second in product(range(2), range(2))]
     best_S = policy_iteration(mdp).value_S
@@ -263,7 +265,7 @@ def program_picture() -> str:
         title="Two states: constraints of the primal program, policies (pale), optimum",
         x_label="v(0)",
         y_label="v(1)",
-        y_range=(1.0, 6.0),
+        y_range=(0.0, PLANE),
         height=340,
     )
 

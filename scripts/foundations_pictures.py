@@ -86,9 +86,7 @@ def bellman_picture() -> str:
     for colour, gamma in enumerate((0.5, 0.9, 0.99), 1):
         mdp = gridworld(4, discount=gamma)
         policy_SA = uniform(mdp)
-        errors = errors_of(
-            partial(bellman_expectation, mdp, policy_SA), evaluate(mdp, policy_SA), 60
-        )
+        errors = errors_of(partial(bellman_expectation, mdp, policy_SA), evaluate(mdp, policy_SA), 60)
         series.append(Series(f"gamma {gamma:g}", logarithms(errors), colour))
         bound = [errors[0] * gamma**k for k in range(60)]
         series.append(Series(f"bound, gamma {gamma:g}", logarithms(bound), colour, faint=True))
@@ -173,18 +171,21 @@ def temporal_difference_picture() -> str:
     mdp = start_in_the_middle(chain(5, discount=1.0))
     exact_S = np.arange(1, 6) / 6
     initial_S = np.array([0, *[0.5] * 5, 0])
-    words = {"discount": 1.0, "initial_S": initial_S}
-    methods: list[tuple[str, Callable[[Sequence[Walk]], Floats]]] = [
-        ("Monte Carlo", lambda walks: incremental(walks, 7, step=constant(0.02), **words)),
-        ("TD(0)", lambda walks: td_zero(walks, 7, step=constant(0.1), **words)),
-        ("4 steps", lambda walks: n_step_td(walks, 7, num_steps=4, step=constant(0.05), **words)),
-        ("TD(0.8)", lambda walks: td_lambda(walks, 7, lam=0.8, step=constant(0.05), **words)),
-    ]
+    methods: dict[str, Callable[..., Floats]] = {
+        "Monte Carlo": partial(incremental, step=constant(0.02)),
+        "TD(0)": partial(td_zero, step=constant(0.1)),
+        "4 steps": partial(n_step_td, num_steps=4, step=constant(0.05)),
+        "TD(0.8)": partial(td_lambda, lam=0.8, step=constant(0.05)),
+    }
     walks_R = repeated(mdp, uniform(mdp), NUM_EPISODES[-1])
-    series = [
-        Series(name, root_mean_square(lambda walks, of=of: of(walks)[1:6], walks_R, exact_S), colour, marked=True)  # type: ignore[misc]
-        for colour, (name, of) in enumerate(methods, 1)
-    ]
+    series = []
+    for colour, (name, method) in enumerate(methods.items(), 1):
+
+        def estimate(walks: Sequence[Walk], method: Callable[..., Floats] = method) -> Floats:
+            return method(walks, 7, discount=1.0, initial_S=initial_S)[1:6]
+
+        points = root_mean_square(estimate, walks_R, exact_S)
+        series.append(Series(name, points, colour, marked=True))
     return draw(
         series,
         title="Chain of five: error of temporal differences and Monte Carlo",

@@ -68,8 +68,9 @@ def foundations(
         f"{world}: {mdp.num_states - num_terminal} states and {num_terminal} terminal, {mdp.num_actions} "
         f"actions, discount {discount:g}; policy: {policy}"
     )
+    counted = "1 episode" if episodes == 1 else f"{episodes:,} episodes"
     typer.echo(
-        f"{episodes:,} {'episode' if episodes == 1 else 'episodes'} of seed {seed}, {steps:.1f} steps on average; "
+        f"{counted} of seed {seed}, {steps:.1f} steps on average; "
         "each state that is not terminal starts equally often"
     )
     for line in [*method_lines([*exact, *sampled]), "", *state_lines(mdp, policy_SA, exact, sampled)]:

@@ -59,7 +59,7 @@ def policy_named(mdp: Mdp, name: str) -> Floats:
 
 
 def exact_methods(mdp: Mdp, policy_SA: Floats, *, optimal: bool) -> list[MethodValues]:
-    """The values of a policy by the methods that know the MDP; the first one, a linear solve, is the exact one.
+    """The values of a policy by the methods that know the MDP; the first, a linear solve, is exact.
 
     Args:
         mdp: the MDP, without a horizon.
@@ -113,7 +113,9 @@ def sampled_methods(
     every = every_visit(episodes, size, discount=discount)
     # Rounding can put the variance of a constant return below 0.
     variance_S = np.maximum(return_variance(mdp, policy_SA), 0)
-    error_S = np.sqrt(np.divide(variance_S, first.count_S, out=np.full(size, np.nan), where=first.count_S > 0))
+    error_S = np.sqrt(
+        np.divide(variance_S, first.count_S, out=np.full(size, np.nan), where=first.count_S > 0)
+    )
     zero_S = td_zero(episodes, size, discount=discount, step=decreasing)
     lambda_S = td_lambda(episodes, size, lam=lam, discount=discount, step=decreasing)
     found: list[tuple[str, Floats, Floats | None]] = [

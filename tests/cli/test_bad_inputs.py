@@ -377,6 +377,8 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a setting is not simulated": simulated("--gpus", "8xH100", "rollout.dynamic_sampling_rounds=1"),
     "the run has too few finished batches": simulated_from_a_short_run,
     "the run has no durations of an engine": after_a_run("simulate", "--from", "runs/tiny-1"),
+    "the MDP is unknown": lambda lab: lab("foundations", "gridwrld"),
+    "the policy is unknown": lambda lab: lab("foundations", "chain", "--policy", "best"),
     "the file of pairs does not exist": lambda lab: lab(
         "reward-model", "gone.jsonl", "--model", "mine", "--output", "made"
     ),

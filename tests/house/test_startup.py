@@ -48,6 +48,13 @@ def test_help_brings_nothing_heavy():
     assert len(modules) < MAX_HELP_MODULES
 
 
+def test_solving_a_small_mdp_brings_nothing_heavy():
+    words = ("foundations", "chain", "--episodes", "1")
+    modules = modules_after("from millrace.cli.main import main; main()", *words)
+    assert "millrace.foundations.agreement" in modules
+    assert heavy(modules) == []
+
+
 def test_a_task_of_ray_that_passes_a_signal_on_starts_at_once():
     """Its process imports the module; a rank must hear of Ctrl-C before the run has ended."""
     assert heavy(modules_after("import millrace.launchers.ray_ranks")) == []

@@ -19,7 +19,7 @@ Size = Annotated[
     typer.Option(
         min=2,
         max=10,
-        help="Cells of a gridworld's side, or states of a chain or a random MDP. [default: 4, 5, 5]",
+        help="Cells of a gridworld's side (else 4), or states of a chain or a random MDP (else 5).",
     ),
 ]
 Discount = Annotated[float, typer.Option(min=0.1, max=1.0, help="Gamma.")]

@@ -3,14 +3,14 @@
     python scripts/chaos.py --schedules 100000 --workers 2
     python scripts/chaos.py --first 4711 --schedules 1        # one schedule again
 
-A schedule is a function of its number: rules, engines, durations and faults are drawn from it. Engines crash,
-hang, slow down; others are added and retired; messages come late, twice and in another order; rewards fail;
-loads break half way or are never proved; the trainer dies between any two commands or events and goes on from
-what it saved last. The controller is the real one (`millrace.rollout.manager`). Before a save, engines
-have handed over what they were drawing, or some have, or none. Afterwards each group that started is trained
-on once or dropped with a reason, within its staleness bound, from the tokens it asked for, and the event log
-proves the same; or the run ended with a named error where the schedule leaves no other end. Exit code 1 says
-that a schedule did not, and which.
+A schedule is a function of its number: rules, engines, durations and faults are sampled from it. Engines
+crash, hang, slow down; others are added and drained; messages come late, twice and in another order; rewards
+fail; loads break half way or are never verified; the trainer dies between any two commands or events and goes
+on from what it saved last. The controller is the real one (`millrace.rollout.manager`). Before a save, all, some
+or no engines have returned their partial output. Afterwards each group that started is trained on once or
+dropped with a reason, within its staleness bound, from the tokens of its seeds, and the event log verifies the
+same; or the run ended with a named error where the schedule leaves no other end. Exit code 1: a schedule did
+not, and its number is printed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What is drawn from a schedule's number."""
+    """What a schedule's number determines."""
 
     number: int
     rules: StalenessPolicy
@@ -133,7 +133,7 @@ def _rules(rng: random.Random) -> StalenessPolicy:
 
 
 def seed_of(schedule: int, number: int, sample: int, turn: int) -> int:
-    """The seed of one turn, as a run would draw it."""
+    """The seed of one turn, as in a run."""
     return int.from_bytes(
         hashlib.blake2b(repr((schedule, number, sample, turn)).encode(), digest_size=8).digest()
     )
@@ -270,7 +270,7 @@ class Run:
             raise Broken(f"{len(known.versions) - 1} batches were trained on")
 
     def collect_partial_output(self, rollouts: RolloutManager, backend: SimulatedBackend) -> None:
-        """Have engines hand over what they have drawn, those that are not too late."""
+        """Collect the partial output of the engines that are not too late."""
         rollouts.pause()
         end_s = backend.now() + self.rng.uniform(0, 3)
         while not rollouts.is_idle and backend.now() < end_s:
@@ -307,7 +307,7 @@ class Run:
             )
 
     def check_trajectory(self, group: Group, number: int, sample: int, known: Known) -> int:
-        """Its tokens are those that its seeds draw, in order; how old the oldest is."""
+        """Its tokens are those of its seeds, in order; the staleness of the oldest."""
         trajectory = group.trajectories[sample]
         _demand(len(trajectory.turns) == self.schedule.num_turns, "turns are missing or doubled")
         _demand(trajectory.outcome is not None, "it has no outcome")

@@ -9,7 +9,7 @@ calls, with everything around them that a real run needs.
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 
@@ -77,7 +77,9 @@ def train(num_steps: int, *, seed: int = 0) -> list[float]:
 
 def main() -> None:
     """Train, and print the mean reward."""
-    rewards = train(8 if "--quick" in sys.argv else 60)
+    parser = argparse.ArgumentParser(description="Train a tiny model by GRPO, without a recipe.")
+    parser.add_argument("--quick", action="store_true", help="8 steps instead of 60")
+    rewards = train(8 if parser.parse_args().quick else 60)
     for step, reward in enumerate(rewards):
         if step % 10 == 0 or step == len(rewards) - 1:
             print(f"step {step:3d}  mean reward {reward:.3f}")

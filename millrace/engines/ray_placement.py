@@ -40,9 +40,9 @@ def reserved(ray: Any, count: int, resources: Mapping[str, int], *, what: str = 
     if not group.wait(PLACING_S):
         free = ray.available_resources()
         ray.util.remove_placement_group(group)
-        told = ", ".join(f"{free.get(resource, 0):g} {resource}s" for resource in resources)
+        amounts = ", ".join(f"{free.get(resource, 0):g} {resource}s" for resource in resources)
         raise RayTrainerError(
-            f"the Ray cluster had no room for {count} {what} within {PLACING_S:.0f} s; it has {told} free"
+            f"the Ray cluster had no room for {count} {what} within {PLACING_S:.0f} s; it has {amounts} free"
         )
     return group
 
@@ -61,10 +61,11 @@ def one_more(ray: Any, resources: Mapping[str, int]) -> Any:
     if not group.wait(ONE_MORE_S):
         free = ray.available_resources()
         ray.util.remove_placement_group(group)
-        told = " and ".join(f"{each} {resource}" for resource, each in resources.items())
+        amounts = " and ".join(f"{each} {resource}" for resource, each in resources.items())
         have = " and ".join(f"{free.get(resource, 0):g} {resource}s" for resource in resources)
         raise RayTrainerError(
-            f"one engine more needs {told}, and the Ray cluster has {have} free; add machines, then ask again"
+            f"one engine more needs {amounts}, and the Ray cluster has {have} free; add machines, then ask "
+            "again"
         )
     return group
 

@@ -50,7 +50,7 @@ HOT = 4.0
 # Generated tokens of a request at the weight update or the fault injection.
 HALFWAY = 5
 
-Drawn = tuple[Sequence[int], Completion]
+Generated = tuple[Sequence[int], Completion]
 
 
 def check_engine(model: Model) -> None:
@@ -78,10 +78,10 @@ def try_engine(small: Any, reading: TrialReadout) -> str:
 def _try_seed(small: Any, reading: TrialReadout, seed: int) -> str:
     before, after = (bold_model(small, reading, number) for number in (seed, seed + len(SEEDS)))
     engine = _engine(before, reading)
-    drawn, num_preemptions = _serve(engine, after)
+    completions, num_preemptions = _serve(engine, after)
     if not (engine.stats().prefix_hits and num_preemptions):
         return "the trial has no power: no prompt's beginning was known, or no request was preempted"
-    problem = _compare(drawn, [before, after], reading)
+    problem = _compare(completions, [before, after], reading)
     return problem or _no_power(before, reading)
 
 
@@ -104,7 +104,7 @@ def _params(seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, temperature=HOT, logprobs="raw", seed=seed)
 
 
-def _serve(engine: PagedEngine, after: Model) -> tuple[list[Drawn], int]:
+def _serve(engine: PagedEngine, after: Model) -> tuple[list[Generated], int]:
     """Run requests through every code path of the engine, with a weight update halfway.
 
     Returns:
@@ -132,9 +132,9 @@ def _serve(engine: PagedEngine, after: Model) -> tuple[list[Drawn], int]:
     ], engine.stats().num_preemptions - num_updated
 
 
-def _compare(drawn: Sequence[Drawn], plains: Sequence[Model], reading: TrialReadout) -> str:
+def _compare(completions: Sequence[Generated], plains: Sequence[Model], reading: TrialReadout) -> str:
     others = [nudged(plain) for plain in plains]
-    for prompt, completion in drawn:
+    for prompt, completion in completions:
         found_T = torch.from_numpy(completion.logprobs).float()
         expected_T, other_T = (_expected(prompt, completion, models, reading) for models in (plains, others))
         allowed, apart = allowed_difference(expected_T, other_T), (found_T - expected_T).abs()
@@ -162,7 +162,7 @@ def _no_power(plain: Model, reading: TrialReadout) -> str:
     """The injected fault that the trial would miss; empty if it catches all."""
     prompt = sequences()[2]
 
-    def drawn(fault: Callable[[PagedEngine], None]) -> tuple[Tensor, Tensor, Tensor]:
+    def completions(fault: Callable[[PagedEngine], None]) -> tuple[Tensor, Tensor, Tensor]:
         engine = _engine(plain, reading)
         (request,) = engine.add(prompt, [_params(13)])
         while request.finish_reason is None:
@@ -183,7 +183,7 @@ def _no_power(plain: Model, reading: TrialReadout) -> str:
     faults = [(f"the keys of pool {n} are lost", partial(_lose, n)) for n in kinds.values()]
     faults += [("two layers' keys are confused", _swap)] * (facts.pools[1:2] == facts.pools[:1])
     for name, fault in faults:
-        found_T, expected_T, other_T = drawn(fault)
+        found_T, expected_T, other_T = completions(fault)
         if not distance(found_T, expected_T) >= POWER * allowed_difference(expected_T, other_T):
             return f"the trial of the engine has no power: it does not see where {name}"
     return ""

@@ -125,13 +125,13 @@ class _Edits:
         if self.penalised:
             self._penalise(logit_V, *history())
 
-    def _penalise(self, logit_V: Tensor, prompt: np.ndarray, drawn: np.ndarray) -> None:
+    def _penalise(self, logit_V: Tensor, prompt: np.ndarray, generated: np.ndarray) -> None:
         params, device = self.params, logit_V.device
-        seen = torch.from_numpy(np.unique(np.concatenate([prompt, drawn])).astype(np.int64)).to(device)
+        seen = torch.from_numpy(np.unique(np.concatenate([prompt, generated])).astype(np.int64)).to(device)
         logit = logit_V[seen]
         penalty = params.repetition_penalty
         logit_V[seen] = torch.where(logit > 0, logit / penalty, logit * penalty)
-        again, count = np.unique(drawn, return_counts=True)
+        again, count = np.unique(generated, return_counts=True)
         minus = params.frequency_penalty * count + params.presence_penalty
         logit_V[torch.from_numpy(again.astype(np.int64)).to(device)] -= torch.from_numpy(minus).to(logit_V)
 

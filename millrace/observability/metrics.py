@@ -14,16 +14,22 @@ if TYPE_CHECKING:
 class Spans:
     """Seconds spent under each name: `with spans("sample"): ...`, then `spans.take()` once a step.
 
-    One object belongs to one thread. The clock is monotonic, in seconds; `memory` records the peak memory of
-    each span. `failed` is the last span in which an error was raised; `heard` is called with the name and the
-    seconds of each span when it ends.
+    One object belongs to one thread.
+
+    Args:
+        clock: monotonic time in seconds.
+        memory: records the peak memory of each span; None to skip it.
+
+    Attributes:
+        failed: the last span in which an error was raised; None before.
+        on_end: callback with the name and the seconds of each span, called when it ends.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, *, memory: PeakMemory | None = None
     ) -> None:
         self.failed: str | None = None
-        self.heard: Callable[[str, float], None] = lambda name, seconds: None
+        self.on_end: Callable[[str, float], None] = lambda name, seconds: None
         self._clock = clock
         self._memory = memory
         self._seconds: dict[str, float] = {}
@@ -50,7 +56,7 @@ class Spans:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             if self._memory is not None:
                 self._memory.note(name)
-            self.heard(name, seconds)
+            self.on_end(name, seconds)
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that passed before, outside of a block."""

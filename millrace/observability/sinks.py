@@ -116,16 +116,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path, warn: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; null where a number was not finite.
+    """The records of a `metrics.jsonl`, under today's names; null where a number was not finite.
 
-    Args:
-        path: of the file.
-        warn: callback with a message about damaged lines, which are then skipped.
-
-    Raises:
-        FileError: the file cannot be read; or a line is no record, and there is no `warn`.
+    `warn` takes a message about damaged lines, which are then skipped; without it they are a FileError.
     """
-    return read_json_lines(path, _wrong_record, warn=warn)
+    records = read_json_lines(path, lambda record: _wrong_record(_renamed(record)), warn=warn)
+    return [_renamed(record) for record in records]
+
+
+def _renamed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with today's names of metrics and stages."""
+    found = {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
+    for name in ("stage", "during"):
+        if isinstance(stage := found.get(name), str):
+            found[name] = RENAMED_STAGES.get(stage, stage)
+    return found
 
 
 def _wrong_record(record: Mapping[str, Any]) -> str | None:

@@ -70,13 +70,13 @@ class CombinedReward:
 
     def _all(self, calls: Sequence[Callable[[], list[Outcome]]]) -> list[Future[list[Outcome]]]:
         pairs = list(zip(calls, self._apart, strict=True))
-        asked = [self._threads.submit(call) if apart else None for call, apart in pairs]
+        futures = [self._threads.submit(call) if apart else None for call, apart in pairs]
         try:
-            found = [one or _called(call) for one, call in zip(asked, calls, strict=True)]
+            found = [one or _called(call) for one, call in zip(futures, calls, strict=True)]
             wait(found)
         except BaseException:
             # Ctrl-C must not wait for workers: `close` and exit join the threads that wait for them.
-            for one, reward in zip(asked, self._rewards, strict=True):
+            for one, reward in zip(futures, self._rewards, strict=True):
                 if one is not None and not one.cancel():
                     reward.close()
             raise

@@ -92,8 +92,8 @@ def restore_optimizer(
     folder = checkpoint / OPTIMIZER / name
     if folder.is_dir():
         into = start_optimizer(trainer.optimizer, trainer.model)
-        told = ranks.gather(json.dumps(list(into)).encode())
-        read_parts(folder, into, {name for each in told for name in json.loads(each)})
+        gathered = ranks.gather(json.dumps(list(into)).encode())
+        read_parts(folder, into, {name for each in gathered for name in json.loads(each)})
 
 
 class Saver:
@@ -197,16 +197,16 @@ class Saver:
             return {name: each.held() for name, each in snapshots.items()}
 
         # After this round, the folder exists for all ranks.
-        told = self._round(folder, held)
-        dealt = {name: deal([each[name] for each in told])[self._ranks.rank] for name in snapshots}
-        told = self._round(folder, lambda: self._write_own(aside_of(folder), snapshots, dealt))
+        gathered = self._round(folder, held)
+        dealt = {name: deal([each[name] for each in gathered])[self._ranks.rank] for name in snapshots}
+        gathered = self._round(folder, lambda: self._write_own(aside_of(folder), snapshots, dealt))
 
         def seal() -> None:
             if self._ranks.first:
                 if self._ranks.size > 1:
                     for name in snapshots:
                         write_index(aside_of(folder) / name)
-                seal_checkpoint(folder, {name: entry for each in told for name, entry in each.items()})
+                seal_checkpoint(folder, {name: entry for each in gathered for name, entry in each.items()})
                 done()
 
         self._round(folder, seal)
@@ -232,8 +232,8 @@ class Saver:
                 given = work()
         except CheckpointError as error:
             problem = str(error)
-        told = [json.loads(each) for each in self._ranks.gather(json.dumps([problem, given]).encode())]
-        for problem, _ in told:
+        gathered = [json.loads(each) for each in self._ranks.gather(json.dumps([problem, given]).encode())]
+        for problem, _ in gathered:
             if problem:
                 raise CheckpointError(problem)
-        return [given for _, given in told]
+        return [given for _, given in gathered]

@@ -297,15 +297,15 @@ def best_checkpoint(folder: RunFolder) -> str:
         except FileError as error:
             reason = str(error).removesuffix(f"; {RESTORE}")
     newest = newest_checkpoint(folder.checkpoints)[0]
-    told = read_state(newest).get("best_checkpoint") if newest is not None else None
-    if newest is None or not isinstance(told, str):
+    best = read_state(newest).get("best_checkpoint") if newest is not None else None
+    if newest is None or not isinstance(best, str):
         about = f"{reason}, and" if reason else ""
         raise CheckpointError(
             f"{about} run {shown(folder.path)} has no best checkpoint yet; use --checkpoint last".lstrip()
         )
     why = reason or f"{shown(folder.best)} is missing"
-    notice(f"{why}; the best checkpoint is {told}, as {newest.name} says")
-    return told
+    notice(f"{why}; the best checkpoint is {best}, as {newest.name} says")
+    return best
 
 
 def _another(whole: Path | None) -> str:

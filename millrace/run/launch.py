@@ -308,7 +308,7 @@ def _tell_resumed(controller: Controller, start: _Start) -> None:
 
 def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
     """Write spans to a file as they end, beginning with the start-up time so far."""
-    controller.spans.heard = lambda name, seconds: kept.write(
+    controller.spans.on_end = lambda name, seconds: kept.write(
         {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
     )
     controller.spans.add("start", controller.wall_s - controller.progress.wall_s)

@@ -156,8 +156,10 @@ def answer(
     params = [
         replace(policy.greedy, temperature=temperature, seed=seed + sample) for sample in range(num_samples)
     ]
-    drawn = policy.engine.generate([prompt for prompt in prompts for _ in params], params * len(prompts))
-    return [drawn[i * num_samples : (i + 1) * num_samples] for i in range(len(prompts))]
+    completions = policy.engine.generate(
+        [prompt for prompt in prompts for _ in params], params * len(prompts)
+    )
+    return [completions[i * num_samples : (i + 1) * num_samples] for i in range(len(prompts))]
 
 
 def _check_length(policy: Policy, number: int, num_tokens: int) -> None:

@@ -188,7 +188,7 @@ def simulate(
         work.num_engines,
         _in_units(work, unit),
         seed=seed,
-        watch=lambda *told: stretches.append(Stretch(*told)),
+        watch=lambda *stretch: stretches.append(Stretch(*stretch)),
     )
     num_more = 0 if ends else work.rules.staleness + 1
     controller = StalenessController(work.rules, num_batches=num_batches + num_more, log_event=log_event)

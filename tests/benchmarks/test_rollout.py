@@ -102,10 +102,10 @@ def test_the_best_schedule_computes_every_token_once():
     one = Workload("mine", "rollout", [[1, 2, 3], [1, 2, 3], [7]], [1, 4, 2], 1.0)
     # Prompts of 3 and 1; then rows 1 and 2 at 4 and 2 known tokens, then row 1 at 5 and 6.
     assert floor.steps(one) == [
-        floor.Step(tokens=4, requests=3, context=6 + 1, cache_reads=4),
-        floor.Step(tokens=2, requests=2, context=6, cache_reads=6),
-        floor.Step(tokens=1, requests=1, context=5, cache_reads=5),
-        floor.Step(tokens=1, requests=1, context=6, cache_reads=6),
+        floor.Step(tokens=4, draws=3, context=6 + 1, cache_reads=4),
+        floor.Step(tokens=2, draws=2, context=6, cache_reads=6),
+        floor.Step(tokens=1, draws=1, context=5, cache_reads=5),
+        floor.Step(tokens=1, draws=1, context=6, cache_reads=6),
     ]
 
 
@@ -118,7 +118,7 @@ def test_steps_agree_with_a_count_request_by_request(name):
         for partial_output in range(1, length)
     )
     steps = floor.steps(one)
-    assert sum(step.requests for step in steps) == one.num_drawn
+    assert sum(step.draws for step in steps) == one.num_drawn
     assert sum(step.cache_reads for step in steps[1:]) == reads
     assert sum(step.tokens for step in steps[1:]) == one.num_drawn - len(one.prompts)
 

@@ -35,7 +35,7 @@ def test_the_longest_sample_has_four_times_the_mean():
     assert 3.8 < max(lengths) * len(lengths) / sum(lengths) < 4.2
     assert [len({tuple(one.prompt) for one in samples[at : at + 8]}) for at in (0, 8)] == [1, 1]
     assert len({tuple(one.prompt) for one in samples}) == 2
-    assert all(len(one.partial_output) == len(one.logprobs) for one in samples)
+    assert all(len(one.drawn) == len(one.logprobs) for one in samples)
     assert max(max(one.tokens) for one in samples) < update_task.VOCAB_SIZE
     assert SHAPES[update_task.SHAPE]["vocab_size"] == update_task.VOCAB_SIZE
 
@@ -73,7 +73,7 @@ def test_the_floor_is_of_the_tokens_that_have_to_be_computed(monkeypatch, tmp_pa
     update_ours.Products(str(tmp_path / "model"), "float32", torch.get_num_threads())
     samples = update_task.batch()
     head = rows.pop((update_task.VOCAB_SIZE, 32))
-    assert head == {sum(len(one.partial_output) for one in samples)}
+    assert head == {sum(len(one.drawn) for one in samples)}
     # Of two groups of eight, each prompt is there once but for samples that it is little of.
     begun = {tuple(one.tokens[:at]) for one in samples for at in range(1, len(one.tokens) + 1)}
     (tokens,) = set.union(*rows.values())

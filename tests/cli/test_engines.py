@@ -84,10 +84,12 @@ ENGINES: dict[str, Callable[[Lab], Result]] = {
     "fewer than one engine is requested": lambda lab: (aside(lab), while_running(lab, TOLD, "0"))[1],
     "the run is over": lambda lab: (aside(lab), lab("engines", RUN, "3"))[1],
     "the run was killed": killed,
-    "the trainer's process generates": lambda lab: (lab.train("steps=1"), going_on(lab))[1],
-    "trainer and engine are colocated": lambda lab: (lab.train("engine.colocated=true"), going_on(lab))[1],
-    "the run is in SFT, or has just begun": lambda lab: (aside(lab), going_on(lab))[1],
-    "the run does not read the request": unheard,
+    "the trainer's process generates": lambda lab: (lab.train("steps=1"), while_running(lab))[1],
+    "trainer and engine are colocated": lambda lab: (lab.train("engine.colocated=true"), while_running(lab))[
+        1
+    ],
+    "the run is in SFT, or has just begun": lambda lab: (aside(lab), while_running(lab))[1],
+    "the run does not read the request": unread,
     "the run ends before it reads the request": ends_meanwhile,
     "there are no resources for one more engine": no_room,
 }

@@ -36,7 +36,7 @@ def test_what_has_no_event_log_is_an_error(lab):
     lab.train()
     path = Path("runs/tiny-1/events.log")
     change_events(path, lambda lines: [line for line in lines if '"dispatch"' not in line])
-    old = "its event log does not say what was asked of engines"
+    old = "its event log has no dispatch"
     result = lab("trace", "runs/tiny-1")
     assert (result.code, result.out, result.err) == (1, "", f"error: run runs/tiny-1: {old}\n")
     path.unlink()

@@ -19,10 +19,10 @@ def test_ranks_are_those_the_environment_names(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     assert given_ranks() is None
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ValueError, match="says RANK=1, WORLD_SIZE=None; a rank needs both"):
+    with pytest.raises(ValueError, match="has RANK=1, WORLD_SIZE=None; a rank needs both"):
         given_ranks()
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ValueError, match="says RANK=1, WORLD_SIZE=two"):
+    with pytest.raises(ValueError, match="has RANK=1, WORLD_SIZE=two"):
         given_ranks()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert given_ranks() == (1, 2)
@@ -59,7 +59,7 @@ def test_who_lost_the_others_is_told_from_who_failed() -> None:
 
 def begun(rank: int) -> dict[str, Tensor]:
     ranks, spans, waited = Ranks(rank, 2), Spans(), list[float]()
-    spans.heard = lambda name, seconds: waited.append(seconds)
+    spans.on_end = lambda name, seconds: waited.append(seconds)
     ranks.waiting = lambda: spans("for the other")
     # As on two machines, whose clocks differ: here it is 100 s and 1,100 s.
     now_s = 100.0 + 1000.0 * rank

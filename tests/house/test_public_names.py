@@ -111,7 +111,7 @@ PINNED = {
     "millrace.run.run:Controller": """
         __init__(self, config: RunConfig, components: Components, folder: RunFolder, *, ranks: Ranks,
           saver: Saver, recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink,
-          trackers: list[Sink], progress: Progress, started_s: float) -> None
+          loggers: list[Sink], progress: Progress, started_s: float) -> None
         adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer
         at_start (property) -> bool
         build_train_step(self, checkpoint: Path | None) -> TrainStep

@@ -15,7 +15,12 @@ DOOR = [
     ((4, 3), (2, 5, 4), (2, 2), r"x_ND has shape \(4, 3\) and weight_EMD \(2, 5, 4\); they must be"),
     ((3,), (2, 5, 3), (2, 1), r"x_ND has shape \(3,\)"),
     ((4, 3), (5, 3), (2, 2), r"weight_EMD \(5, 3\); they must be \[N, D\] and \[E, M, D\]"),
-    ((4, 3), (2, 5, 3), (2, 1), r"count_E is \[2, 1\]; it must say for each of 2 experts how many of 4 rows"),
+    (
+        (4, 3),
+        (2, 5, 3),
+        (2, 1),
+        r"count_E is \[2, 1\]; it must have for each of 2 experts how many of 4 rows",
+    ),
     ((4, 3), (2, 5, 3), (2, 1, 1), r"count_E is \[2, 1, 1\]"),
     ((4, 3), (2, 5, 3), (5, -1), r"count_E is \[5, -1\]"),
 ]

@@ -237,9 +237,13 @@ def test_biases_are_published_and_saved_with_the_weights(tmp_path: Path) -> None
 def test_what_cannot_be_replayed_is_refused() -> None:
     batch, model = random_tree(0, vocab_size=VOCABULARY), mixture("mixtral")
     one = trainer(model, routing_of(model))
-    with pytest.raises(ValueError, match="does not say which experts its tokens went to; let the engine rec"):
+    with pytest.raises(
+        ValueError, match="does not record which experts its tokens went to; let the engine rec"
+    ):
         one.forward_backward(batch)
-    with pytest.raises(ValueError, match="does not say which experts its tokens went to; let the engine rec"):
+    with pytest.raises(
+        ValueError, match="does not record which experts its tokens went to; let the engine rec"
+    ):
         one.scorer.logprobs(batch)
 
 

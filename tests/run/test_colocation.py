@@ -137,7 +137,7 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
     def made(self: Controller, *arguments: Any, **options: Any) -> None:
         real(self, *arguments, **options)
         controllers.append(self)
-        self.components.transport.send = looking("sync", self.components.transport.send)
+        self.components.transport.send = looking("weight_sync", self.components.transport.send)
 
     monkeypatch.setattr(Controller, "__init__", made)
     monkeypatch.setattr(loop, "train_on", looking("train", loop.train_on))

@@ -136,7 +136,7 @@ def test_kl_cov_penalises_the_tokens_of_largest_covariance_of_the_optimizer_step
 
 
 def test_clip_cov_leaves_the_loss_of_some_tokens_within_the_band_out():
-    config = selecting("clip_cov", low=0.9, high=9.0, covariance_low=0.01, covariance_high=5.0)
+    config = selecting("clip_cov", clip_low=0.9, clip_high=9.0, covariance_low=0.01, covariance_high=5.0)
     one = make_train_step(config)
     batches = watched(one.trainer)
     whole = before_update(one, *scored(*GROUPS))

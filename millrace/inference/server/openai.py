@@ -99,14 +99,14 @@ class OpenAI:
             counts = num_prompt_tokens if wants_usage else None
             chunks = self._chunks(samples, shape, params[0].stop, counts)
             return Streamed(samples, _events(chunks), "text/event-stream")
-        drawn = await completed(samples, request)
+        generated = await completed(samples, request)
         choices = [
             shape.choice(
                 index, completion.text, completion.finish_reason, self._logprobs(shape, index, completion)
             )
-            for index, completion in enumerate(drawn)
+            for index, completion in enumerate(generated)
         ]
-        counted = usage(num_prompt_tokens, sum(len(completion.token_ids) for completion in drawn))
+        counted = usage(num_prompt_tokens, sum(len(completion.token_ids) for completion in generated))
         return Json(envelope(id, shape.whole, self._served.name, created_s, choices, counted))
 
     async def _chunks(
@@ -140,11 +140,11 @@ class OpenAI:
         if num_prompt_tokens is not None:
             yield chunk([], usage(num_prompt_tokens, num_tokens))
 
-    def _logprobs(self, shape: Shape, index: int, drawn: TokenChunk | Completion) -> Any:
+    def _logprobs(self, shape: Shape, index: int, generated: TokenChunk | Completion) -> Any:
         if not shape.wants_logprobs:
             return None
-        texts = [str(self._served.tokenizer.decode([token])) for token in drawn.token_ids]
-        return shape.logprobs(index, texts, drawn.logprobs.tolist())
+        texts = [str(self._served.tokenizer.decode([token])) for token in generated.token_ids]
+        return shape.logprobs(index, texts, generated.logprobs.tolist())
 
 
 async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:

@@ -81,8 +81,8 @@ class Verbs:
         samples = await self._service.submit(id, [body.prompt_token_ids], params, priority=body.priority)
         if body.stream:
             return Streamed(samples, _lines(samples), "application/x-ndjson")
-        drawn = await completed(samples, request)
-        return Json({"id": id, "completions": [_tree(i, one) for i, one in enumerate(drawn)]})
+        generated = await completed(samples, request)
+        return Json({"id": id, "completions": [_tree(i, one) for i, one in enumerate(generated)]})
 
     async def abort(self, body: AbortBody) -> Response:
         """Abort a request; its partial completions go to the waiting client and to this caller."""
@@ -209,11 +209,11 @@ def _tree(index: int, completion: Completion) -> dict[str, Any]:
     return {"index": index} | _tokens(completion) | _end(completion)
 
 
-def _tokens(drawn: TokenChunk | Completion) -> dict[str, Any]:
+def _tokens(generated: TokenChunk | Completion) -> dict[str, Any]:
     return {
-        "token_ids": drawn.token_ids,
-        "logprobs": _numbers(drawn.logprobs),
-        "versions": drawn.versions.tolist(),
+        "token_ids": generated.token_ids,
+        "logprobs": _numbers(generated.logprobs),
+        "versions": generated.versions.tolist(),
     }
 
 

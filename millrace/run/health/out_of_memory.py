@@ -92,13 +92,13 @@ def sentence(
     alike = Counter(tensors)
     largest = sorted(alike, key=lambda each: (-each[1], each[0]))[:NUM_SHOWN]
     for what, pairs in (("Held then", held.most_common()), ("Largest tensors", largest)):
-        told = [
+        entries = [
             f"{name} {_size(num_bytes)}" + f" ({alike[name, num_bytes]} such)" * (alike[name, num_bytes] > 1)
             for name, num_bytes in pairs
             if num_bytes >= LEAST_BYTES
         ]
-        if told:
-            text += f". {what}: {', '.join(told)}"
+        if entries:
+            text += f". {what}: {', '.join(entries)}"
     return f"{text}. To go on, {_advice(phase, config)}"
 
 

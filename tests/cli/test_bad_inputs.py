@@ -359,7 +359,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         changed("events.log", without('"number": 3, "oldest_steps"'))
     ),
     "its event log is of an older version": replayed(older_log),
-    "its event log has no received events": replayed(changed("events.log", without('"heard"'))),
+    "its event log has no received events": replayed(changed("events.log", without('"events_received"'))),
     "its event log has no thread counts": replayed(changed("events.log", without('"threads"'))),
     "its mesh was changed on resume": replayed(
         changed("events.log", instead('"ranks": [1]', '"ranks": [1, 1]'))

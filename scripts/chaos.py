@@ -4,13 +4,13 @@
     python scripts/chaos.py --first 4711 --schedules 1        # one schedule again
 
 A schedule is a function of its number: rules, engines, durations and faults are sampled from it. Engines
-crash, hang, slow down; others are added and drained; messages come late, twice and in another order; rewards
-fail; loads break half way or are never verified; the trainer dies between any two commands or events and
-goes on from what it saved last. The controller is the real one (`millrace.rollout.manager`). Before a save,
-all, some or no engines have returned their partial output. Afterwards each group that started is trained on once or
-dropped with a reason, within its staleness bound, from the tokens of its seeds, and the event log verifies the
-same; or the run ended with a named error where the schedule leaves no other end. Exit code 1: a schedule did
-not, and its number is printed.
+crash, hang, slow down; others are added and drained; messages come late, twice and in another order;
+rewards fail; loads break half way or are never verified; the trainer dies between any two commands or
+events and goes on from what it saved last. The controller is the real one (`millrace.rollout.manager`).
+Before a save, all, some or no engines have returned their partial output. Afterwards each group that
+started is trained on once or dropped with a reason, within its staleness bound, from the tokens of its
+seeds, and the event log verifies the same; or the run ended with a named error where the schedule leaves no
+other end. Exit code 1: a schedule did not, and its number is printed.
 """
 
 from __future__ import annotations

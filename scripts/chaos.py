@@ -127,8 +127,8 @@ def _rules(rng: random.Random) -> StalenessPolicy:
         staleness=staleness,
         order="submission" if in_order else "completion",
         stale="wait" if in_order or not staleness else rng.choice(("wait", "drop", "keep", "withhold")),
-        refill_rounds=rng.choice((0, 0, 1, 2)),
-        spare_groups=0 if in_order or staleness else rng.randint(0, 2),
+        dynamic_sampling_rounds=rng.choice((0, 0, 1, 2)),
+        oversample_groups=0 if in_order or staleness else rng.randint(0, 2),
     )
 
 

@@ -30,7 +30,9 @@ def _are_rules(value: Any) -> bool:
     """Check the fields of a staleness policy that are used here."""
     if not isinstance(value, dict):
         return False
-    numbers = all(count(value.get(name)) for name in ("groups_per_step", "staleness", "refill_rounds"))
+    numbers = all(
+        count(value.get(name)) for name in ("groups_per_step", "staleness", "dynamic_sampling_rounds")
+    )
     return numbers and all(isinstance(value.get(name), str) for name in ("order", "stale"))
 
 
@@ -255,7 +257,7 @@ class _Reader:
     def _check_size(self, event: Mapping[str, Any]) -> None:
         """Check that a batch has as many groups as its places and the replaced ones."""
         numbers, left_out, size = event["numbers"], set(event["left_out"]), self.rules["groups_per_step"]
-        most = min(self.rules["refill_rounds"] * size, len(left_out))
+        most = min(self.rules["dynamic_sampling_rounds"] * size, len(left_out))
         _demand(
             left_out <= set(range(len(numbers))), f"left_out {sorted(left_out)} has no place in {numbers}"
         )

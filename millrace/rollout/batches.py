@@ -98,8 +98,8 @@ def staleness_policy(config: RunConfig) -> StalenessPolicy:
         staleness=rollout.max_staleness,
         order=rollout.batch_order,
         stale=rollout.stale_policy,
-        refill_rounds=rollout.dynamic_sampling_rounds,
-        spare_groups=rollout.oversample_groups,
+        dynamic_sampling_rounds=rollout.dynamic_sampling_rounds,
+        oversample_groups=rollout.oversample_groups,
     )
 
 

@@ -38,11 +38,11 @@ class QueuedGroup:
 class GroupQueue:
     """The group queue, and the rule that selects a batch from it.
 
-    **Submission order**: with `E(i)` of the first `i` groups known to be equal, `end = g`, then
-    `refill_rounds` times `end = g + E(end)`. The next batch is the first `end` groups, once they are
-    finished. Results that arrive later can only raise `end`.
+    **Submission order**: with `E(i)` of the first `i` groups known to be equal, `end = g`, then `r` times
+    `end = g + E(end)`, where `r` is `dynamic_sampling_rounds`. The next batch is the first `end` groups, once
+    they are finished. Results that arrive later can only raise `end`.
 
-    **Completion order**: up to `refill_rounds * g` equal groups are replaced, and `g` others fill the places
+    **Completion order**: up to `r g` equal groups are replaced, and `g` others fill the places
     in the order in which they finished, equal ones last. With `none_late`, groups that would be too old for
     later batches come first: for each batch `d >= t`, at most `g (d + 1 - t)` groups of the queue must be
     trained on by `d`, and the next batch is complete only if it leaves that true for `t + 1`. The sets grow
@@ -51,15 +51,15 @@ class GroupQueue:
     Args:
         size: g.
         staleness: eta.
-        refill_rounds: how often equal groups are replaced.
+        dynamic_sampling_rounds: how often equal groups are replaced.
         in_order: submission order instead of completion order.
         none_late: train on every group before it is too old.
     """
 
     def __init__(
-        self, *, size: int, staleness: int, refill_rounds: int, in_order: bool, none_late: bool
+        self, *, size: int, staleness: int, dynamic_sampling_rounds: int, in_order: bool, none_late: bool
     ) -> None:
-        self._size, self._staleness, self._refill_rounds = size, staleness, refill_rounds
+        self._size, self._staleness, self._dynamic_sampling_rounds = size, staleness, dynamic_sampling_rounds
         self._in_order, self._none_late = in_order, none_late
         # By group number, ascending.
         self.groups: dict[int, QueuedGroup] = {}
@@ -80,7 +80,10 @@ class GroupQueue:
     def finish(self, number: int, oldest_steps: Iterable[int], *, zero_std: bool) -> None:
         """Mark a group as generated and scored."""
         group = self.groups[number]
-        group.oldest_steps, group.zero_std = tuple(oldest_steps), zero_std and self._refill_rounds > 0
+        group.oldest_steps, group.zero_std = (
+            tuple(oldest_steps),
+            zero_std and self._dynamic_sampling_rounds > 0,
+        )
         self.arrived.append(number)
         if group.zero_std:
             self._count()
@@ -165,11 +168,11 @@ class GroupQueue:
         """Update the number of groups that are replaced in the next batch."""
         if not self._in_order:
             num_zero_std = sum(self.groups[number].zero_std for number in self.arrived)
-            self.num_replaced = min(num_zero_std, self._refill_rounds * self._size)
+            self.num_replaced = min(num_zero_std, self._dynamic_sampling_rounds * self._size)
             self.num_rounds = -(-self.num_replaced // self._size)
             return
         self.num_replaced = self.num_rounds = 0
-        for _ in range(self._refill_rounds):
+        for _ in range(self._dynamic_sampling_rounds):
             first = islice(self.groups.values(), self._size + self.num_replaced)
             num_zero_std = sum(group.zero_std for group in first)
             if num_zero_std == self.num_replaced:
@@ -206,9 +209,9 @@ class StalenessPolicy:
             no batch leaves it behind. `drop`: it is dropped and its prompt starts again. `keep`: it is
             trained on, however old. `withhold`: its too old trajectories are not trained on; it is dropped
             if fewer than two remain.
-        refill_rounds: how often the groups of a batch whose rewards are all equal are replaced.
-        spare_groups: groups started beyond the places of a batch; those that are unfinished when it is full
-            are dropped, and their prompts start again.
+        dynamic_sampling_rounds: how often the groups of a batch whose rewards are all equal are replaced.
+        oversample_groups: groups started beyond the places of a batch; those that are unfinished when it is
+            full are dropped, and their prompts start again.
 
     Raises:
         ValueError: a number is out of range, or an option has no effect with the others.
@@ -218,12 +221,12 @@ class StalenessPolicy:
     staleness: int
     order: Literal["submission", "completion"] = "submission"
     stale: Literal["wait", "drop", "keep", "withhold"] = "wait"
-    refill_rounds: int = 0
-    spare_groups: int = 0
+    dynamic_sampling_rounds: int = 0
+    oversample_groups: int = 0
 
     def __post_init__(self) -> None:
         """Validate the options."""
-        for name in ("groups_per_step", "staleness", "refill_rounds", "spare_groups"):
+        for name in ("groups_per_step", "staleness", "dynamic_sampling_rounds", "oversample_groups"):
             least = int(name == "groups_per_step")
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -232,10 +235,10 @@ class StalenessPolicy:
                 f"stale {self.stale} needs completion order and a staleness of 1 or more; elsewhere no group "
                 "is ever too old"
             )
-        if self.spare_groups and (self.order == "submission" or self.staleness):
+        if self.oversample_groups and (self.order == "submission" or self.staleness):
             raise ValueError(
-                f"spare_groups is {self.spare_groups}; it needs completion order and staleness 0 (with more, "
-                "slow groups go on while others are trained on)"
+                f"oversample_groups is {self.oversample_groups}; it needs completion order and staleness 0 "
+                "(with more, slow groups go on while others are trained on)"
             )
 
 
@@ -312,7 +315,7 @@ class StalenessController:
         self._queue = GroupQueue(
             size=rules.groups_per_step,
             staleness=rules.staleness,
-            refill_rounds=rules.refill_rounds,
+            dynamic_sampling_rounds=rules.dynamic_sampling_rounds,
             in_order=rules.order == "submission",
             none_late=rules.order == "completion" and rules.stale == "wait",
         )
@@ -335,7 +338,7 @@ class StalenessController:
         batches = min(tickets, self._num_batches - self._num_taken)
         if not batches:
             return 0
-        return max(0, batches * rules.groups_per_step + rules.spare_groups - self._queue.num_places)
+        return max(0, batches * rules.groups_per_step + rules.oversample_groups - self._queue.num_places)
 
     @property
     def repeats(self) -> tuple[str, ...]:
@@ -419,7 +422,7 @@ class StalenessController:
             left_out=sorted(taken.left_out),
             withheld={str(number): list(places) for number, places in taken.withheld.items()},
         )
-        if self._rules.spare_groups:
+        if self._rules.oversample_groups:
             self._drop(list(self._queue.groups), "spare")
         self._drop_stale()
         dropped, self._dropped = tuple(self._dropped), []
@@ -489,9 +492,9 @@ class StalenessController:
                 f"{taken} batches of {self._num_batches}, {self._num_updates} weight updates"
             )
         batches = min(rules.staleness + 1 - (taken - self._num_updates), self._num_batches - taken)
-        if batches < 0 or queue.num_places > batches * rules.groups_per_step + rules.spare_groups:
+        if batches < 0 or queue.num_places > batches * rules.groups_per_step + rules.oversample_groups:
             raise AssertionError(f"{queue.num_places} places are held, for {batches} batches")
-        queue.check(taken, rules.spare_groups)
+        queue.check(taken, rules.oversample_groups)
         numbers, missing = queue.choose(taken)
         if batches and not numbers and not missing and not self.num_free:
             raise AssertionError(f"batch {taken} is not complete and nothing may start")

@@ -67,7 +67,7 @@ def rules(config: RunConfig, staleness: int) -> StalenessPolicy:
     rollout, size = config.rollout, config.rollout.prompts_per_step
     if not staleness:
         order = rollout.batch_order if rollout.oversample_groups else "submission"
-        return StalenessPolicy(size, 0, order, spare_groups=rollout.oversample_groups)
+        return StalenessPolicy(size, 0, order, oversample_groups=rollout.oversample_groups)
     return StalenessPolicy(size, staleness, rollout.batch_order, rollout.stale_policy)
 
 

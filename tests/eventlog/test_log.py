@@ -18,8 +18,8 @@ RULES = {
     "staleness": 1,
     "order": "submission",
     "stale": "wait",
-    "refill_rounds": 1,
-    "spare_groups": 0,
+    "dynamic_sampling_rounds": 1,
+    "oversample_groups": 0,
 }
 
 
@@ -174,7 +174,10 @@ CORRUPTIONS = [
     (removed("finish", number=3), "group 3 is not finished"),
     (changed("take", {"batch": 0}, left_out=[3]), r"left_out \[3\] has no place"),
     (changed("take", {"batch": 0}, left_out=[]), "with at most 0 replaced has 3 groups"),
-    (changed("begin", {}, rules={**RULES, "refill_rounds": 0}), "with at most 0 replaced has 3 groups"),
+    (
+        changed("begin", {}, rules={**RULES, "dynamic_sampling_rounds": 0}),
+        "with at most 0 replaced has 3 groups",
+    ),
     (changed("take", {"batch": 1}, numbers=[4], staleness=[0]), "a batch of 2 .* has 1 groups"),
     (changed("take", {"batch": 0}, numbers=[0, 3], staleness=[0, 0]), r"groups \[1\] started before \[3\]"),
     (changed("take", {"batch": 1}, staleness=[0]), "each group has one staleness"),
@@ -272,7 +275,7 @@ def test_the_step_of_a_trajectory_is_that_of_its_oldest_turn():
 
 def aged(stale: str, withheld: dict[str, list[int]], staleness: int, order: str = "completion") -> Events:
     """Group 0 of three samples is trained on in batch 2, though its first token is of step 0."""
-    rules = {**RULES, "groups_per_step": 1, "order": order, "stale": stale, "refill_rounds": 0}
+    rules = {**RULES, "groups_per_step": 1, "order": order, "stale": stale, "dynamic_sampling_rounds": 0}
     events = [
         event("begin", rules=rules, num_batches=3),
         event("weights_loaded", engine="a", step=0),

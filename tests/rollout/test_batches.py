@@ -302,4 +302,4 @@ def test_the_rules_of_a_recipe():
     ahead = {"max_staleness": 2, "batch_order": "completion", "stale_policy": "drop"}
     rules = staleness_policy(recipe(rollout={**ahead, "prompts_per_step": 5, "dynamic_sampling_rounds": 3}))
     assert (rules.groups_per_step, rules.staleness, rules.order, rules.stale) == (5, 2, "completion", "drop")
-    assert (rules.refill_rounds, rules.spare_groups) == (3, 0)
+    assert (rules.dynamic_sampling_rounds, rules.oversample_groups) == (3, 0)

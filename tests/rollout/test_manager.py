@@ -131,7 +131,7 @@ def test_what_is_said_twice_is_judged_once():
 
 def test_groups_whose_rewards_are_equal_are_replaced():
     backend = Manual("a")
-    rollouts, _, notes = rollouts_over(backend, rules={"refill_rounds": 1})
+    rollouts, _, notes = rollouts_over(backend, rules={"dynamic_sampling_rounds": 1})
     rollouts.handle(serving("a"))
     draw_all(rollouts, backend, text="same")
     assert [event["zero_std"] for event in notes.of("finish")] == [True, True]
@@ -232,7 +232,7 @@ def test_a_draw_that_fails_ends_the_run():
 
 def test_spare_groups_are_ended_and_their_prompts_start_again():
     backend = Manual("a")
-    rules = {"order": "completion", "spare_groups": 1}
+    rules = {"order": "completion", "oversample_groups": 1}
     rollouts, controller, notes = rollouts_over(backend, groups_per_step=1, rules=rules)
     rollouts.handle(serving("a"))
     slow, fast = [command[2] for command in backend.taken("submit")]
@@ -254,7 +254,7 @@ def test_spare_groups_are_ended_and_their_prompts_start_again():
 
 def test_a_group_may_be_ended_while_its_reward_works():
     backend = Manual("a")
-    rules = {"order": "completion", "spare_groups": 1}
+    rules = {"order": "completion", "oversample_groups": 1}
     rollouts, _, _ = rollouts_over(backend, groups_per_step=1, rules=rules)
     rollouts.handle(serving("a"))
     first, second = [command[2] for command in backend.taken("submit")]

@@ -115,8 +115,8 @@ def random_rules(rng: random.Random) -> StalenessPolicy:
         staleness=staleness,
         order=order,
         stale=stale,
-        refill_rounds=rng.choice([0, 0, 1, 3]),
-        spare_groups=rng.choice([0, 2]) if order == "completion" and not staleness else 0,
+        dynamic_sampling_rounds=rng.choice([0, 0, 1, 3]),
+        oversample_groups=rng.choice([0, 2]) if order == "completion" and not staleness else 0,
     )
 
 
@@ -127,7 +127,7 @@ def check_batches(world: World) -> None:
     assert set(trained.values()) == {1}
     for taken in world.batches:
         num_replaced = len(taken.numbers) - rules.groups_per_step
-        assert 0 <= num_replaced <= rules.refill_rounds * rules.groups_per_step
+        assert 0 <= num_replaced <= rules.dynamic_sampling_rounds * rules.groups_per_step
         assert num_replaced <= len(taken.left_out)
         ages = [s for place, s in enumerate(taken.staleness) if place not in taken.left_out]
         assert all(age >= 0 for age in ages)
@@ -159,19 +159,19 @@ def synchronous(rules: StalenessPolicy, zero_std: set[int]) -> tuple[list[int], 
     missing, num_rounds = rules.groups_per_step, 0
     while True:
         groups += range(len(groups), len(groups) + missing)
-        if rules.refill_rounds:
+        if rules.dynamic_sampling_rounds:
             left_out = {place for place, group in enumerate(groups) if group in zero_std}
             missing = rules.groups_per_step - len(groups) + len(left_out)
-        if num_rounds == rules.refill_rounds or not missing:
+        if num_rounds == rules.dynamic_sampling_rounds or not missing:
             return groups, left_out, num_rounds
         num_rounds += 1
 
 
-@pytest.mark.parametrize("refill_rounds", range(4))
-def test_at_staleness_0_a_batch_is_what_the_synchronous_loop_takes(refill_rounds):
+@pytest.mark.parametrize("dynamic_sampling_rounds", range(4))
+def test_at_staleness_0_a_batch_is_what_the_synchronous_loop_takes(dynamic_sampling_rounds):
     for seed in range(300):
         rng = random.Random(seed)
-        rules = StalenessPolicy(rng.choice([1, 3, 4]), 0, refill_rounds=refill_rounds)
+        rules = StalenessPolicy(rng.choice([1, 3, 4]), 0, dynamic_sampling_rounds=dynamic_sampling_rounds)
         controller, running, first = StalenessController(rules, num_batches=3), [], 0
         for batch in range(3):
             zero_std = {n for n in range(40) if rng.random() < 0.5}
@@ -239,7 +239,7 @@ def test_nothing_starts_that_no_batch_has_a_place_for():
 
 
 def test_an_equal_group_is_replaced_before_its_round_has_ended():
-    controller = started(StalenessPolicy(2, 0, refill_rounds=1), 2)
+    controller = started(StalenessPolicy(2, 0, dynamic_sampling_rounds=1), 2)
     finish(controller, 1, zero_std=True)
     assert controller.num_free == 1 and controller.start("p2") == 2
     # The one round is used up: what is equal now is a place that teaches nothing.
@@ -318,7 +318,7 @@ def test_withhold_leaves_out_the_trajectories_that_are_too_old():
 
 
 def test_spare_groups_are_ended_when_the_batch_is_full():
-    controller = started(StalenessPolicy(2, 0, order="completion", spare_groups=2), 4)
+    controller = started(StalenessPolicy(2, 0, order="completion", oversample_groups=2), 4)
     assert controller.num_free == 0
     finish(controller, 3)
     assert controller.take() is None and controller.waits_for() == [0, 1, 2]
@@ -380,8 +380,11 @@ def test_what_cannot_be_is_refused():
         ({"staleness": -1}, "staleness is -1; it must be at least 0"),
         ({"stale": "drop"}, "stale drop needs completion order"),
         ({"stale": "keep", "order": "completion", "staleness": 0}, "stale keep needs completion order"),
-        ({"spare_groups": 1, "staleness": 0}, "spare_groups is 1; it needs completion order"),
-        ({"spare_groups": 1, "order": "completion"}, "spare_groups is 1; it needs completion order"),
+        ({"oversample_groups": 1, "staleness": 0}, "oversample_groups is 1; it needs completion order"),
+        (
+            {"oversample_groups": 1, "order": "completion"},
+            "oversample_groups is 1; it needs completion order",
+        ),
     ],
 )
 def test_rules_without_effect_are_refused(given, why):
@@ -391,4 +394,9 @@ def test_rules_without_effect_are_refused(given, why):
 
 def test_nothing_is_replaced_or_spare_unless_asked_for():
     rules = StalenessPolicy(4, 0)
-    assert (rules.order, rules.stale, rules.refill_rounds, rules.spare_groups) == ("submission", "wait", 0, 0)
+    assert (rules.order, rules.stale, rules.dynamic_sampling_rounds, rules.oversample_groups) == (
+        "submission",
+        "wait",
+        0,
+        0,
+    )

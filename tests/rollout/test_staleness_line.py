@@ -11,12 +11,12 @@ import pytest
 from millrace.rollout.staleness import GroupQueue, QueuedGroup
 
 
-def queue(size: int, staleness: int, *, refill_rounds: int = 0, order: str = "start") -> GroupQueue:
+def queue(size: int, staleness: int, *, dynamic_sampling_rounds: int = 0, order: str = "start") -> GroupQueue:
     """`order` is `start`, `finish` or `none late`."""
     return GroupQueue(
         size=size,
         staleness=staleness,
-        refill_rounds=refill_rounds,
+        dynamic_sampling_rounds=dynamic_sampling_rounds,
         in_order=order == "start",
         none_late=order == "none late",
     )
@@ -49,7 +49,7 @@ def test_in_order_the_first_groups_make_the_batch():
 
 
 def test_equal_groups_are_replaced_by_the_next_in_order():
-    groups = queue(2, 1, refill_rounds=2)
+    groups = queue(2, 1, dynamic_sampling_rounds=2)
     add(groups, 0, 0, 0, 0)
     finish(groups, 0, 2, zero_std=True)
     # 2 takes the place of 0, and 3 that of 2, so that 4 and 5 make the next batch.
@@ -62,7 +62,7 @@ def test_equal_groups_are_replaced_by_the_next_in_order():
 
 
 def test_a_replacement_has_to_start():
-    groups = queue(2, 0, refill_rounds=1)
+    groups = queue(2, 0, dynamic_sampling_rounds=1)
     add(groups, 0, 0)
     finish(groups, 0)
     finish(groups, 1, zero_std=True)
@@ -70,7 +70,7 @@ def test_a_replacement_has_to_start():
 
 
 def test_a_group_of_a_later_batch_is_not_yet_replaced():
-    groups = queue(1, 3, refill_rounds=1)
+    groups = queue(1, 3, dynamic_sampling_rounds=1)
     add(groups, 0, 0, 0)
     finish(groups, 1, zero_std=True)
     assert (groups.num_replaced, groups.num_places) == (0, 3)
@@ -88,7 +88,7 @@ def test_without_refills_equal_groups_are_like_others():
 
 
 def test_as_they_finish_equal_ones_fill_places_last():
-    groups = queue(2, 0, refill_rounds=1, order="finish")
+    groups = queue(2, 0, dynamic_sampling_rounds=1, order="finish")
     add(groups, *[0] * 6)
     finish(groups, 5, 4, 3, zero_std=True)
     assert (groups.num_replaced, groups.num_rounds, groups.num_places) == (2, 1, 4)
@@ -127,7 +127,7 @@ def test_the_batch_after_next_must_have_room_for_all_that_are_due_in_it():
     finish(groups, 3, 0, 1)
     assert groups.choose(2) == ([0, 3], [])
     # Equal groups are not trained on, so none of them can be too old.
-    groups = queue(1, 2, refill_rounds=1, order="none late")
+    groups = queue(1, 2, dynamic_sampling_rounds=1, order="none late")
     add(groups, 0, 0, 1)
     finish(groups, 0, zero_std=True)
     finish(groups, 2)

@@ -54,7 +54,7 @@ def test_a_recipes_flow_at_another_bound_keeps_what_has_a_meaning_there():
     assert rules(config, 3) == StalenessPolicy(8, 3, "completion", "drop")
     assert rules(config, 0) == StalenessPolicy(8, 0)
     config = recipe(rollout=size | {"batch_order": "completion", "oversample_groups": 2})
-    assert rules(config, 0) == StalenessPolicy(8, 0, "completion", spare_groups=2)
+    assert rules(config, 0) == StalenessPolicy(8, 0, "completion", oversample_groups=2)
     assert rules(config, 1) == StalenessPolicy(8, 1, "completion")
 
 

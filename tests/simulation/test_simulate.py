@@ -77,7 +77,7 @@ def test_it_is_the_controller_of_every_run():
     log = [{"kind": "begin", "rules": {}, "num_batches": 6}]
     rules = StalenessPolicy(3, 2, "completion", "drop")
     log[0]["rules"] = {"groups_per_step": 3, "staleness": 2, "order": "completion", "stale": "drop"} | {
-        "refill_rounds": 0
+        "dynamic_sampling_rounds": 0
     }
     costs = replace(COSTS, num_tokens=lognormal(8, 1.0))
     work = replace(WORK, rules=rules, num_engines=2, max_tokens=100, costs=costs)

@@ -45,14 +45,14 @@ pytestmark = pytest.mark.timeout(1200)
 # Commands and events of every run with an engine process. Of the 32 and 128 each third and sixteenth.
 MOMENTS = [
     *(f"before load ({number})" for number in range(1, 5)),
-    *(f"{when} direct ({number})" for number in range(1, 5) for when in ("before", "after")),
+    *(f"{when} blocking ({number})" for number in range(1, 5) for when in ("before", "after")),
     *(f"before submit ({number})" for number in range(1, 33, 3)),
     *(f"after GenerateResult ({number})" for number in range(1, 129, 16)),
 ]
 # Those of the first two evaluations, before the event log is there.
 EARLY = [
     *(f"before load ({number})" for number in (1, 2)),
-    *(f"{when} direct ({number})" for number in (1, 2) for when in ("before", "after")),
+    *(f"{when} blocking ({number})" for number in (1, 2) for when in ("before", "after")),
 ]
 
 
@@ -114,7 +114,7 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
     """
     log.touch()
     install(point)
-    give, wait = EngineHandle.give, SubprocessBackend.wait
+    send, wait = EngineHandle.send, SubprocessBackend.wait
     count: Counter[str] = Counter()
     killed: set[str] = set()
 
@@ -136,21 +136,21 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, engine.process.pid, os.WEXITED | os.WNOWAIT)
 
-    def giving(self: EngineHandle, kind: str, *args: Any, direct: bool = False) -> None:
-        name = numbered("direct" if direct else kind)
+    def sending(self: EngineHandle, kind: str, *args: Any, blocking: bool = False) -> None:
+        name = numbered("blocking" if blocking else kind)
         reach(f"before {name}", self)
-        give(self, kind, *args, direct=direct)
+        send(self, kind, *args, blocking=blocking)
         reach(f"after {name}", self)
 
     def waiting(self: SubprocessBackend, timeout_s: float) -> list[Event]:
         events = wait(self, timeout_s)
         for event in events:
             moment = f"after {numbered(type(event).__name__)}"
-            for engine in list(self._engines.living.values()):
+            for engine in list(self._engines.alive.values()):
                 reach(moment, engine)
         return events
 
-    EngineHandle.give, SubprocessBackend.wait = giving, waiting  # type: ignore[method-assign]
+    EngineHandle.send, SubprocessBackend.wait = sending, waiting  # type: ignore[method-assign]
 
 
 def live(base: Path, name: str, *moments: str, **settings: Any) -> list[str]:
@@ -210,8 +210,8 @@ def check_replaced(base: Path, moments: Sequence[str], staleness: int) -> None:
     [
         ("after submit (4)", "after GenerateResult (40)", "before load (5)"),
         # The evaluation after the second step.
-        ("before direct (3)",),
-        ("after direct (3)",),
+        ("before blocking (3)",),
+        ("after blocking (3)",),
     ],
     ids=["three", "before an evaluation", "in an evaluation"],
 )

@@ -126,7 +126,7 @@ def mill():
             "/v1/completions",
             TEXT | {"logprobs": 3},
             "logprobs",
-            "logprobs is 3, but only the log-probability of the drawn token is held, "
+            "logprobs is 3, but only the log-probability of the sampled token is stored, "
             "none of alternatives; ask for logprobs: 0",
         ),
         (
@@ -169,8 +169,8 @@ def mill():
             "/v1/chat/completions",
             CHAT | {"logprobs": True, "top_logprobs": 2},
             "top_logprobs",
-            "top_logprobs is 2, but only the log-probability of the drawn token is "
-            "held, none of alternatives; leave it out",
+            "top_logprobs is 2, but only the log-probability of the sampled token is "
+            "stored, none of alternatives; leave it out",
         ),
         (
             "/v1/chat/completions",

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from millrace.cli.config import written
+from millrace.config.explain import kind_of, meaning_of, sections
 from millrace.config.method_sections import DEFAULT_KIND
 from millrace.config.other_names import NAMES, NOTES, SETTLED
 from millrace.config.settings import BASIC, RunConfig
@@ -34,18 +35,6 @@ MARK = re.compile(r"^<!-- (settings|kinds|basic) (\S+) -->\n\n?(?:\|.*\n)*", re.
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping"}
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
 Section = type[BaseModel]
-
-
-def sections(annotation: Any) -> list[Section]:
-    """The sections that an annotation names, through `| None`, lists and unions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for inner in get_args(annotation) for found in sections(inner)]
-
-
-def kind_of(section: Section) -> str:
-    """The value of `kind` that selects a section."""
-    return str(get_args(section.model_fields["kind"].annotation)[0])
 
 
 def values(annotation: Any, limits: Sequence[Any] = ()) -> str:
@@ -115,7 +104,7 @@ def table(what: str, key: str) -> str:
     models = TABLES["" if key == "." else f"{key}."]
     if what == "basic":
         head: tuple[str, ...] = ("Setting", "Meaning")
-        rows: list[tuple[str, ...]] = [(f"`{basic}`", meaning(basic)) for basic in BASIC]
+        rows: list[tuple[str, ...]] = [(f"`{basic}`", meaning_of(basic)) for basic in BASIC]
     elif what == "kinds":
         head = ("Kind", "What it is")
         rows = [(f"`{kind_of(model)}`", model.__doc__ or "") for model in models]
@@ -126,15 +115,6 @@ def table(what: str, key: str) -> str:
     lines = [" | ".join(row) for row in [head, *rows]]
     lines.insert(1, "|".join(["---"] * len(head)))
     return "".join(f"|{line}|\n" if line.startswith("---") else f"| {line} |\n" for line in lines)
-
-
-def meaning(key: str) -> str:
-    """The description of a setting or a section."""
-    models: list[Section] = [RunConfig]
-    *above, last = key.split(".")
-    for name in above:
-        models = sections(models[0].model_fields[name].annotation)
-    return models[0].model_fields[last].description or f"one of {', '.join(map(kind_of, models))}"
 
 
 def page(text: str) -> str:

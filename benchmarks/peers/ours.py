@@ -57,7 +57,7 @@ class Ours:
     def _time_fractions(self, one: Workload) -> dict[str, float]:
         """Of one run."""
         spent = {"draw": 0.0, "logprob": 0.0}
-        draw = SamplingTable.draw
+        draw = SamplingTable.sample
 
         def timed(table: SamplingTable, logit_NV: torch.Tensor, *rest: Any) -> Any:
             start = time.perf_counter()
@@ -68,13 +68,13 @@ class Ours:
             spent["logprob"] += time.perf_counter() - middle
             return drawn
 
-        SamplingTable.draw = timed
+        SamplingTable.sample = timed
         try:
             start = time.perf_counter()
             self.generate(one, logprobs=True)
             total = time.perf_counter() - start - spent["logprob"]
         finally:
-            SamplingTable.draw = draw
+            SamplingTable.sample = draw
         return {name: seconds / total for name, seconds in spent.items()}
 
 

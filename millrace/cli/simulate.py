@@ -138,7 +138,7 @@ def simulate(
     for line in table_lines(config, machines, rows):
         typer.echo(line)
     if picture is not None:
-        draw(rows, picture)
+        write_picture(rows, picture)
 
 
 def comparison(run: str, found: MeasuredRun) -> Iterator[str]:
@@ -256,7 +256,7 @@ def _percent(idle: float) -> str:
     return f"{abs(round(idle, 2)):.0%}"
 
 
-def draw(rows: list[TableRow], picture: str) -> None:
+def write_picture(rows: list[TableRow], picture: str) -> None:
     """Write the best split of each mode as SVG."""
     from millrace.simulation.timeline import timeline_svg
 

@@ -15,22 +15,36 @@ from millrace.config.other_names import hint
 from millrace.config.settings import RunConfig
 
 
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+def sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that an annotation names, through `| None`, lists and unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _sections(inner)
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in sections(inner)]
 
 
 def _section(info: FieldInfo) -> type[BaseModel] | None:
-    sections = list(_sections(info.annotation))
-    return sections[0] if len(sections) == 1 else None
+    found = sections(info.annotation)
+    return found[0] if len(found) == 1 else None
 
 
 def kinds_of(info: FieldInfo | None) -> dict[str, type[BaseModel]]:
     """The sections that a field, or each entry of it, may be, by kind; empty if there is no choice."""
-    sections = list(_sections(info.annotation)) if info else []
-    return {_kind(section): section for section in sections if "kind" in section.model_fields}
+    found = sections(info.annotation) if info else []
+    return {kind_of(section): section for section in found if "kind" in section.model_fields}
+
+
+def kind_of(section: type[BaseModel]) -> str:
+    """The value of `kind` that selects a section."""
+    return str(get_args(section.model_fields["kind"].annotation)[0])
+
+
+def meaning_of(key: str) -> str:
+    """The description of a setting or a section by its dotted key; of a `kind` its choices."""
+    *above, last = key.split(".")
+    found: list[type[BaseModel]] = [RunConfig]
+    for name in above:
+        found = sections(found[0].model_fields[name].annotation)
+    return found[0].model_fields[last].description or f"one of {', '.join(map(kind_of, found))}"
 
 
 def known_keys(model: type[BaseModel] = RunConfig, above: str = "") -> list[str]:
@@ -39,7 +53,7 @@ def known_keys(model: type[BaseModel] = RunConfig, above: str = "") -> list[str]
     for name, info in model.model_fields.items():
         keys[f"{above}{name}"] = None
         if get_origin(info.annotation) is not tuple:
-            for section in _sections(info.annotation):
+            for section in sections(info.annotation):
                 keys |= dict.fromkeys(known_keys(section, f"{above}{name}."))
     return list(keys)
 
@@ -71,10 +85,6 @@ def _place(location: tuple[int | str, ...]) -> _Place:
         below = _section(info) if info else None
         kinds = {} if below else kinds_of(info)
     return _Place(".".join(parts), section, info)
-
-
-def _kind(section: type[BaseModel]) -> str:
-    return str(get_args(section.model_fields["kind"].annotation)[0])
 
 
 def is_echo(item: dict[str, Any], found: list[dict[str, Any]]) -> bool:
@@ -155,7 +165,7 @@ def _hint(place: _Place) -> str:
         return f"; did you mean {above}{dot}{near[0]}?"
     if place.section and "kind" in siblings:
         own = ", ".join(name for name in siblings if name != "kind")
-        return f"; kind {_kind(place.section)} {f'has: {own}' if own else 'has no settings'}"
+        return f"; kind {kind_of(place.section)} {f'has: {own}' if own else 'has no settings'}"
     by_last = {known.rpartition(".")[2]: known for known in known_keys()}
     near = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)
     return f"; did you mean {by_last[near[0]]}?" if near else ""

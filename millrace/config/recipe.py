@@ -7,6 +7,7 @@ resolved setting knows where it came from.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from millrace.config.explain import explain, is_echo, kinds_of
+from millrace.config.explain import explain, is_echo, kinds_of, meaning_of
 from millrace.config.inputs import FRESH_MODEL, TASK_PREFIX, TRAINED_TOKENIZER
 from millrace.config.method_sections import DEFAULT_KIND
 from millrace.config.renamed import renamed, renamed_overrides
@@ -139,7 +140,7 @@ def _with_base(
     """A recipe's tree over its `base`, or over the given one; ConfigError if unreadable, or its own base."""
     if str(name) in above:
         raise ConfigError(f"recipe {name} is its own base: {' -> '.join((*above, str(name)))}")
-    tree = renamed(_parse(recipe_text(name), str(name)), str(name))
+    tree = renamed(_parse(recipe_text(name), str(name)), f"recipe {name}")
     own = tree.pop("base", None)
     below = own if base == OWN_BASE else base
     if below is None:
@@ -276,8 +277,6 @@ def template() -> str:
     """The YAML of a recipe over grpo to fill in: every basic setting with its meaning and value."""
     inputs = {"model": {"path": "FOLDER"}, "data": {"train": "FILE.jsonl"}, "rewards": [{"kind": "exact"}]}
     config = validate(_with_base("grpo") | inputs, "template")
-    tree = config.model_dump(mode="json", exclude_unset=True)
-    found = {key: (value, meaning) for key, value, meaning in settings(config)}
     order = list(RunConfig.model_fields)
     lines = [
         "# Put in your model, data and reward; `millrace config FILE.yaml --all` lists all settings.",
@@ -290,29 +289,15 @@ def template() -> str:
             if path[: depth + 1] != above[: depth + 1]:
                 lines.append(f"{'  ' * depth}{part}:")
         above, indent = path, "  " * len(path)
-        if key in found:
-            value, meaning = found[key]
-        else:
-            value, meaning = _section(tree, key), _description(key)
-        lines += textwrap.wrap(meaning, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        lines.append(f"{indent}{name}: {json.dumps(value)}")
+        comment = f"{indent}# "
+        lines += textwrap.wrap(meaning_of(key), 100, initial_indent=comment, subsequent_indent=comment)
+        value = functools.reduce(getattr, [*path, name], config)
+        lines.append(f"{indent}{name}: {json.dumps(value, default=_given_settings)}")
     return "\n".join(lines) + "\n"
 
 
-def _section(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree[name]
-    return tree
-
-
-def _description(key: str) -> str:
-    model: type[BaseModel] = RunConfig
-    *path, name = key.split(".")
-    for part in path:
-        annotation = model.model_fields[part].annotation
-        assert isinstance(annotation, type)
-        model = annotation
-    return model.model_fields[name].description or ""
+def _given_settings(section: BaseModel) -> dict[str, Any]:
+    return section.model_dump(mode="json", exclude_unset=True)
 
 
 def json_schema() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -44,6 +46,9 @@ class RenamedSettingWarning(FutureWarning):
     """A recipe or an override uses an old name of a setting."""
 
 
+Path = tuple[Any, ...]
+
+
 def renamed(tree: Mapping[str, Any], name: str, *, quiet: bool = False) -> dict[str, Any]:
     """Return a recipe's tree with every old name replaced by the new one.
 
@@ -53,11 +58,23 @@ def renamed(tree: Mapping[str, Any], name: str, *, quiet: bool = False) -> dict[
     Warns:
         RenamedSettingWarning: once for each old name, with the recipe's name.
     """
-    found = _copy(tree)
-    # Settings before their sections, since a section that moves takes along what is left in it.
-    for old in sorted(RENAMED, key=lambda key: -key.count(".")):
-        if _move(found, old.split("."), RENAMED[old].split(".")) and not quiet:
-            _warn(name, old)
+    leaves = dict(_leaves(tree))
+    found: dict[str, Any] = {}
+    used: dict[str, None] = {}
+    # Current names first, since they have their places.
+    for path in sorted(leaves, key=lambda path: _old_name(path) is not None):
+        old = _old_name(path)
+        new = path if old is None else (*RENAMED[old].split("."), *path[old.count(".") + 1 :])
+        if _put(found, new, leaves[path]):
+            used |= {} if old is None else {old: None}
+        else:
+            _put(found, path, leaves[path])
+    for old in used if not quiet else ():
+        warnings.warn(
+            f"{name}: {old} is now called {RENAMED[old]}; the old name will be refused in the next version",
+            RenamedSettingWarning,
+            stacklevel=2,
+        )
     return found
 
 
@@ -66,69 +83,38 @@ def renamed_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in overrides.items():
         tree: dict[str, Any] = {}
-        inner = tree
-        *path, last = key.split(".")
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-        moved = renamed(tree, "override")
-        depth = len(path) + 1 if moved == tree or key in RENAMED else None
-        found |= dict(_flat(moved, depth))
+        _put(tree, tuple(key.split(".")), value)
+        moved = renamed(tree, "an override")
+        if moved == tree:
+            found[key] = value
+        elif key in RENAMED:  # a section moves as a whole, and replaces that of the recipe
+            found[RENAMED[key]] = functools.reduce(operator.getitem, RENAMED[key].split("."), moved)
+        else:
+            found |= {".".join(path): leaf for path, leaf in _leaves(moved)}
     return found
 
 
-def _warn(name: str, old: str) -> None:
-    where = "an override" if name == "override" else f"recipe {name}"
-    warnings.warn(
-        f"{where}: {old} is now called {RENAMED[old]}; the old name will be refused in the next version",
-        RenamedSettingWarning,
-        stacklevel=2,
-    )
+def _old_name(path: Path) -> str | None:
+    """The longest old name that the path begins with."""
+    names = (".".join(map(str, path[:size])) for size in range(len(path), 0, -1))
+    return next((name for name in names if name in RENAMED), None)
 
 
-def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-
-
-def _move(tree: dict[str, Any], old: list[str], new: list[str]) -> bool:
-    """Move a value in the tree; False if there is none to move or the new place is taken."""
-    *path, last = old
-    above: list[dict[str, Any]] = [tree]
-    for part in path:
-        inner = above[-1].get(part)
-        if not isinstance(inner, dict):
-            return False
-        above.append(inner)
-    if last not in above[-1]:
-        return False
-    *target_path, target = new
-    place: Any = tree
-    for part in target_path:
-        place = place.get(part, {}) if isinstance(place, dict) else None
-    if not isinstance(place, dict):
-        return False
-    value = above[-1][last]
-    if target in place and not _disjoint(value, place[target]):
-        return False
-    del above[-1][last]
-    for part, outer in zip(reversed(path), reversed(above[:-1]), strict=True):
-        if not outer[part]:
-            del outer[part]  # a section whose last setting moved
-    place = tree
-    for part in target_path:
-        place = place.setdefault(part, {})
-    place[target] = {**place[target], **value} if target in place else value
-    return True
-
-
-def _disjoint(value: Any, other: Any) -> bool:
-    return isinstance(value, dict) and isinstance(other, dict) and not value.keys() & other.keys()
-
-
-def _flat(tree: Mapping[str, Any], depth: int | None, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of a tree; mappings from `depth` levels on are values."""
+def _leaves(tree: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value and depth != 1:
-            yield from _flat(value, None if depth is None else depth - 1, f"{above}{key}.")
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*above, key))
         else:
-            yield f"{above}{key}", value
+            yield (*above, key), value
+
+
+def _put(tree: dict[str, Any], path: Path, value: Any) -> bool:
+    """Put a value at a place of the tree; False if something else is there."""
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            return False
+    if path[-1] in tree:
+        return False
+    tree[path[-1]] = value
+    return True

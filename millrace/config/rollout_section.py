@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from millrace.config.section import Section
+from millrace.config.section import Section, given_in
 
 
 class RolloutConfig(Section):
@@ -86,8 +86,9 @@ class RolloutConfig(Section):
 
 def synchronous(rollout: RolloutConfig) -> RolloutConfig:
     """The same settings of sampling with `max_staleness` 0 and the defaults of what depends on it."""
-    names = ("max_staleness", "batch_order", "stale_policy", "oversample_groups", "partial_rollout")
-    return rollout.model_copy(update={name: _default(name) for name in (*names, "kv_on_update")})
+    names = ("batch_order", "stale_policy", "oversample_groups", "partial_rollout", "kv_on_update")
+    fields = RolloutConfig.model_fields
+    return rollout.model_copy(update={name: fields[name].default for name in ("max_staleness", *names)})
 
 
 def idle_rollout(rollout: RolloutConfig, *, corrected: bool) -> Iterator[str]:
@@ -95,7 +96,7 @@ def idle_rollout(rollout: RolloutConfig, *, corrected: bool) -> Iterator[str]:
 
     `corrected` is whether the loss has an importance correction for the weights that sampled the tokens.
     """
-    given = {name for name in type(rollout).model_fields if getattr(rollout, name) != _default(name)}
+    given = given_in(rollout)
     in_order, at_once = rollout.batch_order == "submission", rollout.max_staleness == 0
     idle = {
         "with rollout.max_staleness 0, where nothing runs while weights are loaded": (
@@ -133,7 +134,3 @@ def idle_rollout(rollout: RolloutConfig, *, corrected: bool) -> Iterator[str]:
             "rollout.stale_policy keep trains on tokens of any age, which the loss does not correct for; set "
             "policy.correction, or another rollout.stale_policy"
         )
-
-
-def _default(name: str) -> object:
-    return RolloutConfig.model_fields[name].default

@@ -13,6 +13,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def given_in(section: Section) -> set[str]:
+    """Return the fields that are set to a value other than their default."""
+    kept = set()
+    for name in section.model_fields_set:
+        info = type(section).model_fields[name]
+        if info.is_required() or getattr(section, name) != info.get_default(call_default_factory=True):
+            kept.add(name)
+    return kept
+
+
 def compiled(pattern: str) -> re.Pattern[str]:
     """Compile a regular expression; raise ValueError with the mistake if it is invalid."""
     try:

@@ -36,7 +36,7 @@ from millrace.config.method_sections import (
 )
 from millrace.config.reward_sections import RewardConfig, reward_names
 from millrace.config.rollout_section import RolloutConfig, idle_rollout
-from millrace.config.section import Section
+from millrace.config.section import Section, given_in
 from millrace.config.sections import (
     CheckpointConfig,
     EvaluationConfig,
@@ -191,7 +191,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
 
 
 def _idle_inputs(config: RunConfig) -> Iterator[str]:
-    given = {name: _given(getattr(config, name)) for name in ("model", "tokenizer", "data")}
+    given = {name: given_in(getattr(config, name)) for name in ("model", "tokenizer", "data")}
     is_task = config.data.train.startswith(TASK_PREFIX)
     has_folder = config.model.path is not None
     untrained = config.tokenizer.path is not None or has_folder
@@ -279,11 +279,11 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
             "it"
         )
     if isinstance(advantage, GroupAdvantage):
-        if not advantage.divide_by_std and "epsilon" in _given(advantage):
+        if not advantage.divide_by_std and "epsilon" in given_in(advantage):
             yield "advantage.epsilon has no effect with divide_by_std false; remove it"
         if advantage.lone_reward and (advantage.baseline == "others" or not advantage.divide_by_std):
             yield "advantage.lone_reward needs baseline mean and divide_by_std; remove it"
-    if isinstance(advantage, GaeAdvantage) and advantage.length_adaptive and "lam" in _given(advantage):
+    if isinstance(advantage, GaeAdvantage) and advantage.length_adaptive and "lam" in given_in(advantage):
         yield "advantage.lam has no effect with advantage.length_adaptive; remove one of them"
     if advantage.kind == "group_decoupled" and len(config.rewards) == 1:
         yield "advantage kind group_decoupled needs two rewards or more; with one, use kind group"
@@ -302,7 +302,7 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
             "advantage kind v_trace weighs the trainer's log-probabilities against the sampler's; set "
             "policy.proximal: recompute"
         )
-    if "scan" in _given(config.kernels) and advantage.kind not in SCANNED:
+    if "scan" in given_in(config.kernels) and advantage.kind not in SCANNED:
         yield f"kernels.scan has no effect with advantage kind {advantage.kind}, which has no scan; remove it"
 
 
@@ -311,12 +311,12 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
     num_steps, staleness = policy.optimizer_steps_per_batch, config.rollout.max_staleness
     if num_steps == 1 and (staleness == 0 or policy.proximal == "recompute"):
         # The first optimizer step after what the ratio is taken to has a ratio of 1, which no bound touches.
-        for name in sorted(_given(policy.loss) - {"kind", *ACTING.get(policy.loss.kind, ())}):
+        for name in sorted(given_in(policy.loss) - {"kind", *ACTING.get(policy.loss.kind, ())}):
             yield (
                 f"policy.loss.{name} has no effect with one optimizer step per batch, where nothing is "
                 "clipped; remove it, or raise policy.optimizer_steps_per_batch"
             )
-    if num_steps == 1 and config.critic is not None and "clip" in _given(config.critic):
+    if num_steps == 1 and config.critic is not None and "clip" in given_in(config.critic):
         yield (
             "critic.clip has no effect with one optimizer step per batch, where no value has moved; "
             "remove it, or raise policy.optimizer_steps_per_batch"
@@ -351,14 +351,5 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if kl is not None and kl.target is not None and kl.horizon < sequences:
         yield f"policy.kl.horizon {kl.horizon} is less than the {sequences} sequences of a batch; raise it"
-    if kl is not None and kl.target is None and "horizon" in _given(kl):
+    if kl is not None and kl.target is None and "horizon" in given_in(kl):
         yield "policy.kl.horizon has no effect without policy.kl.target; remove it"
-
-
-def _given(section: Section) -> set[str]:
-    kept = set()
-    for name in section.model_fields_set:
-        info = type(section).model_fields[name]
-        if info.is_required() or getattr(section, name) != info.get_default(call_default_factory=True):
-            kept.add(name)
-    return kept

@@ -105,8 +105,8 @@ def given_ranks() -> tuple[int, int] | None:
     try:
         rank, size = (int(value or "") for value in given)
     except ValueError:
-        told = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
-        raise RanksError(f"the environment has {told}; a rank needs both, as torchrun sets them") from None
+        found = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
+        raise RanksError(f"the environment has {found}; a rank needs both, as torchrun sets them") from None
     return rank, size
 
 

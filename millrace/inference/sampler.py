@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.kernels.sampling import draw, row_logprob, truncate
+from millrace.kernels.sampling import row_logprob, sample, truncate
 from millrace.types import SamplingParams
 
 History = Callable[[int], tuple[np.ndarray, np.ndarray]]
@@ -198,7 +198,7 @@ class SamplingTable:
         for row, edit in zip(rows, edits, strict=True):
             self._edits[row] = edit
 
-    def draw(
+    def sample(
         self, logit_NV: Tensor, row_N: np.ndarray, position_N: np.ndarray, history: History
     ) -> SampledTokens:
         """Sample one token for each entry.
@@ -212,27 +212,27 @@ class SamplingTable:
         temperature_N = self._column(self._temperature_R, row_N)
         uniform_N = torch.from_numpy(uniform(self._seed_R[row_N], position_N)).to(self._device)
         edited_N, truncated_N = position_N < self._edited_R[row_N], self._truncates_R[row_N]
-        drawn_NV = logit_NV
+        sampled_NV = logit_NV
         if edited_N.any() or truncated_N.any():
-            drawn_NV = logit_NV.clone(memory_format=torch.contiguous_format)
+            sampled_NV = logit_NV.clone(memory_format=torch.contiguous_format)
             for n in np.flatnonzero(edited_N).tolist():
                 edits = self._edits[row_N[n]]
                 assert edits is not None
-                edits.apply(drawn_NV[n], int(position_N[n]), partial(history, n))
-            self._truncate(drawn_NV, row_N, np.flatnonzero(truncated_N))
-        token_N, among_N = draw(drawn_NV, temperature_N, uniform_N)
+                edits.apply(sampled_NV[n], int(position_N[n]), partial(history, n))
+            self._truncate(sampled_NV, row_N, np.flatnonzero(truncated_N))
+        token_N, among_N = sample(sampled_NV, temperature_N, uniform_N)
         raw_N, logprob_N, within_N = self._raw_R[row_N], among_N, among_N
         support = None
-        if drawn_NV is not logit_NV or raw_N.any():
+        if sampled_NV is not logit_NV or raw_N.any():
             judged_N = temperature_N.masked_fill(torch.from_numpy(raw_N).to(self._device), 1)
             within_N = logprob_N = row_logprob(logit_NV, token_N, judged_N)
             limited_N = truncated_N | self._limited_R[row_N]
             if limited_N.any():
-                support = _supports(drawn_NV, limited_N)
+                support = _supports(sampled_NV, limited_N)
                 # `among_N` comes from edited and tempered logits. Entries with edits or raw log-probabilities
                 # are computed again over the same support.
                 again_M = self._indices(limited_N & (edited_N | raw_N))
-                ruled_out_MV = drawn_NV[again_M] == -torch.inf
+                ruled_out_MV = sampled_NV[again_M] == -torch.inf
                 within_MV = logit_NV[again_M].masked_fill(ruled_out_MV, -torch.inf)
                 within_M = row_logprob(within_MV, token_N[again_M], judged_N[again_M])
                 within_N = torch.where(torch.from_numpy(limited_N).to(self._device), among_N, logprob_N)

@@ -86,7 +86,7 @@ class SamplerStage:
         failed: list[tuple[Request, str]] = []
         for first in range(0, len(row_N), self._chunk):
             part = slice(first, first + self._chunk)
-            found = self._draw_part(row_N[part], self._runner.logits(hidden[index_N[part]]))
+            found = self._sample_part(row_N[part], self._runner.logits(hidden[index_N[part]]))
             token_N[part], logprob_N[part] = found.token_N, found.logprob_N
             for n, support in enumerate(found.support or ()):
                 if support is not None:
@@ -96,7 +96,7 @@ class SamplerStage:
                 failed.append((requests[n], f"its logits are not finite, first in {layer}"))
         return StepTokens(requests, token_N, logprob_N, failed)
 
-    def _draw_part(self, row_N: np.ndarray, logit_NV: Tensor) -> sampler.SampledTokens:
+    def _sample_part(self, row_N: np.ndarray, logit_NV: Tensor) -> sampler.SampledTokens:
         table = self._table
         position_N = table.num_tokens_R[row_N] - table.num_prompt_R[row_N]
 
@@ -105,7 +105,7 @@ class SamplerStage:
             known_L, num_prompt = table.token_RL[row, : table.num_tokens_R[row]], table.num_prompt_R[row]
             return known_L[:num_prompt], known_L[num_prompt:]
 
-        return self._sampling.draw(logit_NV, row_N, position_N, history)
+        return self._sampling.sample(logit_NV, row_N, position_N, history)
 
     def _scored(self, plan: Plan) -> list[tuple[int, Request]]:
         """Requests of the plan that need prompt log-probabilities, each with its index into B."""

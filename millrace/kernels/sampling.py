@@ -3,7 +3,7 @@
 N = rows, V = vocabulary.
 
 With z = logits / temperature, token v has the mass exp(z_v - max z). A row gives the same bits in a batch of
-any size, and `draw` and `row_logprob` give the same bits for the same token; see `sampling_plain`. On a CPU
+any size, and `sample` and `row_logprob` give the same bits for the same token; see `sampling_plain`. On a CPU
 compiled kernels run, elsewhere the plain implementations.
 
 A row with NaN or plus infinity, or with nothing above minus infinity, has no distribution: its
@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.kernels.sampling_plain import draw_plain, row_logprob_plain, truncate_plain
+from millrace.kernels.sampling_plain import row_logprob_plain, sample_plain, truncate_plain
 
 DTYPES = (torch.float32, torch.float64)
 
 
-def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+def sample(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token (int64) for each row, with its log-probability log softmax(logits / temperature).
 
     The token is the first with a cumulative mass above u times the total; a token without mass is never
@@ -35,15 +35,15 @@ def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Te
     if logit_NV.device.type == "cpu":
         from millrace.kernels import sampling_cpu
 
-        return sampling_cpu.draw(logit_NV.contiguous(), columns[0], columns[1].double())
-    return draw_plain(logit_NV, *columns)
+        return sampling_cpu.sample(logit_NV.contiguous(), columns[0], columns[1].double())
+    return sample_plain(logit_NV, *columns)
 
 
 def row_logprob(logit_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
-    """Compute the log-probability of one given token for each row, [N], bit for bit that of `draw`.
+    """Compute the log-probability of one given token for each row, [N], bit for bit that of `sample`.
 
     Temperature 0 counts as 1. The result has the dtype of the logits; NaN for a row without distribution.
-    Errors are those of `draw`, and a ValueError for a target outside the vocabulary.
+    Errors are those of `sample`, and a ValueError for a target outside the vocabulary.
     """
     target_N, temperature_N = _columns(logit_NV, target_N=target_N, temperature_N=temperature_N)
     outside_N = (target_N < 0) | (target_N >= logit_NV.shape[1])

@@ -35,11 +35,11 @@ Tile = tuple[Array, Array, Array]
 Numbers = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, Any]]
 
 
-def draw(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """See `sampling.draw`; the logits are contiguous, u is float64."""
+def sample(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """See `sampling.sample`; the logits are contiguous, u is float64."""
     token_N, logprob_N = torch.empty(len(logit_NV), dtype=torch.int64), logit_NV.new_empty(len(logit_NV))
     heat_N = heat(logit_NV, temperature_N)
-    _over_rows(_draw_all, logit_NV, temperature_N == 0, heat_N, uniform_N, token_N, logprob_N)
+    _over_rows(_sample_all, logit_NV, temperature_N == 0, heat_N, uniform_N, token_N, logprob_N)
     return token_N, logprob_N
 
 
@@ -67,7 +67,7 @@ def _over_rows(kernel: Callable[..., None], logit_NV: Tensor, *columns: Tensor) 
 
 
 @compiled()
-def _draw(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, part: int) -> None:
+def _sample(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, part: int) -> None:
     greedy, heat, uniform, token, logprob = columns
     tile, sums = _buffers(n, logit)
     start, stop = bounds(len(logit), num_parts, part)
@@ -279,8 +279,10 @@ def _likeliest(x: Array, found: Arrays, max_count: int, max_mass: float) -> tupl
 
 
 @compiled()
-def _draw_all(n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, num_members: int) -> None:
-    share_out(_draw, (n, logit, columns, num_parts), num_parts, num_members)
+def _sample_all(
+    n: Numbers, logit: Array, columns: tuple[Array, ...], num_parts: int, num_members: int
+) -> None:
+    share_out(_sample, (n, logit, columns, num_parts), num_parts, num_members)
 
 
 @compiled()

@@ -76,8 +76,8 @@ def heat(logit_NV: Tensor, temperature_N: Tensor) -> Tensor:
     return temperature_N.to(logit_NV.dtype).masked_fill(temperature_N == 0, 1)
 
 
-def draw_plain(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference for `draw`."""
+def sample_plain(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Reference for `sample`."""
     z_NV, peak_N = _z(logit_NV, temperature_N)
     mass_NCK = _tiles(_masses(z_NV, peak_N))
     reached_NC = _halved(mass_NCK).double().cumsum(1)

@@ -129,7 +129,7 @@ def _sampling() -> None:
     for dtype in WIDE:
         logit_NV = _numbers(2, 8, dtype=dtype)
         temperature_N, half_N = torch.ones(2, dtype=dtype), torch.full((2,), 0.5, dtype=torch.float64)
-        sampling_cpu.draw(logit_NV, temperature_N, half_N)
+        sampling_cpu.sample(logit_NV, temperature_N, half_N)
         sampling_cpu.row_logprob(logit_NV, torch.tensor([0, 1]), temperature_N)
         sampling_cpu.truncate(logit_NV, temperature_N, torch.tensor([4, 4]), half_N, 0 * half_N)
 

@@ -113,9 +113,9 @@ def test_the_best_schedule_computes_every_token_once():
 def test_steps_agree_with_a_count_request_by_request(name):
     one = workload(name)
     reads = sum(
-        len(prompt) + partial_output
+        len(prompt) + generated
         for prompt, length in zip(one.prompts, one.lengths, strict=True)
-        for partial_output in range(1, length)
+        for generated in range(1, length)
     )
     steps = floor.steps(one)
     assert sum(step.draws for step in steps) == one.num_drawn

@@ -31,10 +31,10 @@ def drawn_by(
     table = SamplingTable(len(params), logit_NV.shape[1], CPU)
     table.put(range(len(params)), params)
     rows, positions = np.arange(len(params)), np.full(len(params), position)
-    return table.draw(logit_NV, rows, positions, history or no_history)
+    return table.sample(logit_NV, rows, positions, history or no_history)
 
 
-def draw_many(shares: list[float], num: int = 20_000, **params: Any) -> tuple[Tensor, Tensor]:
+def sample_many(shares: list[float], num: int = 20_000, **params: Any) -> tuple[Tensor, Tensor]:
     """One token for each seed from 0 to num - 1."""
     seeds = [SamplingParams(seed=seed, **params) for seed in range(num)]
     drawn = drawn_by(seeds, torch.tensor(shares).log().expand(num, -1))
@@ -67,7 +67,7 @@ def chi_square(counts: list[int], shares: list[float]) -> float:
     ids=str,
 )
 def test_tokens_are_as_frequent_as_the_distribution_says(params: dict[str, Any], kept: list[float]) -> None:
-    counts = torch.bincount(draw_many(SHARES, **params)[0], minlength=5).tolist()
+    counts = torch.bincount(sample_many(SHARES, **params)[0], minlength=5).tolist()
     assert sum(counts) == 20_000 and sum(counts[len(kept) :]) == 0
     assert chi_square(counts[: len(kept)], kept) < CHI_SQUARE[len(kept) - 1]
 
@@ -76,7 +76,7 @@ def test_tokens_of_one_seed_at_many_positions_follow_the_distribution() -> None:
     table = SamplingTable(3, 5, CPU)
     table.put([1], [SamplingParams(seed=11)])
     logit_NV = torch.tensor(SHARES).log().expand(20_000, -1)
-    drawn = table.draw(logit_NV, np.ones(20_000, dtype=np.int64), np.arange(20_000), no_history)
+    drawn = table.sample(logit_NV, np.ones(20_000, dtype=np.int64), np.arange(20_000), no_history)
     assert chi_square(np.bincount(drawn.token_N, minlength=5).tolist(), SHARES) < CHI_SQUARE[4]
 
 
@@ -101,10 +101,10 @@ EVERYTHING = {
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("params", [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, EVERYTHING], ids=str)
 def test_logprobs_are_those_of_the_whole_distribution(params: dict[str, Any], temperature: float) -> None:
-    tokens, logprobs = draw_many(SHARES, num=200, temperature=temperature, **params)
+    tokens, logprobs = sample_many(SHARES, num=200, temperature=temperature, **params)
     shares = torch.tensor(SHARES) ** (1 / temperature)
     close_fp32(logprobs, (shares / shares.sum())[tokens].log())
-    tokens, logprobs = draw_many(SHARES, num=200, temperature=temperature, logprobs="raw", **params)
+    tokens, logprobs = sample_many(SHARES, num=200, temperature=temperature, logprobs="raw", **params)
     close_fp32(logprobs, torch.tensor(SHARES)[tokens].log())
 
 
@@ -281,15 +281,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None
     row_N = np.random.default_rng(0).permutation(60)[:50]
     table.put(row_N.tolist(), params)
 
-    def draw(chosen: list[int]) -> SampledTokens:
+    def sample(chosen: list[int]) -> SampledTokens:
         def history(n: int) -> tuple[np.ndarray, np.ndarray]:
             return np.array([1, 2, chosen[n]]), np.array([7, 7, chosen[n] // 2])
 
-        return table.draw(logit_NV[chosen], row_N[chosen], position_N[chosen], history)
+        return table.sample(logit_NV[chosen], row_N[chosen], position_N[chosen], history)
 
-    together = draw(list(range(50)))
+    together = sample(list(range(50)))
     for chosen in [[n] for n in range(50)] + [[2, 9, 16], [49, 0, 20, 13]]:
-        apart = draw(chosen)
+        apart = sample(chosen)
         for name in ("token_N", "logprob_N", "finite_N", "within_N"):
             assert getattr(apart, name).tobytes() == getattr(together, name)[chosen].tobytes()
         for m, n in enumerate(chosen):
@@ -328,7 +328,7 @@ def test_a_row_takes_the_parameters_put_last() -> None:
     )
     table.put([], [])
     table.put([0], [SamplingParams(temperature=0.0)])
-    drawn = table.draw(
+    drawn = table.sample(
         torch.tensor([[0.0, 1.0, 0.0, 9.0]] * 2), np.array([1, 0]), np.zeros(2, int), no_history
     )
     assert drawn.token_N.tolist() == [1, 3]
@@ -351,7 +351,7 @@ def test_a_token_outside_the_vocabulary_is_refused_and_no_row_changed(
     table = SamplingTable(2, 10, CPU)
     with pytest.raises(ValueError, match=message):
         table.put([0, 1], [SamplingParams(temperature=0.0), SamplingParams(**params)])
-    drawn = table.draw(torch.arange(10.0)[None], np.array([0]), np.array([5]), no_history)
+    drawn = table.sample(torch.arange(10.0)[None], np.array([0]), np.array([5]), no_history)
     assert drawn.token_N[0] < 9  # position 5 of seed 0 at temperature 1; greedy would take 9
     with pytest.raises(ValueError, match=message):
         check_vocabulary(SamplingParams(**params), 10)

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from millrace.kernels import sampling_cpu
-from millrace.kernels.sampling import draw, row_logprob, truncate
-from millrace.kernels.sampling_plain import draw_plain
+from millrace.kernels.sampling import row_logprob, sample, truncate
+from millrace.kernels.sampling_plain import sample_plain
 
 
 def test_on_a_cpu_the_compiled_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    for name in ("draw", "row_logprob", "truncate"):
+    for name in ("sample", "row_logprob", "truncate"):
         monkeypatch.setattr(sampling_cpu, name, lambda *args, name=name: calls.append((name, *args)) or name)
     logit_NV = torch.zeros(3, 4)[:, ::2].T
     half, one_N, zero_N = torch.full((2,), 0.5), torch.ones(2), torch.zeros(2, dtype=torch.int32)
-    assert [draw(logit_NV, half, half), row_logprob(logit_NV, zero_N, half)] == ["draw", "row_logprob"]
+    assert [sample(logit_NV, half, half), row_logprob(logit_NV, zero_N, half)] == ["sample", "row_logprob"]
     truncate(torch.zeros(2, 3), half, top_k_N=zero_N, top_p_N=one_N, min_p_N=half)
-    assert [call[0] for call in calls] == ["draw", "row_logprob", "truncate"]
+    assert [call[0] for call in calls] == ["sample", "row_logprob", "truncate"]
     assert all(call[1].is_contiguous() for call in calls)
     dtypes = [[column.dtype for column in call[2:]] for call in calls]
     single, double, integer = torch.float32, torch.float64, torch.int64
@@ -33,8 +33,8 @@ def test_on_a_cpu_the_compiled_kernels_run(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_row_gives_empty_results(shape: tuple[int, int]) -> None:
     empty_N = torch.zeros(0, dtype=torch.float64)
     for drawn in (
-        draw(torch.zeros(shape), empty_N, empty_N),
-        draw_plain(torch.zeros(shape), empty_N, empty_N),
+        sample(torch.zeros(shape), empty_N, empty_N),
+        sample_plain(torch.zeros(shape), empty_N, empty_N),
     ):
         assert [column.shape for column in drawn] == [(0,), (0,)]
     assert row_logprob(torch.zeros(shape), empty_N.long(), empty_N).shape == (0,)
@@ -48,26 +48,26 @@ def two(value: float = 0.5) -> Tensor:
     ("call", "message"),
     [
         (
-            lambda: draw(torch.zeros(3), two(), two()),
+            lambda: sample(torch.zeros(3), two(), two()),
             "logit_NV is torch.float32 of shape (3,); "
             "expected float32 or float64 of shape (N, V) with V at least 1",
         ),
         (
-            lambda: draw(torch.zeros(2, 0), two(), two()),
+            lambda: sample(torch.zeros(2, 0), two(), two()),
             "logit_NV is torch.float32 of shape (2, 0); "
             "expected float32 or float64 of shape (N, V) with V at least 1",
         ),
         (
-            lambda: draw(torch.zeros(2, 3, dtype=torch.bfloat16), two(), two()),
+            lambda: sample(torch.zeros(2, 3, dtype=torch.bfloat16), two(), two()),
             "logit_NV is torch.bfloat16 of shape (2, 3); "
             "expected float32 or float64 of shape (N, V) with V at least 1",
         ),
         (
-            lambda: draw(torch.zeros(2, 3, requires_grad=True), two(), two()),
+            lambda: sample(torch.zeros(2, 3, requires_grad=True), two(), two()),
             "logit_NV requires a gradient, which sampling would drop; detach it",
         ),
         (
-            lambda: draw(torch.zeros(2, 3), two(), torch.zeros(3)),
+            lambda: sample(torch.zeros(2, 3), two(), torch.zeros(3)),
             "uniform_N has shape (3,); expected (2,), one for each row",
         ),
         (

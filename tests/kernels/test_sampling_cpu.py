@@ -32,8 +32,8 @@ VOCABULARIES = [1, 3, 63, 64, 65, 128, 200, 256, 257, 600, 1290]
 def test_draws_have_the_bits_of_the_plain_twin(vocabulary: int, dtype: torch.dtype) -> None:
     logit_NV = random_logits(vocabulary, 4, vocabulary, dtype)
     columns = random_columns(vocabulary, 4)
-    token_N, logprob_N = sampling_cpu.draw(logit_NV, *columns)
-    plain_token_N, plain_logprob_N = sampling_plain.draw_plain(logit_NV, *columns)
+    token_N, logprob_N = sampling_cpu.sample(logit_NV, *columns)
+    plain_token_N, plain_logprob_N = sampling_plain.sample_plain(logit_NV, *columns)
     assert torch.equal(token_N, plain_token_N) and torch.equal(logprob_N, plain_logprob_N)
     assert torch.equal(sampling_cpu.row_logprob(logit_NV, token_N, columns[0]), logprob_N)
     assert logprob_N.dtype == dtype
@@ -46,8 +46,8 @@ def test_many_draws_have_the_bits_of_the_plain_twin(seed: int, dtype: torch.dtyp
     vocabulary = 1 + seed * 97
     logit_NV = random_logits(seed, 100, vocabulary, dtype)
     columns = random_columns(seed, 100)
-    token_N, logprob_N = sampling_cpu.draw(logit_NV, *columns)
-    plain_token_N, plain_logprob_N = sampling_plain.draw_plain(logit_NV, *columns)
+    token_N, logprob_N = sampling_cpu.sample(logit_NV, *columns)
+    plain_token_N, plain_logprob_N = sampling_plain.sample_plain(logit_NV, *columns)
     assert torch.equal(token_N, plain_token_N) and torch.equal(logprob_N, plain_logprob_N)
     target_N = torch.randint(vocabulary, (100,), generator=torch.Generator().manual_seed(seed))
     plain_N = sampling_plain.row_logprob_plain(logit_NV, target_N, columns[0])
@@ -108,8 +108,8 @@ def test_edges_have_the_bits_of_the_plain_twin() -> None:
     ):
         for temperature in (0.0, 0.5):
             temperature_N = torch.full((len(logit_NV),), temperature)
-            ours = sampling_cpu.draw(logit_NV, temperature_N, uniform_N)
-            plain = sampling_plain.draw_plain(logit_NV, temperature_N, uniform_N)
+            ours = sampling_cpu.sample(logit_NV, temperature_N, uniform_N)
+            plain = sampling_plain.sample_plain(logit_NV, temperature_N, uniform_N)
             assert torch.equal(ours[0], plain[0]) and torch.equal(ours[1], plain[1])
 
 
@@ -117,17 +117,17 @@ def test_a_row_has_the_same_bits_alone_and_among_fifty() -> None:
     logit_NV = random_logits(0, 50, 130, torch.float32)
     temperature_N, uniform_N = random_columns(0, 50)
     limits = random_limits(0, 50, 130)
-    token_N, logprob_N = sampling.draw(logit_NV, temperature_N, uniform_N)
-    plain_token_N, plain_logprob_N = sampling_plain.draw_plain(logit_NV, temperature_N, uniform_N)
+    token_N, logprob_N = sampling.sample(logit_NV, temperature_N, uniform_N)
+    plain_token_N, plain_logprob_N = sampling_plain.sample_plain(logit_NV, temperature_N, uniform_N)
     truncated_NV = logit_NV.clone()
     sampling.truncate(truncated_NV, temperature_N + 0.1, **limits)
     for n in range(0, 50, 7):
         row = slice(n, n + 1)
-        for draw, token, logprob in (
-            (sampling.draw, token_N, logprob_N),
-            (sampling_plain.draw_plain, plain_token_N, plain_logprob_N),
+        for sample, token, logprob in (
+            (sampling.sample, token_N, logprob_N),
+            (sampling_plain.sample_plain, plain_token_N, plain_logprob_N),
         ):
-            alone = draw(logit_NV[row], temperature_N[row], uniform_N[row])
+            alone = sample(logit_NV[row], temperature_N[row], uniform_N[row])
             assert int(alone[0]) == int(token[n]) and float(alone[1]) == float(logprob[n])
         alone_NV = logit_NV[row].clone()
         sampling.truncate(alone_NV, temperature_N[row] + 0.1, **{k: v[row] for k, v in limits.items()})
@@ -140,12 +140,12 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, threads: int, vo
     logit_NV = random_logits(3, 7, vocabulary, torch.float32)
     columns = random_columns(3, 7)
     limits = random_limits(3, 7, vocabulary)
-    expected = sampling_cpu.draw(logit_NV, *columns)
+    expected = sampling_cpu.sample(logit_NV, *columns)
     whole_NV = logit_NV.clone()
     sampling_cpu.truncate(whole_NV, columns[0] + 0.5, *limits.values())
     monkeypatch.setattr(sampling_cpu.torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(sampling_cpu, "PART_LOGITS", 100)
-    token_N, logprob_N = sampling_cpu.draw(logit_NV, *columns)
+    token_N, logprob_N = sampling_cpu.sample(logit_NV, *columns)
     assert torch.equal(token_N, expected[0]) and torch.equal(logprob_N, expected[1])
     assert torch.equal(sampling_cpu.row_logprob(logit_NV, token_N, columns[0]), expected[1])
     sampling_cpu.truncate(logit_NV, columns[0] + 0.5, *limits.values())
@@ -196,7 +196,7 @@ def test_the_greatest_logit_is_found_wherever_it_stands() -> None:
             logit_V = torch.full((vocabulary,), -2.5)
             logit_V[v] = -1.5
             assert sampling_cpu._greatest(logit_V.numpy()) == -1.5
-            token_N, _ = sampling_cpu.draw(logit_V[None], torch.zeros(1), doubles(0.3))
+            token_N, _ = sampling_cpu.sample(logit_V[None], torch.zeros(1), doubles(0.3))
             assert token_N.tolist() == [v]
 
 
@@ -205,7 +205,7 @@ def test_the_greatest_logit_is_found_wherever_it_stands() -> None:
 def test_the_token_of_a_row_without_a_distribution_is_in_the_vocabulary(temperature: float) -> None:
     for value in (math.nan, math.inf, -math.inf):
         logit_NV = torch.full((1, 1), value)
-        token_N, logprob_N = sampling_cpu.draw(logit_NV, torch.full((1,), temperature), doubles(ALMOST_1))
+        token_N, logprob_N = sampling_cpu.sample(logit_NV, torch.full((1,), temperature), doubles(ALMOST_1))
         assert token_N.tolist() == [0] and logprob_N.isnan().all()
         sampling_cpu.truncate(logit_NV, torch.ones(1), torch.tensor([1]), doubles(0.5), doubles(0.1))
 
@@ -226,8 +226,8 @@ def test_threads_work_in_a_forked_child_too(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sampling_cpu.torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(sampling_cpu, "PART_LOGITS", 10)
     logit_NV, columns = random_logits(5, 9, 70, torch.float32), random_columns(5, 9)
-    expected_N = sampling_cpu.draw(logit_NV, *columns)[0]
+    expected_N = sampling_cpu.sample(logit_NV, *columns)[0]
     child = os.fork()
     if child == 0:
-        os._exit(int(not torch.equal(sampling_cpu.draw(logit_NV, *columns)[0], expected_N)))
+        os._exit(int(not torch.equal(sampling_cpu.sample(logit_NV, *columns)[0], expected_N)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from millrace.kernels import sampling_plain
-from millrace.kernels.sampling import draw, row_logprob, truncate
-from millrace.kernels.sampling_plain import TILE, draw_plain, numbers, row_logprob_plain, truncate_plain
+from millrace.kernels.sampling import row_logprob, sample, truncate
+from millrace.kernels.sampling_plain import TILE, numbers, row_logprob_plain, sample_plain, truncate_plain
 from tests.close import close_fp32, close_fp64
 
 CLOSE: dict[torch.dtype, Callable[..., None]] = {torch.float32: close_fp32, torch.float64: close_fp64}
@@ -97,7 +97,7 @@ def test_the_constants_of_the_exponential() -> None:
 def test_log_probabilities_are_those_of_log_softmax(vocabulary: int, dtype: torch.dtype) -> None:
     logit_NV = random_logits(vocabulary, 30, vocabulary, dtype)
     temperature_N, uniform_N = random_columns(vocabulary, 30)
-    token_N, logprob_N = draw_plain(logit_NV, temperature_N, uniform_N)
+    token_N, logprob_N = sample_plain(logit_NV, temperature_N, uniform_N)
     z_NV = logit_NV.double() / torch.where(temperature_N == 0, 1, temperature_N)[:, None]
     expected_N = z_NV.log_softmax(1).gather(1, token_N[:, None])[:, 0]
     close_fp64(logprob_N, expected_N, rtol=0, atol=4e-6 if dtype == torch.float32 else 1e-13)
@@ -105,42 +105,42 @@ def test_log_probabilities_are_those_of_log_softmax(vocabulary: int, dtype: torc
     assert torch.equal(row_logprob_plain(logit_NV, token_N, temperature_N), logprob_N)
 
 
-@pytest.mark.parametrize("draw", [draw_plain, draw])
+@pytest.mark.parametrize("sample", [sample_plain, sample])
 @pytest.mark.parametrize("vocabulary", [1, 2, 5, 300, 700])
-def test_the_token_is_where_the_cumulative_mass_passes_u(vocabulary: int, draw: Draw) -> None:
+def test_the_token_is_where_the_cumulative_mass_passes_u(vocabulary: int, sample: Draw) -> None:
     logit_NV = random_logits(vocabulary, 40, vocabulary, torch.float64)
     temperature_N, uniform_N = random_columns(vocabulary, 40)
     temperature_N[temperature_N == 0] = 0.7
     cumulative_NV = (logit_NV / temperature_N[:, None]).softmax(1).cumsum(1)
     expected_N = (cumulative_NV <= uniform_N[:, None]).sum(1)
-    assert draw(logit_NV, temperature_N, uniform_N)[0].tolist() == expected_N.tolist()
+    assert sample(logit_NV, temperature_N, uniform_N)[0].tolist() == expected_N.tolist()
 
 
-@pytest.mark.parametrize("draw", [draw_plain, draw])
+@pytest.mark.parametrize("sample", [sample_plain, sample])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_masses_are_passed_exactly(draw: Draw, dtype: torch.dtype) -> None:
+def test_equal_masses_are_passed_exactly(sample: Draw, dtype: torch.dtype) -> None:
     # The mass before token v is v, so u = v / V reaches but does not pass it.
     for vocabulary, tokens in ((4, [0, 1, 2, 3]), (1024, [0, 1, 255, 256, 257, 511, 512, 700, 1023])):
         logit_NV = torch.full((len(tokens), vocabulary), -3.0, dtype=dtype)
         uniform_N = doubles(*tokens) / vocabulary
-        token_N, logprob_N = draw(logit_NV, torch.ones(len(tokens)), uniform_N)
+        token_N, logprob_N = sample(logit_NV, torch.ones(len(tokens)), uniform_N)
         assert token_N.tolist() == tokens
         close_as(dtype, logprob_N, [-math.log(vocabulary)] * len(tokens))
 
 
-@pytest.mark.parametrize("draw", [draw_plain, draw])
+@pytest.mark.parametrize("sample", [sample_plain, sample])
 @pytest.mark.parametrize("start", [0, 250, 255, 256, 600])
-def test_a_token_without_mass_is_never_drawn(start: int, draw: Draw) -> None:
+def test_a_token_without_mass_is_never_drawn(start: int, sample: Draw) -> None:
     uniform_N = doubles(0, 0.4999, 0.5, ALMOST_1)
     logit_NV = torch.full((4, 1500), -math.inf)
     logit_NV[:, start + 1] = logit_NV[:, start + 3] = 2.0
-    token_N, logprob_N = draw(logit_NV, torch.full((4,), 0.3), uniform_N)
+    token_N, logprob_N = sample(logit_NV, torch.full((4,), 0.3), uniform_N)
     assert token_N.tolist() == [start + 1, start + 1, start + 3, start + 3]
     close_fp32(logprob_N, [-math.log(2)] * 4)
 
 
-@pytest.mark.parametrize("draw", [draw_plain, draw])
-def test_the_last_token_is_drawn_where_the_masses_one_by_one_do_not_reach_u(draw: Draw) -> None:
+@pytest.mark.parametrize("sample", [sample_plain, sample])
+def test_the_last_token_is_drawn_where_the_masses_one_by_one_do_not_reach_u(sample: Draw) -> None:
     found = 0
     for seed in range(40):
         logit_V = torch.full((290,), -math.inf)
@@ -150,30 +150,30 @@ def test_the_last_token_is_drawn_where_the_masses_one_by_one_do_not_reach_u(draw
             mass_V.double().sum() < sampling_plain._halved(sampling_plain._tiles(mass_V[None]))[0, 0].double()
         )
         found += int(short)
-        assert draw(logit_V[None], torch.ones(1), doubles(ALMOST_1))[0].tolist() == [5]
+        assert sample(logit_V[None], torch.ones(1), doubles(ALMOST_1))[0].tolist() == [5]
     assert 5 < found < 35
 
 
-@pytest.mark.parametrize("draw", [draw_plain, draw])
-def test_greedy_takes_the_lowest_of_the_likeliest_at_temperature_1(draw: Draw) -> None:
+@pytest.mark.parametrize("sample", [sample_plain, sample])
+def test_greedy_takes_the_lowest_of_the_likeliest_at_temperature_1(sample: Draw) -> None:
     logit_NV = torch.zeros(3, 600)
     logit_NV[0, [299, 300, 599]] = 1.0
     logit_NV[1, 599] = 1.0
     logit_NV[2] = -math.inf
     logit_NV[2, 63:65] = -4.0
-    token_N, logprob_N = draw(logit_NV, torch.zeros(3), doubles(0.9, 0.0, 0.9))
+    token_N, logprob_N = sample(logit_NV, torch.zeros(3), doubles(0.9, 0.0, 0.9))
     assert token_N.tolist() == [299, 599, 63]
     total = [597 / math.e + 3, 599 / math.e + 1, 2]
     close_fp32(logprob_N, [-math.log(part) for part in total])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # where it runs as Python
-@pytest.mark.parametrize("draw", [draw_plain, draw])
+@pytest.mark.parametrize("sample", [sample_plain, sample])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("vocabulary", [1, 3, 300])
 @pytest.mark.parametrize("bad", ["one NaN", "all NaN", "infinity", "nothing"])
 def test_a_row_without_a_distribution_is_nan_and_its_neighbours_unharmed(
-    bad: str, vocabulary: int, temperature: float, draw: Draw
+    bad: str, vocabulary: int, temperature: float, sample: Draw
 ) -> None:
     clean_NV = random_logits(1, 3, vocabulary, torch.float32)
     temperature_N, uniform_N = torch.full((3,), temperature), doubles(0.2, 0.99, 0.7)
@@ -183,10 +183,10 @@ def test_a_row_without_a_distribution_is_nan_and_its_neighbours_unharmed(
         spoiled_NV[1, vocabulary // 3] = value
     else:
         spoiled_NV[1] = value
-    token_N, logprob_N = draw(spoiled_NV, temperature_N, uniform_N)
+    token_N, logprob_N = sample(spoiled_NV, temperature_N, uniform_N)
     assert logprob_N.isnan().tolist() == [False, True, False] and 0 <= token_N[1] < vocabulary
     others = torch.tensor([0, 2])
-    clean = draw(clean_NV[others], temperature_N[others], uniform_N[others])
+    clean = sample(clean_NV[others], temperature_N[others], uniform_N[others])
     assert torch.equal(token_N[others], clean[0]) and torch.equal(logprob_N[others], clean[1])
     target_N = torch.zeros(3, dtype=torch.int64)
     assert row_logprob(spoiled_NV, target_N, temperature_N).isnan().tolist() == [False, True, False]

@@ -170,7 +170,7 @@ class ReferenceEngine:
         while True:
             # Every row of the batch has drawn `step` tokens, so that is the position of the next one.
             position_B = np.full(len(active), step)
-            drawn = sampling.draw(logit_BV, row_B, position_B, partial(_history, active))
+            drawn = sampling.sample(logit_BV, row_B, position_B, partial(_history, active))
             self._append(active, drawn)
             step += 1
             going = [i for i, request in enumerate(active) if request.finish_reason is None]

@@ -36,13 +36,7 @@ class EngineClosed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenChunk:
-    """Tokens that a request generated since the last piece.
-
-    Attributes:
-        token_ids: at least one token.
-        logprobs: float32, one for each token.
-        versions: int32, policy version of each token.
-    """
+    """Tokens that a request generated since the last piece, at least one."""
 
     token_ids: tuple[int, ...]
     logprobs: np.ndarray
@@ -56,7 +50,6 @@ class Stream:
     """
 
     def __init__(self, id: str, loop: asyncio.AbstractEventLoop) -> None:
-        """A stream of request `id`, read in the event loop `loop`."""
         self.id = id
         self.loop = loop
         self._pieces: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
@@ -115,10 +108,12 @@ class _Live:
 
 
 class AsyncEngine:
-    """Runs a PagedEngine in a background thread. Use it as an asynchronous context manager."""
+    """Runs a PagedEngine in a background thread. Use it as an asynchronous context manager.
+
+    It rejects requests while `max_waiting` requests are queued.
+    """
 
     def __init__(self, engine: PagedEngine, *, max_waiting: int = 1_024) -> None:
-        """An engine that rejects requests while `max_waiting` requests are queued."""
         self._engine = engine
         self._max_waiting = max_waiting
         self._mailbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -169,13 +164,7 @@ class AsyncEngine:
         ids: Sequence[str] | None = None,
         priority: int = 0,
     ) -> list[Stream]:
-        """Queue samples of one prompt, which is computed once for all of them.
-
-        Args:
-            prompt: token ids.
-            params: sampling parameters, one entry for each sample.
-            ids: request ids, one for each sample, unique among unfinished requests; generated if None.
-            priority: lower runs first.
+        """Queue samples of one prompt, which is computed once for all of them; see `PagedEngine.add`.
 
         Raises:
             ValueError: a request cannot be served, or an id is in use.
@@ -282,7 +271,6 @@ class AsyncEngine:
         await self._call(self._engine.check)
 
     async def _call(self, action: Callable[[], T]) -> T:
-        """Run a command in the engine's thread between two steps and return its result."""
         call = _Call(action, Future())
         # The thread closes under the same lock: no command may enter the queue after its last read.
         with self._lock:
@@ -356,7 +344,6 @@ class AsyncEngine:
         self._finished.clear()
 
     def _give(self, touched: Sequence[Request]) -> None:
-        """Send the new tokens of these requests to their streams."""
         for request in touched:
             live = self._live[request.id]
             if request.finish_reason is not None:

@@ -10,20 +10,14 @@ from collections.abc import Callable, Sequence
 
 
 class BlockManager:
-    """Blocks 0 to num_blocks - 1 of `block_size` tokens each.
+    """Blocks 0 to num_blocks - 1 of `block_size` tokens each, at first all empty.
 
-    Attributes:
-        num_blocks: blocks of the pool.
-        block_size: tokens of a block.
-        on_evict: callback, called with the id of each block that is evicted to make room.
+    A number below 1 is a ValueError.
+
+    `on_evict` is called with the id of each block that is evicted to make room.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """All blocks empty.
-
-        Raises:
-            ValueError: a number is below 1.
-        """
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -62,11 +56,7 @@ class BlockManager:
         return taken
 
     def retain(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each of these blocks, used or kept.
-
-        Raises:
-            ValueError: a block is empty.
-        """
+        """Add one reference to each of these blocks, used or kept; ValueError if one is empty."""
         for block in blocks:
             if not self._references[block]:
                 if block not in self._kept:
@@ -77,10 +67,8 @@ class BlockManager:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one reference from each of these blocks, given in the order of their tokens.
 
-        Later blocks are freed first, so the tail of a cached chain is evicted first.
-
-        Raises:
-            ValueError: a block has no references.
+        Later blocks are freed first, so the tail of a cached chain is evicted first. A block without
+        references is a ValueError.
         """
         for block in reversed(blocks):
             left = self._references[block] - 1
@@ -94,11 +82,7 @@ class BlockManager:
                     self._empty.append(block)
 
     def keep(self, block: int) -> None:
-        """Mark a used block so that its content is kept after its last reference is released.
-
-        Raises:
-            ValueError: the block is free.
-        """
+        """Mark a used block so that its content is kept after its last release; ValueError if it is free."""
         if not self._references[block]:
             raise ValueError(f"block {block} is free; only a block in use can be kept")
         self._wanted.add(block)

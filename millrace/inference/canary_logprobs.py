@@ -29,11 +29,7 @@ DECODED = 4
 def sampler_logprobs(model: Model, token_ids: Sequence[int]) -> list[float]:
     """Compute the log-probability of each token but the first, at temperature 1, as in sampling.
 
-    The call allocates its own KV pool, so in-flight requests are not affected.
-
-    Args:
-        model: a model from `models.load`.
-        token_ids: at least two tokens.
+    There are at least two tokens. The call allocates its own KV pool, so in-flight requests are not affected.
     """
     like = next(model.parameters())
     token_T = torch.tensor(token_ids, device=like.device)

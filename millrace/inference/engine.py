@@ -33,15 +33,8 @@ from millrace.types import Completion, SamplingParams
 class EngineStats:
     """Current load of the engine, and its counters since it was built.
 
-    Attributes:
-        num_running: requests that have a row.
-        num_waiting: queued requests without a row.
-        kv_usage: fraction of the pool's blocks held by running requests, in [0, 1].
-        prefix_queries: prompt tokens looked up in the prefix cache so far.
-        prefix_hits: prompt tokens found in the prefix cache so far.
-        num_preemptions: preemptions of running requests so far.
-        prompt_tokens: prompt tokens of all requests so far.
-        generation_tokens: tokens generated so far.
+    `kv_usage` is the fraction of the pool's blocks held by running requests, in [0, 1]; `prefix_queries` and
+    `prefix_hits` are prompt tokens looked up and found in the prefix cache.
     """
 
     num_running: int
@@ -64,7 +57,16 @@ class RequestFailed(RuntimeError):
 
 
 class PagedEngine:
-    """Continuous batching over a paged KV cache. It is not thread-safe; `AsyncEngine` serves many callers."""
+    """Continuous batching over a paged KV cache. It is not thread-safe; `AsyncEngine` serves many callers.
+
+    It owns `model` from now on, at policy version 0. `decode` converts tokens to text without special tokens.
+    `max_cache_tokens` are the slots of the KV pool, one for each token; `max_batch_tokens` the tokens of one
+    forward.
+
+    Raises:
+        ValueError: `cuda_graphs` is set for a model that is not on CUDA, or `record_experts` for a dense
+            model.
+    """
 
     def __init__(
         self,
@@ -79,23 +81,6 @@ class PagedEngine:
         cuda_graphs: bool = False,
         record_experts: bool = False,
     ) -> None:
-        """An engine at policy version 0; it owns `model` from now on.
-
-        Args:
-            model: a model from `models.load`.
-            decode: converts tokens to text without special tokens.
-            max_cache_tokens: slots of the KV pool, one for each token.
-            block_size: slots of a block.
-            max_batch_tokens: tokens of one forward at most.
-            max_requests: requests that run at once at most.
-            prefix_caching: whether prompts with a common prefix share its keys and values.
-            cuda_graphs: whether decode steps are replayed as CUDA graphs.
-            record_experts: whether completions record the experts of their tokens.
-
-        Raises:
-            ValueError: `cuda_graphs` is set for a model that is not on CUDA, or `record_experts` for a dense
-                model.
-        """
         text = model.config.get_text_config()
         num_blocks = max(1, max_cache_tokens // block_size)
         self._model = model
@@ -134,7 +119,7 @@ class PagedEngine:
 
     @property
     def pools(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """The pools of keys and values in memory; trials and tests inject faults into them."""
+        """Return the pools of keys and values in memory; trials and tests inject faults into them."""
         return self._runner.pools
 
     def generate(
@@ -186,12 +171,9 @@ class PagedEngine:
     ) -> list[Request]:
         """Queue samples of one prompt, which is computed once for all of them; `step` generates them.
 
-        Args:
-            prompt: token ids.
-            params: sampling parameters, one entry for each sample.
-            ids: request ids, one for each sample, unique among unfinished requests; generated if None.
-            partial_outputs: partial completion of each sample to continue, or None to start from the prompt.
-            priority: lower runs first.
+        There is one entry of `params` for each sample, and likewise of `ids` (unique among unfinished
+        requests; None generates them) and of `partial_outputs` (completions to continue; None starts from the
+        prompt). A lower priority runs first.
 
         Raises:
             ValueError: a request cannot be served, or an id is in use; no request is queued.
@@ -211,9 +193,7 @@ class PagedEngine:
     def completion(self, request: Request, texts: dict[tuple[int, ...], str] | None = None) -> Completion:
         """Build the completion of an ended request and remove the request from the engine.
 
-        Args:
-            request: one with a finish reason.
-            texts: cache of decoded token sequences; a new text is added to it.
+        `texts` is a cache of decoded token sequences; a new text is added to it.
         """
         if self._requests.pop(request.id, None) is not None:
             self._num_special -= request.is_special
@@ -254,7 +234,6 @@ class PagedEngine:
         return sampled.requests
 
     def _stop_at_text(self, requests: Sequence[Request]) -> None:
-        """End the requests with a stop string in their text."""
         for request in requests:
             if not request.params.stop or request.finish_reason not in (None, "length"):
                 continue
@@ -267,10 +246,8 @@ class PagedEngine:
     ) -> None:
         """Replace every weight in place; requests may be in flight.
 
-        Args:
-            named_tensors: every weight once.
-            version: policy version recorded for tokens sampled from now on.
-            kv: whether in-flight requests `recompute` their keys and values or `keep` the old ones.
+        Tokens sampled from now on record policy version `version`. In-flight requests `recompute` their keys
+        and values or `keep` the old ones.
 
         Raises:
             RuntimeError: the weights are asleep.
@@ -287,11 +264,7 @@ class PagedEngine:
         self._scheduler.restart_prefix(version)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return a checksum of each weight in the engine.
-
-        Raises:
-            RuntimeError: the weights are asleep.
-        """
+        """Return a checksum of each weight in the engine; RuntimeError if the weights are asleep."""
         if "weights" in self._asleep:
             raise RuntimeError('the weights are asleep; call wake(["weights"]) before fingerprint()')
         return fingerprint(named_weights(self._model))
@@ -303,12 +276,8 @@ class PagedEngine:
     def pause(self, mode: PauseMode) -> None:
         """Stop computing until `resume`.
 
-        Args:
-            mode: `finish` first runs the running requests to their end and keeps the waiting ones queued;
-                `abort` ends all requests with their partial completions; `keep` freezes them.
-
-        Raises:
-            ValueError: the mode is unknown.
+        Mode `finish` first runs the running requests to their end and keeps the waiting ones queued; `abort`
+        ends all requests with their partial completions; `keep` freezes them. Another mode is a ValueError.
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode is {mode!r}; it must be finish, abort or keep")
@@ -414,11 +383,6 @@ class PagedEngine:
         self, prompt: Sequence[int], params: SamplingParams, partial_output: Completion | None = None
     ) -> None:
         """Raise for a request that cannot be served.
-
-        Args:
-            prompt: token ids.
-            params: sampling parameters.
-            partial_output: partial completion to continue, if any.
 
         Raises:
             ValueError: the prompt is empty; prompt and `max_tokens` are too long for the model or the cache;

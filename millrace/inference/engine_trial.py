@@ -54,15 +54,9 @@ Generated = tuple[Sequence[int], Completion]
 
 
 def check_engine(model: Model) -> None:
-    """Raise for a model on which the paged engine differs from transformers.
+    """Raise a ModelError if the paged engine differs from transformers, or if the trial has no power.
 
-    It takes about a second for any model size, and no time if the result is cached.
-
-    Args:
-        model: a model from `models.load`; only its config is read.
-
-    Raises:
-        ModelError: the results differ, or the trial has no power.
+    It takes about a second for any model size, and no time if the result is cached. Only the config is read.
     """
     reading = LANGUAGE.reading.of(model)
     problem = answer("engine", model.config, reading, partial(try_engine, reading=reading))
@@ -107,8 +101,7 @@ def _params(seed: int) -> SamplingParams:
 def _serve(engine: PagedEngine, after: Model) -> tuple[list[Generated], int]:
     """Run requests through every code path of the engine, with a weight update halfway.
 
-    Returns:
-        (prompt, completion) pairs, and the number of preemptions for lack of blocks.
+    Return (prompt, completion) pairs, and the number of preemptions for lack of blocks.
     """
     short, long, shortest = sequences()
     requests = engine.add(long, [_params(seed) for seed in range(NUM_SAMPLES)])

@@ -22,14 +22,7 @@ LARGEST_POWER = 64
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Model inputs of one step.
-
-    Attributes:
-        token_T: tokens to compute, int64.
-        position_T: position of each token, int64.
-        rows: block tables and slots for keys and values.
-        last_B: index into T of each row's last token.
-    """
+    """Model inputs of one step: `last_B` is the index into T of each row's last token; tokens are int64."""
 
     token_T: Tensor
     position_T: Tensor
@@ -57,7 +50,11 @@ def record_cuda(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
 
 
 class DecodeGraphs:
-    """Captured forwards of decode steps, in which every row computes one token."""
+    """Captured forwards of decode steps, in which every row computes one token.
+
+    A graph is captured at the first step of its size. `forward` computes final hidden states [T, D] of a step
+    and reads its inputs in place; the attention of every graph is sized for `max_length` tokens.
+    """
 
     def __init__(
         self,
@@ -69,16 +66,6 @@ class DecodeGraphs:
         device: torch.device,
         record: Record = record_cuda,
     ) -> None:
-        """Allocate the buffers; graphs are captured at the first step of each size.
-
-        Args:
-            forward: computes final hidden states [T, D] of a step; it reads its inputs in place.
-            max_rows: rows of the largest step.
-            max_length: tokens of the longest row; the attention of every graph is sized for it.
-            block_size: slots of a block.
-            device: device of the buffers.
-            record: captures a call for replay.
-        """
         self._forward = forward
         self._record = record
         self._max_length = max_length
@@ -132,7 +119,6 @@ class DecodeGraphs:
         return hidden_TD[:num]
 
     def _slice(self, size: int) -> Inputs:
-        """The first rows of the buffers."""
         all_, rows = self._buffers, self._buffers.rows
         part = PagedRows(
             block_BC=rows.block_BC[:size],

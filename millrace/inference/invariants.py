@@ -19,18 +19,10 @@ def check_state(
     running: Sequence[int],
     groups: Mapping[int, Sequence[int]],
 ) -> None:
-    """Check that blocks, table, prompt groups and queue agree.
+    """Check that blocks, table, prompt groups and queue agree; an AssertionError names the place.
 
-    Args:
-        table: the running requests.
-        blocks: the allocator of the pool.
-        cache: the prefix cache over these blocks.
-        waiting: queued requests, in order.
-        running: rows with blocks.
-        groups: all rows of a prompt group, leader first, under each of its rows.
-
-    Raises:
-        AssertionError: they do not; the message names the place.
+    `running` are the rows with blocks; `groups` has all rows of a prompt group, leader first, under each of
+    them.
     """
     blocks.check()
     cache.check()

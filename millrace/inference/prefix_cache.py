@@ -30,15 +30,11 @@ def _chained(parent: bytes, tokens: bytes) -> bytes:
 class PrefixCache:
     """Finds full blocks by their own tokens and all tokens before them.
 
-    A block stays cached while it has references. After that it stays until it is evicted.
-
-    Attributes:
-        num_queries: tokens of the started requests that looked up a prefix.
-        num_hits: tokens of these requests that were found and not computed.
+    A block stays cached while it has references. After that it stays until it is evicted. Of the tokens of
+    started requests, `num_queries` were looked up, and `num_hits` found and not computed.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
-        """An empty cache; it sets the `on_evict` callback of `blocks`."""
         self.num_queries = 0
         self.num_hits = 0
         self._blocks = blocks
@@ -81,25 +77,14 @@ class PrefixCache:
         self.num_hits += num_hits
 
     def digest(self, block: int) -> bytes:
-        """Return the digest of a cached block, which is the parent of the next block.
-
-        Raises:
-            KeyError: the block is not cached.
-        """
+        """Return the digest of a cached block, which is the parent of the next block, or raise KeyError."""
         return self._digests[block]
 
     def register(self, block: int, parent: bytes, tokens: np.ndarray) -> bytes:
-        """Add a block that is in use, full, and will not be written again.
+        """Add a block that is in use, full, and will not be written again; return its digest.
 
-        If an equal prefix is cached already, that entry stays and this block is not added.
-
-        Args:
-            block: its id.
-            parent: digest of the block before it, or `root(version)`.
-            tokens: int32 [block_size].
-
-        Returns:
-            the digest of this block, which is the parent of the next block.
+        `parent` is the digest of the block before it, or `root(version)`; tokens are int32. If an equal
+        prefix is cached already, that entry stays and this block is not added.
 
         Raises:
             ValueError: the number of tokens is not the size of a block, or the block is free or already

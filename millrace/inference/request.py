@@ -30,20 +30,14 @@ def _no_logprobs() -> np.ndarray:
 class Request:
     """A prompt, its sampling parameters, and its result.
 
-    Attributes:
-        id: request id, set by the caller or generated.
-        prompt: token ids.
-        params: sampling parameters.
-        priority: lower runs first; equal priorities run in order of arrival.
-        row: its row in the table while it runs, else -1.
-        arrival: number of requests added before it; -1 until it is added.
-        generated: int32 [n], generated tokens; valid while it has no row.
-        logprobs: float32 [n], log-probability of each generated token.
-        versions: int32 [n], policy version of each generated token.
-        experts: int16 [m, L, K], experts of the m computed tokens in layers with a router, stored when it
-            last left its row; None if experts are not recorded.
-        finish_reason: why it ended; None while unfinished.
-        reason: details for aborts and errors.
+    Requests run in the order of (priority, arrival), the number of requests added before; -1 until added.
+    `row` is that of the table while the request runs, else -1; the generated tokens, with log-probability and
+    policy version of each, are valid while it has none. `experts`, int16 [m, L, K], are those of the m
+    computed tokens in layers with a router, stored when it last left its row; None if they are not recorded.
+    `reason` has details for aborts and errors.
+
+    Raises:
+        ValueError: the absolute value of the priority is above MAX_PRIORITY.
     """
 
     id: str
@@ -60,11 +54,6 @@ class Request:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        """Check the range of the priority.
-
-        Raises:
-            ValueError: its absolute value is above MAX_PRIORITY.
-        """
         if abs(self.priority) > MAX_PRIORITY:
             raise ValueError(
                 f"priority is {self.priority}; it must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
@@ -92,8 +81,6 @@ class RequestTable:
     Arrays that grow are replaced by longer ones: read them from the table in each step.
 
     Attributes:
-        requests: the request of each row, None for a free row.
-        used_R: bool, whether the row has a request.
         token_RL: int32, prompt tokens, then generated tokens.
         logprob_RL: float32, log-probability of each generated token, at the token's position.
         version_RL: int32, policy version of each generated token.
@@ -103,24 +90,19 @@ class RequestTable:
         limit_R: int64, total tokens at which the request ends.
         min_R: int64, total tokens below which no stop token ends it.
         stop_RS: int32, stop tokens, padded with -1.
-        priority_R: int64, as in the request.
-        arrival_R: int64, as in the request.
-        block_RC: int32, the block table.
-        num_blocks_R: int64, used entries of the block table.
+        block_RC: int32, the block table, of which `num_blocks_R` entries are used.
         forked_R: bool, whether the next block written may be shared, so that it needs copy on write.
         num_hashed_R: int64, blocks that are in the prefix cache, found there or added.
         digests: digest of the last of these blocks.
         caches_R: bool, whether full blocks are added to the prefix cache.
         free_rows: stack of free rows; the last is used first.
         experts_of: function from row to `Request.experts`; None if experts are not recorded.
+
+    Raises:
+        ValueError: a number is below 1.
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
-        """A table of free rows.
-
-        Raises:
-            ValueError: a number is below 1.
-        """
         for name, value in (("num_rows", num_rows), ("block_size", block_size)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -148,12 +130,9 @@ class RequestTable:
         return request
 
     def put(self, rows: Sequence[int], requests: Sequence[Request], known: Sequence[np.ndarray]) -> None:
-        """Fill rows with requests, without computed tokens and without blocks.
+        """Fill rows taken from `free_rows` with requests, without computed tokens and without blocks.
 
-        Args:
-            rows: rows taken from `free_rows`.
-            requests: one request for each row.
-            known: tokens of each request, from `Request.known_tokens`.
+        `known` are the tokens of each request, from `Request.known_tokens`.
         """
         if not rows:
             return
@@ -188,8 +167,7 @@ class RequestTable:
     def take(self, row: int) -> Request:
         """Free a row, copy its generated tokens into its request, and return the request.
 
-        Raises:
-            ValueError: the row is free already.
+        A free row is a ValueError.
         """
         request = self.requests[row]
         if request is None:

@@ -26,15 +26,13 @@ class _Extra:
 
 
 class Results:
-    """Outputs of requests besides their tokens, stored until the completion is built."""
+    """Outputs of requests besides their tokens, stored until the completion is built.
+
+    `decode` converts tokens to text without special tokens; `routed` is (layers with a router, experts of a
+    token) if completions record routing.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], routed: tuple[int, int] | None = None) -> None:
-        """An empty store.
-
-        Args:
-            decode: converts tokens to text without special tokens.
-            routed: (layers with a router, experts of a token) if completions record routing, else None.
-        """
         self._decode, self._routed = decode, routed
         self._extras: dict[str, _Extra] = {}
 
@@ -76,9 +74,7 @@ class Results:
     def completion(self, request: Request, texts: dict[tuple[int, ...], str]) -> Completion:
         """Build the completion of an ended request and delete its stored outputs.
 
-        Args:
-            request: one with a finish reason.
-            texts: cache of decoded token sequences; a new text is added to it.
+        `texts` is a cache of decoded token sequences; a new text is added to it.
         """
         assert request.finish_reason is not None
         extra = self._extras.pop(request.id, None) or _Extra()

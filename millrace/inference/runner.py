@@ -26,7 +26,15 @@ from millrace.models.routing import Routers
 
 
 class Runner:
-    """The model and its KV pool."""
+    """The model and its KV pool, in the model's dtype and on its device.
+
+    Decode steps of up to `max_graph_rows` rows and `max_length` tokens each are replayed as CUDA graphs; 0
+    turns graphs off. With `record_experts` the pool also stores the experts of each slot's token.
+
+    Raises:
+        ValueError: `max_graph_rows` is set for a model that is not on a CUDA device, or `record_experts` for
+            a model without experts.
+    """
 
     def __init__(
         self,
@@ -38,20 +46,6 @@ class Runner:
         max_length: int = 0,
         record_experts: bool = False,
     ) -> None:
-        """Allocate the KV pools of all layers in the model's dtype, on its device.
-
-        Args:
-            model: a model from `models.load`.
-            num_blocks: blocks of the pool.
-            block_size: slots of a block.
-            max_graph_rows: rows of the largest decode step replayed as a CUDA graph; 0 turns graphs off.
-            max_length: tokens of the longest request, for graphs.
-            record_experts: whether the pool also stores the experts of each slot's token.
-
-        Raises:
-            ValueError: `max_graph_rows` is set for a model that is not on a CUDA device, or `record_experts`
-                for a model without experts.
-        """
         like = next(model.parameters())
         if max_graph_rows and like.device.type != "cuda":
             raise ValueError(f"cuda_graphs is on but the model is on {like.device}; turn it off")
@@ -107,13 +101,9 @@ class Runner:
         return Inputs(self._tensor(token_T), self._tensor(position_T), rows, self._tensor(last_B))
 
     def hidden(self, inputs: Inputs, *, every: bool = False) -> Tensor:
-        """Run the forward; return the final hidden states of each row's last token, [B, D].
+        """Run the forward, which writes all keys and values of the step to the pool.
 
-        It writes all keys and values of the step to the pool.
-
-        Args:
-            inputs: the model inputs of the step.
-            every: whether to return the hidden states of every token instead, [T, D].
+        Return the final hidden states of each row's last token, [B, D], or of `every` token, [T, D].
         """
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs(inputs)

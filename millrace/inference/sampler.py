@@ -51,11 +51,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise if the parameters hold a token outside the vocabulary.
-
-    Raises:
-        ValueError: the message names the field and the token.
-    """
+    """Raise a ValueError that names field and token if the parameters hold one outside the vocabulary."""
     for name, tokens in params.token_ids().items():
         if tokens and max(tokens) >= vocab_size:
             raise ValueError(
@@ -66,16 +62,13 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One sampled token for each entry of a batch.
+    """One sampled token for each entry of a batch; meaningless where `finite_N` is not set.
 
-    Attributes:
-        token_N: int64; meaningless where `finite_N` is not set.
-        logprob_N: float32 log-probability under the model's full distribution, divided by the temperature or
-            raw; see `SamplingParams.logprobs`.
-        support: the tokens each entry was sampled from, int32, ascending; None for an entry without
-            truncation or allowed tokens, and one None if no entry has a support.
-        finite_N: False where logits hold NaN or plus infinity, or every token is masked.
-        within_N: float32 log-probability renormalised over the support; `logprob_N` for an entry without one.
+    `finite_N` is False where logits hold NaN or plus infinity, or every token is masked. `logprob_N` is
+    float32, under the model's full distribution, divided by the temperature or raw; see
+    `SamplingParams.logprobs`. `support` has the tokens each entry was sampled from, int32, ascending; None
+    for an entry without truncation or allowed tokens, and one None if no entry has a support. `within_N` is
+    the log-probability renormalised over the support; `logprob_N` for an entry without one.
     """
 
     token_N: np.ndarray
@@ -140,13 +133,6 @@ class SamplingTable:
     """The sampling parameters of the running requests as columns, one row for each request."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """A table with empty rows; `put` fills them.
-
-        Args:
-            num_rows: R.
-            vocab_size: V, the width of the logits.
-            device: device of the logits.
-        """
         self._vocab_size = vocab_size
         self._device = device
         self._temperature_R = np.ones(num_rows)
@@ -163,10 +149,6 @@ class SamplingTable:
 
     def put(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
         """Fill rows; the edits of requests that differ only in their seed are built once.
-
-        Args:
-            rows: row indices, each in [0, R).
-            params: the parameters of each row.
 
         Raises:
             ValueError: a parameter names a token outside the vocabulary; no row is changed.
@@ -203,11 +185,10 @@ class SamplingTable:
     ) -> SampledTokens:
         """Sample one token for each entry.
 
-        Args:
-            logit_NV: the model's logits, float32 or float64; not modified.
-            row_N: row of the sampling parameters of each entry; a row may occur more than once.
-            position_N: index of the token within its completion.
-            history: returns (prompt, tokens generated so far) of the n-th entry; called only for penalties.
+        Logits are float32 or float64, and not modified. `row_N` is the row of each entry's sampling
+        parameters; a row may occur more than once. `position_N` is the index of the token within its
+        completion. `history` returns (prompt, tokens generated so far) of the n-th entry; it is called only
+        for penalties.
         """
         temperature_N = self._column(self._temperature_R, row_N)
         uniform_N = torch.from_numpy(uniform(self._seed_R[row_N], position_N)).to(self._device)
@@ -277,7 +258,6 @@ class SamplingTable:
 
 
 def _supports(logit_NV: Tensor, chosen_N: np.ndarray) -> list[np.ndarray | None]:
-    """The unmasked tokens of the chosen entries, None for the others."""
     kept_NV = (logit_NV > -torch.inf).cpu().numpy()
     return [
         np.flatnonzero(kept_V).astype(np.int32) if chosen else None

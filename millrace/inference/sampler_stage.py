@@ -26,13 +26,9 @@ SAMPLE_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTokens:
-    """The sampled tokens of one step.
+    """The sampled tokens of one step, in the order of the plan; meaningless for `failed` requests.
 
-    Attributes:
-        requests: the requests that got a token, in the order of the plan.
-        token_N: one token for each; meaningless for failed requests.
-        logprob_N: log-probability of each token, float32.
-        failed: requests with logits that were not finite, each with the reason.
+    Those had logits that were not finite; each comes with the reason.
     """
 
     requests: list[Request]
@@ -42,17 +38,12 @@ class StepTokens:
 
 
 class SamplerStage:
-    """Samples tokens for the running requests, with the sampling parameters of each."""
+    """Samples tokens for the running requests, with the sampling parameters of each.
+
+    `results` gets supports and log-probabilities of prompts.
+    """
 
     def __init__(self, runner: Runner, table: RequestTable, results: Results, vocab_size: int) -> None:
-        """Sample for the rows of `table` from the logits of `runner`.
-
-        Args:
-            runner: computes hidden states and logits.
-            table: the running requests.
-            results: gets supports and log-probabilities of prompts.
-            vocab_size: V, the width of the logits.
-        """
         num_rows = len(table.requests)
         self._runner = runner
         self._table = table
@@ -65,10 +56,7 @@ class SamplerStage:
     def sample(self, plan: Plan, inputs: Inputs, *, special: bool) -> StepTokens:
         """Run a forward, then sample a token with its log-probability for each row of `plan.sample_row_N`.
 
-        Args:
-            plan: the scheduler's plan of the step.
-            inputs: the model inputs of the same step.
-            special: whether a request may need log-probabilities of its prompt.
+        `special` is whether a request may need log-probabilities of its prompt.
         """
         scored = self._scored(plan) if special else []
         hidden = self._runner.hidden(inputs, every=bool(scored))
@@ -115,7 +103,6 @@ class SamplerStage:
     def _score_prompts(
         self, scored: list[tuple[int, Request]], plan: Plan, inputs: Inputs, hidden_TD: Tensor
     ) -> None:
-        """Compute the log-probabilities of prompt tokens and store them in `Results`."""
         for b, request in scored:
             known = self._results.num_prompt_logprobs(request)
             first, start = int(inputs.rows.first_B[b]), int(plan.start_B[b])

@@ -41,14 +41,10 @@ class PromptGroup:
 
 @dataclass(slots=True, eq=False)
 class RequestStart:
-    """An admitted request with its row, its tokens, and either blocks or a leader that computes its prompt.
+    """An admitted request with its row, and all of its tokens.
 
-    Attributes:
-        request: the admitted request.
-        row: its row of the table.
-        token_L: prompt and generated tokens.
-        blocks: blocks for all of these tokens; None for a follower, which waits for its leader.
-        num_hits: number of these blocks that come from the prefix cache.
+    `blocks` holds these tokens, the first `num_hits` of them from the prefix cache; None for a follower,
+    which waits for its leader.
     """
 
     request: Request
@@ -61,17 +57,11 @@ class RequestStart:
 class KVAllocator:
     """KV allocator: rows and blocks of the running requests; the scheduler makes the decisions.
 
-    Attributes:
-        table: the running requests.
-        blocks: the allocator of the pool.
-        cache: the prefix cache over these blocks.
-        running: rows with blocks, in the order of allocation; replaced, never written in place.
-        groups: prompt group of each row in one; a group may have a single row.
-        version: policy version of the current weights.
+    `running` are the rows with blocks, in the order of allocation; replaced, never written in place. `groups`
+    has the prompt group of each row in one; a group may have a single row.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, max_requests: int, prefix_caching: bool) -> None:
-        """All rows and blocks are free; the policy version is 0."""
         self.blocks = BlockManager(num_blocks, block_size)
         self.cache = PrefixCache(self.blocks)
         self.table = RequestTable(max_requests, block_size)
@@ -101,9 +91,7 @@ class KVAllocator:
     def start(self, request: Request, *, may_compute: bool) -> RequestStart | None:
         """Allocate a row for a request, and blocks or a leader; None, and no change, if it cannot start now.
 
-        Args:
-            request: a waiting request; a row must be free.
-            may_compute: whether it may start without a leader and compute its own prompt.
+        A row must be free. Without `may_compute` only a follower starts.
         """
         # A request that resumes, or needs prompt log-probabilities, joins no group.
         whole_prompt = not self._prefix_caching or request.params.prompt_logprobs
@@ -152,8 +140,7 @@ class KVAllocator:
     def make_room(self, row_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Allocate blocks that rows can write to; None, and no change, if too few are free.
 
-        Returns:
-            source and target blocks of the copies to make before the forward.
+        Return source and target blocks of the copies to make before the forward.
         """
         table, size = self.table, self.blocks.block_size
         grown_N = row_B[table.num_tokens_R[row_B] > table.num_blocks_R[row_B] * size]
@@ -267,15 +254,10 @@ class KVAllocator:
 class Plan:
     """The plan of one forward; the arrays are int64.
 
-    Attributes:
-        row_B: rows of the request table that compute, each once.
-        start_B: the first position each row computes.
-        count_B: number of positions each row computes, at least 1.
-        sample_row_N: rows that sample a token after the forward.
-        sample_from_N: index into B; the row samples from the logits of this entry's last position. Rows of
-            one prompt group have the same index.
-        copy_from_M: source blocks of M copies before the forward.
-        copy_to_M: target blocks of these copies; no block is in both.
+    The rows `row_B` of the request table each compute `count_B` positions from `start_B` on. Then
+    `sample_row_N` sample a token, from the logits of the last position of the entry `sample_from_N`, an index
+    into B; rows of one prompt group have the same. Before, blocks `copy_from_M` are copied to `copy_to_M`; no
+    block is in both.
     """
 
     row_B: np.ndarray
@@ -294,12 +276,13 @@ class Scheduler:
     between `schedule` and `commit`. If a plan is never committed (its forward failed), the next `schedule`
     discards it and preempts its rows.
 
-    Attributes:
-        table: the running requests.
-        blocks: the allocator of the pool.
-        cache: the prefix cache over these blocks.
-        paused: `new`: no waiting request is admitted; `all`: `schedule` returns None; `no`: not paused.
-        num_preemptions: preemptions so far.
+    `max_batch_tokens` is the token budget of one forward, `max_requests` the rows of the table, `max_length`
+    the tokens of prompt and completion together that the model allows. Without prefix caching every request
+    computes its whole prompt. While `paused` is `new`, no waiting request is admitted; while it is `all`,
+    `schedule` returns None.
+
+    Raises:
+        ValueError: a number is below 1.
     """
 
     def __init__(
@@ -312,20 +295,6 @@ class Scheduler:
         max_length: int,
         prefix_caching: bool = True,
     ) -> None:
-        """A scheduler without requests, at policy version 0.
-
-        Args:
-            num_blocks: blocks of the KV pool.
-            block_size: tokens of a block.
-            max_batch_tokens: token budget of one forward.
-            max_requests: rows of the table: requests that run at once at most.
-            max_length: tokens of prompt and completion together that the model allows.
-            prefix_caching: whether requests share the keys and values of equal prefixes; if False, every
-                request computes its whole prompt.
-
-        Raises:
-            ValueError: a number is below 1.
-        """
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
             ("max_requests", max_requests),
@@ -435,17 +404,10 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan, token_N: np.ndarray, logprob_N: np.ndarray) -> list[Request]:
-        """Append the sampled tokens of a forward to their requests.
+        """Append the sampled tokens of a forward to their requests; return those that ended.
 
-        Requests that ended or were preempted since `schedule` are skipped.
-
-        Args:
-            plan: the plan that the last `schedule` returned.
-            token_N: sampled token of each row of `plan.sample_row_N`.
-            logprob_N: log-probability of each token.
-
-        Returns:
-            the requests that ended, by a stop token or by `max_tokens`.
+        There are one token and one log-probability for each of `plan.sample_row_N`. Requests that ended or
+        were preempted since `schedule` are skipped.
 
         Raises:
             ValueError: the plan is not the last one, was committed before, or the number of tokens or

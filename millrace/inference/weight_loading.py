@@ -14,10 +14,8 @@ from millrace.models.load import named_weights
 def load_in_place(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy every weight (`models.load.named_weights`) into the model's parameters.
 
-    All weights are checked before the first copy, so a rejected update changes no weight.
-
-    Raises:
-        ValueError: a name is missing, unknown or given twice, or a shape or dtype differs.
+    All are checked before the first copy. A name that is missing, unknown or given twice, or another shape or
+    dtype, is a ValueError, and no weight is changed.
     """
     weights = dict(named_weights(model))
     sent: dict[str, Tensor] = {}

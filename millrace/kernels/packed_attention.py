@@ -286,36 +286,6 @@ def _shares(score: Tensor, seen: Tensor) -> Tensor:
     return score.masked_fill(~seen, float("-inf")).softmax(-1, dtype=wide).to(score.dtype)
 
 
-def packed_attention_loop(
-    query_THK: Tensor,
-    key_TJK: Tensor,
-    value_TJK: Tensor,
-    length_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-) -> Tensor:
-    """Reference for `packed_attention`: the equation, one token and one head at a time."""
-    heads = query_THK.shape[1]
-    groups = heads // key_TJK.shape[1]
-    rows = []
-    start = 0
-    for length in length_B.tolist():
-        for i in range(start, start + length):
-            first = start if window is None else max(start, i - window + 1)
-            if chunk is not None:
-                first = max(first, start + (i - start) // chunk * chunk)
-            for head in range(heads):
-                score = key_TJK[first : i + 1, head // groups] @ query_THK[i, head] * scale
-                if softcap is not None:
-                    score = softcap * torch.tanh(score / softcap)
-                rows.append(score.softmax(-1) @ value_TJK[first : i + 1, head // groups])
-        start += length
-    return torch.stack(rows).view(*query_THK.shape[:2], -1)
-
-
 def cached_attention(
     query_BHK: Tensor,
     key_BJCK: Tensor,

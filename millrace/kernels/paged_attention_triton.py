@@ -73,17 +73,14 @@ def paged_attention(
     value_PJSK: Tensor,
     rows: PagedRows,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
     split: int | None = SPLIT,
+    **options: Any,
 ) -> Tensor:
     """Compute `paged_attention_plain`: `paged_decode` if every row has one query, else `paged_prefill`.
 
-    The two round differently, so `exact` rows always use `paged_prefill`.
+    The two round differently, so `exact` rows always use `paged_prefill`. Options are those of the plain
+    implementation.
     """
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
     if rows.max_count == 1 and not rows.exact:
         return paged_decode(query_THK, key_PJSK, value_PJSK, rows, split=split, **options)
     return paged_prefill(query_THK, key_PJSK, value_PJSK, rows, **options)
@@ -95,11 +92,8 @@ def paged_decode(
     value_PJSK: Tensor,
     rows: PagedRows,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
     split: int | None = SPLIT,
+    **options: Any,
 ) -> Tensor:
     """Compute `paged_attention_plain` for rows of one query each, of any strides, [B, H, V].
 
@@ -109,10 +103,10 @@ def paged_decode(
     """
     if split is not None and (split < LARGEST_TILE or split % LARGEST_TILE):
         raise ValueError(f"split is {split}; it is a positive multiple of {LARGEST_TILE}, or None")
-    limits = window, chunk
+    options = _options(query_BHK, (key_PJSK, value_PJSK), **options)
+    limits = options["WINDOW"], options["CHUNK"]
     num_splits = 1 if split is None else _most_splits(rows.max_length, limits, split)
     num_rows, num_heads, _ = query_BHK.shape
-    options = _options(query_BHK, (key_PJSK, value_PJSK), scale, limits, softcap)
     options["ROWS"] = max(DECODE_ROWS, triton.next_power_of_2(options["GROUP"]))
     grid = (num_rows, key_PJSK.shape[1], num_splits)
     out_BHV = query_BHK.new_empty(num_rows, num_heads, value_PJSK.shape[3])
@@ -137,18 +131,14 @@ def paged_prefill(
     key_PJSK: Tensor,
     value_PJSK: Tensor,
     rows: PagedRows,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """Compute `paged_attention_plain` for rows of any number of queries, in the order of the packed row.
 
     Arguments, result and errors are those of `paged_decode`. A query's result has the same bits in any batch
     and for any chunks of its row.
     """
-    options = _options(query_THK, (key_PJSK, value_PJSK), scale, (window, chunk), softcap)
+    options = _options(query_THK, (key_PJSK, value_PJSK), **options)
     options["ROWS"] = max(PREFILL_ROWS, triton.next_power_of_2(options["GROUP"]))
     # The tiles of row b begin at first_b // queries + b: an index that needs no sum over the rows before it,
     # and leaves at most one idle tile per row.
@@ -168,9 +158,11 @@ def _most_splits(max_length: int, limits: tuple[int | None, int | None], split: 
 def _options(
     query_THK: Tensor,
     pools: tuple[Tensor, Tensor],
+    *,
     scale: float,
-    limits: tuple[int | None, int | None],
-    softcap: float | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
 ) -> dict[str, Any]:
     """Return options of `_attend`; score factors are for powers of 2, and for tanh, computed from 2 x."""
     key_PJSK, value_PJSK = pools
@@ -186,8 +178,8 @@ def _options(
     return {
         "scale": scale * LOG2E if softcap is None else 2 * scale * LOG2E / softcap,
         "CAP": None if softcap is None else softcap * LOG2E,
-        "WINDOW": limits[0],
-        "CHUNK": limits[1],
+        "WINDOW": window,
+        "CHUNK": chunk,
         "FACTOR": DTYPES[factor],
         "GROUP": query_THK.shape[1] // num_heads,
         "WIDTH": width,

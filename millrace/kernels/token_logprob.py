@@ -85,15 +85,6 @@ def token_logprob(
     return logprob_N, entropy_N
 
 
-def token_logprob_whole(
-    hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Reference for `token_logprob`: one log_softmax over all logits at once."""
-    logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(1)
-    entropy_N = -(logprob_NV.exp() * logprob_NV).sum(1)
-    return logprob_NV.gather(1, target_N[:, None])[:, 0], entropy_N
-
-
 @torch.no_grad()
 def token_squares(
     hidden_ND: Tensor, head: Head, *, temperature: float, support: Supports | None = None
@@ -109,11 +100,6 @@ def token_squares(
     for rows, among in _chunks(hidden_ND, head, support):
         square_N[rows] = _z(head, hidden_ND[rows], temperature, among).softmax(1).square_().sum(1)
     return square_N
-
-
-def token_squares_whole(hidden_ND: Tensor, head: Head, *, temperature: float) -> Tensor:
-    """Reference for `token_squares`."""
-    return (head.logits(hidden_ND) / temperature).softmax(1).square().sum(1).detach()
 
 
 def token_divergence(
@@ -150,20 +136,6 @@ def token_divergence(
     measure = _Divergence(head, temperature, support, reference_head)
     (divergence_N,) = _Chunked.apply(hidden_ND, head.weight_VD, head.bias_V, reference_hidden_ND, measure)
     return divergence_N
-
-
-def token_divergence_whole(
-    hidden_ND: Tensor,
-    head: Head,
-    reference_hidden_ND: Tensor,
-    reference_head: Head,
-    *,
-    temperature: float,
-) -> Tensor:
-    """Reference for `token_divergence`."""
-    logprob_NV = (head.logits(hidden_ND) / temperature).log_softmax(1)
-    reference_NV = (reference_head.logits(reference_hidden_ND) / temperature).log_softmax(1)
-    return (logprob_NV.exp() * (logprob_NV - reference_NV.detach())).sum(1)
 
 
 @dataclass(frozen=True, slots=True)

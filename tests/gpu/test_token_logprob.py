@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from millrace.kernels.head import Head
-from millrace.kernels.token_logprob import token_logprob, token_logprob_whole
+from millrace.kernels.token_logprob import token_logprob
 from tests.close import close_bf16, close_fp32
+from tests.kernels.slow_twins import token_logprob_whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 

@@ -13,9 +13,9 @@ from millrace.kernels.packed_attention import (
     _similar,
     cached_attention,
     packed_attention,
-    packed_attention_loop,
 )
 from tests.close import close_fp32, close_fp64
+from tests.kernels.slow_twins import packed_attention_loop
 
 HEADS = [(4, 2), (2, 2), (3, 1), (4, 1), (2, 1)]
 OPTIONS: list[dict[str, Any]] = [

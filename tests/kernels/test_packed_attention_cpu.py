@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels.packed_attention import packed_attention_loop
 from millrace.kernels.packed_attention_cpu import short_attention
 from tests.close import close_bf16, close_fp32, close_fp64
+from tests.kernels.slow_twins import packed_attention_loop
 
 HEADS = [(4, 2), (2, 2), (3, 1), (4, 1)]
 Row = tuple[Tensor, Tensor, Tensor]

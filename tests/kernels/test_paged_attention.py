@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.kernels.packed_attention import packed_attention_loop
 from millrace.kernels.paged_attention import new_pool, paged_attention_plain, store_kv_plain
 from tests.close import close_fp32, close_fp64
 from tests.kernels.paged_pools import random_case
+from tests.kernels.slow_twins import packed_attention_loop
 
 HEADS = [(4, 2), (2, 2), (3, 1), (6, 3)]
 OPTIONS: list[dict[str, Any]] = [

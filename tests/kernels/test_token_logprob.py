@@ -13,14 +13,12 @@ from millrace.kernels.token_logprob import (
     Head,
     rows_per_chunk,
     token_divergence,
-    token_divergence_whole,
     token_logprob,
-    token_logprob_whole,
     token_squares,
-    token_squares_whole,
 )
 from tests.close import close_bf16, close_fp32, close_fp64
 from tests.kernels.heads import CASES, Made, gradients, in_double, random_case, random_reference
+from tests.kernels.slow_twins import token_divergence_whole, token_logprob_whole, token_squares_whole
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])

@@ -9,12 +9,11 @@ from millrace.kernels import token_logprob as kernel
 from millrace.kernels.token_logprob import (
     Head,
     token_divergence,
-    token_divergence_whole,
     token_squares,
-    token_squares_whole,
 )
 from tests.close import close_bf16, close_fp32, close_fp64
 from tests.kernels.heads import CASES, gradients, in_double, leaves, random_case, random_reference
+from tests.kernels.slow_twins import token_divergence_whole, token_squares_whole
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -18,12 +18,12 @@ from millrace.kernels.head import Head
 from millrace.kernels.token_logprob import (
     token_divergence,
     token_logprob,
-    token_logprob_whole,
     token_squares,
 )
 from millrace.kernels.token_logprob_parts import add_product, at_least_float32, merged, zeros
 from tests.close import close_bf16, close_fp32, close_fp64
 from tests.kernels.heads import CASES, CUTS, Made, gradients, random_case, shard, support_of
+from tests.kernels.slow_twins import token_logprob_whole
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def of_rank(rank: int) -> dict[str, Tensor]:
 
 
 def test_shards_on_gloo_equal_the_whole_in_values_and_gradients() -> None:
-    from millrace.kernels.token_logprob import token_logprob_whole
+    from tests.kernels.slow_twins import token_logprob_whole
 
     ranks = run_ranks(3, of_rank)
     assert sorted(map(len, ranks)) == [len(ranks[2]), 2 * len(ranks[2]), 2 * len(ranks[2])]

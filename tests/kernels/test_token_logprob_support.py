@@ -16,11 +16,8 @@ from millrace.kernels.token_logprob import (
     Supports,
     runs,
     token_divergence,
-    token_divergence_whole,
     token_logprob,
-    token_logprob_whole,
     token_squares,
-    token_squares_whole,
 )
 from tests.close import close_fp32, close_fp64
 from tests.kernels.heads import (
@@ -34,6 +31,7 @@ from tests.kernels.heads import (
     random_support,
     support_of,
 )
+from tests.kernels.slow_twins import token_divergence_whole, token_logprob_whole, token_squares_whole
 
 
 def case_of(seed: int, case: str) -> tuple[Tensor, Head, Tensor, float]:

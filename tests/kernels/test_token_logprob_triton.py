@@ -13,10 +13,11 @@ from torch import Tensor
 from millrace.kernels import dispatch
 from millrace.kernels import token_logprob_triton as gpu
 from millrace.kernels.head import Head, Supports
-from millrace.kernels.token_logprob import token_logprob, token_logprob_whole
+from millrace.kernels.token_logprob import token_logprob
 from millrace.kernels.token_logprob_parts import merged
 from tests.close import close_bf16, close_fp32
 from tests.kernels.heads import CASES, Made, leaves
+from tests.kernels.slow_twins import token_logprob_whole
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -73,7 +73,8 @@ def gae(
 ) -> None:
     """Write advantage and return into `out`, unfused: the reference for the fused kernels.
 
-    `decay_B` is gamma lambda of each segment, float64. The scan is `loop` or `chunked`.
+    `length_B` adds up to T, int64; `decay_B` is gamma lambda of each segment, float64. The scan is `loop` or
+    `chunked`.
     """
     dtype = torch.float64 if scan is loop else torch.promote_types(value_T.dtype, torch.float32)
     reward_T, value_T, bootstrap_B, decay_B = (

@@ -50,10 +50,7 @@ def gae(
     decay_B: Tensor,
     bootstrap_B: Tensor,
 ) -> None:
-    """Write advantage and return of packed segments into `out`; all of one dtype, contiguous.
-
-    `length_B` adds up to T, int64; `decay_B` is gamma lambda of each segment, float64.
-    """
+    """Write advantage and return into `out`; arguments as in `linear_scan.gae`, of one dtype, contiguous."""
     wide = [_wide(row_T) for row_T in out]
     end_B = length_B.cumsum(0)
     inputs = reward_T, value_T

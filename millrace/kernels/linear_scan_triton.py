@@ -50,10 +50,7 @@ def gae(
     decay_B: Tensor,
     bootstrap_B: Tensor,
 ) -> None:
-    """Write advantage and return of packed segments into `out`; all of one dtype, contiguous.
-
-    `length_B` adds up to T, int64; `decay_B` is gamma lambda of each segment, float64.
-    """
+    """Write advantage and return into `out`; arguments as in `linear_scan.gae`, of one dtype, contiguous."""
     if len(value_T) == 0:
         return
     state, num_tiles, options = _prepared(value_T)

@@ -84,9 +84,8 @@ def paged_attention(
 ) -> Tensor:
     """Compute `paged_attention_plain`; float32 and bfloat16 may be mixed, and the pool is never copied.
 
-    Raises:
-        ValueError: dtypes do not fit, the pool does not have the layout of `new_pool`, or a row points
-            outside the pool or the queries.
+    A dtype that does not fit, a pool without the layout of `new_pool`, and a row that points outside the pool
+    or the queries are a ValueError.
     """
     if query_THK.dtype not in DTYPES or (query_THK.dtype == torch.float64) != (
         key_PJSK.dtype == torch.float64

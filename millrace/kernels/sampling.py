@@ -1,13 +1,8 @@
 """Token sampling and log-probabilities from logits: input validation and dispatch.
 
-N = rows, V = vocabulary.
-
-With z = logits / temperature, token v has the mass exp(z_v - max z). A row gives the same bits in a batch of
-any size, and `sample` and `row_logprob` give the same bits for the same token; see `sampling_plain`. On a CPU
-compiled kernels run, elsewhere the plain implementations.
-
-A row with NaN or plus infinity, or with nothing above minus infinity, has no distribution: its
-log-probability is NaN and its token is an arbitrary token of the vocabulary.
+N = rows, V = vocabulary. The arithmetic is in `sampling_plain`: a row gives the same bits in a batch of any
+size, and `sample` and `row_logprob` give the same bits for the same token. On a CPU compiled kernels run,
+elsewhere the plain implementations.
 """
 
 from __future__ import annotations
@@ -26,10 +21,8 @@ def sample(logit_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor) -> tuple[
     The token is the first with a cumulative mass above u times the total; a token without mass is never
     sampled. At temperature 0 it is the most likely token (the lowest id of equals), with its log-probability
     at temperature 1. Logits are float32 or float64, without gradient; minus infinity excludes a token. u is
-    float64 in [0, 1). Log-probabilities have the dtype of the logits, NaN for a row without distribution.
-
-    Raises:
-        ValueError: a shape or dtype does not fit, or the logits require a gradient.
+    float64 in [0, 1). Log-probabilities have the dtype of the logits, NaN for a row without distribution. A
+    shape or dtype that does not fit, and logits that require a gradient, are a ValueError.
     """
     columns = _columns(logit_NV, temperature_N=temperature_N, uniform_N=uniform_N)
     if logit_NV.device.type == "cpu":
@@ -67,11 +60,8 @@ def truncate(
     the k most likely of the rest. Then top-p keeps the fewest of these that hold top_p of their mass. Ties go
     to the lower id; the most likely token is always kept. The order is vLLM's.
 
-    Logits are float32 or float64, contiguous, without gradient; temperatures are above 0. top_k are integers,
-    0 is off; top_p float64 in (0, 1], 1 is off; min_p float64 in [0, 1], 0 is off.
-
-    Raises:
-        ValueError: a shape or dtype does not fit, or the logits require a gradient or are not contiguous.
+    Logits are contiguous; temperatures are above 0. top_k are integers, 0 is off; top_p float64 in (0, 1], 1
+    is off; min_p float64 in [0, 1], 0 is off. Other errors are those of `sample`.
     """
     columns = _columns(
         logit_NV, temperature_N=temperature_N, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N

@@ -91,9 +91,7 @@ def token_squares(
 ) -> Tensor:
     """Compute sum_v p_v^2, [N], without gradient: the collision probability, for the optimal baseline.
 
-    Raises:
-        ValueError: shapes do not fit, the temperature is not above 0, a support has an id outside the
-            vocabulary, or a head is a shard.
+    Errors are those of `token_logprob`, and a ValueError for a shard.
     """
     _check(hidden_ND, head, temperature, support)
     square_N = _empty_numbers(hidden_ND)
@@ -116,11 +114,7 @@ def token_divergence(
     Differentiable in the policy's hidden states and head; the reference gets no gradient. Extra memory is
     about three chunks of logits. Rounding may leave a divergence of 0 slightly negative. The reference's
     width may differ, but not its vocabulary. The temperature divides the logits of both, and both are over
-    the support.
-
-    Raises:
-        ValueError: shapes do not fit, the temperature is not above 0, a support has an id outside the
-            vocabulary, or a head is a shard.
+    the support. Errors are those of `token_logprob`, and a ValueError for a shard.
     """
     _check(hidden_ND, head, temperature, support)
     _check(reference_hidden_ND, reference_head, temperature, name="reference_hidden_ND")

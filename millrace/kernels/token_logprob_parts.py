@@ -79,8 +79,7 @@ def _reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | N
 class ShardedLogprob:
     """The measure of `token_logprob` for a sharded head: one rank's part of the numbers, and its gradients.
 
-    `numbers` shifts z, `slope` overwrites it. The support is always None; truncated sampling needs an
-    unsharded head.
+    See `token_logprob._Logprob`. The support is always None; truncated sampling needs an unsharded head.
     """
 
     head: Head

@@ -35,6 +35,9 @@ from millrace.inference.server.serve import Server
 from millrace.inference.server.service import GenerationService, ModelService
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.inference.invariants import check_async_engine
+
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -281,7 +284,7 @@ def soak(seconds: float, seed: int) -> tuple[Soak, EngineStats, list[str]]:
             deadline_s = time.monotonic() + PATIENCE_S
             while service.num_requests and time.monotonic() < deadline_s:
                 time.sleep(0.01)
-            asyncio.run(served.engine.check())
+            asyncio.run(check_async_engine(served.engine))
             stats = engine.stats()
             found = faults(stats, bath.statuses, bath.peak_bytes, service.num_requests)
         finally:

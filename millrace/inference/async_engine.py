@@ -24,6 +24,8 @@ from millrace.inference.request import Request
 from millrace.types import Completion, SamplingParams
 
 T = TypeVar("T")
+# A command for the engine's thread, and the future of its result.
+Call = tuple[Callable[[], Any], Future[Any]]
 
 
 class EngineFull(RuntimeError):
@@ -75,27 +77,18 @@ class Stream:
         """
         return await asyncio.shield(self._completion)
 
-    def put(self, piece: TokenChunk | None, completion: Completion | None, error: Exception | None) -> None:
-        """Add a piece, a completion or an error; call it in the thread of the event loop."""
-        if piece is not None:
-            self._pieces.put_nowait(piece)
-        if completion is None and error is None:
+    def put(self, item: TokenChunk | Completion | Exception) -> None:
+        """Add a piece, or the end of the request; call it in the thread of the event loop."""
+        if isinstance(item, TokenChunk):
+            self._pieces.put_nowait(item)
             return
         self._pieces.put_nowait(None)
         if self._completion.done():
             return
-        if error is not None:
-            self._completion.set_exception(error)
-        elif completion is not None:
-            self._completion.set_result(completion)
-
-
-@dataclass(slots=True)
-class _Call:
-    """A command for the engine's thread, and the future of its result."""
-
-    action: Callable[[], Any]
-    result: Future[Any]
+        if isinstance(item, Completion):
+            self._completion.set_result(item)
+        else:
+            self._completion.set_exception(item)
 
 
 @dataclass(slots=True)
@@ -116,7 +109,7 @@ class AsyncEngine:
     def __init__(self, engine: PagedEngine, *, max_waiting: int = 1_024) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
-        self._mailbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._num_submitted = 0
         self._num_unseen = 0
@@ -185,7 +178,7 @@ class AsyncEngine:
                 )
             self._num_submitted += 1
             self._num_unseen += len(params)
-            names = list(ids) if ids is not None else self._names(len(params))
+            names = list(ids or [f"request-{self._num_submitted}-{n}" for n in range(len(params))])
             lives = [_Live(Stream(name, asyncio.get_running_loop())) for name in names]
             self._live.update(zip(names, lives, strict=True))
 
@@ -196,12 +189,12 @@ class AsyncEngine:
                     requests = self._engine.add(prompt, params, ids=names, priority=priority)
                 except Exception as error:  # no future is awaited here: the streams carry the error
                     for live in lives:
-                        self._end(live, None, error)
+                        self._end(live, error)
                     return
                 for request, live in zip(requests, lives, strict=True):
                     live.request = request
 
-            self._mailbox.put(_Call(add, Future()))
+            self._mailbox.put((add, Future()))
         return [live.stream for live in lives]
 
     async def abort(self, id: str) -> Completion | None:
@@ -229,7 +222,12 @@ class AsyncEngine:
             await self._call(lambda: self._pause_at_once(mode))
             return
         idle: Future[None] = Future()
-        await self._call(lambda: self._finish_then(idle))
+
+        def stop_admitting() -> None:
+            self._engine.stop_admitting()
+            self._finished.append(idle)
+
+        await self._call(stop_admitting)
         try:
             await asyncio.wait_for(asyncio.wrap_future(idle), timeout_s)
         except TimeoutError:
@@ -266,25 +264,17 @@ class AsyncEngine:
         """Allocate the freed memory again; see `PagedEngine.wake`."""
         await self._call(lambda: self._engine.wake(tags))
 
-    async def check(self) -> None:
-        """Check that blocks, tables and queues agree; see `PagedEngine.check`."""
-        await self._call(self._engine.check)
-
     async def _call(self, action: Callable[[], T]) -> T:
-        call = _Call(action, Future())
+        done: Future[T] = Future()
         # The thread closes under the same lock: no command may enter the queue after its last read.
         with self._lock:
             self._require_open()
-            self._mailbox.put(call)
-        result: T = await asyncio.wrap_future(call.result)
-        return result
+            self._mailbox.put((action, done))
+        return await asyncio.wrap_future(done)
 
     def _require_open(self) -> None:
         if self._closed is not None:
             raise EngineClosed(f"the engine takes no requests: {self._closed}")
-
-    def _names(self, num: int) -> list[str]:
-        return [f"request-{self._num_submitted}-{sample}" for sample in range(num)]
 
     # ---- in the engine's thread
 
@@ -310,22 +300,19 @@ class AsyncEngine:
                 return True
             if call is None:
                 return False
-            if not call.result.set_running_or_notify_cancel():
+            action, result = call
+            if not result.set_running_or_notify_cancel():
                 continue
             try:
-                call.result.set_result(call.action())
+                result.set_result(action())
             except Exception as error:  # it goes to the caller alone
-                call.result.set_exception(error)
+                result.set_exception(error)
 
     def _pause_at_once(self, mode: PauseMode) -> None:
         self._engine.pause(mode)
         for live in list(self._live.values()):
             if live.request is not None and live.request.finish_reason is not None:
                 self._submit_to_thread(live, self._engine.completion(live.request))
-
-    def _finish_then(self, idle: Future[None]) -> None:
-        self._engine.stop_admitting()
-        self._finished.append(idle)
 
     def _report_idle(self) -> None:
         if self._finished and not self._engine.stats().num_running:
@@ -351,34 +338,30 @@ class AsyncEngine:
                 continue
             token_L, logprob_L, version_L = self._engine.generated(request, live.num_given)
             live.num_given += len(token_L)
-            self._push(live.stream, TokenChunk(tuple(token_L.tolist()), logprob_L, version_L), None, None)
+            self._push(live.stream, TokenChunk(tuple(token_L.tolist()), logprob_L, version_L))
 
     def _submit_to_thread(self, live: _Live, completion: Completion) -> None:
         rest = slice(live.num_given, None)
         if len(completion.token_ids) > live.num_given:
-            piece = TokenChunk(
-                completion.token_ids[rest], completion.logprobs[rest], completion.versions[rest]
-            )
-            self._push(live.stream, piece, None, None)
-        self._end(live, completion, None)
+            piece = completion.token_ids[rest], completion.logprobs[rest], completion.versions[rest]
+            self._push(live.stream, TokenChunk(*piece))
+        self._end(live, completion)
 
-    def _end(self, live: _Live, completion: Completion | None, error: Exception | None) -> None:
+    def _end(self, live: _Live, end: Completion | Exception) -> None:
         del self._live[live.stream.id]
-        self._push(live.stream, None, completion, error)
+        self._push(live.stream, end)
 
-    def _push(
-        self, stream: Stream, piece: TokenChunk | None, completion: Completion | None, error: Exception | None
-    ) -> None:
+    def _push(self, stream: Stream, item: TokenChunk | Completion | Exception) -> None:
         # A closed event loop raises RuntimeError: its stream has no reader, and the other streams continue.
         with suppress(RuntimeError):
-            stream.loop.call_soon_threadsafe(stream.put, piece, completion, error)
+            stream.loop.call_soon_threadsafe(stream.put, item)
 
     def _end_everything(self, reason: str) -> None:
         closed = EngineClosed(f"the engine stopped: {reason}")
         for live in list(self._live.values()):
-            self._end(live, None, closed)
+            self._end(live, closed)
         self._settle(closed)
         while not self._mailbox.empty():
             call = self._mailbox.get()
-            if call is not None and call.result.set_running_or_notify_cancel():
-                call.result.set_exception(closed)
+            if call is not None and call[1].set_running_or_notify_cancel():
+                call[1].set_exception(closed)

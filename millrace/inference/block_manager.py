@@ -9,6 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
+def check_positive(**numbers: int) -> None:
+    """Raise a ValueError that names a number below 1."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
 class BlockManager:
     """Blocks 0 to num_blocks - 1 of `block_size` tokens each, at first all empty.
 
@@ -18,9 +25,7 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_positive(num_blocks=num_blocks, block_size=block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.on_evict: Callable[[int], None] | None = None
@@ -93,20 +98,3 @@ class BlockManager:
         if block in self._kept:
             del self._kept[block]
             self._empty.append(block)
-
-    def check(self) -> None:
-        """Check that every block is exactly one of used, kept and empty.
-
-        Raises:
-            AssertionError: it is not so; the message names the block.
-        """
-        empty = set(self._empty)
-        assert len(empty) == len(self._empty), "a block stands twice among the empty ones"
-        for block, references in enumerate(self._references):
-            assert references >= 0, f"block {block} has {references} references"
-            places = (references > 0) + (block in empty) + (block in self._kept)
-            assert places == 1, (
-                f"block {block} stands in {places} of used, empty and kept; it has {references} references"
-            )
-            assert block not in self._kept or block in self._wanted, f"block {block} is kept but not wanted"
-            assert block not in empty or block not in self._wanted, f"block {block} is wanted but empty"

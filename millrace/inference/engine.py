@@ -17,7 +17,7 @@ from torch import Tensor
 
 from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.request import Request
-from millrace.inference.results import Results
+from millrace.inference.results import completion_of, ends_in_stop
 from millrace.inference.runner import Runner
 from millrace.inference.sampler import check_vocabulary
 from millrace.inference.sampler_stage import SamplerStage
@@ -104,8 +104,8 @@ class PagedEngine:
         )
         if record_experts:
             self._scheduler.table.experts_of = partial(self._runner.experts, self._scheduler.table)
-        self._results = Results(decode, self._runner.routed)
-        self._sampler = SamplerStage(self._runner, self._scheduler.table, self._results, self._vocab_size)
+        self._decode = decode
+        self._sampler = SamplerStage(self._runner, self._scheduler.table, self._vocab_size)
         self._requests: dict[str, Request] = {}
         self._asleep: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}
@@ -115,7 +115,7 @@ class PagedEngine:
     @property
     def version(self) -> int:
         """Policy version of the current weights."""
-        return self._scheduler.version
+        return self._scheduler.allocator.version
 
     @property
     def pools(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -197,7 +197,9 @@ class PagedEngine:
         """
         if self._requests.pop(request.id, None) is not None:
             self._num_special -= request.is_special
-        return self._results.completion(request, {} if texts is None else texts)
+        return completion_of(
+            request, self._decode, {} if texts is None else texts, routed=self._runner.routed
+        )
 
     def generated(self, request: Request, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return a request's generated tokens, log-probabilities and versions, from index `first` on."""
@@ -224,20 +226,21 @@ class PagedEngine:
             return []
         runner.copy_blocks(plan.copy_from_M, plan.copy_to_M)
         inputs = runner.inputs(scheduler.table, plan)
-        sampled = self._sampler.sample(plan, inputs, special=bool(self._num_special))
-        for request, why in sampled.failed:
+        special = bool(self._num_special)
+        requests, token_N, logprob_N, failed = self._sampler.sample(plan, inputs, special=special)
+        for request, why in failed:
             scheduler.finish(request, "error", why)
-        scheduler.commit(plan, sampled.token_N, sampled.logprob_N)
-        self._generation_tokens += len(sampled.token_N) - len(sampled.failed)
-        if self._num_special:
-            self._stop_at_text(sampled.requests)
-        return sampled.requests
+        scheduler.commit(plan, token_N, logprob_N)
+        self._generation_tokens += len(token_N) - len(failed)
+        if special:
+            self._stop_at_text(requests)
+        return requests
 
     def _stop_at_text(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if not request.params.stop or request.finish_reason not in (None, "length"):
                 continue
-            if self._results.ends_in_stop(request, self.generated(request)[0].tolist()):
+            if ends_in_stop(request, self.generated(request)[0].tolist(), self._decode):
                 self._scheduler.finish(request, "stop")
                 request.finish_reason = "stop"  # not "length", where the last token completed the text
 
@@ -261,7 +264,7 @@ class PagedEngine:
         self._weights_missing = False
         if kv == "recompute":
             self._scheduler.preempt_all()
-        self._scheduler.restart_prefix(version)
+        self._scheduler.allocator.restart(version)
 
     def fingerprint(self) -> dict[str, str]:
         """Return a checksum of each weight in the engine; RuntimeError if the weights are asleep."""
@@ -351,14 +354,6 @@ class PagedEngine:
         held = sum(parameter.untyped_storage().nbytes() for parameter in self._model.parameters())
         return {"weights": held, "kv_cache": self._runner.pool_bytes}
 
-    def check(self) -> None:
-        """Check that blocks, tables and queues agree.
-
-        Raises:
-            AssertionError: they do not; the message names the place.
-        """
-        self._scheduler.check_invariants()
-
     def _new(
         self,
         prompt: Sequence[int],
@@ -373,7 +368,6 @@ class PagedEngine:
         request = Request(id, tuple(prompt), params, priority=priority)
         if partial_output is not None:
             request.resume(partial_output)
-            self._results.resume(request, partial_output)
         self._requests[id] = request
         self._num_special += request.is_special
         self._prompt_tokens += len(prompt)

@@ -71,11 +71,6 @@ class PrefixCache:
         self._blocks.retain(found)
         return found
 
-    def count(self, num_tokens: int, num_hits: int) -> None:
-        """Add a started request of `num_tokens` tokens, `num_hits` of them cached, to the counters."""
-        self.num_queries += num_tokens
-        self.num_hits += num_hits
-
     def digest(self, block: int) -> bytes:
         """Return the digest of a cached block, which is the parent of the next block, or raise KeyError."""
         return self._digests[block]
@@ -111,19 +106,6 @@ class PrefixCache:
             self._blocks.forget(block)
         self._found.clear()
         self._digests.clear()
-
-    def check(self) -> None:
-        """Check that the two directions of the cache agree.
-
-        Raises:
-            AssertionError: they do not; the message names the block.
-        """
-        assert len(self._found) == len(self._digests), (
-            f"{len(self._found)} digests are cached for {len(self._digests)} blocks"
-        )
-        for block, digest in self._digests.items():
-            held = self._found.get(digest, (-1, b""))[0]
-            assert held == block, f"the digest of block {block} leads to block {held}"
 
     def _evicted(self, block: int) -> None:
         del self._found[self._digests.pop(block)]

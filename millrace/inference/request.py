@@ -12,18 +12,11 @@ from typing import Literal
 
 import numpy as np
 
+from millrace.inference.block_manager import check_positive
 from millrace.types import Completion, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_PRIORITY = 1_000_000_000
-
-
-def _no_tokens() -> np.ndarray:
-    return np.empty(0, np.int32)
-
-
-def _no_logprobs() -> np.ndarray:
-    return np.empty(0, np.float32)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +29,9 @@ class Request:
     computed tokens in layers with a router, stored when it last left its row; None if they are not recorded.
     `reason` has details for aborts and errors.
 
+    `text` is that of the completion, cut at a stop string, if one was found. `supports` has (tokens,
+    log-probability) of each token sampled from a support, `prompt_logprobs` the prompt's so far, in pieces.
+
     Raises:
         ValueError: the absolute value of the priority is above MAX_PRIORITY.
     """
@@ -46,10 +42,13 @@ class Request:
     priority: int = 0
     row: int = -1
     arrival: int = -1
-    generated: np.ndarray = field(default_factory=_no_tokens)
-    logprobs: np.ndarray = field(default_factory=_no_logprobs)
-    versions: np.ndarray = field(default_factory=_no_tokens)
+    generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    versions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     experts: np.ndarray | None = None
+    text: str | None = None
+    supports: list[tuple[np.ndarray, float]] = field(default_factory=list)
+    prompt_logprobs: list[np.ndarray] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     reason: str = ""
 
@@ -68,6 +67,10 @@ class Request:
         """Continue a partial completion, like a preempted request."""
         self.generated = np.array(partial_output.token_ids, np.int32)
         self.logprobs, self.versions = partial_output.logprobs, partial_output.versions
+        if partial_output.support is not None:
+            ends = np.cumsum(partial_output.support.counts)[:-1]
+            tokens = np.split(partial_output.support.token_ids, ends)
+            self.supports = list(zip(tokens, partial_output.support.logprobs.tolist(), strict=True))
 
     def known_tokens(self) -> np.ndarray:
         """Return prompt and generated tokens of a request without a row, int32."""
@@ -103,9 +106,7 @@ class RequestTable:
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
-        for name, value in (("num_rows", num_rows), ("block_size", block_size)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_positive(num_rows=num_rows, block_size=block_size)
         self._block_size = block_size
         self.requests: list[Request | None] = [None] * num_rows
         self.digests: list[bytes] = [b""] * num_rows

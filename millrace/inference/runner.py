@@ -55,7 +55,8 @@ class Runner:
         self._facts, self._num_blocks = facts_of(model), num_blocks
         self._dtype = like.dtype
         self._exact = output_head(model).tile is not None
-        self._pools: list[tuple[Tensor, Tensor]] = []
+        # The (keys, values) pair of each pool.
+        self.pools: list[tuple[Tensor, Tensor]] = []
         self._routers = Routers(model) if record_experts else None
         self._expert_pool: Tensor | None = None
         self._max_graph_rows, self._max_length = max_graph_rows, max_length
@@ -65,12 +66,7 @@ class Runner:
     @property
     def pool_bytes(self) -> int:
         """Bytes of the KV pool; 0 after `release`."""
-        return sum(pool.untyped_storage().nbytes() for pair in self._pools for pool in pair)
-
-    @property
-    def pools(self) -> list[tuple[Tensor, Tensor]]:
-        """The (keys, values) pair of each pool."""
-        return self._pools
+        return sum(pool.untyped_storage().nbytes() for pair in self.pools for pool in pair)
 
     def inputs(self, table: RequestTable, plan: Plan) -> Inputs:
         """Build tokens, positions and slots of a plan from the columns of the table."""
@@ -114,7 +110,7 @@ class Runner:
         return hidden if wanted_B is None or len(hidden) == num_rows else hidden[wanted_B]
 
     def _forward(self, inputs: Inputs, last_B: Tensor | None = None) -> Tensor:
-        context = Paged(self._pools, inputs.rows, last_B)
+        context = Paged(self.pools, inputs.rows, last_B)
         stack: Stack | None = getattr(self.model, "millrace_stack", None)
         if stack is not None and self._routers is None and not torch.is_grad_enabled():
             return stack(inputs.token_T, inputs.position_T, context)
@@ -157,18 +153,18 @@ class Runner:
             return
         # index_select and index_copy_: assignment by index takes ten times as long on a CPU.
         source_M, target_M = self._tensor(from_M), self._tensor(to_M)
-        pools = [pool for pair in self._pools for pool in pair]
+        pools = [pool for pair in self.pools for pool in pair]
         for pool in pools if self._expert_pool is None else [*pools, self._expert_pool]:
             pool.index_copy_(0, target_M, pool.index_select(0, source_M))
 
     def release(self) -> None:
         """Free the pool and the graphs; no forward is possible until `restore`."""
-        self._pools, self._graphs, self._expert_pool = [], None, None
+        self.pools, self._graphs, self._expert_pool = [], None, None
 
     def restore(self) -> None:
         """Allocate an empty pool."""
         blocks = self._num_blocks, self._block_size
-        self._pools = new_pools(self._facts, *blocks, dtype=self._dtype, device=self.device)
+        self.pools = new_pools(self._facts, *blocks, dtype=self._dtype, device=self.device)
         if self.routed is not None:
             # Padding rows of a graph write to slot -1, in an extra block that is never allocated.
             size = (self._num_blocks + 1, self._block_size, *self.routed)
@@ -204,7 +200,7 @@ class Runner:
             module.register_forward_hook(look(name)) for name, module in self.model.named_modules() if name
         ]
         try:
-            self._through_modules(inputs, Paged(self._pools, inputs.rows))
+            self._through_modules(inputs, Paged(self.pools, inputs.rows))
         finally:
             for handle in handles:
                 handle.remove()

@@ -5,8 +5,6 @@ T = packed tokens of a step, B = rows that compute, N = rows that sample, V = vo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ from torch import Tensor
 from millrace.inference import sampler
 from millrace.inference.graphs import Inputs
 from millrace.inference.request import Request, RequestTable
-from millrace.inference.results import Results
 from millrace.inference.runner import Runner
 from millrace.inference.scheduler import Plan
 from millrace.kernels.token_logprob import token_logprob
@@ -24,39 +21,29 @@ from millrace.models.logprobs import output_head
 SAMPLE_ELEMENTS = 1 << 25
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepTokens:
-    """The sampled tokens of one step, in the order of the plan; meaningless for `failed` requests.
-
-    Those had logits that were not finite; each comes with the reason.
-    """
-
-    requests: list[Request]
-    token_N: np.ndarray
-    logprob_N: np.ndarray
-    failed: list[tuple[Request, str]]
-
-
 class SamplerStage:
     """Samples tokens for the running requests, with the sampling parameters of each.
 
-    `results` gets supports and log-probabilities of prompts.
+    Supports and log-probabilities of prompts go to the requests.
     """
 
-    def __init__(self, runner: Runner, table: RequestTable, results: Results, vocab_size: int) -> None:
+    def __init__(self, runner: Runner, table: RequestTable, vocab_size: int) -> None:
         num_rows = len(table.requests)
         self._runner = runner
         self._table = table
-        self._results = results
         self._sampling = sampler.SamplingTable(num_rows, vocab_size, runner.device)
         self._chunk = max(1, SAMPLE_ELEMENTS // vocab_size)
         # Arrival number of the request that filled each row of the sampling table.
         self._arrival_R = np.full(num_rows, -1, dtype=np.int64)
 
-    def sample(self, plan: Plan, inputs: Inputs, *, special: bool) -> StepTokens:
+    def sample(
+        self, plan: Plan, inputs: Inputs, *, special: bool
+    ) -> tuple[list[Request], np.ndarray, np.ndarray, list[tuple[Request, str]]]:
         """Run a forward, then sample a token with its log-probability for each row of `plan.sample_row_N`.
 
-        `special` is whether a request may need log-probabilities of its prompt.
+        `special` is whether a request may need log-probabilities of its prompt. Return the requests, their
+        tokens and their log-probabilities (float32), and those of the requests whose logits were not finite,
+        each with the reason; their tokens are meaningless.
         """
         scored = self._scored(plan) if special else []
         hidden = self._runner.hidden(inputs, every=bool(scored))
@@ -78,11 +65,11 @@ class SamplerStage:
             token_N[part], logprob_N[part] = found.token_N, found.logprob_N
             for n, support in enumerate(found.support or ()):
                 if support is not None:
-                    self._results.add_support(requests[first + n], support, float(found.within_N[n]))
+                    requests[first + n].supports.append((support, float(found.within_N[n])))
             for n in (first + np.flatnonzero(~found.finite_N)).tolist():
                 layer = self._runner.first_nonfinite(inputs, int(plan.sample_from_N[n]))
                 failed.append((requests[n], f"its logits are not finite, first in {layer}"))
-        return StepTokens(requests, token_N, logprob_N, failed)
+        return requests, token_N, logprob_N, failed
 
     def _sample_part(self, row_N: np.ndarray, logit_NV: Tensor) -> sampler.SampledTokens:
         table = self._table
@@ -104,7 +91,7 @@ class SamplerStage:
         self, scored: list[tuple[int, Request]], plan: Plan, inputs: Inputs, hidden_TD: Tensor
     ) -> None:
         for b, request in scored:
-            known = self._results.num_prompt_logprobs(request)
+            known = sum(map(len, request.prompt_logprobs))
             first, start = int(inputs.rows.first_B[b]), int(plan.start_B[b])
             stop = min(start + int(plan.count_B[b]), len(request.prompt) - 1)
             if stop <= known:
@@ -116,4 +103,4 @@ class SamplerStage:
             temperature = 1.0 if plain else request.params.temperature
             head = output_head(self._runner.model)
             logprob_N, _ = token_logprob(hidden_ND, head, target_N, temperature=temperature)
-            self._results.add_prompt_logprobs(request, logprob_N.float().cpu().numpy())
+            request.prompt_logprobs.append(logprob_N.float().cpu().numpy())

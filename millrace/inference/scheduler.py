@@ -23,8 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from millrace.inference.block_manager import BlockManager
-from millrace.inference.invariants import check_state
+from millrace.inference.block_manager import BlockManager, check_positive
 from millrace.inference.prefix_cache import PrefixCache, root
 from millrace.inference.request import FinishReason, Request, RequestTable
 from millrace.types import SamplingParams
@@ -113,7 +112,8 @@ class KVAllocator:
             self.blocks.release(hits)
             return None
         if not whole_prompt:
-            self.cache.count(len(token_L), len(hits) * self.blocks.block_size)
+            self.cache.num_queries += len(token_L)
+            self.cache.num_hits += len(hits) * self.blocks.block_size
         row = self.table.free_rows.pop()
         if not alone:
             self._open[request.prompt] = self.groups[row] = PromptGroup(request.prompt, token_L, [row])
@@ -227,22 +227,14 @@ class KVAllocator:
         self.running = self.running[self.table.used_R[self.running]]
 
     def restart(self, version: int) -> None:
-        """Start a policy version: later requests share no keys and values computed before."""
+        """Start a policy version: no later request shares keys and values computed before.
+
+        Running requests continue with their keys and values.
+        """
         self.version = version
         self.cache.drop_all()
         self.table.caches_R[:] = False
         self._open.clear()
-
-    def check(self, waiting: Sequence[Request]) -> None:
-        """Check that this state and the queue agree; see `check_state`."""
-        check_state(
-            self.table,
-            self.blocks,
-            self.cache,
-            waiting=waiting,
-            running=self.running.tolist(),
-            groups={row: group.rows for row, group in self.groups.items()},
-        )
 
     def _close(self, group: PromptGroup) -> None:
         """Let no more requests join this group."""
@@ -295,21 +287,15 @@ class Scheduler:
         max_length: int,
         prefix_caching: bool = True,
     ) -> None:
-        for name, value in (
-            ("max_batch_tokens", max_batch_tokens),
-            ("max_requests", max_requests),
-            ("max_length", max_length),
-        ):
-            if value <= 0:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        self._allocator = KVAllocator(
+        check_positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, max_length=max_length)
+        self.allocator = KVAllocator(
             num_blocks=num_blocks,
             block_size=block_size,
             max_requests=max_requests,
             prefix_caching=prefix_caching,
         )
-        self.table, self.blocks = self._allocator.table, self._allocator.blocks
-        self.cache = self._allocator.cache
+        self.table, self.blocks = self.allocator.table, self.allocator.blocks
+        self.cache = self.allocator.cache
         self.paused: Literal["no", "new", "all"] = "no"
         self.num_preemptions = 0
         self._max_batch_tokens = max_batch_tokens
@@ -320,11 +306,6 @@ class Scheduler:
         self._plan: Plan | None = None
 
     @property
-    def version(self) -> int:
-        """Policy version of the current weights, recorded for committed tokens."""
-        return self._allocator.version
-
-    @property
     def num_waiting(self) -> int:
         """Number of queued requests, which have no row."""
         return len(self._waiting)
@@ -332,7 +313,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Number of requests with a row, followers included."""
-        return self._allocator.num_running
+        return self.allocator.num_running
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise for a request that could never finish.
@@ -382,8 +363,8 @@ class Scheduler:
             return None
         num_preemptions = self.num_preemptions
         row_B, count_B = self._shares()
-        while (copies := self._allocator.make_room(row_B)) is None:
-            self.preempt([self._allocator.last()])
+        while (copies := self.allocator.make_room(row_B)) is None:
+            self.preempt([self.allocator.last()])
             row_B, count_B = self._shares()
         if self.num_preemptions == num_preemptions and self.paused == "no":
             rows, counts = self._admit(self._max_batch_tokens - int(count_B.sum()))
@@ -394,9 +375,9 @@ class Scheduler:
         start_B = self.table.num_computed_R[row_B]
         sample_from_N = (start_B + count_B == self.table.num_tokens_R[row_B]).nonzero()[0]
         sample_row_N = row_B[sample_from_N]
-        if self._allocator.groups:
+        if self.allocator.groups:
             pairs = list(zip(sample_from_N.tolist(), sample_row_N.tolist(), strict=True))
-            pairs += [(at, follower) for at, row in pairs for follower in self._allocator.followers(row)]
+            pairs += [(at, follower) for at, row in pairs for follower in self.allocator.followers(row)]
             sample_from_N = np.array([at for at, _ in pairs], np.int64)
             sample_row_N = np.array([row for _, row in pairs], np.int64)
         plan = Plan(row_B, start_B, count_B, sample_row_N, sample_from_N, *copies)
@@ -425,27 +406,27 @@ class Scheduler:
         here_B = table.used_R[plan.row_B]
         row_B = plan.row_B[here_B]
         table.num_computed_R[row_B] += plan.count_B[here_B]
-        self._allocator.register(row_B)
+        self.allocator.register(row_B)
         valid_N = here_B[plan.sample_from_N] & table.used_R[plan.sample_row_N]
-        if self._allocator.groups:
-            self._allocator.fork()
+        if self.allocator.groups:
+            self.allocator.fork()
         row_N, token_N = plan.sample_row_N[valid_N], token_N[valid_N]
         position_N = table.num_tokens_R[row_N]
         table.num_tokens_R[row_N] += 1
         table.reserve(int(table.num_tokens_R.max()))
         table.token_RL[row_N, position_N] = token_N
         table.logprob_RL[row_N, position_N] = logprob_N[valid_N]
-        table.version_RL[row_N, position_N] = self.version
+        table.version_RL[row_N, position_N] = self.allocator.version
         stopped_N = (table.stop_RS[row_N] == token_N[:, None]).any(1) & (position_N >= table.min_R[row_N])
         ended_N = stopped_N | (table.num_tokens_R[row_N] == table.limit_R[row_N])
         if not ended_N.any():
             return []
         ended = []
         for row, stopped in zip(row_N[ended_N].tolist(), stopped_N[ended_N].tolist(), strict=True):
-            request = self._allocator.free(row)
+            request = self.allocator.free(row)
             request.finish_reason = "stop" if stopped else "length"
             ended.append(request)
-        self._allocator.compact()
+        self.allocator.compact()
         return ended
 
     def finish(self, request: Request, reason: FinishReason, why: str = "") -> None:
@@ -453,8 +434,8 @@ class Scheduler:
         if request.finish_reason is not None:
             return
         if request.row >= 0:
-            self._allocator.free(request.row)
-            self._allocator.compact()
+            self.allocator.free(request.row)
+            self.allocator.compact()
         elif request.arrival >= 0:
             # The pair sorts before its triple.
             del self._waiting[bisect_left(self._waiting, (request.priority, request.arrival))]
@@ -466,9 +447,9 @@ class Scheduler:
         The followers of a leader, which hold no blocks yet, are preempted with it.
         """
         # Followers leave first, or the first of them would become leader.
-        preempted = dict.fromkeys(member for row in rows for member in (*self._allocator.followers(row), row))
-        requests = [self._allocator.free(row) for row in preempted]
-        self._allocator.compact()
+        preempted = dict.fromkeys(member for row in rows for member in (*self.allocator.followers(row), row))
+        requests = [self.allocator.free(row) for row in preempted]
+        self.allocator.compact()
         for request in requests:
             insort(self._waiting, (request.priority, request.arrival, request))
         self.num_preemptions += len(requests)
@@ -477,24 +458,9 @@ class Scheduler:
         """Preempt every running request."""
         self.preempt(self.table.used_R.nonzero()[0].tolist())
 
-    def restart_prefix(self, version: int) -> None:
-        """Start a policy version: no later request reuses keys and values computed before.
-
-        Running requests continue with their keys and values but share them with no later request.
-        """
-        self._allocator.restart(version)
-
-    def check_invariants(self) -> None:
-        """Check that blocks, tables, prompt groups and queue agree.
-
-        Raises:
-            AssertionError: they do not; the message names the place.
-        """
-        self._allocator.check([request for *_, request in self._waiting])
-
     def _shares(self) -> tuple[np.ndarray, np.ndarray]:
         """The running rows that compute in this step, with their numbers of tokens."""
-        row_B = self._allocator.running
+        row_B = self.allocator.running
         lack_B = self.table.num_tokens_R[row_B] - self.table.num_computed_R[row_B]
         count_B = np.diff(np.minimum(lack_B.cumsum(), self._max_batch_tokens), prepend=0)
         chosen_B = count_B > 0
@@ -504,7 +470,7 @@ class Scheduler:
         """Admit waiting requests; return the rows that compute now, with their numbers of tokens."""
         starts, rows, counts = [], [], []
         for *_, request in self._waiting[: len(self.table.free_rows)]:
-            start = self._allocator.start(request, may_compute=budget > 0)
+            start = self.allocator.start(request, may_compute=budget > 0)
             if start is None:
                 break
             starts.append(start)
@@ -515,5 +481,5 @@ class Scheduler:
                 budget -= counts[-1]
         del self._waiting[: len(starts)]
         if starts:
-            self._allocator.fill_rows(starts)
+            self.allocator.fill_rows(starts)
         return rows, counts

@@ -13,6 +13,7 @@ import numpy as np
 from millrace.inference.request import Request, RequestTable
 from millrace.inference.scheduler import Plan, Scheduler
 from millrace.types import SamplingParams
+from tests.inference.invariants import check_scheduler
 
 VOCABULARY = 50
 LIMIT = 1 << 61
@@ -113,9 +114,9 @@ def step(scheduler: Scheduler, pool: Pool) -> list[Request] | None:
     plan = scheduler.schedule()
     if plan is None:
         return None
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     ended = scheduler.commit(plan, *pool.forward(scheduler.table, plan))
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     return ended
 
 
@@ -153,6 +154,6 @@ def check_cut(request: Request) -> None:
 
 def check_empty(scheduler: Scheduler) -> None:
     """Nobody is left, and every block is free."""
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks

@@ -12,6 +12,7 @@ from millrace.inference.engine import PagedEngine
 from millrace.models.load import Model
 from millrace.types import SamplingParams
 from tests.inference.fresh import decode, paged, random_requests, same
+from tests.inference.invariants import check_async_engine
 from tests.models.tiny import tiny_model
 from tests.twins.reference import ReferenceEngine
 
@@ -88,7 +89,7 @@ def test_an_abort_ends_a_stream_with_what_was_drawn(llama: Model) -> None:
         aborted = await engine.abort("mine")
         assert await engine.abort("mine") is None
         await read(stream)
-        await engine.check()
+        await check_async_engine(engine)
         return aborted, await stream.completion(), engine.stats()
 
     aborted, completion, stats = serve(paged(llama), use)

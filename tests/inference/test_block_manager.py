@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.inference.block_manager import BlockManager
+from tests.inference.invariants import check_blocks
 
 
 def test_allocation_is_all_or_nothing() -> None:
@@ -13,7 +14,7 @@ def test_allocation_is_all_or_nothing() -> None:
     rest = blocks.allocate(2)
     assert rest is not None and sorted(first + rest) == [0, 1, 2, 3, 4] and blocks.num_free == 0
     assert blocks.allocate(0) == []
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_a_block_is_free_after_its_last_reference() -> None:
@@ -28,7 +29,7 @@ def test_a_block_is_free_after_its_last_reference() -> None:
     assert [blocks.num_references(block) for block in held] == [1, 0] and blocks.num_free == 3
     blocks.release(held[:1])
     assert blocks.num_free == 4
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_empty_blocks_go_before_kept_ones_and_of_these_the_tail_of_the_oldest_first() -> None:
@@ -45,7 +46,7 @@ def test_empty_blocks_go_before_kept_ones_and_of_these_the_tail_of_the_oldest_fi
     assert blocks.allocate(2) is not None and evicted == []
     assert blocks.allocate(3) is not None and evicted == [old[1], old[0], young[1]]
     assert blocks.allocate(1) == [young[0]] and evicted[3:] == [young[0]]
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_a_kept_block_can_be_shared_again_and_then_goes_last() -> None:
@@ -61,7 +62,7 @@ def test_a_kept_block_can_be_shared_again_and_then_goes_last() -> None:
     assert blocks.num_references(held[1]) == 1 and blocks.num_free == 1
     blocks.release(held[1:])
     assert blocks.allocate(1) == [held[0]] and evicted == [held[0]]
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_a_forgotten_block_is_empty_when_it_is_free() -> None:
@@ -75,7 +76,7 @@ def test_a_forgotten_block_is_empty_when_it_is_free() -> None:
         blocks.forget(block)
     blocks.release(held[1:])
     blocks.on_evict = lambda block: pytest.fail(f"{block} was evicted")
-    blocks.check()
+    check_blocks(blocks)
     assert blocks.num_free == 3 and blocks.allocate(3) is not None
 
 
@@ -97,7 +98,7 @@ def test_misuse_is_named() -> None:
         blocks.release([1])
     with pytest.raises(ValueError, match="^block 0 is free; only a block in use can be kept$"):
         blocks.keep(0)
-    blocks.check()
+    check_blocks(blocks)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_check_finds_what_is_broken(broken, sentence: str) -> None:
     blocks.keep(kept)
     blocks.release([kept])
     assert kept == 1
-    blocks.check()
+    check_blocks(blocks)
     broken(blocks)
     with pytest.raises(AssertionError, match=f"^{sentence}"):
-        blocks.check()
+        check_blocks(blocks)

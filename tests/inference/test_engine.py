@@ -13,6 +13,7 @@ from millrace.models.load import Model
 from millrace.types import Completion, SamplingParams
 from tests.close import close_fp32
 from tests.inference.fresh import decode, paged, random_prompts, random_requests, same
+from tests.inference.invariants import check_engine
 from tests.models.tiny import VOCABULARY, tiny_model
 from tests.twins.reference import ReferenceEngine
 
@@ -144,7 +145,7 @@ def test_an_aborted_request_gives_what_it_drew(llama: Model) -> None:
     assert same(drain(engine, [one]), whole[:1])
     assert engine.abort("mine") is None
     assert other.finish_reason == "abort"
-    engine.check()
+    check_engine(engine)
 
 
 @pytest.mark.parametrize("mode", ["finish", "abort", "keep"])
@@ -250,7 +251,7 @@ def test_a_request_whose_logits_are_not_finite_fails_with_the_layer_named_and_th
     assert [completion.finish_reason for completion in drawn] == ["length", "error", "length"]
     expected = ReferenceEngine(tiny_model("llama", seed=1), decode).generate(prompts[::2], params[::2])
     assert same(drawn[::2], expected)
-    engine.check()
+    check_engine(engine)
     assert engine.stats().kv_usage < 1
 
 
@@ -307,7 +308,7 @@ def test_a_thousand_requests_on_a_pool_for_ten(llama: Model) -> None:
     drawn = engine.generate(prompts, params)
     assert [len(completion.token_ids) for completion in drawn] == lengths
     assert engine.stats().num_preemptions > 0
-    engine.check()
+    check_engine(engine)
     assert same(drawn[:50], ReferenceEngine(llama, decode).generate(prompts[:50], params[:50]))
 
 
@@ -335,4 +336,4 @@ def test_an_interrupted_generate_leaves_nothing_behind(llama: Model, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         engine.generate([(1, 2), (3, 4)], [GREEDY, GREEDY])
     assert engine.stats().num_running == engine.stats().num_waiting == 0
-    engine.check()
+    check_engine(engine)

@@ -12,6 +12,7 @@ from millrace.models.load import Model
 from millrace.types import Completion
 from tests.close import close_fp32
 from tests.inference.fresh import paged, random_requests, same
+from tests.inference.invariants import check_engine
 from tests.inference.test_engine import DRAW, drain, weights
 from tests.models.tiny import VOCABULARY, tiny_model
 
@@ -66,7 +67,7 @@ def test_siblings_that_go_on_stand_beside_those_that_begin(llama: Model) -> None
     begun[1] = begun[4] = None
     engine = paged(llama)
     assert same(drain(engine, engine.add(prompts[0], params, partial_outputs=begun)), expected)
-    engine.check()
+    check_engine(engine)
 
 
 def test_what_nothing_can_follow_is_refused_and_nothing_is_queued(llama: Model) -> None:

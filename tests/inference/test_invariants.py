@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from millrace.inference.scheduler import Scheduler
+from tests.inference.invariants import check_scheduler
 from tests.inference.pool import new_request, new_scheduler, pool_of, step
 
 
@@ -47,13 +48,13 @@ BROKEN: list[tuple[Callable[[Scheduler], object], str]] = [
     (lambda s: s.table.free_rows.append(0), "a row is both used and free, or neither"),
     (lambda s: s.table.free_rows.clear(), "a row is both used and free, or neither"),
     (
-        lambda s: setattr(s._allocator, "running", s._allocator.running[:1]),
+        lambda s: setattr(s.allocator, "running", s.allocator.running[:1]),
         "the rows in use are not those that run or wait for a leader",
     ),
-    (lambda s: s._allocator.groups[1].rows.reverse(), "the rows in use are not those that run"),
-    (lambda s: s._allocator.groups.__delitem__(2), "the rows in use are not those that run"),
+    (lambda s: s.allocator.groups[1].rows.reverse(), "the rows in use are not those that run"),
+    (lambda s: s.allocator.groups.__delitem__(2), "the rows in use are not those that run"),
     (
-        lambda s: setattr(s._allocator.groups[1], "rows", [1]),
+        lambda s: setattr(s.allocator.groups[1], "rows", [1]),
         "the prompt group of row 2 has no running leader",
     ),
     (lambda s: s.blocks.retain(s.table.blocks(0)[:1]), r"block \d+ has 2 references, but 1 rows hold it"),
@@ -92,10 +93,10 @@ BROKEN: list[tuple[Callable[[Scheduler], object], str]] = [
 @pytest.mark.parametrize(("broken", "sentence"), BROKEN)
 def test_what_is_broken_is_named(broken: Callable[[Scheduler], object], sentence: str) -> None:
     scheduler = busy()
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     broken(scheduler)
     with pytest.raises(AssertionError, match=f"^({sentence})"):
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
 
 
 def test_a_shared_block_may_be_written_once_it_is_copied() -> None:
@@ -103,6 +104,6 @@ def test_a_shared_block_may_be_written_once_it_is_copied() -> None:
     shared(scheduler)
     scheduler.table.forked_R[0] = True
     with pytest.raises(AssertionError, match="is shared, and row 1 will write to it"):
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     scheduler.table.forked_R[1] = True
-    scheduler.check_invariants()
+    check_scheduler(scheduler)

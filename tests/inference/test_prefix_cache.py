@@ -7,6 +7,7 @@ import pytest
 
 from millrace.inference.block_manager import BlockManager
 from millrace.inference.prefix_cache import PrefixCache, root
+from tests.inference.invariants import check_blocks, check_cache
 
 SIZE = 3
 VERSION = 4
@@ -80,8 +81,8 @@ def test_a_released_prefix_is_found_until_its_place_is_needed(
     blocks.release(held[:1])
     assert blocks.allocate(1) == held[:1]
     assert cache.match(range(9), VERSION) == [] and len(cache) == 0
-    cache.check()
-    blocks.check()
+    check_cache(cache)
+    check_blocks(blocks)
 
 
 def test_of_equal_blocks_the_first_stays_cached(cache: PrefixCache, blocks: BlockManager) -> None:
@@ -91,8 +92,8 @@ def test_of_equal_blocks_the_first_stays_cached(cache: PrefixCache, blocks: Bloc
     assert cache.match([*range(6), 7, 8, 9, 0], VERSION) == [*first, second[2]]
     assert [block in cache for block in second] == [False, False, True]
     assert cache.digest(second[2]) != cache.digest(first[1])
-    cache.check()
-    blocks.check()
+    check_cache(cache)
+    check_blocks(blocks)
 
 
 def test_a_hit_must_hold_the_tokens_and_not_only_their_hash(cache: PrefixCache, blocks: BlockManager) -> None:
@@ -111,14 +112,8 @@ def test_after_drop_all_nothing_is_found_and_nothing_is_lost(
     assert (len(cache), cache.match(range(9), VERSION), blocks.num_free) == (0, [], 8)
     blocks.release(used)
     assert blocks.num_free == 10
-    cache.check()
-    blocks.check()
-
-
-def test_queries_and_hits_are_counted_in_tokens(cache: PrefixCache) -> None:
-    cache.count(10, 6)
-    cache.count(7, 0)
-    assert (cache.num_queries, cache.num_hits) == (17, 6)
+    check_cache(cache)
+    check_blocks(blocks)
 
 
 def test_a_block_that_is_not_full_is_refused(cache: PrefixCache, blocks: BlockManager) -> None:
@@ -132,7 +127,7 @@ def test_a_block_cannot_hold_two_prefixes(cache: PrefixCache, blocks: BlockManag
     (block,) = cached(cache, blocks, [1, 2, 3])
     with pytest.raises(ValueError, match=f"^block {block} is cached for other tokens; a full block is never"):
         cache.register(block, root(VERSION), np.array([1, 2, 4], np.int32))
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_free_block_cannot_be_registered(cache: PrefixCache) -> None:
@@ -146,7 +141,7 @@ def test_check_finds_what_is_broken(cache: PrefixCache, blocks: BlockManager) ->
     digests = [cache.digest(block) for block in held]
     cache._digests[held[0]] = digests[1]
     with pytest.raises(AssertionError, match=f"^the digest of block {held[0]} leads to block {held[1]}$"):
-        cache.check()
+        check_cache(cache)
     del cache._digests[held[0]]
     with pytest.raises(AssertionError, match="^2 digests are cached for 1 blocks$"):
-        cache.check()
+        check_cache(cache)

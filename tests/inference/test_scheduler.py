@@ -8,6 +8,7 @@ import pytest
 
 from millrace.inference.request import Request
 from millrace.types import SamplingParams
+from tests.inference.invariants import check_scheduler
 from tests.inference.pool import (
     check_cut,
     check_empty,
@@ -30,7 +31,7 @@ def plans(**numbers: Any) -> Any:
         assert plan is not None
         num = len(plan.sample_row_N)
         ended = scheduler.commit(plan, np.full(num, 9), np.full(num, -0.5, np.float32))
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         return plan, ended
 
     return scheduler, advance
@@ -181,8 +182,8 @@ def test_tokens_carry_the_version_that_drew_them() -> None:
     request = new_request([1, 2, 3], max_tokens=6, seed=3)
     scheduler.add([request])
     for version in (0, 0, 4, 4, 4, 7):
-        if version != scheduler.version:
-            scheduler.restart_prefix(version)
+        if version != scheduler.allocator.version:
+            scheduler.allocator.restart(version)
         step(scheduler, pool)
     check_finished(request)
     assert request.versions.tolist() == [0, 0, 4, 4, 4, 7]
@@ -249,11 +250,11 @@ def test_new_weights_find_no_old_prefix() -> None:
     scheduler, advance = plans()
     scheduler.add([new_request(range(10), max_tokens=1)])
     advance()
-    scheduler.restart_prefix(0)  # the same number, but other weights
+    scheduler.allocator.restart(0)  # the same number, but other weights
     running = new_request(range(10), max_tokens=9)
     scheduler.add([running])
     assert advance()[0].count_B.tolist() == [10]
-    scheduler.restart_prefix(3)
+    scheduler.allocator.restart(3)
     for _ in range(3):
         advance()  # a block fills up, but it holds keys of two versions
     scheduler.add([new_request([*range(10), 9, 9, 9], max_tokens=1)])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.inference.request import Request
+from tests.inference.invariants import check_scheduler
 from tests.inference.pool import (
     check_cut,
     check_empty,
@@ -124,7 +125,7 @@ def test_the_next_sibling_leads_when_the_leader_is_aborted(num_chunks: int, gone
         step(scheduler, pool)
     for number in gone:
         scheduler.finish(requests[number], "abort")
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     joins = new_request(range(11), max_tokens=6, seed=50)
     scheduler.add([joins])
     run(scheduler, pool)
@@ -147,7 +148,7 @@ def test_an_abort_during_the_forward_hands_on_what_was_computed_before_it() -> N
     drawn = pool.forward(scheduler.table, plan)
     scheduler.finish(requests[0], "abort")
     scheduler.commit(plan, *drawn)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     plan = scheduler.schedule()
     assert plan is not None
     assert plan.row_B.tolist() == [requests[1].row] and plan.start_B.tolist() == [4]
@@ -172,7 +173,7 @@ def test_a_sibling_that_leaves_during_the_forward_is_passed_over() -> None:
     scheduler.finish(requests[1], "abort")
     scheduler.preempt([requests[2].row])
     scheduler.commit(plan, *drawn)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
     run(scheduler, pool)
     for number in (0, 2, 3):
@@ -189,7 +190,7 @@ def test_a_preempted_leader_takes_its_family_back_into_the_queue() -> None:
     scheduler.preempt([requests[1].row])
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions) == (2, 1, 1)
     scheduler.preempt([requests[0].row])
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions) == (0, 3, 3)
     assert scheduler.blocks.num_free == 500
     run(scheduler, pool)
@@ -254,7 +255,7 @@ def test_new_weights_close_a_family_to_newcomers() -> None:
     requests = siblings(2, 7)
     scheduler.add(requests)
     step(scheduler, pool)
-    scheduler.restart_prefix(1)
+    scheduler.allocator.restart(1)
     late = siblings(2, 7)
     scheduler.add(late)
     scheduler.finish(requests[0], "abort")  # its sibling goes on with the old keys

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from millrace.inference.scheduler import KVAllocator, RequestStart
+from tests.inference.invariants import check_allocator
 from tests.inference.pool import new_request
 
 
@@ -64,12 +65,12 @@ def test_who_joins_a_family_needs_no_blocks_and_no_budget() -> None:
     assert follower is not None and follower.blocks is None
     assert allocator.followers(leader.row) == [follower.row] and allocator.followers(follower.row) == []
     allocator.fill_rows([follower])
-    allocator.check([])
+    check_allocator(allocator)
     assert allocator.num_running == 2 and allocator.running.tolist() == [leader.row]
     compute(allocator, [leader.row])
     assert allocator.start(new_request(range(5)), may_compute=False) is None
     assert allocator.running.tolist() == [leader.row, follower.row]
-    allocator.check([])
+    check_allocator(allocator)
 
 
 def test_making_room_is_all_or_nothing() -> None:
@@ -79,7 +80,7 @@ def test_making_room_is_all_or_nothing() -> None:
     before = {row: allocator.table.blocks(row) for row in allocator.running.tolist()}
     assert allocator.make_room(allocator.running) is None
     assert {row: allocator.table.blocks(row) for row in allocator.running.tolist()} == before
-    allocator.check([])
+    check_allocator(allocator)
     for follower in followers[:2]:
         allocator.free(follower.row)
     allocator.compact()
@@ -91,7 +92,7 @@ def test_making_room_is_all_or_nothing() -> None:
     assert allocator.table.blocks(leader.row) == [full, fresh]
     assert allocator.table.blocks(followers[2].row) == [full, partial]
     assert not allocator.table.forked_R[allocator.running].any()
-    allocator.check([])
+    check_allocator(allocator)
 
 
 def test_a_row_grows_by_a_block_when_its_last_one_is_full() -> None:
@@ -106,7 +107,7 @@ def test_a_row_grows_by_a_block_when_its_last_one_is_full() -> None:
         held = start.blocks
         assert held is not None and allocator.table.blocks(start.row)[: len(held)] == held
     assert allocator.blocks.num_free == 20 - 7
-    allocator.check([])
+    check_allocator(allocator)
 
 
 @pytest.mark.parametrize(
@@ -167,4 +168,4 @@ def test_after_a_restart_nobody_shares_with_what_runs() -> None:
     assert len(allocator.cache) == 0
     compute(allocator, [other.row])
     assert len(allocator.cache) == 2
-    allocator.check([])
+    check_allocator(allocator)

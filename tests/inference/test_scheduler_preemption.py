@@ -7,6 +7,7 @@ import pytest
 
 from millrace.inference.request import Request
 from millrace.inference.scheduler import Scheduler
+from tests.inference.invariants import check_scheduler
 from tests.inference.pool import (
     check_cut,
     check_empty,
@@ -77,7 +78,7 @@ def test_a_preempted_request_goes_on_where_it_was_and_finds_its_own_prefix() -> 
     for _ in range(4):
         step(scheduler, pool)
     scheduler.preempt([request.row])
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert (request.row, len(request.generated)) == (-1, 4)
     check_cut(request)
     plan = scheduler.schedule()
@@ -98,7 +99,7 @@ def test_preempt_all_empties_the_pool_and_keeps_the_order() -> None:
     step(scheduler, pool)
     step(scheduler, pool)
     scheduler.preempt_all()
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions) == (0, 7, 7)
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert [len(request.generated) for request in requests] == [2] * 7
@@ -127,7 +128,7 @@ def test_a_request_can_be_ended_in_any_state_and_only_once(state: str) -> None:
     if state == "preempted":
         scheduler.preempt([request.row])
     scheduler.finish(request, "abort", "the client left")
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     if plan is not None:
         assert len(plan.sample_row_N) == 2
         assert scheduler.commit(plan, *_drawn(scheduler, pool, plan)) == []
@@ -166,7 +167,7 @@ def test_an_aborted_request_leaves_the_middle_of_the_queue() -> None:
     assert [request.arrival for request in requests] == list(range(6))
     scheduler.finish(requests[2], "abort")
     scheduler.finish(requests[3], "abort")
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     pool = pool_of(scheduler)
     order: list[str] = []
     while (ended := step(scheduler, pool)) is not None:
@@ -187,7 +188,7 @@ def test_a_plan_whose_forward_failed_is_taken_back() -> None:
     scheduler.paused = "all"
     assert scheduler.schedule() is None
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 4)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     scheduler.paused = "no"
     run(scheduler, pool)
     for request in requests:
@@ -207,7 +208,7 @@ def test_what_leaves_during_a_forward_does_not_disturb_its_commit() -> None:
     scheduler.finish(requests[1], "error", "no number")
     scheduler.preempt([requests[2].row])
     scheduler.commit(plan, *drawn)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert [len(request.generated) for request in requests[1:3]] == [1, 1]
     run(scheduler, pool)
     for number in (0, 2, 3):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace.inference.block_manager import BlockManager
+from tests.inference.invariants import check_blocks
 
 
 class World:
@@ -76,7 +77,7 @@ class World:
             self.kept.remove(block)
 
     def check(self) -> None:
-        self.blocks.check()
+        check_blocks(self.blocks)
         assert self.blocks.num_free == self.num_free
         for block in range(self.blocks.num_blocks):
             assert self.blocks.num_references(block) == self.references[block]

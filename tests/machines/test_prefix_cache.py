@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from millrace.inference.block_manager import BlockManager
 from millrace.inference.prefix_cache import PrefixCache, root
+from tests.inference.invariants import check_blocks, check_cache
 
 SIZE = 2
 
@@ -57,8 +58,8 @@ class World:
         assert len(self.cache) == 0
 
     def check(self) -> None:
-        self.blocks.check()
-        self.cache.check()
+        check_blocks(self.blocks)
+        check_cache(self.cache)
         used = {block for blocks in self.held for block in blocks}
         assert self.blocks.num_free == self.blocks.num_blocks - len(used)
 

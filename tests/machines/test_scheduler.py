@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from millrace.inference.request import Request
 from millrace.inference.scheduler import Plan
+from tests.inference.invariants import check_scheduler
 from tests.inference.pool import (
     check_cut,
     check_empty,
@@ -89,7 +90,7 @@ class World:
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_blocks
 
     def restart(self) -> None:
-        self.scheduler.restart_prefix(self.scheduler.version + self.rng.choice([0, 1]))
+        self.scheduler.allocator.restart(self.scheduler.allocator.version + self.rng.choice([0, 1]))
 
     def pause(self) -> None:
         self.scheduler.paused = self.rng.choice(["no", "no", "new", "all"])
@@ -150,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "world"):
-            self.world.scheduler.check_invariants()
+            check_scheduler(self.world.scheduler)
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -168,7 +169,7 @@ def random_life(seed: int, num_operations: int) -> World:
     world = World(random.Random(seed))
     for kind in world.rng.choices(OPERATIONS, SHARES, k=num_operations):
         getattr(world, kind)()
-        world.scheduler.check_invariants()
+        check_scheduler(world.scheduler)
     world.settle()
     return world
 

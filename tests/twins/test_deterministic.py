@@ -17,6 +17,7 @@ from millrace.models.logprobs import chosen_logprobs
 from millrace.types import Completion, Outcome, SamplingParams, Trajectory, Turn
 from tests.close import close_fp64
 from tests.inference.fresh import paged, random_requests
+from tests.inference.invariants import check_engine
 from tests.models.families import bold_family
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, tiny_model
 
@@ -43,7 +44,7 @@ def drawn(model: Model, seed: int, **sizes: Any) -> tuple[list[tuple[int, ...]],
     params = [replace(wanted, temperature=TEMPERATURE) for wanted in params]
     engine = paged(copy.deepcopy(model).requires_grad_(False), **sizes)
     completions = engine.generate(prompts, params)
-    engine.check()
+    check_engine(engine)
     return prompts, completions
 
 

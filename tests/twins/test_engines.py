@@ -7,6 +7,7 @@ import pytest
 
 from tests.close import close_fp32
 from tests.inference.fresh import decode, paged, random_requests, same
+from tests.inference.invariants import check_engine
 from tests.models.families import bold_family
 from tests.models.tiny import SHAPES, tiny_model
 from tests.twins.reference import ReferenceEngine
@@ -42,5 +43,5 @@ def test_sizes_change_nothing(seed: int) -> None:
         }
         engine = paged(model, **sizes)
         assert same(engine.generate(prompts, params), theirs), sizes
-        engine.check()
+        check_engine(engine)
         assert engine.stats().num_running == engine.stats().num_waiting == 0

@@ -67,8 +67,7 @@ def is_allowed_host(header: str, host: str, allowed: Collection[str] = ()) -> bo
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket to an address or name, not yet listening; port 0 selects a free one.
 
-    Raises:
-        ValueError: the address is not this machine's, or the port is taken.
+    An address that is not this machine's, or a port that is taken, is a ValueError.
     """
     found: socket.socket | None = None
     try:

@@ -25,10 +25,8 @@ def connection_bounds(soft_limit: int, num_open: int) -> tuple[int, int]:
     """Return the maximal number of connections and the accept backlog for a limit of open files.
 
     A whole backlog can be accepted before surplus connections are closed, so it counts against the limit.
-    `soft_limit` is that of file descriptors (`ulimit -n`), `num_open` are open already.
-
-    Raises:
-        ValueError: too few descriptors are left.
+    `soft_limit` is that of file descriptors (`ulimit -n`), `num_open` are open already; too few left are a
+    ValueError.
     """
     backlog = max(8, min(1024, soft_limit // 8))
     room = soft_limit - num_open - SPARE_DESCRIPTORS - backlog

@@ -79,11 +79,13 @@ class Detokenizer:
 
     def _certain(self) -> int:
         """Length of the held text that cannot be part of a stop string."""
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        return min([*found, *(_uncertain(self._held, stop) for stop in self._stop), len(self._held)])
+        starts = [_uncertain(self._held, stop) for stop in self._stop]
+        return min(starts, default=len(self._held))
 
 
 def _uncertain(text: str, stop: str) -> int:
-    """Start of the longest suffix of `text` that is a prefix of `stop`."""
+    """Start of `stop` in the text, or of the longest suffix of the text that is a prefix of `stop`."""
+    if (found := text.find(stop)) >= 0:
+        return found
     longest = min(len(text), len(stop) - 1)
     return next(len(text) - n for n in range(longest, -1, -1) if text.endswith(stop[:n]))

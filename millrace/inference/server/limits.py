@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millrace.inference.server.address import is_allowed_host
@@ -100,14 +101,15 @@ class AccessControl:
 
     def _check_origin(self, scope: Scope) -> None:
         """Reject cross-site requests: with DNS rebinding, the page's name is in Host, otherwise in Origin."""
-        host = _header(scope, b"host")
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
         if not is_allowed_host(host, self._limits.host, self._limits.allowed_hosts):
             raise ApiError(
                 421,
                 f"this server does not answer as {shown(host)}; ask for it by its address, or start it with "
                 "--allowed-host NAME",
             )
-        origin = _header(scope, b"origin")
+        origin = headers.get("origin", "")
         if origin and origin.partition("://")[2].lower() != host.lower():
             raise ApiError(403, f"requests of web pages are refused, and this one comes from {shown(origin)}")
 
@@ -115,7 +117,7 @@ class AccessControl:
         limits = self._limits
         if limits.token is None and limits.admin_token is None:
             return
-        scheme, _, given = _header(scope, b"authorization").partition(" ")
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         is_bearer = scheme.lower() == "bearer"
         may_steer = is_bearer & _is_same(given, limits.admin_token)
         may_ask = (is_bearer & _is_same(given, limits.token)) | may_steer
@@ -161,21 +163,15 @@ def _check_content_type(scope: Scope) -> None:
     """Reject types other than JSON: a web page may send forms and text cross-site without a preflight."""
     if scope["method"] in ("GET", "HEAD"):
         return
-    given = _header(scope, b"content-type")
-    if (
-        not given
-        and _header(scope, b"content-length") in ("", "0")
-        and not _header(scope, b"transfer-encoding")
-    ):
+    headers = Headers(scope=scope)
+    given = headers.get("content-type", "")
+    is_empty = headers.get("content-length") in (None, "", "0") and not headers.get("transfer-encoding")
+    if not given and is_empty:
         return  # nothing is sent, as to /resume; a page's Origin was checked
     if given.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(
             415, f"the body is {shown(given) or 'of no type'}; send JSON with Content-Type: application/json"
         )
-
-
-def _header(scope: Scope, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
 def _is_same(given: str, token: str | None) -> bool:

@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 async def completed(samples: ResponseStream, request: Request) -> list[Completion]:
-    """Return the completions of all samples.
-
-    Raises:
-        ApiError: a sample failed or the client disconnected; the other samples are aborted.
-    """
+    """Return all completions; on an ApiError (a sample failed, the client left) abort the other samples."""
     try:
         return await _while_there(samples.completions(), request.receive)
     finally:

@@ -146,7 +146,7 @@ class FakeEngine:
                     reason = "stop"
                 if reason:
                     break
-            stream.put(self._piece(drawn, first), None, None)
+            stream.put(self._piece(drawn, first))
             if reason:
                 self._end(id, reason)
                 return
@@ -168,7 +168,7 @@ class FakeEngine:
     def _stop(self) -> None:
         self.closed = "the engine stopped: its thread failed: RuntimeError: out of memory"
         for stream, _ in self._streams.values():
-            stream.put(None, None, EngineClosed(self.closed))
+            stream.put(EngineClosed(self.closed))
         self._streams.clear()
 
     def _end(self, id, reason, why="") -> Completion:
@@ -184,5 +184,5 @@ class FakeEngine:
             text=text[: min(found)] if found else text,
             reason=why,
         )
-        stream.put(None, completion, None)
+        stream.put(completion)
         return completion

@@ -18,6 +18,7 @@ from millrace.models.load import fresh_config, fresh_model, save_model
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import SamplingParams
 from tests.close import close_fp32
+from tests.inference.invariants import check_async_engine
 from tests.inference.server.running import DEADLINE_S, running, tokenizer, wait_until
 from tests.models.tiny import SHAPES, SIZES
 
@@ -58,7 +59,7 @@ def check_nothing_is_left(mill) -> None:
     wait_until(lambda: mill.service.num_requests == 0)
     stats = mill.engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
-    asyncio.run(mill.engine.check())
+    asyncio.run(check_async_engine(mill.engine))
 
 
 def test_openai_and_token_endpoints_give_what_the_engine_draws(mill):

@@ -1,31 +1,61 @@
-"""Invariants of the scheduler's state between two steps. No torch; slow, for tests."""
+"""Invariants of the engine's state between two steps: blocks, cache, table, prompt groups and queue agree."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from millrace.inference.async_engine import AsyncEngine
 from millrace.inference.block_manager import BlockManager
+from millrace.inference.engine import PagedEngine
 from millrace.inference.prefix_cache import PrefixCache
 from millrace.inference.request import Request, RequestTable
+from millrace.inference.scheduler import KVAllocator, Scheduler
 
 
-def check_state(
-    table: RequestTable,
-    blocks: BlockManager,
-    cache: PrefixCache,
-    *,
-    waiting: Sequence[Request],
-    running: Sequence[int],
-    groups: Mapping[int, Sequence[int]],
-) -> None:
-    """Check that blocks, table, prompt groups and queue agree; an AssertionError names the place.
+def check_blocks(blocks: BlockManager) -> None:
+    """Every block is exactly one of used, kept and empty."""
+    empty = set(blocks._empty)
+    assert len(empty) == len(blocks._empty), "a block stands twice among the empty ones"
+    for block, references in enumerate(blocks._references):
+        assert references >= 0, f"block {block} has {references} references"
+        places = (references > 0) + (block in empty) + (block in blocks._kept)
+        assert places == 1, (
+            f"block {block} stands in {places} of used, empty and kept; it has {references} references"
+        )
+        assert block not in blocks._kept or block in blocks._wanted, f"block {block} is kept but not wanted"
+        assert block not in empty or block not in blocks._wanted, f"block {block} is wanted but empty"
 
-    `running` are the rows with blocks; `groups` has all rows of a prompt group, leader first, under each of
-    them.
-    """
-    blocks.check()
-    cache.check()
+
+def check_cache(cache: PrefixCache) -> None:
+    """The two directions of the cache agree."""
+    assert len(cache._found) == len(cache._digests), (
+        f"{len(cache._found)} digests are cached for {len(cache._digests)} blocks"
+    )
+    for block, digest in cache._digests.items():
+        held = cache._found.get(digest, (-1, b""))[0]
+        assert held == block, f"the digest of block {block} leads to block {held}"
+
+
+async def check_async_engine(engine: AsyncEngine) -> None:
+    """Check the engine between two steps, in its own thread."""
+    await engine._call(lambda: check_engine(engine._engine))
+
+
+def check_engine(engine: PagedEngine) -> None:
+    check_scheduler(engine._scheduler)
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    check_allocator(scheduler.allocator, [request for *_, request in scheduler._waiting])
+
+
+def check_allocator(allocator: KVAllocator, waiting: Sequence[Request] = ()) -> None:
+    table, blocks, cache = allocator.table, allocator.blocks, allocator.cache
+    running = allocator.running.tolist()
+    groups = {row: group.rows for row, group in allocator.groups.items()}
+    check_blocks(blocks)
+    check_cache(cache)
     used = [row for row, request in enumerate(table.requests) if request is not None]
     assert used == table.used_R.nonzero()[0].tolist(), "used_R and requests name different rows"
     assert sorted(used + table.free_rows) == list(range(len(table.requests))), (

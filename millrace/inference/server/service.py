@@ -191,9 +191,9 @@ class GenerationService:
     ) -> ResponseStream:
         """Start the samples of a request; each prompt is computed once for all its samples.
 
-        The id is unique among unfinished requests; `params` are those of each sample, grouped by prompt, equally
-        many for each; lower priorities run first. If a sample cannot be served, too many wait, or the server is
-        closing, it raises an ApiError, and none is started.
+        The id is unique among unfinished requests; `params` are those of each sample, grouped by prompt,
+        equally many for each; lower priorities run first. If a sample cannot be served, too many wait, or the
+        server is closing, it raises an ApiError, and none is started.
         """
         if self.closing:
             raise ApiError(503, "the server is shutting down; ask another one")

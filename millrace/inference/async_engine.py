@@ -70,11 +70,7 @@ class Stream:
         return piece
 
     async def completion(self) -> Completion:
-        """Wait until the request ends and return its whole completion.
-
-        Raises:
-            EngineClosed: the engine failed before that.
-        """
+        """Wait until the request ends and return its whole completion; EngineClosed if the engine failed."""
         return await asyncio.shield(self._completion)
 
     def put(self, item: TokenChunk | Completion | Exception) -> None:

@@ -214,11 +214,7 @@ class PagedEngine:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Compute one step and return the requests that got a token or failed.
-
-        Raises:
-            RuntimeError: the engine is asleep.
-        """
+        """Compute one step; return the requests that got a token or failed. RuntimeError if asleep."""
         self._require_awake()
         scheduler, runner = self._scheduler, self._runner
         plan = scheduler.schedule()

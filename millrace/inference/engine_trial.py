@@ -109,9 +109,7 @@ def _serve(engine: PagedEngine, after: Model) -> tuple[list[Generated], int]:
     num_updated = 0
     while any(request.finish_reason is None for request in requests):
         engine.step()
-        if engine.version == 0 and all(
-            len(engine.generated(request)[0]) >= HALFWAY for request in requests[:1]
-        ):
+        if engine.version == 0 and len(engine.generated(requests[0])[0]) >= HALFWAY:
             before = engine.stats().num_preemptions
             engine.load_weights(named_weights(after), 1)
             num_updated = engine.stats().num_preemptions - before
@@ -119,10 +117,8 @@ def _serve(engine: PagedEngine, after: Model) -> tuple[list[Generated], int]:
     while again[0].finish_reason is None:
         engine.step()
     prompts = [long] * NUM_SAMPLES + [short, shortest, long]
-    pairs = zip(prompts, requests + again, strict=True)
-    return [
-        (prompt, engine.completion(request)) for prompt, request in pairs
-    ], engine.stats().num_preemptions - num_updated
+    completions = [engine.completion(request) for request in requests + again]
+    return list(zip(prompts, completions, strict=True)), engine.stats().num_preemptions - num_updated
 
 
 def _compare(completions: Sequence[Generated], plains: Sequence[Model], reading: TrialReadout) -> str:

@@ -32,8 +32,7 @@ class Request:
     `text` is that of the completion, cut at a stop string, if one was found. `supports` has (tokens,
     log-probability) of each token sampled from a support, `prompt_logprobs` the prompt's so far, in pieces.
 
-    Raises:
-        ValueError: the absolute value of the priority is above MAX_PRIORITY.
+    A priority beyond MAX_PRIORITY, either way, is a ValueError.
     """
 
     id: str
@@ -81,7 +80,8 @@ class Request:
 class RequestTable:
     """Columns of the running requests; a row is meaningful where `used_R` is set.
 
-    Arrays that grow are replaced by longer ones: read them from the table in each step.
+    Arrays that grow are replaced by longer ones: read them from the table in each step. Without a row, or
+    with blocks of no size, it raises a ValueError.
 
     Attributes:
         token_RL: int32, prompt tokens, then generated tokens.
@@ -100,9 +100,6 @@ class RequestTable:
         caches_R: bool, whether full blocks are added to the prefix cache.
         free_rows: stack of free rows; the last is used first.
         experts_of: function from row to `Request.experts`; None if experts are not recorded.
-
-    Raises:
-        ValueError: a number is below 1.
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:

@@ -150,8 +150,7 @@ class SamplingTable:
     def put(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
         """Fill rows; the edits of requests that differ only in their seed are built once.
 
-        Raises:
-            ValueError: a parameter names a token outside the vocabulary; no row is changed.
+        A token outside the vocabulary is a ValueError, and no row is changed.
         """
         known: dict[tuple[object, ...], tuple[_Edits | None, int]] = {}
         edits: list[_Edits | None] = []

@@ -271,10 +271,7 @@ class Scheduler:
     `max_batch_tokens` is the token budget of one forward, `max_requests` the rows of the table, `max_length`
     the tokens of prompt and completion together that the model allows. Without prefix caching every request
     computes its whole prompt. While `paused` is `new`, no waiting request is admitted; while it is `all`,
-    `schedule` returns None.
-
-    Raises:
-        ValueError: a number is below 1.
+    `schedule` returns None. A number below 1 is a ValueError.
     """
 
     def __init__(

@@ -50,11 +50,11 @@ def create_app(service: GenerationService, limits: Limits) -> FastAPI:
     app.include_router(OpenAI(service).router())
     app.include_router(Verbs(service).router())
     tools = _Tools(service)
-    app.add_api_route("/health", tools.health, methods=["GET"], response_model=None)
-    app.add_api_route("/metrics", tools.metrics, methods=["GET"], response_model=None)
-    app.add_api_route("/tokenize", tools.tokenize, methods=["POST"], response_model=None)
-    app.add_api_route("/detokenize", tools.detokenize, methods=["POST"], response_model=None)
-    app.add_api_route("/docs", endpoints_page(app), methods=["GET"], include_in_schema=False)
+    app.get("/health")(tools.health)
+    app.get("/metrics")(tools.metrics)
+    app.post("/tokenize")(tools.tokenize)
+    app.post("/detokenize")(tools.detokenize)
+    app.get("/docs", include_in_schema=False)(endpoints_page(app))
     return app
 
 

@@ -43,10 +43,10 @@ class OpenAI:
     def router(self) -> APIRouter:
         """Its routes."""
         router = APIRouter(prefix="/v1")
-        router.add_api_route("/completions", self.completions, methods=["POST"], response_model=None)
-        router.add_api_route("/chat/completions", self.chat, methods=["POST"], response_model=None)
-        router.add_api_route("/models", self.models, methods=["GET"], response_model=None)
-        router.add_api_route("/models/{name:path}", self.model, methods=["GET"], response_model=None)
+        router.post("/completions")(self.completions)
+        router.post("/chat/completions")(self.chat)
+        router.get("/models")(self.models)
+        router.get("/models/{name:path}")(self.model)
         return router
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:

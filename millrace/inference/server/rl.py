@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
@@ -52,19 +52,15 @@ class Verbs:
     def router(self) -> APIRouter:
         """Its routes."""
         router = APIRouter()
-        posts: dict[str, Callable[..., Any]] = {
-            "/generate": self.generate,
-            "/abort": self.abort,
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/sleep": self.sleep,
-            "/wake": self.wake,
-            "/load_weights": self.load_weights,
-        }
-        for path, endpoint in posts.items():
-            router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-        router.add_api_route("/fingerprint", self.fingerprint, methods=["GET"], response_model=None)
-        router.add_api_route("/version", self.version, methods=["GET"], response_model=None)
+        router.post("/generate")(self.generate)
+        router.post("/abort")(self.abort)
+        router.post("/pause")(self.pause)
+        router.post("/resume")(self.resume)
+        router.post("/sleep")(self.sleep)
+        router.post("/wake")(self.wake)
+        router.post("/load_weights")(self.load_weights)
+        router.get("/fingerprint")(self.fingerprint)
+        router.get("/version")(self.version)
         return router
 
     async def generate(self, body: GenerateBody, request: Request) -> Response:
@@ -135,13 +131,8 @@ class Verbs:
 
     def _state(self) -> Json:
         stats = self._engine.stats()
-        return Json(
-            {
-                "version": self._engine.version,
-                "num_running": stats.num_running,
-                "num_waiting": stats.num_waiting,
-            }
-        )
+        counts = {"num_running": stats.num_running, "num_waiting": stats.num_waiting}
+        return Json({"version": self._engine.version, **counts})
 
     async def _refusable(self, verb: Coroutine[Any, Any, T]) -> T:
         """Return the result of an engine command; ApiError with the engine's reason if it is rejected."""

@@ -163,7 +163,7 @@ class CompletionBody(OpenAIBody):
     @model_validator(mode="after")
     def _only_the_drawn(self) -> CompletionBody:
         if self.logprobs:
-            raise _field("logprobs", _no_alternatives("logprobs", self.logprobs, "ask for logprobs: 0"))
+            raise _no_alternatives("logprobs", self.logprobs, "ask for logprobs: 0")
         return self
 
 
@@ -208,8 +208,7 @@ class ChatBody(OpenAIBody):
     @model_validator(mode="after")
     def _consistent(self) -> ChatBody:
         if self.top_logprobs:
-            sentence = _no_alternatives("top_logprobs", self.top_logprobs, "leave it out")
-            raise _field("top_logprobs", sentence)
+            raise _no_alternatives("top_logprobs", self.top_logprobs, "leave it out")
         two = self.max_tokens, self.max_completion_tokens
         if None not in two and two[0] != two[1]:
             raise _field(
@@ -218,10 +217,11 @@ class ChatBody(OpenAIBody):
         return self
 
 
-def _no_alternatives(name: str, value: int, way_out: str) -> str:
-    return (
+def _no_alternatives(name: str, value: int, way_out: str) -> PydanticCustomError:
+    return _field(
+        name,
         f"{name} is {value}, but only the log-probability of the sampled token is stored, none of "
-        f"alternatives; {way_out}"
+        f"alternatives; {way_out}",
     )
 
 

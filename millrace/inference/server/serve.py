@@ -31,10 +31,8 @@ KEPT_CONNECTIONS = 4
 class Server(uvicorn.Server):
     """uvicorn with graceful shutdown: reject new requests, wait `grace_s`, return partial completions.
 
-    It runs on sockets from `address.bind`; `ready` is called with the URL once it listens.
-
-    Raises:
-        ValueError: the limit of open files is too low.
+    It runs on sockets from `address.bind`; `ready` is called with the URL once it listens. A limit of open
+    files that is too low is a ValueError.
     """
 
     def __init__(

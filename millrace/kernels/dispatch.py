@@ -230,11 +230,7 @@ def _check_pool(key_PJSK: Tensor, value_PJSK: Tensor) -> None:
             f"key_PJSK has shape {tuple(key_PJSK.shape)} and value_PJSK {tuple(value_PJSK.shape)}; expected "
             "four dimensions each, of which only the last may differ: blocks, heads, slots, width"
         )
-    for what in ("dtype", "device"):
-        if getattr(value_PJSK, what) != getattr(key_PJSK, what):
-            raise ValueError(
-                f"value_PJSK is {getattr(value_PJSK, what)}, but key_PJSK is {getattr(key_PJSK, what)}"
-            )
+    _check_alike("value_PJSK", value_PJSK, "key_PJSK", key_PJSK)
 
 
 def _check_new(name: str, new: Tensor, pool_PJSK: Tensor) -> None:
@@ -274,11 +270,15 @@ def _check_rows(rows: dict[str, Tensor]) -> None:
 def _check_like(name: str, tensor: Tensor, other: str, like_T: Tensor, length: int) -> None:
     if tensor.shape != (length,):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({length},)")
-    for what in ("dtype", "device"):
-        if getattr(tensor, what) != getattr(like_T, what):
-            raise ValueError(f"{name} is {getattr(tensor, what)}, but {other} is {getattr(like_T, what)}")
+    _check_alike(name, tensor, other, like_T)
     if tensor.requires_grad:
         raise ValueError(f"{name} requires a gradient, which a scan would drop; detach it")
+
+
+def _check_alike(name: str, tensor: Tensor, other: str, like: Tensor) -> None:
+    for what in ("dtype", "device"):
+        if getattr(tensor, what) != getattr(like, what):
+            raise ValueError(f"{name} is {getattr(tensor, what)}, but {other} is {getattr(like, what)}")
 
 
 def _check_lengths(length_B: Tensor, num_tokens: int) -> None:

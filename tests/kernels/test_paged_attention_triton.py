@@ -247,6 +247,13 @@ def test_queries_in_any_strides() -> None:
         assert torch.equal(kernel(turned), kernel(case))
 
 
+@pytest.mark.parametrize("widths", [(128, 64), (64, 128)])
+def test_a_tile_is_sized_for_the_wider_of_keys_and_values(widths: tuple[int, int]) -> None:
+    pools = torch.zeros(1, 1, 16, widths[0]), torch.zeros(1, 1, 16, widths[1])
+    # 16 KiB of rows of 128 float32.
+    assert gpu._options(torch.zeros(1, 1, widths[0]), pools, scale=1.0)["TILE"] == 32
+
+
 @pytest.mark.parametrize("split", [0, -64, 63, 96])
 def test_a_split_that_is_no_number_of_tiles_is_refused(split: int) -> None:
     with pytest.raises(ValueError) as refused:

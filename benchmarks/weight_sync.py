@@ -44,9 +44,8 @@ from torch import Tensor
 
 from millrace.data.packing import pack
 from millrace.models.load import fresh_config, fresh_model
-from millrace.training.objective import imitation
 from millrace.training.optimizer import adamw
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyTrainer, imitation
 from millrace.transport.canary import Canary
 from millrace.transport.fingerprint import fingerprint
 from millrace.transport.local import LocalTransport

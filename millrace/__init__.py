@@ -14,7 +14,7 @@ from millrace.version import __version__
 if TYPE_CHECKING:
     from millrace.config.recipe import load_recipe
     from millrace.config.settings import RunConfig
-    from millrace.run.launch import resume, train
+    from millrace.run.loop import resume, train
     from millrace.run.progress import RunReport
 
 __all__ = ["RunConfig", "RunReport", "__version__", "load_recipe", "resume", "train"]
@@ -23,8 +23,8 @@ _HOME = {
     "load_recipe": "millrace.config.recipe",
     "RunConfig": "millrace.config.settings",
     "RunReport": "millrace.run.progress",
-    "resume": "millrace.run.launch",
-    "train": "millrace.run.launch",
+    "resume": "millrace.run.loop",
+    "train": "millrace.run.loop",
 }
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.algorithms import advantages, losses, ratios, returns, sequence_losses, weights
+from millrace.algorithms import advantages, losses, ratios, returns, weights
 from millrace.algorithms.masked import whiten
 from millrace.foundations.enumerate import Draws, TokenTree, draws, exact_gradient, prefix_values
 from millrace.foundations.mdp import Floats
@@ -252,12 +252,11 @@ def of_losses(seed: int) -> dict[str, Floats]:
         "dppo_tv": losses.dppo_tv(*token, low=0.1, high=0.1, cap=20.0),
         "dppo_kl": losses.dppo_kl(*token, low=0.05, high=0.05, cap=20.0),
         "dro": losses.dro(*token, beta=0.1),
-        "gspo": sequence_losses.gspo(*token, *lesson.place, low=LOW, high=HIGH),
-        "gspo_token": sequence_losses.gspo_token(*token, *lesson.place, low=LOW, high=HIGH),
+        "gspo": losses.gspo(*token, *lesson.place, low=LOW, high=HIGH),
+        "gspo_token": losses.gspo_token(*token, *lesson.place, low=LOW, high=HIGH),
         # Its loss stands at every token, so a weight of 1 / length counts it once.
-        "gmpo": sequence_losses.gmpo(*token, *lesson.place, low=0.4, high=0.4)
-        / lesson.length_B[lesson.segment_T],
-        "topr": sequence_losses.topr(*token, *lesson.place),
+        "gmpo": losses.gmpo(*token, *lesson.place, low=0.4, high=0.4) / lesson.length_B[lesson.segment_T],
+        "topr": losses.topr(*token, *lesson.place),
     }
     return {name: lesson.judge(loss_T) for name, loss_T in found.items()}
 

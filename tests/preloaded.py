@@ -11,7 +11,7 @@ from contextlib import suppress
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 for name in (
-    "millrace.run.launch",
+    "millrace.run.loop",
     "millrace.engines.engine_worker",
     "pandas",
     "pyarrow.dataset",

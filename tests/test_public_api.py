@@ -15,7 +15,7 @@ from tests.end_to_end.tiny import tiny_recipe
 def test_the_public_names_are_these():
     assert millrace.__all__ == ["RunConfig", "RunReport", "__version__", "load_recipe", "resume", "train"]
     assert all(getattr(millrace, name) is not None for name in millrace.__all__)
-    assert [resume.__module__, train.__module__] == ["millrace.run.launch"] * 2
+    assert [resume.__module__, train.__module__] == ["millrace.run.loop"] * 2
 
 
 def test_an_unknown_name_is_an_attribute_error():

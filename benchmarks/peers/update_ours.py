@@ -20,9 +20,8 @@ from millrace.data.packing import pack
 from millrace.data.shared_prefix import common_beginnings
 from millrace.models.load import load_model
 from millrace.training.method import build_loss
-from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyObjective, PolicyTrainer
 from millrace.types import Completion, Outcome, Trajectory, Turn
 
 
@@ -51,7 +50,7 @@ class Ours:
         self._batch = packed(batch())
         self._trainer = PolicyTrainer(
             model,
-            surrogate(build_loss(PpoClipLoss(clip_low=CLIP, clip_high=CLIP))),
+            PolicyObjective(build_loss(PpoClipLoss(clip_low=CLIP, clip_high=CLIP))),
             adamw(model, betas=BETAS, weight_decay=0.0),
             learning_rate=lambda step: LEARNING_RATE,
             temperature=1.0,

@@ -19,9 +19,8 @@ from millrace.algorithms.weights import token_mean
 from millrace.data.packing import pack
 from millrace.inference.engine import PagedEngine
 from millrace.models.load import fresh_config, fresh_model
-from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyObjective, PolicyTrainer
 from millrace.types import Outcome, SamplingParams, Trajectory, Turn
 
 VOCABULARY, PROMPTS, SAMPLES, MAX_TOKENS = 32, 8, 8, 12
@@ -38,7 +37,7 @@ def train(num_steps: int, *, seed: int = 0) -> list[float]:
     engine = PagedEngine(sampler.requires_grad_(False), decode=str, max_cache_tokens=4096)
     trainer = PolicyTrainer(
         policy,
-        surrogate(lambda t: (ppo_clip(t.policy_N, t.start_N, t.advantage_N, low=0.2, high=0.2), None)),
+        PolicyObjective(lambda t: (ppo_clip(t.policy_N, t.start_N, t.advantage_N, low=0.2, high=0.2), None)),
         adamw(policy, betas=(0.9, 0.95), weight_decay=0.0),
         learning_rate=lambda step: 3e-3,
         temperature=1.0,

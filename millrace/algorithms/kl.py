@@ -16,7 +16,8 @@ from torch import Tensor
 from millrace.algorithms.checks import check_shapes, require
 from millrace.algorithms.losses import log_ratio
 
-Estimator = Callable[[Tensor, Tensor], Tensor]
+# log-probabilities of policy and reference [N] -> divergence [N].
+Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def absolute(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
     return k1(policy_logprob_T, reference_logprob_T).abs()
 
 
-def straight_through(estimator: Estimator) -> Estimator:
+def straight_through(estimator: Divergence) -> Divergence:
     """The estimator's value with the gradient of k2, which is that of the divergence; verl's `k1+`, `k3+`."""
 
     def value_of_one_gradient_of_the_other(policy_logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:

@@ -6,20 +6,95 @@ advantage_T, its advantage. Logarithms are natural. In the decoupled form the pr
 replace the sampler's, and the loss is multiplied by the importance weight of proximal against sampler
 (`ratios`).
 
-Losses that need whole segments are in `sequence_losses`. Every function raises ValueError for tensors of
-different shapes. A NaN in an input stays NaN in the loss of its token and affects no other, so the trainer
-detects it and skips the step; a log-probability of minus infinity counts as a ratio of e^-20.
+Losses with one ratio per segment also take segment_T, the segment of each token, ids in [0, num_segments);
+B = segments, of which some may have no token. A micro-batch holds whole segments, so they do not depend on
+the split. The papers have one advantage per segment; the functions take one per token.
+
+Every function raises ValueError for tensors of different shapes. A NaN in an input stays NaN in the loss of
+its token (of its segment, where the ratio is the segment's) and affects no other, so the trainer detects it
+and skips the step; a log-probability of minus infinity counts as a ratio of e^-20.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from millrace.algorithms.checks import check_shapes, require
+from millrace.algorithms.masked import segment_mean, segment_sum
 
 # Ratios beyond e^20 carry no information; without a bound one token overflows the whole loss.
 MAX_LOG_RATIO = 20.0
+# verl's bound on the log of GSPO's token ratio.
+MAX_TOKEN_LOG_RATIO = 10.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossTerms:
+    """The inputs of a policy loss, one entry for each chosen token (N of them).
+
+    Attributes:
+        policy_N: log-probability under the weights being trained, with gradient.
+        start_N: log-probability that the ratio is taken to.
+        advantage_N: advantage.
+        segment_N: segment.
+        num_segments: number of segments.
+        selected_N: tokens to treat apart, where the method selects some.
+    """
+
+    policy_N: Tensor
+    start_N: Tensor
+    advantage_N: Tensor
+    segment_N: Tensor
+    num_segments: int
+    selected_N: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A loss of this file by name, with its options: `PolicyLoss("dro", {"beta": 0.1})`.
+
+    `policy.loss` of a recipe names the kinds and their options.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+
+    def __call__(self, t: LossTerms) -> tuple[Tensor, Tensor | None]:
+        """Return the loss, [N], and the tokens that its bounds leave without gradient, bool [N] or None.
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        ratio, by_sequence = (t.policy_N, t.start_N, t.advantage_N), (t.segment_N, t.num_segments)
+        options = self.options
+        match self.kind:
+            case "ppo_clip" | "clip_cov":
+                return _with_clipped(*ratio, options)
+            case "reinforce":
+                return reinforce(t.policy_N, t.advantage_N), None
+            case "topr":
+                return topr(*ratio, *by_sequence), None
+            case "gspo":
+                return _gspo_with_clipped(t, options)
+            case "gmpo":
+                return gmpo(*ratio, *by_sequence, low=options["clip_low"], high=options["clip_high"]), None
+            case "cispo":
+                return cispo(*ratio, low=options["clip_low"], high=options["clip_high"]), None
+            case "sapo":
+                return sapo(*ratio, positive=options["positive"], negative=options["negative"]), None
+            case "dppo":
+                return _dppo_with_clipped(*ratio, options)
+            case "dro":
+                return dro(*ratio, beta=options["beta"]), None
+            case "kl_cov":
+                assert t.selected_N is not None
+                return kl_cov(*ratio, t.selected_N, coefficient=options["coefficient"]), None
+        raise ValueError(f"there is no policy loss {self.kind!r}")
 
 
 def log_ratio(policy_logprob_T: Tensor, sampler_logprob_T: Tensor) -> Tensor:
@@ -265,6 +340,114 @@ def kl_cov(
     return -advantage_T * ratio_T + coefficient * distance_T * selected_T
 
 
+def sequence_log_ratio(
+    policy_logprob_T: Tensor, sampler_logprob_T: Tensor, segment_T: Tensor, num_segments: int
+) -> Tensor:
+    """Mean of log(pi / mu) over each token's segment, [T]: the log of GSPO's ratio."""
+    check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T, segment_T=segment_T)
+    return segment_mean(policy_logprob_T - sampler_logprob_T, segment_T, num_segments)[segment_T]
+
+
+def gspo(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    *,
+    low: float,
+    high: float,
+) -> Tensor:
+    """L_t = max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean over the segment of log(pi / mu)).
+
+    The gradient flows through the mean. The paper's bounds are about 3e-4, since a mean moves little.
+
+    Raises:
+        ValueError: low is not in [0, 1), or high is not above 0.
+
+    Source: Zheng et al. 2025, "Group sequence policy optimization".
+    """
+    mean_T = sequence_log_ratio(policy_logprob_T, sampler_logprob_T, segment_T, num_segments)
+    return ppo_clip(mean_T, torch.zeros_like(mean_T), advantage_T, low=low, high=high)
+
+
+def gspo_token(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    *,
+    low: float,
+    high: float,
+) -> Tensor:
+    """As `gspo` in value, with s_t = sg(s) pi / sg(pi): each token's gradient is its own.
+
+    The same gradient as `gspo` where a segment has one advantage and one weight per token; verl's form. The
+    log of s_t is at most 10, as there.
+    """
+    mean_T = sequence_log_ratio(policy_logprob_T, sampler_logprob_T, segment_T, num_segments)
+    log_T = policy_logprob_T - policy_logprob_T.detach() + mean_T.detach()
+    bounded_T = log_T.clamp(max=MAX_TOKEN_LOG_RATIO)
+    return ppo_clip(bounded_T, torch.zeros_like(mean_T), advantage_T, low=low, high=high)
+
+
+def gmpo(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    *,
+    low: float,
+    high: float,
+) -> Tensor:
+    """L_b = -mean(A) exp(mean of d'), the geometric mean of ratios clipped per token; each token has its L_b.
+
+    d = log(pi / mu); d' = min(d, high) where A > 0, max(d, -low) where A < 0, and 0 where A = 0. With
+    `weights.sequence_mean` the sum is the mean over segments, as in verl (`geo_mean`). The paper's bounds are
+    0.4 each.
+
+    Raises:
+        ValueError: low is below 0, or high is not above 0.
+
+    Source: Zhao et al. 2025, "Geometric-mean policy optimization".
+    """
+    require(low >= 0, "low", low, "at least 0")
+    require(high > 0, "high", high, "above 0")
+    check_shapes(policy_logprob_T=policy_logprob_T, advantage_T=advantage_T, segment_T=segment_T)
+    log_T, sign_T = log_ratio(policy_logprob_T, sampler_logprob_T), advantage_T.sign()
+    kept_T = sign_T * torch.minimum(sign_T * log_T, sign_T * log_T.clamp(-low, high))
+    ratio_B = segment_mean(kept_T, segment_T, num_segments).exp()
+    return -(segment_mean(advantage_T, segment_T, num_segments) * ratio_B)[segment_T]
+
+
+def topr(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+) -> Tensor:
+    """L_t = -w A log pi; w = 1 for A > 0, and for A < 0 the segment's ratio, at most 1, without gradient.
+
+    Good sequences are imitated however off-policy they are; bad ones are pushed down only while the policy
+    still samples them, so neither sign needs on-policy data.
+
+    Source: Le Roux et al. 2025, "Tapered off-policy REINFORCE".
+    """
+    check_shapes(
+        policy_logprob_T=policy_logprob_T,
+        sampler_logprob_T=sampler_logprob_T,
+        advantage_T=advantage_T,
+        segment_T=segment_T,
+    )
+    total_B = segment_sum(policy_logprob_T.detach() - sampler_logprob_T, segment_T, num_segments)
+    weight_T = total_B.clamp(max=0).exp()[segment_T]
+    tapered_T = advantage_T.clamp(min=0) + weight_T * advantage_T.clamp(max=0)
+    return reinforce(policy_logprob_T, tapered_T)
+
+
 def value_loss(
     value_T: Tensor,
     old_value_T: Tensor,
@@ -299,6 +482,32 @@ def value_clipped(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, cli
 def _clipped_square(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, clip: float) -> Tensor:
     require(clip > 0, "clip", clip, "above 0")
     return (value_T.clamp(old_value_T - clip, old_value_T + clip) - return_T).square()
+
+
+def _with_clipped(
+    policy_N: Tensor, start_N: Tensor, advantage_N: Tensor, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    low, high, dual = options["clip_low"], options["clip_high"], options.get("dual_clip")
+    loss_N = ppo_clip(policy_N, start_N, advantage_N, low=low, high=high, dual=dual)
+    return loss_N, clipped(policy_N.detach(), start_N, advantage_N, low=low, high=high)
+
+
+def _gspo_with_clipped(t: LossTerms, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    function = gspo_token if options["gradient"] == "token" else gspo
+    bounds = {"low": options["clip_low"], "high": options["clip_high"]}
+    loss_N = function(t.policy_N, t.start_N, t.advantage_N, t.segment_N, t.num_segments, **bounds)
+    mean_N = sequence_log_ratio(t.policy_N.detach(), t.start_N, t.segment_N, t.num_segments)
+    return loss_N, clipped(mean_N, torch.zeros_like(mean_N), t.advantage_N, **bounds)
+
+
+def _dppo_with_clipped(
+    policy_N: Tensor, start_N: Tensor, advantage_N: Tensor, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    tv = options["divergence"] == "tv"
+    loss, outside = (dppo_tv, dppo_tv_clipped) if tv else (dppo_kl, dppo_kl_clipped)
+    low, high = options["clip_low"], options["clip_high"]
+    loss_N = loss(policy_N, start_N, advantage_N, low=low, high=high, cap=options["cap"])
+    return loss_N, outside(policy_N.detach(), start_N, advantage_N, low=low, high=high)
 
 
 def _ratio(policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor) -> Tensor:

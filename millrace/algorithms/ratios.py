@@ -9,6 +9,7 @@ for tensors of different shapes; metrics, for no tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -21,6 +22,8 @@ from millrace.algorithms.masked import segment_mean, segment_sum
 Level = Literal["token", "sequence", "geometric"]
 Estimator = Literal["k1", "k2", "k3"]
 Reduction = Literal["token", "sum", "mean", "max"]
+# log-ratio of proximal over sampler [N], segment [N], number of segments -> factor of each token's loss [N].
+Correction = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def importance_weights(log_ratio_T: Tensor, segment_T: Tensor, num_segments: int, *, level: Level) -> Tensor:

@@ -188,7 +188,7 @@ def self_check(problems: list[str]) -> str:
     start_s = time.monotonic()
     try:
         from millrace.config.recipe import load_recipe
-        from millrace.run.launch import train
+        from millrace.run.loop import train
         from millrace.run.offline import answer
 
         with tempfile.TemporaryDirectory(prefix="millrace-doctor-") as folder:

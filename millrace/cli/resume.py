@@ -21,6 +21,6 @@ def resume(run: Run, quiet: Quiet = False) -> None:
     if start_ranks(run_config(run).mesh):
         from millrace.launchers.ray_ranks import resume as continue_run
     else:
-        from millrace.run.launch import resume as continue_run
+        from millrace.run.loop import resume as continue_run
 
     show_result(as_a_rank(lambda: continue_run(run, quiet=quiet)))

@@ -44,7 +44,7 @@ def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> 
     if start_ranks(config.mesh):
         from millrace.launchers.ray_ranks import train as start
     else:
-        from millrace.run.launch import train as start
+        from millrace.run.loop import train as start
 
     show_result(as_a_rank(lambda: start(config, recipe=Path(recipe).stem, quiet=quiet)))
 

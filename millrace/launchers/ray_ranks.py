@@ -1,6 +1,6 @@
 """Place, monitor and end the ranks of a run as Ray actors.
 
-Each actor is one rank and runs `launch.train` in its own process. Its arguments are the recipe as YAML, names
+Each actor is one rank and runs `loop.train` in its own process. Its arguments are the recipe as YAML, names
 and numbers. Ray itself exchanges pickles between its processes, so access to one of its ports means code
 execution. A Ray that is started here therefore listens on loopback only and demands a token.
 """
@@ -38,12 +38,12 @@ class LeftAtOnce(Exception):
 
 
 def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> RunReport:
-    """Run `launch.train` on ranks that Ray places.
+    """Run `loop.train` on ranks that Ray places.
 
     Args:
         config: settings of the run.
         recipe: name of the recipe.
-        quiet: see `launch.train`.
+        quiet: see `loop.train`.
 
     Raises:
         RayTrainerError: Ray is not installed, or the cluster has too few resources.
@@ -56,11 +56,11 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
 
 
 def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
-    """Run `launch.resume` on ranks that Ray places.
+    """Run `loop.resume` on ranks that Ray places.
 
     Args:
         path: run folder.
-        quiet: see `launch.resume`.
+        quiet: see `loop.resume`.
 
     Raises:
         RunFolderError: it is not a run folder.
@@ -109,20 +109,20 @@ class Rank:
         return os.getpid()
 
     def train(self, text: str, recipe: str, quiet: bool) -> str:
-        """Run `launch.train` of a recipe given as YAML, and return the report as JSON."""
+        """Run `loop.train` of a recipe given as YAML, and return the report as JSON."""
 
         def work() -> RunReport:
-            from millrace.run.launch import train
+            from millrace.run.loop import train
 
             return train(from_yaml(text, recipe), recipe=recipe, quiet=quiet)
 
         return _told(work)
 
     def resume(self, path: str, quiet: bool) -> str:
-        """Run `launch.resume` of a run folder, and return the report as JSON."""
+        """Run `loop.resume` of a run folder, and return the report as JSON."""
 
         def work() -> RunReport:
-            from millrace.run.launch import resume
+            from millrace.run.loop import resume
 
             return resume(path, quiet=quiet)
 

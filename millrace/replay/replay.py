@@ -21,7 +21,7 @@ from millrace.observability.sinks import read_records
 from millrace.replay.compare import check_evaluations, check_weights
 from millrace.replay.recorded_log import RunSegment, segments_of
 from millrace.replay.replay_backend import RepeatedSegment
-from millrace.run import launch
+from millrace.run import loop
 from millrace.run.build import choose_device
 from millrace.run.folder import RunFolder
 from millrace.run.progress import RunReport, versions
@@ -121,7 +121,7 @@ def replay(
             place = {"name": repeated.path.name, "output": str(repeated.path.parent)}
             repeated.write_text(repeated.recipe, to_yaml(changed.model_copy(update=place)))
         ranks.wait()
-        return replace(found, report=launch.resume(repeated.path, quiet=quiet, ranks=ranks))
+        return replace(found, report=loop.resume(repeated.path, quiet=quiet, ranks=ranks))
 
 
 def check(
@@ -141,7 +141,8 @@ def check(
     Raises:
         RunFolderError, ConfigError, SetupError, ReplayError: as in `replay`.
     """
-    original, config = RunFolder.open(path), launch.run_config(path)
+    original = RunFolder.open(path)
+    config = original.config()
     changed = _branch(original, config, from_step, changes or {})
     _check_can(original, config)
     here = {"mesh": config.mesh.model_copy(update={"launcher": "processes"})}
@@ -247,11 +248,11 @@ def _repeat(
     stem = f"{original.path.name}-replay"
     config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
     repeats = RepeatedSegment(original, segments[0])
-    report = launch.train(config, recipe=stem, quiet=quiet, repeats=repeats, ranks=ranks)
+    report = loop.train(config, recipe=stem, quiet=quiet, repeats=repeats, ranks=ranks)
     repeated = RunFolder(Path(ranks.share(report.run)))
     for segment in segments[1:]:
         repeats = RepeatedSegment(original, segment)
-        launch.resume(repeated.path, quiet=quiet, repeats=repeats, ranks=ranks)
+        loop.resume(repeated.path, quiet=quiet, repeats=repeats, ranks=ranks)
     return repeated
 
 

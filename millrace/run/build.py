@@ -52,10 +52,9 @@ from millrace.run.rounding import canary
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
 from millrace.training.method import build_control, build_method, build_objective
-from millrace.training.objective import Objective, imitation
 from millrace.training.optimizer import adamw, check_eight_bit
 from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import Objective, PolicyTrainer, imitation
 from millrace.training.reward_model import load_reward_model
 from millrace.training.schedule import learning_rate
 from millrace.training.scorer import ModelScorer

@@ -1,4 +1,4 @@
-"""Start or resume a run: the two calls behind `millrace train` and `millrace resume`."""
+"""Prepare a run for the training loop and finish it: ranks, run folder, components, metric sinks, errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from millrace.run.components import Components
 from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.health.health_checks import RunStopped
 from millrace.run.health.out_of_memory import explained
-from millrace.run.loop import run
 from millrace.run.progress import Progress, RunReport
 from millrace.run.run import Controller, Repetition
 from millrace.run.signals import Interrupted, Interrupts
@@ -62,31 +61,26 @@ class _Start:
     fresh: bool
 
 
-def train(
-    config: RunConfig,
-    *,
-    recipe: str = "run",
-    quiet: bool = False,
-    repeats: Repetition | None = None,
-    ranks: Ranks | None = None,
-) -> RunReport:
-    """Train a policy in a new run folder, which is removed if the run fails before its first result.
+@dataclass(slots=True, eq=False)
+class StartedRun:
+    """A prepared run.
 
-    Args:
-        config: from `load_recipe`.
-        recipe: name of the run folder where `config.name` is null.
-        quiet: print nothing.
-        repeats: in a replay, the recorded segment to follow; see `replay.replay`.
-        ranks: already connected ranks; None connects them here.
-
-    Returns:
-        The report, also written to summary.json; its `status` is finished or interrupted.
-
-    Raises:
-        ValueError: the data, model, rewards or settings cannot be used; the message names the fix.
-        RuntimeError: the run stopped; it can be resumed from what was saved.
-        KeyboardInterrupt: the user pressed Ctrl-C twice.
+    Attributes:
+        controller: at the progress of the checkpoint, or at the beginning.
+        checkpoint: the newest checkpoint; None at the beginning.
+        report: set at the end; its `status` is finished or interrupted.
     """
+
+    controller: Controller
+    checkpoint: Path | None
+    report: RunReport | None = None
+
+
+@contextmanager
+def new_run(
+    config: RunConfig, *, recipe: str, quiet: bool, repeats: Repetition | None, ranks: Ranks | None
+) -> Iterator[StartedRun]:
+    """Prepare a run in a new folder, and finish it after the block; see `loop.train`."""
     started_s = time.monotonic()
     with _met(config, ranks) as ranks:
         config = _as_then(config, repeats, ranks)
@@ -104,24 +98,15 @@ def train(
             # Last, because it makes the folder resumable.
             folder.write_text(folder.recipe, to_yaml(config))
             start = _Start(config, recipe, None, [], Progress(), ranks, repeats, fresh=True)
-            return _run(start, components, folder, quiet=quiet, started_s=started_s)
+            with _started(start, components, folder, quiet=quiet, started_s=started_s) as started:
+                yield started
 
 
-def resume(
-    path: str | Path, *, quiet: bool = False, repeats: Repetition | None = None, ranks: Ranks | None = None
-) -> RunReport:
-    """Resume a run from its newest complete checkpoint, or from the beginning if it has none yet.
-
-    Args:
-        path: the run folder.
-        quiet: print nothing.
-        repeats: see `train`.
-        ranks: see `train`.
-
-    Raises:
-        RunFolderError: the path is no run folder, the run is finished, or another process trains it.
-        ValueError, RuntimeError: as `train`.
-    """
+@contextmanager
+def resumed_run(
+    path: str | Path, *, quiet: bool, repeats: Repetition | None, ranks: Ranks | None
+) -> Iterator[StartedRun]:
+    """Prepare a run from its newest complete checkpoint, and finish it after the block; see `loop.resume`."""
     started_s = time.monotonic()
     given = RunFolder.open(path)
     config = run_config(path)
@@ -135,7 +120,8 @@ def resume(
             components = build(config, checkpoint, ranks)
         with closing(components):
             start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats, fresh=False)
-            return _run(start, components, folder, quiet=quiet, started_s=started_s)
+            with _started(start, components, folder, quiet=quiet, started_s=started_s) as started:
+                yield started
 
 
 def _check_taken(config: RunConfig) -> None:
@@ -237,18 +223,16 @@ def _progress(checkpoint: Path) -> Progress:
         raise CheckpointError(f"checkpoint {shown(checkpoint)} has a state that cannot be: {error}") from None
 
 
-def _run(
+@contextmanager
+def _started(
     start: _Start, components: Components, folder: RunFolder, *, quiet: bool, started_s: float
-) -> RunReport:
+) -> Iterator[StartedRun]:
     ranks = start.ranks
     console = Console(folder.path.name, _facts(start, components), quiet=quiet or not ranks.first)
     with ExitStack() as exit_stack:
         metrics = exit_stack.enter_context(closing(JsonlSink(folder.metrics)))
         metrics.rewind(start.progress.metrics_bytes if ranks.first else 0)
-        chosen = _loggers(start, folder) if ranks.first else []
-        if start.repeats is not None and ranks.first:
-            chosen.append(start.repeats.comparison(folder))
-        loggers = [exit_stack.enter_context(closing(sink)) for sink in chosen]
+        loggers = [exit_stack.enter_context(closing(sink)) for sink in _loggers(start, folder)]
         exit_stack.enter_context(console)
         if ranks.size > 1:
             console.say(layout_of(start.config.mesh).table())
@@ -280,19 +264,21 @@ def _run(
         _tell_resumed(controller, start)
         # It describes an earlier process, and must not remain if this one is killed.
         folder.summary.unlink(missing_ok=True)
+        started = StartedRun(controller, start.checkpoint)
         try:
             spans, named = controller.spans, controller.owners
             with explained(start.config, phase=lambda: spans.failed, owners=named, engine=components.sleeper):
-                run(controller, start.checkpoint)
+                yield started
                 saver.settle()
-            return controller.finish("finished")
+            started.report = controller.finish("finished")
         except Interrupted:
-            return controller.finish("interrupted")
+            started.report = controller.finish("interrupted")
         except (KeyboardInterrupt, Exception) as error:
             # An interruption can surface as any exception of the interrupted code.
             if interrupts.left and not interrupts.twice:
                 saver.settle()
-                return controller.finish("interrupted")
+                started.report = controller.finish("interrupted")
+                return
             if interrupts.twice or isinstance(error, KeyboardInterrupt):
                 raise _left_at_once(start, folder) from None
             error = _failed(controller, saver, start, error)
@@ -374,6 +360,9 @@ def _is_of(path: Path, error: OSError) -> bool:
 
 
 def _loggers(start: _Start, folder: RunFolder) -> list[Sink]:
+    """Open the metric sinks of rank 0 that the recipe names, and in a replay the comparison."""
+    if not start.ranks.first:
+        return []
     purge = start.progress.step + 1 if start.checkpoint is not None else None
     made: list[Sink] = []
     shown: dict[str, Any] = {key: value for key, value, _ in settings(start.config)}
@@ -384,6 +373,8 @@ def _loggers(start: _Start, folder: RunFolder) -> list[Sink]:
             made.append(WandbSink(folder.path, shown))
         else:
             made.append(MlflowSink(folder.path, shown))
+    if start.repeats is not None:
+        made.append(start.repeats.comparison(folder))
     return made
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from millrace.config.sections import SftConfig
+from millrace.config.settings import RunConfig
 from millrace.data.packing import pack_demonstrations
+from millrace.distributed.ranks import Ranks
 from millrace.observability.profile import Profiler
 from millrace.observability.tables import write_table
 from millrace.planner.flops import utilization
@@ -23,10 +25,64 @@ from millrace.rollout.remote import RemoteBatchSource
 from millrace.run.evaluation import is_right
 from millrace.run.health.health_checks import check_current, check_mismatch, check_rewards, check_steps
 from millrace.run.health.memory_peaks import fullest
+from millrace.run.launch import new_run, resumed_run
+from millrace.run.progress import RunReport
 from millrace.run.rounding import rounding
-from millrace.run.run import Controller
+from millrace.run.run import Controller, Repetition
 from millrace.run.train_step import BatchResult, TrainStep, train_on
 from millrace.training.method import build_sft_token_weights
+
+
+def train(
+    config: RunConfig,
+    *,
+    recipe: str = "run",
+    quiet: bool = False,
+    repeats: Repetition | None = None,
+    ranks: Ranks | None = None,
+) -> RunReport:
+    """Train a policy in a new run folder, which is removed if the run fails before its first result.
+
+    Args:
+        config: from `load_recipe`.
+        recipe: name of the run folder where `config.name` is null.
+        quiet: print nothing.
+        repeats: in a replay, the recorded segment to follow; see `replay.replay`.
+        ranks: already connected ranks; None connects them here.
+
+    Returns:
+        The report, also written to summary.json; its `status` is finished or interrupted.
+
+    Raises:
+        ValueError: the data, model, rewards or settings cannot be used; the message names the fix.
+        RuntimeError: the run stopped; it can be resumed from what was saved.
+        KeyboardInterrupt: the user pressed Ctrl-C twice.
+    """
+    with new_run(config, recipe=recipe, quiet=quiet, repeats=repeats, ranks=ranks) as started:
+        run(started.controller, started.checkpoint)
+    assert started.report is not None
+    return started.report
+
+
+def resume(
+    path: str | Path, *, quiet: bool = False, repeats: Repetition | None = None, ranks: Ranks | None = None
+) -> RunReport:
+    """Resume a run from its newest complete checkpoint, or from the beginning if it has none yet.
+
+    Args:
+        path: the run folder.
+        quiet: print nothing.
+        repeats: see `train`.
+        ranks: see `train`.
+
+    Raises:
+        RunFolderError: the path is no run folder, the run is finished, or another process trains it.
+        ValueError, RuntimeError: as `train`.
+    """
+    with resumed_run(path, quiet=quiet, repeats=repeats, ranks=ranks) as started:
+        run(started.controller, started.checkpoint)
+    assert started.report is not None
+    return started.report
 
 
 def reached(

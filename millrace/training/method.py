@@ -12,7 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from millrace.algorithms import advantages, kl, losses, ratios, sequence_losses, weights
+from millrace.algorithms import advantages, kl, losses, ratios, weights
+from millrace.algorithms.kl import Divergence
+from millrace.algorithms.losses import PolicyLoss
+from millrace.algorithms.ratios import Correction
 from millrace.config import method_sections as words
 from millrace.config.settings import RunConfig
 from millrace.data.packing import TokenWeights
@@ -20,16 +23,7 @@ from millrace.kernels.dispatch import Scan
 from millrace.training import estimate
 from millrace.training.estimate import Estimator
 from millrace.training.kl_control import KlControl
-from millrace.training.objective import (
-    Correction,
-    Divergence,
-    Objective,
-    PolicyLoss,
-    Terms,
-    full_kl_penalty,
-    kl_penalty,
-    surrogate,
-)
+from millrace.training.policy import KlPenalty, Objective, PolicyObjective
 
 # log-probabilities before the step, what the ratio is taken to, advantages [N], seed -> tokens apart.
 Selection = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -110,11 +104,9 @@ def build_objective(config: RunConfig, control: KlControl | None) -> Objective:
     policy = config.policy
     penalty = None
     if policy.kl is not None and policy.kl.place == "loss" and control is not None:
-        if policy.kl.estimator != "full":
-            penalty = kl_penalty(control, _divergence(policy.kl.estimator))
-        else:
-            penalty = full_kl_penalty(control)
-    return surrogate(
+        full = policy.kl.estimator == "full"
+        penalty = KlPenalty(control, None if full else _divergence(policy.kl.estimator))
+    return PolicyObjective(
         build_loss(policy.loss),
         interpolate=policy.proximal == "interpolate",
         correction=build_correction(policy.correction) if policy.correction else None,
@@ -228,68 +220,7 @@ def _group(advantage: words.GroupAdvantage) -> Callable[[Tensor, Tensor, int], T
 
 def build_loss(loss: words.LossConfig) -> PolicyLoss:
     """The policy loss of a token, by the recipe's kind of loss."""
-    match loss:
-        case words.PpoClipLoss() | words.ClipCovLoss():
-            dual = loss.dual_clip if isinstance(loss, words.PpoClipLoss) else None
-            return partial(_ppo_clip, low=loss.clip_low, high=loss.clip_high, dual=dual)
-        case words.ReinforceLoss():
-            return lambda t: (losses.reinforce(t.policy_N, t.advantage_N), None)
-        case words.ToprLoss():
-            return _by_sequence(sequence_losses.topr)
-        case words.GspoLoss():
-            return partial(_gspo, token=loss.gradient == "token", low=loss.clip_low, high=loss.clip_high)
-        case words.GmpoLoss():
-            return _by_sequence(partial(sequence_losses.gmpo, low=loss.clip_low, high=loss.clip_high))
-        case words.CispoLoss():
-            return _by_token(partial(losses.cispo, low=loss.clip_low, high=loss.clip_high))
-        case words.SapoLoss():
-            return _by_token(partial(losses.sapo, positive=loss.positive, negative=loss.negative))
-        case words.DppoLoss():
-            return partial(_dppo, kind=loss)
-        case words.DroLoss():
-            return _by_token(partial(losses.dro, beta=loss.beta))
-        case words.KlCovLoss():
-            return partial(_kl_cov, coefficient=loss.coefficient)
-
-
-def _by_token(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> PolicyLoss:
-    return lambda t: (function(t.policy_N, t.start_N, t.advantage_N), None)
-
-
-def _by_sequence(function: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]) -> PolicyLoss:
-    return lambda t: (function(t.policy_N, t.start_N, t.advantage_N, t.segment_N, t.num_segments), None)
-
-
-def _ppo_clip(terms: Terms, *, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
-    loss_N = losses.ppo_clip(terms.policy_N, terms.start_N, terms.advantage_N, low=low, high=high, dual=dual)
-    outside_N = losses.clipped(terms.policy_N.detach(), terms.start_N, terms.advantage_N, low=low, high=high)
-    return loss_N, outside_N
-
-
-def _gspo(terms: Terms, *, token: bool, low: float, high: float) -> tuple[Tensor, Tensor]:
-    function = sequence_losses.gspo_token if token else sequence_losses.gspo
-    where = (terms.segment_N, terms.num_segments)
-    loss_N = function(terms.policy_N, terms.start_N, terms.advantage_N, *where, low=low, high=high)
-    mean_N = sequence_losses.sequence_log_ratio(terms.policy_N.detach(), terms.start_N, *where)
-    outside_N = losses.clipped(mean_N, torch.zeros_like(mean_N), terms.advantage_N, low=low, high=high)
-    return loss_N, outside_N
-
-
-def _dppo(terms: Terms, *, kind: words.DppoLoss) -> tuple[Tensor, Tensor]:
-    tv = kind.divergence == "tv"
-    loss, clipped = (
-        (losses.dppo_tv, losses.dppo_tv_clipped) if tv else (losses.dppo_kl, losses.dppo_kl_clipped)
-    )
-    policy_N, start_N, advantage_N = terms.policy_N, terms.start_N, terms.advantage_N
-    loss_N = loss(policy_N, start_N, advantage_N, low=kind.clip_low, high=kind.clip_high, cap=kind.cap)
-    return loss_N, clipped(policy_N.detach(), start_N, advantage_N, low=kind.clip_low, high=kind.clip_high)
-
-
-def _kl_cov(terms: Terms, *, coefficient: float) -> tuple[Tensor, None]:
-    assert terms.selected_N is not None
-    return losses.kl_cov(
-        terms.policy_N, terms.start_N, terms.advantage_N, terms.selected_N, coefficient=coefficient
-    ), None
+    return PolicyLoss(loss.kind, loss.model_dump(exclude={"kind"}))
 
 
 def _selection(loss: words.LossConfig) -> Selection | None:

@@ -1,16 +1,20 @@
 """The policy trainer: accumulate `(loss_T * weight_T).sum()` over micro-batches, then step.
 
-N = chosen tokens in packed order, M = some of them, D = model width, L = layers with a router, E = experts.
+N = chosen tokens in packed order, M = some of them, T = packed tokens, D = model width, L = layers with a
+router, E = experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from millrace.algorithms.kl import Divergence
+from millrace.algorithms.losses import LossTerms, PolicyLoss
+from millrace.algorithms.ratios import Correction, interpolated_proximal
 from millrace.data.batch import Batch
 from millrace.data.packing import pack_demonstrations
 from millrace.kernels.token_logprob import Head, token_divergence, token_logprob
@@ -20,10 +24,101 @@ from millrace.models.logprobs import chosen_hidden, output_head
 from millrace.models.router_replay import Routing
 from millrace.models.routing import load_metrics
 from millrace.protocols import StepReport
-from millrace.training.objective import Objective, Predicted
+from millrace.training.kl_control import KlControl
 from millrace.training.optimizer import optimizer_step
 from millrace.training.parallel_model import ParallelModel, TokenReadout, Which, predicting
 from millrace.training.scorer import ModelScorer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predicted:
+    """The policy's outputs for the chosen tokens, with gradient during training.
+
+    `divergence_N` is KL(policy || reference) over the candidates of each token, if requested.
+    """
+
+    logprob_N: Tensor
+    entropy_N: Tensor
+    version: int
+    divergence_N: Tensor | None = None
+
+
+# Outputs of the forward pass and the micro-batch -> loss [N], and metrics of each token by name, [N] each.
+Objective = Callable[[Predicted, Batch], tuple[Tensor, dict[str, Tensor]]]
+
+
+def imitation(predicted: Predicted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the negative log-probability of each token: the objective of supervised training."""
+    return -predicted.logprob_N, {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KlPenalty:
+    """An objective: the controlled multiple of an estimate of KL(policy || reference) per token.
+
+    `divergence` estimates it from the log-probabilities of policy and reference; None takes the divergence
+    over the candidates of each token.
+    """
+
+    control: KlControl
+    divergence: Divergence | None
+
+    def __call__(self, predicted: Predicted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the penalty and its metrics; ValueError without the reference's log-probabilities."""
+        if self.divergence is None:
+            divergence_N = predicted.divergence_N
+            if divergence_N is None:
+                raise ValueError("a full KL penalty needs the divergence; give the trainer the reference")
+        elif batch.reference_logprob_T is None:
+            raise ValueError("a KL penalty needs the batch's reference log-probabilities; score it first")
+        else:
+            reference_N = batch.reference_logprob_T[batch.action_mask_T]
+            divergence_N = self.divergence(predicted.logprob_N, reference_N)
+        return self.control.coefficient * divergence_N, {"kl_reference": divergence_N.detach()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyObjective:
+    """An objective: a policy loss with its correction, entropy bonus and penalty.
+
+    The ratio is taken to the batch's proximal log-probabilities where it has some, else to the sampler's;
+    with `interpolate` to a mean of sampler and policy by version, and `correction` is the importance weight
+    of that mean over the sampler, which otherwise comes with the batch.
+    """
+
+    loss: PolicyLoss | Callable[[LossTerms], tuple[Tensor, Tensor | None]]
+    interpolate: bool = False
+    correction: Correction | None = None
+    entropy_coefficient: float = 0.0
+    penalty: Objective | None = None
+
+    def __call__(self, predicted: Predicted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss, [N], and the metrics of each token."""
+        mask_T = batch.action_mask_T
+        sampler_N, segment_N = batch.sampler_logprob_T[mask_T], batch.segment_T[mask_T]
+        start_N = sampler_N if batch.proximal_logprob_T is None else batch.proximal_logprob_T[mask_T]
+        factor_N = None if batch.correction_T is None else batch.correction_T[mask_T]
+        if self.interpolate:
+            start_N = interpolated_proximal(
+                predicted.logprob_N.detach(), sampler_N, batch.version_T[mask_T], version=predicted.version
+            )
+            if self.correction is not None:
+                factor_N = self.correction(start_N - sampler_N, segment_N, batch.num_segments)
+        selected_N = None if batch.selected_T is None else batch.selected_T[mask_T]
+        advantage_N = batch.advantage_T[mask_T]
+        loss_N, outside_N = self.loss(
+            LossTerms(predicted.logprob_N, start_N, advantage_N, segment_N, batch.num_segments, selected_N)
+        )
+        report = {} if outside_N is None else {"clip_fraction": outside_N.to(loss_N.dtype)}
+        if factor_N is not None:
+            loss_N = loss_N * factor_N
+            report["correction"] = factor_N
+        if self.entropy_coefficient:
+            loss_N = loss_N - self.entropy_coefficient * predicted.entropy_N
+        if self.penalty is not None:
+            penalty_N, more = self.penalty(predicted, batch)
+            loss_N, report = loss_N + penalty_N, report | more
+        return loss_N, report
 
 
 class PolicyTrainer:

@@ -18,17 +18,19 @@ from millrace.algorithms.losses import (
     dppo_kl_clipped,
     dppo_tv,
     dppo_tv_clipped,
+    gmpo,
+    gspo_token,
     kl_cov,
     kl_cov_selection,
     ppo_clip,
     reinforce,
     sapo,
+    sequence_log_ratio,
     value_clipped,
     value_loss,
 )
 from millrace.algorithms.masked import segment_mean
 from millrace.algorithms.ratios import importance_weights, truncate
-from millrace.algorithms.sequence_losses import gmpo, gspo_token, sequence_log_ratio
 from tests.algorithms.verl_weights import verl_weights
 from tests.close import close_fp64
 from tests.golden.verl import CASES, Rows, rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.algorithms import losses, sequence_losses
+from millrace.algorithms import losses
 from millrace.algorithms.kl import k1, k2, k3, straight_through
 from millrace.algorithms.ratios import icepop, importance_weights, normalise, truncate
 from millrace.algorithms.weights import fixed_length, sequence_mean, sequence_sum, token_mean, token_sum
@@ -56,10 +56,10 @@ TOKEN_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "dro": partial(losses.dro, beta=0.3),
 }
 SEQUENCE_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]] = {
-    "gspo": partial(sequence_losses.gspo, low=0.05, high=0.08),
-    "gspo_token": partial(sequence_losses.gspo_token, low=0.05, high=0.08),
-    "gmpo": partial(sequence_losses.gmpo, low=0.2, high=0.3),
-    "topr": sequence_losses.topr,
+    "gspo": partial(losses.gspo, low=0.05, high=0.08),
+    "gspo_token": partial(losses.gspo_token, low=0.05, high=0.08),
+    "gmpo": partial(losses.gmpo, low=0.2, high=0.3),
+    "topr": losses.topr,
 }
 
 

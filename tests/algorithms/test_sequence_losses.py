@@ -13,8 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.algorithms.losses import clipped, ppo_clip, reinforce
-from millrace.algorithms.sequence_losses import gmpo, gspo, gspo_token, sequence_log_ratio, topr
+from millrace.algorithms.losses import (
+    clipped,
+    gmpo,
+    gspo,
+    gspo_token,
+    ppo_clip,
+    reinforce,
+    sequence_log_ratio,
+    topr,
+)
 from millrace.algorithms.weights import sequence_mean
 from tests.close import close_fp64
 

@@ -121,7 +121,7 @@ def test_a_self_check_that_fails_is_a_problem_and_leaves_with_1(lab):
     def train(*words: object, **options: object) -> None:
         raise OSError("no room")
 
-    lab.patch.setattr("millrace.run.launch.train", train)
+    lab.patch.setattr("millrace.run.loop.train", train)
     lab.patch.setattr(doctor, "bubblewrap", lambda: "is not installed")
     result = lab("doctor")
     assert result.code == 1

@@ -50,7 +50,7 @@ def failing(lab):
         def train(*words: object, **options: object) -> None:
             raise error
 
-        lab.patch.setattr("millrace.run.launch.train", train)
+        lab.patch.setattr("millrace.run.loop.train", train)
         return lab.train()
 
     return run
@@ -117,7 +117,7 @@ def test_a_library_that_makes_another_error_of_ctrl_c_is_no_traceback(lab):
             signal.raise_signal(signal.SIGINT)
         raise IndexError("list assignment index out of range")
 
-    lab.patch.setattr("millrace.run.launch.run", run)
+    lab.patch.setattr("millrace.run.loop.run", run)
     result = lab.train()
     said = "left at once; continue from the last checkpoint with: millrace resume runs/tiny-1\n"
     assert (result.code, result.err) == (130, said)

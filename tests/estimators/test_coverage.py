@@ -8,7 +8,7 @@ from pathlib import Path
 from millrace.foundations.enumerate import TokenTree
 from tests.house.source import PACKAGE, parse, python_files
 
-MODULES = ("advantages", "returns", "losses", "sequence_losses", "kl", "ratios", "weights")
+MODULES = ("advantages", "returns", "losses", "kl", "ratios", "weights")
 # These are held elsewhere: what they give is no estimate of a gradient, a value or a divergence.
 OTHERS = {
     "adaptive_coefficient",  # a controller

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.algorithms import advantages, losses, ratios, sequence_losses, weights
+from millrace.algorithms import advantages, losses, ratios, weights
 from millrace.algorithms.returns import discounted_returns, length_adaptive_lambda
 from tests.close import close_fp64
 from tests.estimators.world import Batch, World
@@ -147,11 +147,11 @@ def test_of_one_token_a_sequence_ratio_is_a_token_ratio() -> None:
     alone_T = torch.arange(len(batch.policy_T))
     setting = (batch.policy_T, batch.sampler_T, batch.reward_T, alone_T, len(alone_T))
     token_T = losses.ppo_clip(*setting[:3], **BAND)
-    close_losses(batch, sequence_losses.gspo(*setting, **BAND), token_T)
-    close_losses(batch, sequence_losses.gspo_token(*setting, **BAND), token_T)
+    close_losses(batch, losses.gspo(*setting, **BAND), token_T)
+    close_losses(batch, losses.gspo_token(*setting, **BAND), token_T)
     # GMPO clips the logarithm.
     in_logs = {"low": -math.log(1 - BAND["low"]), "high": math.log(1 + BAND["high"])}
-    close_losses(batch, sequence_losses.gmpo(*setting, **in_logs), token_T)
+    close_losses(batch, losses.gmpo(*setting, **in_logs), token_T)
 
 
 def test_with_one_advantage_per_sequence_both_forms_of_gspo_have_one_gradient() -> None:
@@ -163,7 +163,7 @@ def test_with_one_advantage_per_sequence_both_forms_of_gspo_have_one_gradient() 
         batch.segment_T,
         batch.num_segments,
     )
-    close_losses(batch, sequence_losses.gspo(*setting, **BAND), sequence_losses.gspo_token(*setting, **BAND))
+    close_losses(batch, losses.gspo(*setting, **BAND), losses.gspo_token(*setting, **BAND))
 
 
 def test_topr_of_good_sequences_is_reinforce_and_of_bad_ones_truncated_importance_sampling() -> None:
@@ -171,14 +171,12 @@ def test_topr_of_good_sequences_is_reinforce_and_of_bad_ones_truncated_importanc
     setting = (batch.policy_T, batch.sampler_T)
     place = (batch.segment_T, batch.num_segments)
     good_T = batch.reward_T.abs()
-    close_losses(
-        batch, sequence_losses.topr(*setting, good_T, *place), losses.reinforce(batch.policy_T, good_T)
-    )
+    close_losses(batch, losses.topr(*setting, good_T, *place), losses.reinforce(batch.policy_T, good_T))
     log_ratio_T = (batch.policy_T - batch.sampler_T).detach()
     weight_T = ratios.truncate(ratios.importance_weights(log_ratio_T, *place, level="sequence"), high=1.0)
     close_losses(
         batch,
-        sequence_losses.topr(*setting, -good_T, *place),
+        losses.topr(*setting, -good_T, *place),
         weight_T * losses.reinforce(batch.policy_T, -good_T),
     )
 

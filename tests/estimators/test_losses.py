@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.algorithms import losses, sequence_losses
+from millrace.algorithms import losses
 from millrace.foundations.enumerate import exact_gradient, prefix_values
 from tests.close import close_fp64
 from tests.estimators.test_advantages import discounted
@@ -124,10 +124,10 @@ LOSSES: dict[str, tuple[Loss, Slope]] = {
         token_loss(partial(losses.dro, beta=0.7)),
         each(lambda a, p, q: a - 0.7 * math.log(p / q)),
     ),
-    "gspo": (sequence_loss(partial(sequence_losses.gspo, low=LOW, high=HIGH)), gspo_through_the_mean),
-    "gspo_token": (sequence_loss(partial(sequence_losses.gspo_token, low=LOW, high=HIGH)), gspo),
-    "gmpo": (sequence_loss(partial(sequence_losses.gmpo, low=0.25, high=0.3)), gmpo),
-    "topr": (sequence_loss(sequence_losses.topr), topr),
+    "gspo": (sequence_loss(partial(losses.gspo, low=LOW, high=HIGH)), gspo_through_the_mean),
+    "gspo_token": (sequence_loss(partial(losses.gspo_token, low=LOW, high=HIGH)), gspo),
+    "gmpo": (sequence_loss(partial(losses.gmpo, low=0.25, high=0.3)), gmpo),
+    "topr": (sequence_loss(losses.topr), topr),
 }
 
 

@@ -22,14 +22,14 @@ from millrace.data.packing import pack
 from millrace.foundations.enumerate import TokenTree
 from millrace.kernels.token_logprob import Head, token_divergence, token_logprob, token_squares
 from millrace.training.method import build_loss
-from millrace.training.objective import Predicted, surrogate
+from millrace.training.policy import PolicyObjective, Predicted
 from millrace.types import Completion, Outcome, Support, Trajectory, Turn
 from tests.close import close_fp32, close_fp64
 
 TEMPERATURE = 0.7
 LONG, SHORT = TokenTree(num_tokens=6, horizon=3), TokenTree(num_tokens=9, horizon=1)
 TRUNCATIONS = {"top-k": (3, 1.0), "top-p": (0, 0.8), "both": (5, 0.8), "neither": (0, 1.0)}
-EVERYTHING = surrogate(build_loss(PpoClipLoss(clip_low=1 - 1e-6, clip_high=1e6)))
+EVERYTHING = PolicyObjective(build_loss(PpoClipLoss(clip_low=1 - 1e-6, clip_high=1e6)))
 
 
 def kept(share_V: list[float], top_k: int, top_p: float) -> list[int]:

@@ -23,10 +23,9 @@ from millrace.models.logprobs import chosen_logprobs
 from millrace.models.router_replay import Routing
 from millrace.models.routing import BIAS, Routers, balance_loss, expert_load
 from millrace.training.method import build_loss
-from millrace.training.objective import Predicted, surrogate
 from millrace.training.optimizer import adamw
 from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyObjective, PolicyTrainer, Predicted
 from millrace.training.scorer import ModelScorer
 from millrace.transport.fingerprint import fingerprint
 from millrace.transport.local import prove
@@ -39,7 +38,7 @@ from tests.models.tiny import VOCABULARY
 from tests.ranks import run_ranks
 from tests.training.pieces import plain_logits
 
-CLIP = surrogate(build_loss(words.PpoClipLoss(clip_low=0.2, clip_high=0.2)))
+CLIP = PolicyObjective(build_loss(words.PpoClipLoss(clip_low=0.2, clip_high=0.2)))
 COEFFICIENT = 0.05
 BIAS_STEP = 0.01
 # As one row, as few, and almost one for each segment.

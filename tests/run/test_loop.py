@@ -16,8 +16,7 @@ from millrace.observability.tables import read_table
 from millrace.run import run as controller
 from millrace.run.health import health_checks
 from millrace.run.health.health_checks import RunStopped
-from millrace.training.objective import imitation
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyTrainer, imitation
 from millrace.transport.local import WeightSyncError
 from tests.close import close_fp32
 from tests.end_to_end.runs import OVERRIDES

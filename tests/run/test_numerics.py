@@ -16,7 +16,7 @@ from millrace.rewards.text import ExactReward
 from millrace.run import build, numerics, train_step
 from millrace.run.health.health_checks import RunStopped
 from millrace.run.numerics import Check, check_numerics
-from millrace.training import method, objective, value
+from millrace.training import method, policy, value
 from millrace.training.scorer import ModelScorer
 from millrace.types import Outcome
 from tests.end_to_end.tiny import tiny_recipe
@@ -159,8 +159,8 @@ def test_a_loss_divided_by_the_tokens_of_its_micro_batch_is_found(tmp_path, monk
 
 
 def test_so_is_a_penalty_because_the_weights_are_off_the_reference(tmp_path, monkeypatch):
-    real = method.kl_penalty
-    monkeypatch.setattr(method, "kl_penalty", lambda *given: divided_by_tokens(real(*given)))
+    real = method.KlPenalty
+    monkeypatch.setattr(method, "KlPenalty", lambda *given: divided_by_tokens(real(*given)))
     assert set(rows(*CUTS, RANKS, of=("gradient",))) <= set(wrong(tmp_path, KL))
 
 
@@ -250,13 +250,13 @@ def test_the_batch_holds_all_that_training_could_bring(tmp_path, monkeypatch):
 
 
 def test_the_trainer_counts_as_two_steps_ahead_of_the_sampler(tmp_path, monkeypatch):
-    real, lags = objective.interpolated_proximal, set()
+    real, lags = policy.interpolated_proximal, set()
 
     def watched(policy_T, sampler_T, version_T, *, version):
         lags.update((version - version_T).tolist())
         return real(policy_T, sampler_T, version_T, version=version)
 
-    monkeypatch.setattr(objective, "interpolated_proximal", watched)
+    monkeypatch.setattr(policy, "interpolated_proximal", watched)
     assert wrong(tmp_path, {"policy.proximal": "interpolate", **FOUR}) == []
     assert lags == {2}
 

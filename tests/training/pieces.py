@@ -9,7 +9,7 @@ from millrace.algorithms.weights import token_mean
 from millrace.data.batch import Batch
 from millrace.data.packing import TokenWeights
 from millrace.models.load import Model, fresh_config, fresh_model
-from millrace.training.objective import Predicted
+from millrace.training.policy import Predicted
 from millrace.types import Completion, Outcome, Prompt, Trajectory, Turn
 from tests.data.pieces import weighed
 

@@ -23,10 +23,9 @@ from millrace.models.adapters import add_adapter, base_tensors, freeze, merged, 
 from millrace.models.heads import SCALAR, empty_scalar_model, save_scalar_model, scalar_model, scalar_weights
 from millrace.models.load import Model, ModelError, fresh_config, fresh_model, load_model, save_model
 from millrace.training.loading import loaded, taken
-from millrace.training.objective import imitation
 from millrace.training.optimizer import adamw
 from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyTrainer, imitation
 from tests.close import close_fp32
 from tests.models.deep import deep_model, weighted_batch
 from tests.models.families import bold_family

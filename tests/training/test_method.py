@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.algorithms import advantages, kl, losses, ratios, sequence_losses, weights
+from millrace.algorithms import advantages, kl, losses, ratios, weights
+from millrace.algorithms.losses import LossTerms
 from millrace.config import method_sections as words
 from millrace.training import estimate
 from millrace.training.estimate import Scored
@@ -24,7 +25,6 @@ from millrace.training.method import (
     build_sft_token_weights,
     build_token_weights,
 )
-from millrace.training.objective import Terms
 from tests.close import close_fp32, close_fp64
 from tests.run.pieces import recipe
 from tests.training.pieces import full_batch, predicted, random_batch
@@ -36,11 +36,11 @@ def kinds_of(union) -> set[str]:
     return {get_args(one.model_fields["kind"].annotation)[0] for one in get_args(get_args(union)[0])}
 
 
-def terms(seed: int = 0) -> Terms:
+def terms(seed: int = 0) -> LossTerms:
     batch = full_batch(seed)
     mask_T, generator = batch.action_mask_T, torch.Generator().manual_seed(seed)
     start_N = batch.proximal_logprob_T[mask_T]
-    return Terms(
+    return LossTerms(
         start_N + 0.4 * torch.randn(len(start_N), generator=generator),
         start_N,
         batch.advantage_T[mask_T],
@@ -58,8 +58,8 @@ def by_sequence(function, **settings):
     return lambda t: function(t.policy_N, t.start_N, t.advantage_N, t.segment_N, t.num_segments, **settings)
 
 
-def mean_clipped(t: Terms) -> Tensor:
-    mean_N = sequence_losses.sequence_log_ratio(t.policy_N, t.start_N, t.segment_N, t.num_segments)
+def mean_clipped(t: LossTerms) -> Tensor:
+    mean_N = losses.sequence_log_ratio(t.policy_N, t.start_N, t.segment_N, t.num_segments)
     return losses.clipped(mean_N, torch.zeros_like(mean_N), t.advantage_N, low=0.1, high=0.3)
 
 
@@ -72,13 +72,13 @@ LOSSES = [
         by_token(losses.clipped, **BAND),
     ),
     ({"kind": "reinforce"}, lambda t: losses.reinforce(t.policy_N, t.advantage_N), None),
-    ({"kind": "gspo", **CLIPPED}, by_sequence(sequence_losses.gspo, **BAND), mean_clipped),
+    ({"kind": "gspo", **CLIPPED}, by_sequence(losses.gspo, **BAND), mean_clipped),
     (
         {"kind": "gspo", **CLIPPED, "gradient": "token"},
-        by_sequence(sequence_losses.gspo_token, **BAND),
+        by_sequence(losses.gspo_token, **BAND),
         mean_clipped,
     ),
-    ({"kind": "gmpo", **CLIPPED}, by_sequence(sequence_losses.gmpo, **BAND), None),
+    ({"kind": "gmpo", **CLIPPED}, by_sequence(losses.gmpo, **BAND), None),
     ({"kind": "cispo", **CLIPPED}, by_token(losses.cispo, **BAND), None),
     (
         {"kind": "sapo", "positive": 0.7, "negative": 2.0},
@@ -96,7 +96,7 @@ LOSSES = [
         by_token(losses.dppo_kl_clipped, low=1e-3, high=3e-3),
     ),
     ({"kind": "dro", "beta": 0.7}, by_token(losses.dro, beta=0.7), None),
-    ({"kind": "topr"}, by_sequence(sequence_losses.topr), None),
+    ({"kind": "topr"}, by_sequence(losses.topr), None),
     ({"kind": "clip_cov", **CLIPPED}, by_token(losses.ppo_clip, **BAND), by_token(losses.clipped, **BAND)),
     (
         {"kind": "kl_cov", "coefficient": 0.6},
@@ -131,7 +131,7 @@ def test_every_kind_of_loss_is_compared():
 
 
 def test_dual_clipping_is_off_unless_it_is_asked_for():
-    far = Terms(
+    far = LossTerms(
         torch.tensor([1.0]),
         torch.tensor([-1.0]),
         torch.tensor([-1.0]),

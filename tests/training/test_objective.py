@@ -9,26 +9,27 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms import kl
+from millrace.algorithms.losses import LossTerms
 from millrace.data.batch import Batch
 from millrace.training.kl_control import KlControl
-from millrace.training.objective import Terms, imitation, kl_penalty, surrogate
+from millrace.training.policy import KlPenalty, PolicyObjective, imitation
 from tests.close import close_fp32
 from tests.training.pieces import full_batch, predicted, random_batch
 
 
-def ratio(terms: Terms) -> tuple[Tensor, None]:
+def ratio(terms: LossTerms) -> tuple[Tensor, None]:
     return -terms.advantage_N * (terms.policy_N - terms.start_N).exp(), None
 
 
-def seen_by(batch: Batch, logprob_N: Tensor, *, version: int = 0, **more) -> Terms:
+def seen_by(batch: Batch, logprob_N: Tensor, *, version: int = 0, **more) -> LossTerms:
     """The terms that a policy loss is given."""
-    seen: list[Terms] = []
+    seen: list[LossTerms] = []
 
-    def look(terms: Terms) -> tuple[Tensor, None]:
+    def look(terms: LossTerms) -> tuple[Tensor, None]:
         seen.append(terms)
         return terms.policy_N, None
 
-    surrogate(look, **more)(predicted(logprob_N, version=version), batch)
+    PolicyObjective(look, **more)(predicted(logprob_N, version=version), batch)
     return seen[0]
 
 
@@ -87,9 +88,9 @@ def test_the_batchs_correction_multiplies_the_policy_loss_alone_and_is_reported(
     batch = full_batch(5)
     logprob_N = logprobs(batch)
     mask_T = batch.action_mask_T
-    penalty = kl_penalty(KlControl(0.3), kl.k2)
+    penalty = KlPenalty(KlControl(0.3), kl.k2)
     given = predicted(logprob_N, entropy=1.5)
-    loss_N, report = surrogate(ratio, entropy_coefficient=0.2, penalty=penalty)(given, batch)
+    loss_N, report = PolicyObjective(ratio, entropy_coefficient=0.2, penalty=penalty)(given, batch)
     ratio_N = (logprob_N - batch.proximal_logprob_T[mask_T]).exp()
     distance_N = logprob_N - batch.reference_logprob_T[mask_T]
     expected_N = -batch.advantage_T[mask_T] * ratio_N * batch.correction_T[mask_T]
@@ -109,7 +110,7 @@ def test_with_interpolation_the_correction_weighs_its_start_against_the_sampler(
         asked.append((segment_N, num_segments))
         return log_ratio_N.exp().clamp(max=1.1)
 
-    loss_N, report = surrogate(ratio, interpolate=True, correction=capped)(
+    loss_N, report = PolicyObjective(ratio, interpolate=True, correction=capped)(
         predicted(logprob_N, version=4), batch
     )
     start_N = torch.tensor(interpolated(batch, logprob_N, 4))
@@ -125,15 +126,15 @@ def test_tokens_without_gradient_are_reported_where_the_loss_has_bounds():
     batch = random_batch(0)
     logprob_N = logprobs(batch)
 
-    def bounded(terms: Terms) -> tuple[Tensor, Tensor]:
+    def bounded(terms: LossTerms) -> tuple[Tensor, Tensor]:
         return terms.policy_N, terms.advantage_N > 0
 
-    report = surrogate(bounded)(predicted(logprob_N), batch)[1]
+    report = PolicyObjective(bounded)(predicted(logprob_N), batch)[1]
     expected_N = (batch.advantage_T[batch.action_mask_T] > 0).float()
     assert report.keys() == {"clip_fraction"}
     assert report["clip_fraction"].tolist() == expected_N.tolist()
     # Without a coefficient the entropy adds nothing.
-    loss_N, report = surrogate(ratio)(predicted(logprob_N, entropy=1.5), batch)
+    loss_N, report = PolicyObjective(ratio)(predicted(logprob_N, entropy=1.5), batch)
     assert (report, loss_N.tolist()) == ({}, ratio(seen_by(batch, logprob_N))[0].tolist())
 
 
@@ -155,7 +156,7 @@ def test_the_kl_penalty_has_the_value_and_slope_of_its_estimator(name):
     batch.reference_logprob_T = torch.where(mask_T, batch.sampler_logprob_T - 0.5, 0.0)
     logprob_N = batch.sampler_logprob_T[mask_T].clone().requires_grad_()
     estimator, value, slope = ESTIMATORS[name]
-    loss_N, report = kl_penalty(KlControl(0.3), estimator)(predicted(logprob_N), batch)
+    loss_N, report = KlPenalty(KlControl(0.3), estimator)(predicted(logprob_N), batch)
     loss_N.sum().backward()
     close_fp32(loss_N, torch.full_like(loss_N, 0.3 * value))
     close_fp32(report["kl_reference"], torch.full_like(loss_N, value))
@@ -166,7 +167,7 @@ def test_the_kl_penalty_has_the_value_and_slope_of_its_estimator(name):
 def test_the_kl_penalty_follows_its_control():
     batch = full_batch(0)
     control = KlControl(0.25, target=0.1, horizon=50)
-    penalty, given = kl_penalty(control, kl.k1), predicted(logprobs(batch))
+    penalty, given = KlPenalty(control, kl.k1), predicted(logprobs(batch))
     before_N = penalty(given, batch)[0]
     control.update(5.0, 10)
     close_fp32(penalty(given, batch)[0], before_N * (1 + 0.2 * 10 / 50))
@@ -174,5 +175,5 @@ def test_the_kl_penalty_follows_its_control():
 
 def test_a_kl_penalty_without_reference_log_probabilities_is_refused():
     with pytest.raises(ValueError) as caught:
-        kl_penalty(KlControl(0.1), kl.k3)(predicted(torch.zeros(3)), random_batch(0))
+        KlPenalty(KlControl(0.1), kl.k3)(predicted(torch.zeros(3)), random_batch(0))
     assert str(caught.value) == ("a KL penalty needs the batch's reference log-probabilities; score it first")

@@ -12,11 +12,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from millrace.config.mesh_section import MeshConfig
 from millrace.models.heads import scalar_model
-from millrace.training.objective import imitation
 from millrace.training.offload import FileShelf, HostShelf, Offload, OffloadError, Shelf, held_tensors
 from millrace.training.optimizer import adamw
 from millrace.training.parallel_model import mesh_of, spread_over
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyTrainer, imitation
 from tests.ranks import run_ranks
 from tests.training.pieces import random_batch, tiny_model
 

@@ -17,10 +17,9 @@ from millrace.distributed.mesh import Mesh
 from millrace.models.fused import set_deterministic
 from millrace.models.heads import scalar_model
 from millrace.planner.layout import Layout
-from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
 from millrace.training.parallel_model import ParallelModel
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyObjective, PolicyTrainer
 from millrace.training.value import ValueTrainer
 from tests.close import close_fp32
 from tests.data.pieces import random_tree, truncated
@@ -42,7 +41,9 @@ def policy_numbers(architecture: str, batch: Batch, max_tokens: int) -> tuple[Te
         return ppo_clip(terms.policy_N, terms.start_N, terms.advantage_N, low=0.2, high=0.2), None
 
     optimizer = adamw(model, betas=(0.9, 0.999), weight_decay=0.0)
-    one = PolicyTrainer(model, surrogate(loss), optimizer, temperature=0.8, max_tokens=max_tokens, **OPTIONS)
+    one = PolicyTrainer(
+        model, PolicyObjective(loss), optimizer, temperature=0.8, max_tokens=max_tokens, **OPTIONS
+    )
     logprob_N = one.forward_backward(batch)
     slope, metrics = gradient(model), one.discard()
     return logprob_N, slope, torch.tensor([metrics["loss"], metrics["entropy"]])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms import kl, ratios, weights
+from millrace.algorithms.losses import LossTerms
 from millrace.config import method_sections as words
 from millrace.config.sections import PolicyConfig
 from millrace.data.batch import Batch
@@ -18,15 +19,14 @@ from millrace.data.packing import pack_demonstrations
 from millrace.models.logprobs import chosen_logprobs
 from millrace.training.kl_control import KlControl
 from millrace.training.method import build_loss
-from millrace.training.objective import Terms, full_kl_penalty, imitation, kl_penalty, surrogate
 from millrace.training.optimizer import adamw, optimizer_tensors
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import KlPenalty, PolicyObjective, PolicyTrainer, imitation
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32, close_fp64
 from tests.data.pieces import outside, truncated
 from tests.training.pieces import NORMS, VOCAB_SIZE, full_batch, plain_logits, random_batch, tiny_model
 
-CLIP = surrogate(build_loss(words.PpoClipLoss(clip_low=0.2, clip_high=0.2)))
+CLIP = PolicyObjective(build_loss(words.PpoClipLoss(clip_low=0.2, clip_high=0.2)))
 # Every kind of loss, and both forms of those that have two; bounds narrow enough to act.
 LOSSES = [
     words.PpoClipLoss(dual_clip=1.5),
@@ -148,7 +148,7 @@ def check_split(objective, token_weights, *, drawn_among_some: bool = False, **m
 @pytest.mark.parametrize("token_weights", WEIGHTS)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.kind)
 def test_no_loss_depends_on_how_the_batch_is_split_or_packed(loss, token_weights):
-    check_split(surrogate(build_loss(loss)), token_weights)
+    check_split(PolicyObjective(build_loss(loss)), token_weights)
 
 
 def capped(log_ratio_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
@@ -168,12 +168,12 @@ def test_what_is_added_to_the_loss_does_not_depend_on_the_split_either(what, dra
     if what == "entropy":
         more = {"entropy_coefficient": 0.3}
     elif what == "kl":
-        more = {"penalty": kl_penalty(KlControl(0.4), kl.straight_through(kl.k3))}
+        more = {"penalty": KlPenalty(KlControl(0.4), kl.straight_through(kl.k3))}
     elif what == "full kl":
-        more = {"penalty": full_kl_penalty(KlControl(0.7))}
+        more = {"penalty": KlPenalty(KlControl(0.7), None)}
     else:
         more = {"interpolate": True, "correction": capped}
-    objective = surrogate(build_loss(words.PpoClipLoss()), **more)
+    objective = PolicyObjective(build_loss(words.PpoClipLoss()), **more)
     reference = other_model(1.0)[0] if what == "full kl" else None
     check_split(objective, weights.sequence_mean, drawn_among_some=drawn_among_some, reference=reference)
 
@@ -322,14 +322,14 @@ def test_named_tensors_names_every_weight_once_without_gradient():
     assert not any(tensor.requires_grad for tensor in named.values())
 
 
-def still(terms: Terms) -> tuple[Tensor, None]:
+def still(terms: LossTerms) -> tuple[Tensor, None]:
     """A policy loss of 0."""
     return 0.0 * terms.policy_N, None
 
 
 def test_the_gradient_of_the_entropy_bonus_is_the_slope_of_the_loss():
     batch = full_batch(2)
-    bonus = surrogate(still, entropy_coefficient=0.7)
+    bonus = PolicyObjective(still, entropy_coefficient=0.7)
 
     def loss_at(distance: float) -> float:
         """The loss after a move of the weights along one random direction."""
@@ -359,7 +359,7 @@ def test_the_full_kl_penalty_is_that_of_the_whole_logits(drawn_among_some):
     if drawn_among_some:
         batch = truncated(batch, VOCAB_SIZE, 2)
     scorer, reference = other_model(0.9)
-    penalised = surrogate(still, penalty=full_kl_penalty(KlControl(0.7)))
+    penalised = PolicyObjective(still, penalty=KlPenalty(KlControl(0.7), None))
     one = trainer(tiny_model(0, torch.float64), penalised, temperature=0.9, reference=scorer)
     one.forward_backward(batch)
     found = gradients(one)

@@ -11,14 +11,13 @@ from millrace.models.adapters import adapted_layers, add_adapter, freeze, merged
 from millrace.models.logprobs import output_head
 from millrace.training.kl_control import KlControl
 from millrace.training.method import build_loss
-from millrace.training.objective import full_kl_penalty, surrogate
 from millrace.training.optimizer import adamw, optimizer_tensors, start_optimizer
-from millrace.training.policy import BaseScorer, PolicyTrainer
+from millrace.training.policy import BaseScorer, KlPenalty, PolicyObjective, PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from tests.close import close_fp32
 from tests.training.pieces import random_batch, tiny_model
 
-CLIP = surrogate(build_loss(PpoClipLoss(clip_low=0.2, clip_high=0.2)))
+CLIP = PolicyObjective(build_loss(PpoClipLoss(clip_low=0.2, clip_high=0.2)))
 
 
 def trainer(model, objective=CLIP, **more) -> PolicyTrainer:
@@ -108,7 +107,7 @@ def test_a_full_penalty_towards_the_base_has_the_gradient_of_one_towards_a_copy(
         steps(trainer(model), range(2))
         options = {"temperature": 0.8, "max_tokens": 1000}
         reference = BaseScorer(model, **options) if shared else ModelScorer(tiny_model(0), **options)
-        penalised = surrogate(build_loss(PpoClipLoss()), penalty=full_kl_penalty(KlControl(0.3)))
+        penalised = PolicyObjective(build_loss(PpoClipLoss()), penalty=KlPenalty(KlControl(0.3), None))
         one = trainer(model, penalised, reference=reference)
         one.forward_backward(random_batch(5))
         found.append(torch.cat([weight.grad.flatten() for weight in trained_weights(model)]))

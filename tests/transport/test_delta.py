@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.training.objective import imitation
 from millrace.training.optimizer import adamw
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyTrainer, imitation
 from millrace.transport.delta import BLOCK, apply_changes, changes
 from millrace.transport.local import WeightSyncError
 from millrace.transport.shared_memory import SharedWeights

@@ -13,9 +13,8 @@ from millrace.config.method_sections import PpoClipLoss
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.training.method import build_loss
-from millrace.training.objective import surrogate
 from millrace.training.optimizer import adamw
-from millrace.training.policy import PolicyTrainer
+from millrace.training.policy import PolicyObjective, PolicyTrainer
 from millrace.types import Outcome, SamplingParams, Trajectory, Turn
 from tests.close import close_fp32
 from tests.data.pieces import words
@@ -58,7 +57,7 @@ def trainer(architecture: str) -> PolicyTrainer:
     model = tiny_model(architecture)
     return PolicyTrainer(
         model,
-        surrogate(build_loss(PpoClipLoss(clip_low=1e-3, clip_high=1e-3))),
+        PolicyObjective(build_loss(PpoClipLoss(clip_low=1e-3, clip_high=1e-3))),
         adamw(model, betas=(0.9, 0.999), weight_decay=0.0),
         learning_rate=lambda step: 0.01,
         temperature=TEMPERATURE,

@@ -17,7 +17,7 @@ from tests.house.source import PACKAGE, dotted, parse, python_files, write
 
 FLOORS = [
     ["types", "version", "errors", "keeper", "config", "kernels", "foundations", "planner", "observability"],
-    ["algorithms"],
+    ["algorithms", "processes"],
     ["data"],
     ["protocols", "transport", "rewards"],
     ["models"],

@@ -1,0 +1,1 @@
+"""Child processes: started under a keeper, asked by id, supervised."""

@@ -1,0 +1,72 @@
+"""Functions that the tests' children run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from millrace.processes.worker import KEY_BYTES, START, WorkerChannel, to_frame
+
+
+def echo(channel: WorkerChannel, settings: dict[str, Any]) -> None:
+    """Reply to each request with its body; some are orders."""
+    channel.reply(START, b"")
+    for id, body in channel:
+        if body == b"die":
+            sys.stderr.write("last words")
+            sys.stderr.flush()
+            os._exit(3)
+        if body == b"hang":
+            time.sleep(600)
+        while body == b"print":
+            os.write(1, b"x" * (1 << 16))
+        if body == b"flood":
+            sys.stdout.write("x" * (1 << 20))
+        if body == b"twice":
+            channel.reply(id, body)
+        if body.startswith(b"long"):
+            body = b"x" * int(body.split()[1])
+        channel.reply(id, body)
+
+
+def reverse(channel: WorkerChannel, settings: dict[str, Any]) -> None:
+    """Keep requests until "go", then reply to all, the last one first. "cancelled" asks for ids, at once."""
+    channel.reply(START, b"")
+    kept: dict[int, bytes] = {}
+    cancelled: list[int] = []
+    for id, body in channel:
+        if not body:
+            cancelled.append(id)
+        elif body == b"cancelled":
+            channel.reply(id, str(cancelled).encode())
+        else:
+            kept[id] = body
+        if body == b"go":
+            for one in sorted(kept, reverse=True):
+                channel.reply(one, kept.pop(one))
+
+
+def forge(channel: WorkerChannel, settings: dict[str, Any]) -> None:
+    """Answer the first request, and write a frame of another key for the second."""
+    channel.reply(START, b"")
+    for id, body in channel:
+        if body == b"forge":
+            channel._socket.sendall(to_frame(bytes(KEY_BYTES), id, b"forged"))
+        channel.reply(id, body)
+
+
+def refuse(channel: WorkerChannel, settings: dict[str, Any]) -> None:
+    """Give a reason for not starting."""
+    channel.reply(START, settings["reason"].encode())
+
+
+def start_later(channel: WorkerChannel, settings: dict[str, Any]) -> None:
+    """Die at the start as long as a folder holds fewer files than it needs."""
+    names = os.listdir(settings["folder"])
+    with open(os.path.join(settings["folder"], str(len(names))), "w"):
+        pass
+    if len(names) < settings["deaths"]:
+        sys.exit(f"start {len(names)}")
+    echo(channel, settings)

@@ -9,7 +9,6 @@ limits on Python code where bubblewrap is not installed.
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import sys
 import tempfile
@@ -74,22 +73,6 @@ _CHANGES = {
 }
 _LOOK_UPS = frozenset({"socket.getaddrinfo", "socket.gethostbyname"})
 _CONNECTIONS = frozenset({"socket.bind", "socket.connect", "socket.sendmsg", "socket.sendto"})
-
-
-def limit_resources(memory_bytes: int, file_bytes: int) -> None:
-    """Set resource limits of this process and, separately, of each process it starts; disable core dumps.
-
-    A process that exceeds a limit gets an error; the others are not affected. A worker with SymPy, NumPy and
-    a task's data takes 0.2 GiB. `file_bytes` limits the size of each written file.
-    """
-    for kind, most in (
-        (resource.RLIMIT_DATA, memory_bytes),
-        (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        _, hard = resource.getrlimit(kind)
-        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (limit, limit))
 
 
 def refuse_effects() -> None:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import math
-import selectors
+import os
+import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from millrace.rewards.process import RewardWorker
+from millrace.processes.child import ChildProcess, WorkerProgram
+from millrace.processes.supervisor import ChildFailed, ChildLost, ChildReply, Supervisor
 from millrace.rewards.reward_errors import RewardError
-from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
-from millrace.rewards.worker_wire import encode_row
+from millrace.rewards.row_encoding import encode_row
+from millrace.rewards.sandbox import (
+    FUNCTION_PERMISSIONS,
+    Permissions,
+    find_bubblewrap,
+    sandboxed,
+    visible_environment,
+)
 from millrace.types import Outcome, Prompt
 
 _START_UP_S = 60.0
+# Maximum number of processes of one worker, including those it starts.
+_MAX_PROCESSES = 256
+# The reason in a reply has at most a few hundred characters.
+_MAX_REPLY_BYTES = 1 << 16
+# Number of characters of a user's function's output that are copied to standard error.
+_MAX_ECHO = 1 << 20
 _BATCH = 64
 # After this time the completions still pending count as slow, and more workers are started for them.
 PATIENCE_S = 0.25
@@ -34,6 +51,7 @@ _NEEDS_ROW = frozenset({"task", "function"})
 class _Work:
     """State of one call of `score`: its inputs, the queue of unassigned completions, the outcomes so far.
 
+    `asked` maps requests to completions.
     After clock time `patient_s`, each queued completion may get its own worker, up to `num_workers`.
     """
 
@@ -42,6 +60,7 @@ class _Work:
     rows: dict[int, Any]
     waiting: deque[int]
     outcomes: dict[int, Outcome]
+    asked: dict[tuple[ChildProcess, int], int] = field(default_factory=dict)
     patient_s: float = math.inf
 
 
@@ -88,8 +107,7 @@ class IsolatedReward:
         self._num_workers = num_workers
         self._permissions = permissions or (FUNCTION_PERMISSIONS if kind == "function" else Permissions())
         self._clock = clock
-        self._processes: list[RewardWorker] = []
-        self._selector = selectors.DefaultSelector()
+        self._workers = Supervisor(self._program, clock=clock)
         self._lock = threading.Lock()
         self._closing = False
 
@@ -128,114 +146,92 @@ class IsolatedReward:
     def close(self) -> None:
         """Stop the workers. A concurrent `score` raises; a later `score` starts new workers."""
         self._closing = True
-        for process in list(self._processes):
-            process.end()
+        self._workers.end()
         with self._lock:
-            self._kill_all()
+            self._workers.close()
             self._closing = False
 
     def _run(self, work: _Work, *, start: bool) -> None:
         with self._lock:
             try:
-                now = self._clock()
-                work.patient_s = now + PATIENCE_S
-                for process in self._processes:
-                    if not process.ready:  # its pipes were not read since the last call
-                        process.deadline = now + _START_UP_S
-                while len(work.outcomes) < len(work.completions) or (start and not self._any_ready()):
+                work.patient_s = self._clock() + PATIENCE_S
+                for worker in self._workers.children:
+                    worker.restart_timeouts()
+                # Workers that died since the last call are removed.
+                self._receive(self._workers.wait(-math.inf), work)
+                while len(work.outcomes) < len(work.completions) or (
+                    start and not any(worker.started for worker in self._workers.children)
+                ):
                     self._feed(work)
-                    self._turn(work)
+                    self._receive(self._workers.wait(self._until_s(work)), work)
                     if self._closing:
                         raise RewardError(f"{self._label()} was closed while it scored")
+            except ChildFailed as error:
+                self._workers.close()
+                raise RewardError(error.refusal or str(error)) from None
             except BaseException:  # also Ctrl-C: partly read messages must not leak into the next call
-                self._kill_all()
+                self._workers.close()
                 raise
 
-    def _any_ready(self) -> bool:
-        return any(process.ready for process in self._processes)
-
-    def _start(self) -> None:
-        process = RewardWorker(self._spec, self._permissions, self._selector)
-        process.deadline = self._clock() + _START_UP_S
-        self._processes.append(process)
-
     def _feed(self, work: _Work) -> None:
-        for process in list(self._processes):
-            if process.ready and not process.batch and process.is_gone():
-                self._remove(process, work, process.exit_reason())
-        free = [process for process in self._processes if not process.batch]
+        workers = self._workers.children
+        free = [worker for worker in workers if not (worker.started and worker.pending)]
         most = 1 if self._clock() >= work.patient_s else _BATCH
-        while not self._processes or (
-            len(self._processes) < self._num_workers and len(work.waiting) > most * len(free)
-        ):
-            self._start()
-            free.append(self._processes[-1])
-        for process in free:
-            if process.ready and work.waiting:
+        while not workers or (len(workers) < self._num_workers and len(work.waiting) > most * len(free)):
+            free.append(self._workers.start())
+        for worker in free:
+            if worker.started and work.waiting:
                 count = min(_BATCH, math.ceil(len(work.waiting) / self._num_workers))
-                numbers = [work.waiting.popleft() for _ in range(count)]
-                process.deadline = self._clock() + self._timeout_s
-                process.ask(numbers, _message(work, numbers))
+                self._ask(worker, work, [work.waiting.popleft() for _ in range(count)])
 
-    def _turn(self, work: _Work) -> None:
-        # Deadlines are compared with the time before the pipes are read: a message may have waited unread.
-        now = self._clock()
-        next_s = min(process.deadline for process in self._processes)
-        if work.waiting and len(self._processes) < self._num_workers and work.patient_s > now:
-            next_s = min(next_s, work.patient_s)
-        for process in {key.data for key, _ in self._selector.select(max(0.0, next_s - now))}:
-            for message in process.exchange():
-                self._receive(process, message, work)
-        for process in list(self._processes):
-            if process.broken:
-                self._remove(process, work, process.broken)
-            elif process.ended:
-                self._remove(process, work, process.exit_reason())
-            elif process.deadline <= now:
-                limit_s = self._timeout_s if process.ready else _START_UP_S
-                gone = process.is_gone()
-                self._remove(
-                    process, work, process.exit_reason() if gone else f"took longer than {limit_s:g} s"
-                )
+    def _ask(self, worker: ChildProcess, work: _Work, numbers: Sequence[int]) -> None:
+        """Send the prompts of a batch, each once, then a request for each completion."""
+        prompts = {id(work.prompts[number]): work.prompts[number] for number in numbers}
+        places = {prompt: place for place, prompt in enumerate(prompts)}
+        rows = [(prompt.text, prompt.answer, work.rows[key]) for key, prompt in prompts.items()]
+        worker.notify(json.dumps({"prompts": rows}).encode())
+        for number in numbers:
+            item = (places[id(work.prompts[number])], work.completions[number])
+            work.asked[worker, worker.request(json.dumps(item).encode(), self._timeout_s)] = number
 
-    def _receive(self, process: RewardWorker, message: Any, work: _Work) -> None:
-        if isinstance(message, dict):
-            if "error" in message:
-                raise RewardError(message["error"])
-            process.ready = True
-        else:
-            kind, value, reason = message
-            outcome = Outcome.failure(reason) if kind == "failed" else Outcome(kind, value, reason)
-            work.outcomes[process.batch.popleft()] = outcome
-        process.deadline = self._clock() + self._timeout_s if process.batch else math.inf
+    def _until_s(self, work: _Work) -> float:
+        patient = work.waiting and len(self._workers.children) < self._num_workers
+        return work.patient_s if patient and work.patient_s > self._clock() else math.inf
 
-    def _remove(self, process: RewardWorker, work: _Work, reason: str) -> None:
-        """Kill a worker: its current completion fails, the rest of its batch returns to the queue."""
-        self._processes.remove(process)
-        process.kill()
-        if not process.ready:
-            raise RewardError(f"{self._label()} did not start: {reason}")
-        if process.batch:
-            work.outcomes[process.batch.popleft()] = Outcome.failure(reason)
-        work.waiting.extendleft(reversed(process.batch))
+    def _receive(self, events: Sequence[ChildReply | ChildLost], work: _Work) -> None:
+        """Store outcomes. Of a lost worker the first completion fails, and the others return to the queue."""
+        for event in events:
+            if isinstance(event, ChildReply):
+                kind, value, reason = json.loads(event.body)
+                outcome = Outcome.failure(reason) if kind == "failed" else Outcome(kind, value, reason)
+                work.outcomes[work.asked[event.child, event.id]] = outcome
+            elif numbers := [work.asked[event.child, request] for request in event.child.pending]:
+                work.outcomes[numbers[0]] = Outcome.failure(event.reason)
+                work.waiting.extendleft(reversed(numbers[1:]))
 
-    def _kill_all(self) -> None:
-        while self._processes:
-            self._processes.pop().kill()
+    def _program(self) -> WorkerProgram:
+        """Each worker has its own folder for temporary files, which its keeper removes."""
+        own_function = self._spec["kind"] == "function"
+        temporary = tempfile.mkdtemp(prefix="millrace-reward-")
+        permissions = replace(self._permissions, writable=(*self._permissions.writable, temporary))
+        bubblewrap = find_bubblewrap()
+        confine = None if bubblewrap is None else partial(sandboxed, bubblewrap, permissions=permissions)
+        return WorkerProgram(
+            name=self._label(),
+            entry="millrace.rewards.reward_worker:serve",
+            settings={"spec": self._spec, "permissions": asdict(permissions)},
+            # A user's module is looked up from the current folder first; built-in rewards must not import a
+            # json.py from there.
+            path=[os.getcwd(), *sys.path] if own_function else sys.path,
+            environment=visible_environment(os.environ, permissions.env_vars) | {"TMPDIR": temporary},
+            start_s=_START_UP_S,
+            max_reply_bytes=_MAX_REPLY_BYTES,
+            confine=confine,
+            max_processes=_MAX_PROCESSES,
+            remove=temporary,
+            max_echo=_MAX_ECHO if own_function else 0,
+        )
 
     def _label(self) -> str:
         kind = self._spec["kind"]
         return f"reward {kind} {self._spec['function']}" if kind == "function" else f"reward {kind}"
-
-
-def _message(work: _Work, numbers: Sequence[int]) -> dict[str, Any]:
-    places: dict[int, int] = {}
-    prompts: list[tuple[str, str, Any]] = []
-    items: list[tuple[int, str]] = []
-    for number in numbers:
-        prompt = work.prompts[number]
-        if id(prompt) not in places:
-            places[id(prompt)] = len(prompts)
-            prompts.append((prompt.text, prompt.answer, work.rows[id(prompt)]))
-        items.append((places[id(prompt)], work.completions[number]))
-    return {"prompts": prompts, "items": items}

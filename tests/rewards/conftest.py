@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.rewards import process
+from millrace.rewards import isolated
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS
 from tests.rewards.helpers import LIMIT_S, Often
@@ -111,7 +111,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
     Without bubblewrap, which not every machine has; `test_sandbox.py` is about that.
     """
-    monkeypatch.setattr(process, "find_bubblewrap", lambda: None)
+    monkeypatch.setattr(isolated, "find_bubblewrap", lambda: None)
     (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     made: list[IsolatedReward] = []
@@ -124,7 +124,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             default["permissions"] = allowed
         made.append(IsolatedReward(spec, **(default | options)))
         if "clock" in options:
-            made[-1]._selector = Often()
+            made[-1]._workers._make_poll = Often
         return made[-1]
 
     yield reward

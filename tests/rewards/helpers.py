@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import selectors
+import select
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +27,15 @@ class Clock:
         return self.now_s
 
 
-class Often(selectors.DefaultSelector):
+class Often:
     """Has its caller look at a clock of the test every 20 ms, whatever that clock says."""
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        return super().select(0.02)
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self.register = self._poll.register
+
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        return self._poll.poll(20)
 
 
 def prompts(num: int, row: dict[str, Any] | None = None) -> list[Prompt]:
@@ -81,5 +85,5 @@ def child_of(keeper: int) -> int:
 
 def worker_of(reward: IsolatedReward) -> int:
     """The worker of a reward that has one, which its keeper has started."""
-    (one,) = reward._processes
+    (one,) = reward._workers.children
     return child_of(one._popen.pid)

@@ -18,13 +18,14 @@ TRIED = """
     import ast, json, os, pathlib, shutil, socket, subprocess, sys, tempfile
     import sympy
     from millrace.rewards import confinement
+    from millrace.processes.worker import limit_resources
     from millrace.rewards.expressions import disarm_sympy
 
     def allocate():
         return len(bytearray(3 << 30))
 
     disarm_sympy()
-    confinement.limit_resources(2 << 30, 0)
+    limit_resources(2 << 30, 0)
     confinement.refuse_effects()
     found = {}
     for name, action in {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.rewards import isolated, process
+from millrace.rewards import isolated
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import Permissions
@@ -100,10 +100,10 @@ def test_what_a_function_prints_is_shown_and_harms_nothing(make, capsys):
 def test_what_a_function_prints_is_shown_without_control_characters_and_not_without_end(
     make, capsys, monkeypatch
 ):
-    monkeypatch.setattr(process, "_ECHO_CHARACTERS", 20)
+    monkeypatch.setattr(isolated, "_MAX_ECHO", 20)
     score(make(), "print \x1b[2Jgone\x07 and much more", "print again")
     assert capsys.readouterr().err == (
-        "\\x1b[2Jgone\\x07 and much m\n(a reward function printed more than 20 characters)\n"
+        "\\x1b[2Jgone\\x07 and much m\n(reward function my_rewards:grade printed more than 20 characters)\n"
     )
 
 
@@ -113,10 +113,8 @@ def test_a_forged_verdict_is_one_failed_answer(make, what):
     outcomes = score(make(), "value 0.5", f"forge {what}", "value 0.25", "value 0.125")
     assert [outcome.kind for outcome in outcomes] == ["score", "failed", "score", "score"]
     assert [outcomes[index].value for index in (0, 2, 3)] == [0.5, 0.25, 0.125]
-    assert outcomes[1].reason in (
-        'wrote into the pipe of its verdicts: b\'["score",1.0,""]\'',
-        "wrote a line without end into its pipe",
-    )
+    forged = {"line": '["score",1.0,""]', "endless": "x" * 80}[what]
+    assert outcomes[1].reason.startswith(f"wrote into the socket of its replies: b'{forged}")
 
 
 @pytest.mark.attack("a reward leaves a daemon behind")
@@ -308,11 +306,11 @@ def test_an_interrupted_call_leaves_no_judge_behind(make, monkeypatch):
 @pytest.mark.parametrize("judging", ["nothing", "hang", "loop", "regex", "child"])
 def test_a_judge_dies_with_its_parent(make, judging, tmp_path):
     script = (
-        "from millrace.rewards import process\n"
+        "from millrace.rewards import isolated\n"
         "from millrace.rewards.isolated import IsolatedReward\n"
         "from millrace.rewards.sandbox import Permissions\n"
         "from millrace.types import Prompt\n"
-        "process.find_bubblewrap = lambda: None\n"
+        "isolated.find_bubblewrap = lambda: None\n"
         f"allowed = Permissions(writable=({str(tmp_path)!r},), file_bytes=1 << 20)\n"
         "spec = {'kind': 'function', 'function': 'my_rewards:grade'}\n"
         "reward = IsolatedReward(spec, timeout_s=600, permissions=allowed)\n"

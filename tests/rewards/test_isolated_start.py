@@ -180,8 +180,8 @@ def test_a_pattern_that_never_ends_is_stopped(make):
 
     def computes() -> bool:
         """Whether the judge has computed for 0.3 s since it answered the first of three."""
-        for worker in reward._processes:
-            if len(worker.batch) == 2:
+        for worker in reward._workers.children:
+            if len(worker.pending) == 2:
                 pid = worker_of(reward)
                 used_s = cpu_s(pid)
                 return used_s - begun_s.setdefault(pid, used_s) > 0.3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.rewards import process, sandbox
+from millrace.rewards import isolated, sandbox
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions, find_bubblewrap, sandboxed
 from tests.rewards.helpers import prompts, score
@@ -49,7 +49,7 @@ def caged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         pytest.skip("bubblewrap is not installed, or this system does not let it work")
     (tmp_path / "programs.py").write_text(PROGRAMS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "find_bubblewrap", lambda: found)
+    monkeypatch.setattr(isolated, "find_bubblewrap", lambda: found)
     made: list[IsolatedReward] = []
 
     def make(name: str = "run", **options: object) -> IsolatedReward:

@@ -1,11 +1,8 @@
-"""The child process that renders chat templates, tokenizes and detokenizes; `text_process` starts this file.
+"""The child process that renders chat templates, tokenizes and detokenizes; `text_process` starts it.
 
 A template is a program that came with the model and runs on what a client sent, so it may loop or allocate
 without end. The tokenizer is loaded once, by a parent that answers nothing; each worker is a fork of it. A
 worker that exceeds its CPU time or its memory dies alone, and the next fork takes its place in milliseconds.
-
-Both sides send frames: a header, then JSON. Only the standard library is imported before the server has sent
-`sys.path`.
 """
 
 from __future__ import annotations
@@ -13,25 +10,21 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import resource
 import signal
-import socket
-import struct
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from millrace.processes.worker import START, WorkerChannel, limit_resources
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
-# Length of the JSON, number of the request, and of a reply its kind.
-REQUEST = struct.Struct(">II")
-REPLY = struct.Struct(">IIB")
-READY, DONE, REFUSED, DIED = range(4)
+# First byte of a reply; JSON follows.
+DONE, REFUSED, DIED = b"\0", b"\1", b"\2"
 # A tokenizer with 250,000 entries and a text of 4 MiB take a half.
 MEMORY_BYTES = 2 << 30
-# What it may print into the file that the server reads when it fails.
-PRINTED_BYTES = 1 << 16
+# Limit of each file that it writes.
+FILE_BYTES = 1 << 16
 # Workers that die without a request, one after another, before the process gives up.
 MAX_IDLE_DEATHS = 3
 # Special tokens that the tokenizer puts in front, the text as it is, and no end token behind.
@@ -127,94 +120,55 @@ def allowed_s(cpu_s: float, num_bytes: int) -> float:
     return cpu_s * (1 + num_bytes / (1 << 20))
 
 
-def main() -> None:
-    """Answer requests from descriptor 0 until the server closes its end."""
-    channel = socket.socket(fileno=os.dup(0))
-    hello = json.loads(_receive(channel, *REQUEST.unpack(_exactly(channel, REQUEST.size))[:1]))
-    sys.path[:] = hello["path"]
+def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
+    """Answer requests until the server closes the channel."""
     from millrace.data.rows import DataError
     from millrace.data.tokenizers import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(hello["folder"])
+        tokenizer = load_tokenizer(settings["folder"])
     except DataError as error:
-        _send(channel, 0, DIED, json.dumps(str(error)).encode())
+        channel.reply(START, str(error).encode("utf-8", "replace"))
         return
-    texts = Texts(tokenizer, hello["template"], hello["max_length"])
-    limit_resources()
-    _send(channel, 0, READY, b"null")
-    # The number of the request a worker is at, 0 between two; its parent reads it when the worker has died.
-    current = mmap.mmap(-1, 4)
+    texts = Texts(tokenizer, settings["template"], settings["max_length"])
+    limit_resources(MEMORY_BYTES, FILE_BYTES)
+    channel.reply(START, b"")
+    # The id of the request a worker is at, 0 between two; its parent reads it when the worker has died.
+    current = mmap.mmap(-1, 8)
     idle_deaths = 0
     while idle_deaths < MAX_IDLE_DEATHS:
-        current[:] = bytes(4)
+        current[:] = bytes(8)
         worker = os.fork()
         if worker == 0:
-            _work(channel, texts, hello["cpu_s"], current)
+            _work(channel, texts, settings["cpu_s"], current)
             os._exit(0)
         _, status = os.waitpid(worker, 0)
         code = os.waitstatus_to_exitcode(status)
-        number = int.from_bytes(current[:])
+        id = int.from_bytes(current[:])
         if code == 0:
             return
-        idle_deaths = 0 if number else idle_deaths + 1
-        if number:
-            _send(channel, number, DIED, json.dumps(code).encode())
+        idle_deaths = 0 if id else idle_deaths + 1
+        if id:
+            channel.reply(id, DIED + json.dumps(code).encode())
 
 
-def limit_resources() -> None:
-    """Set resource limits: 2 GiB of memory, little output, no core dump."""
-    for kind, most in (
-        (resource.RLIMIT_DATA, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, PRINTED_BYTES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        _, hard = resource.getrlimit(kind)
-        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (limit, limit))
-
-
-def _work(channel: socket.socket, texts: Texts, cpu_s: float, current: mmap.mmap) -> None:
+def _work(channel: WorkerChannel, texts: Texts, cpu_s: float, current: mmap.mmap) -> None:
     """Serve requests one by one; the kernel kills this process if a request exceeds its CPU limit."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    while head := _exactly(channel, REQUEST.size):
-        length, number = REQUEST.unpack(head)
-        current[:] = number.to_bytes(4)
-        request = json.loads(_receive(channel, length))
-        signal.setitimer(signal.ITIMER_PROF, allowed_s(cpu_s, length))
+
+    def set_current(id: int) -> None:
+        current[:] = id.to_bytes(8)
+
+    while (received := channel.receive(set_current)) is not None:
+        id, body = received
+        request = json.loads(body)
+        signal.setitimer(signal.ITIMER_PROF, allowed_s(cpu_s, len(body)))
         try:
-            kind, reply = DONE, texts.answer(request["do"], request["value"])
+            reply = DONE + texts.answer(request["do"], request["value"])
         except Refused as error:
             message = str(error)[:MAX_MESSAGE]
-            kind, reply = REFUSED, json.dumps({"message": message, "param": error.param}).encode()
+            reply = REFUSED + json.dumps({"message": message, "param": error.param}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         # From here on this worker sends its own reply.
-        current[:] = bytes(4)
-        _send(channel, number, kind, reply)
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes; returns none if the other side has closed."""
-    parts = []
-    while size:
-        part = channel.recv(min(size, 1 << 20))
-        if not part:
-            return b""
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def _receive(channel: socket.socket, length: int) -> bytes:
-    body = _exactly(channel, length)
-    if len(body) < length:
-        os._exit(0)  # the server is gone
-    return body
-
-
-def _send(channel: socket.socket, number: int, kind: int, body: bytes) -> None:
-    channel.sendall(REPLY.pack(len(body), number, kind) + body)
-
-
-if __name__ == "__main__":
-    main()
+        set_current(0)
+        channel.reply(id, reply)

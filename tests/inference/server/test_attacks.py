@@ -143,7 +143,7 @@ def test_a_looping_chat_template_stops_one_request_only():
     with running(replace(served, tokenizer=words), texts=texts) as mill, ThreadPoolExecutor(1) as attacker:
         assert chat(mill, "a").status_code == 200
         loop = attacker.submit(chat, mill, "loop")
-        wait_until(lambda: texts._child.is_waiting)
+        wait_until(lambda: texts._children.children[0].pending)
         assert mill.get("/health").status_code == 200
         assert mill.post("/v1/completions", {"prompt": [5], "max_tokens": 2}).status_code == 200
         answer = loop.result(DEADLINE_S)

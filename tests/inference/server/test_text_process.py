@@ -17,6 +17,7 @@ from millrace.data.chat import CHAT
 from millrace.inference.server import text_process
 from millrace.inference.server.http_errors import ApiError
 from millrace.inference.server.text_process import TextProcess
+from millrace.processes.child import ChildProcess
 from tests.house.source import ROOT
 from tests.inference.server.attacks import GROWING, LOOPING
 from tests.inference.server.running import tokenizer, wait_until
@@ -54,6 +55,11 @@ async def refusal(made: TextProcess, do: str, value: object) -> ApiError:
     return refused.value
 
 
+def child_process(made: TextProcess) -> ChildProcess:
+    (child,) = made._children.children
+    return child
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -86,7 +92,7 @@ def test_it_answers_as_its_functions_do_one_after_another_and_all_at_once():
 def test_a_template_that_loops_is_given_up_and_the_next_text_is_taken():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
-        child = made._child
+        child = child_process(made)
         for _ in range(2):
             error = await refusal(made, "messages", say("loop"))
             assert (error.status, error.param) == (400, "messages")
@@ -96,7 +102,7 @@ def test_a_template_that_loops_is_given_up_and_the_next_text_is_taken():
             )
             assert json.loads(await made.ask("messages", say("a")))
         # The tokenizer was not loaded again.
-        assert made._child is child
+        assert child_process(made) is child
 
     using(process(LOOPING, cpu_s=CPU_S), use)
 
@@ -114,7 +120,7 @@ def test_a_template_that_allocates_without_end_is_refused():
 def test_a_worker_that_is_killed_is_told_and_replaced():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
-        (worker,) = children(child_of(made._child._popen.pid))
+        (worker,) = children(child_of(child_process(made)._popen.pid))
         before = _cpu_ticks(worker)
         asking = asyncio.create_task(refusal(made, "messages", say("loop")))
         # To read the request takes less than a tick of 10 ms, so after ten it is in the template's loop.
@@ -140,7 +146,7 @@ def test_a_process_that_is_lost_is_started_again(tmp_path):
 
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
-        first = made._child._popen.pid
+        first = child_process(made)._popen.pid
         (worker,) = children(child_of(first))
         os.kill(child_of(first), signal.SIGKILL)
         while is_alive(worker):
@@ -149,7 +155,7 @@ def test_a_process_that_is_lost_is_started_again(tmp_path):
         assert error.status == 503
         assert error.message.startswith("the process that tokenizes has ended")
         assert json.loads(await made.ask("messages", say("a")))
-        assert made._child._popen.pid != first
+        assert child_process(made)._popen.pid != first
 
     using(process(folder=tmp_path), use)
 
@@ -173,7 +179,7 @@ def test_one_that_hangs_is_ended_after_a_while(monkeypatch):
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
         monkeypatch.setattr(text_process, "ANSWER_S", 0.2)
-        (worker,) = children(child_of(made._child._popen.pid))
+        (worker,) = children(child_of(child_process(made)._popen.pid))
         os.kill(worker, signal.SIGSTOP)
         error = await refusal(made, "messages", say("a"))
         assert (error.status, error.message) == (
@@ -192,7 +198,7 @@ def test_a_request_that_is_cancelled_does_not_answer_the_next_one():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
         asking = asyncio.create_task(made.ask("messages", say("loop")))
-        while not made._child.is_waiting:
+        while not child_process(made).pending:
             await asyncio.sleep(0.01)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -207,7 +213,7 @@ def test_a_request_under_way_at_the_end_is_told():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
         asking = asyncio.create_task(refusal(made, "messages", say("loop")))
-        while not made._child.is_waiting:
+        while not child_process(made).pending:
             await asyncio.sleep(0.01)
         await made.close()
         assert (await asking).status == 503
@@ -237,7 +243,7 @@ def test_it_has_no_secrets_and_little_memory(monkeypatch):
 
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
-        parent = child_of(made._child._popen.pid)
+        parent = child_of(child_process(made)._popen.pid)
         for pid in (parent, *children(parent)):
             assert b"hidden" not in Path(f"/proc/{pid}/environ").read_bytes()
             limits = Path(f"/proc/{pid}/limits").read_text()
@@ -248,15 +254,15 @@ def test_it_has_no_secrets_and_little_memory(monkeypatch):
 
 SCRIPT = """
 import asyncio
-from tests.inference.server.test_text_process import LOOPING, process, say
+from tests.inference.server.test_text_process import LOOPING, child_process, process, say
 from tests.rewards.helpers import child_of
 async def main():
     made = process(LOOPING, cpu_s=1.0)
     await made.ask("messages", say("a"))
     asking = asyncio.create_task(made.ask("messages", say("loop")))
-    while not made._child.is_waiting:
+    while not child_process(made).pending:
         await asyncio.sleep(0.01)
-    print(child_of(made._child._popen.pid), flush=True)
+    print(child_of(child_process(made)._popen.pid), flush=True)
     await asking
 asyncio.run(main())
 """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import struct
 
 import pytest
 
 from millrace.data.chat import CHAT
-from millrace.inference.server.text_worker import MAX_MESSAGE, REPLY, REQUEST, Refused, Texts, allowed_s
+from millrace.inference.server.text_worker import MAX_MESSAGE, Refused, Texts, allowed_s
 from tests.inference.server.running import tokenizer
 
 
@@ -78,9 +77,3 @@ def test_a_text_that_the_tokenizer_cannot_spell_comes_back_short():
 def test_a_long_request_may_take_longer():
     assert allowed_s(2.0, 0) == 2.0
     assert allowed_s(2.0, 4 << 20) == 10.0
-
-
-def test_frames_are_as_long_as_they_say():
-    assert (REQUEST.size, REPLY.size) == (8, 9)
-    with pytest.raises(struct.error):
-        REQUEST.pack(1 << 32, 1)

@@ -32,6 +32,7 @@ from millrace.inference.engine_trial import check_engine
 from millrace.models.decoding import prepare
 from millrace.models.load import LANGUAGE, Model, ModelError, fresh_model
 from millrace.models.logprobs import chosen_logprobs
+from millrace.models.own_attention import plain_implementation
 from millrace.models.trial import with_small_spans
 from millrace.models.twin import VOCABULARY, TwinError, embolden, twin_of
 from millrace.types import SamplingParams
@@ -67,6 +68,7 @@ LACKING: dict[str, dict[str, Any]] = {
 DECODER = {"is_decoder": True}
 # What a family can do and its config leaves off by default; tried besides.
 BESIDES: dict[str, list[dict[str, Any]]] = {
+    "falcon": [{"alibi": True, "multi_query": multi_query} for multi_query in (True, False)],
     "lfm2": [
         {
             "layer_types": ["conv", "conv", "full_attention", "conv"],
@@ -93,7 +95,7 @@ WORDS = (
     (r"ShortConv", "convolution"),
     (r"s_aux|sinks", "attention sinks"),
     (r"indices", "attention to chosen keys"),
-    (r"position_bias|Bloom|attention mask or changes it", "bias on scores, as ALiBi"),
+    (r"position_bias|attention mask or changes it", "bias on scores"),
     (r"mask depends", "mask of pictures"),
     (r"head is not", "another head"),
     (r"only the first sequence", "positions or mixing of its own"),
@@ -176,7 +178,7 @@ def apart(config: PretrainedConfig, model: Model) -> float:
     """
     embolden(model, SEED)
     theirs = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+        copy.deepcopy(config), attn_implementation=plain_implementation(config), dtype=torch.float32
     ).eval()
     theirs.load_state_dict(model.state_dict())
     return max(_trainer_apart(model, theirs), _engine_apart(model, theirs))

@@ -110,8 +110,10 @@ class CacheView:
     """
 
     def __init__(self, position_T: Tensor, context: Any) -> None:
-        self._before_T = position_T - torch.arange(len(position_T), device=position_T.device)
+        self._index_T = torch.arange(len(position_T), device=position_T.device)
+        self._before_T = position_T - self._index_T
         self._context = context
+        self._made: dict[Any, Any] = {}
 
     def within(self, context: Any) -> CacheView:
         """Return the view of the same forward in another context."""
@@ -127,6 +129,12 @@ class CacheView:
     def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
         """Return a token's position minus its index in the row, [T]."""
         return self._before_T
+
+    def once(self, key: Any, make: Callable[[Tensor], Any]) -> Any:
+        """Return what `make` makes of the tokens' positions [T] in the first layer with this key."""
+        if key not in self._made:
+            self._made[key] = make(self.get_seq_length() + self._index_T)
+        return self._made[key]
 
     def get_query_offset(self, *_: Any) -> int:
         """Return 0: a mask covers only the tokens of the forward."""
@@ -188,7 +196,7 @@ class _Masks:
                     raise limits
                 return limits
         raise ValueError(
-            f"its {type(layer).__name__} adds a bias to the attention mask or changes it (as ALiBi does), "
+            f"its {type(layer).__name__} adds a bias to the attention mask or changes it, "
             "which no kernel of millrace computes"
         )
 
@@ -254,21 +262,16 @@ def record_facts(model: PreTrainedModel, *, in_step: bool = False) -> ModelFacts
     """
     implementation = model.config._attn_implementation
     model.set_attn_implementation(RECORDED)
-    takes_ours, drops = model.config._attn_implementation == RECORDED, False
+    drops = False
     try:
-        try:
-            calls, hidden_TD = _first(model, drops=False)
-        except (ContextLost, TypeError) as error:
-            if isinstance(error, TypeError) and "context" not in str(error):
-                raise
-            if in_step:
-                raise ValueError("its layers pass on no context, and stages have no cache for it") from None
-            drops = True
-            calls, hidden_TD = _first(model, drops=True)
-    except AttributeError:
-        if takes_ours:
+        calls, hidden_TD = _first(model, drops=False)
+    except (ContextLost, TypeError) as error:
+        if isinstance(error, TypeError) and "context" not in str(error):
             raise
-        raise ValueError("its attention is its own, and transformers lets no other take its place") from None
+        if in_step:
+            raise ValueError("its layers pass on no context, and stages have no cache for it") from None
+        drops = True
+        calls, hidden_TD = _first(model, drops=True)
     finally:
         model.set_attn_implementation(implementation)
     asks = _second(model, calls, hidden_TD, drops=drops)

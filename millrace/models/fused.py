@@ -171,7 +171,8 @@ def set_deterministic(model: PreTrainedModel, *, tile: int = 32) -> None:
         owns = next(module.parameters(recurse=False), None) is not None
         asked = owns or type(module).__module__ in ACTIVATION_FILES
         # Embeddings of every kind look a row up, and scale it at most.
-        known = isinstance(module, nn.Embedding) or type(module) in (*INVARIANT, *INVARIANT_ACTIVATIONS)
+        known = isinstance(module, nn.Embedding) or type(module) in INVARIANT
+        known = known or _invariant_of(module) is not None
         if asked and not known:
             raise ValueError(
                 f"module {name} is a {type(module).__name__}, whose rows are not known to be independent of "
@@ -182,8 +183,16 @@ def set_deterministic(model: PreTrainedModel, *, tile: int = 32) -> None:
         module.forget_packed()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in INVARIANT_ACTIVATIONS:
-                setattr(parent, name, INVARIANT_ACTIVATIONS[type(child)]())
+            invariant = _invariant_of(child)
+            if invariant is not None:
+                setattr(parent, name, invariant())
+
+
+def _invariant_of(activation: nn.Module) -> type[nn.Module] | None:
+    """Return the class of the same activation with invariant bits, if it needs one and there is one."""
+    if type(activation) is nn.GELU:
+        return InvariantGeluTanh if activation.approximate == "tanh" else InvariantGelu
+    return INVARIANT_ACTIVATIONS.get(type(activation))
 
 
 def _linears(model: nn.Module) -> list[Linear]:

@@ -22,6 +22,7 @@ from millrace.models import attention
 from millrace.models.attention import Packed
 from millrace.models.fused import fuse
 from millrace.models.logprobs import hidden_states
+from millrace.models.own_attention import plain_implementation
 from millrace.models.trial import TrialReadout
 from millrace.models.twin import decoder_stack, layer_kinds
 
@@ -51,7 +52,7 @@ def compare_layers(model: PreTrainedModel, reading: TrialReadout, *, whole: bool
     own: list[list[Tensor]] = []
     results: list[Tensor] = []
     try:
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation(plain_implementation(model.config))
         for first, count in ((0, LENGTHS[0]), LENGTHS):
             part_1T = token_T[None, first : first + count]
             with _watched(mixers, first) as made:

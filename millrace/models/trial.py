@@ -33,7 +33,7 @@ from millrace.models.attention import Packed
 from millrace.models.facts import CacheView, LayerFacts, backbone, record_facts
 from millrace.models.fused import fuse
 from millrace.models.logprobs import hidden_states, states
-from millrace.models.own_attention import adopt
+from millrace.models.own_attention import adopt, plain_implementation
 from millrace.models.twin import (
     LONGEST,
     SPAN,
@@ -92,8 +92,9 @@ class TrialReadout:
         """Return this readout for the class of a model."""
         return replace(self, model_class=type(model))
 
-    def make(self, config: PretrainedConfig, implementation: str = "eager") -> PreTrainedModel:
-        """Build a model of a config in float32, with transformers' own eager attention or another."""
+    def make(self, config: PretrainedConfig, implementation: str | None = None) -> PreTrainedModel:
+        """Build a model of a config in float32, with transformers' own attention or another."""
+        implementation = implementation or plain_implementation(config)
         known = self.model_class is None or type(config) in self.auto._model_mapping
         made = self.auto.from_config if known else self.model_class._from_config
         model: PreTrainedModel = made(config, attn_implementation=implementation, dtype=torch.float32)

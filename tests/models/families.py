@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.models.load import Model, fresh_config, fresh_model
+from millrace.models.own_attention import plain_implementation
 
 VOCABULARY = 40
 WINDOW, CHUNK = 6, 8
@@ -46,12 +47,17 @@ EXPERTS: dict[str, Any] = {
 }
 OLD: dict[str, Any] = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
 # Their sizes have names of their own.
-OLD_NAMES = ("gpt_bigcode", "gptj")
+OLD_NAMES = ("bloom", "gpt_bigcode", "gptj", "mpt")
+# A name of several shapes of a model type has the shape after an @.
 FAMILIES: dict[str, dict[str, Any]] = {
+    # Slopes that are no powers of two.
+    "bloom": {"hidden_size": 48, "n_layer": 3, "n_head": 6},
     "deepseek_v2": LATENT | EXPERTS,
     "deepseek_v3": LATENT | EXPERTS,
     "diffllama": {},
     "falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon@alibi": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
+    "falcon@alibi_one_key": {"alibi": True, "new_decoder_architecture": False, "multi_query": True},
     "gemma3n_text": EIGHT
     | {
         "num_kv_shared_layers": 2,
@@ -93,6 +99,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "minicpm3": LATENT,
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 256},
     "nemotron": {},
     "phimoe": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
@@ -109,12 +116,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str) -> Any:
-    known = AutoConfig.for_model(family).to_dict()
+    model_type = family.partition("@")[0]
+    known = AutoConfig.for_model(model_type).to_dict()
     if family in OLD_NAMES:
         shape = FAMILIES[family]
     else:
         shape = {key: value for key, value in (SIZES | FAMILIES[family]).items() if key in known}
-    return fresh_config(family, shape, vocab_size=VOCABULARY, eos_token_id=0)
+    return fresh_config(model_type, shape, vocab_size=VOCABULARY, eos_token_id=0)
 
 
 def bold(model: Model, seed: int) -> None:
@@ -135,7 +143,8 @@ def bold_family(family: str, *, seed: int = 0) -> Model:
 def plain_twin(model: Model) -> Model:
     """The same weights in transformers' own modules, with its eager attention."""
     config = copy.deepcopy(model.config)
-    twin = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    implementation = plain_implementation(config)
+    twin = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
     twin.load_state_dict(model.state_dict())
     return twin.eval()
 

@@ -132,7 +132,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         f"its FalconH1Mixer (model.layers.0.mamba) {MIXES}",
     ),
     "qwen3_next": (DELTA, f"its Qwen3NextGatedDeltaNet (model.layers.0.linear_attn) {MIXES}"),
-    "bloom": ({"n_layer": 2, "n_head": 4}, f"its BloomAttention (transformer.h.0.self_attention) {MIXES}"),
     "doge": ({}, "its DogeAttention adds a bias to the attention mask or changes it"),
     "deepseek_v32": (
         LATENT | EXPERTS | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8},
@@ -141,11 +140,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt_oss": (
         {"head_dim": 8, "layer_types": SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
         "GptOssAttention gives attention s_aux (attention sinks)",
-    ),
-    "falcon": ({"alibi": True}, "its FalconAttention adds a bias by position (ALiBi)"),
-    "mpt": (
-        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
-        "its attention is its own, and transformers lets no other take its place",
     ),
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from millrace.kernels.packed_attention import Segments
+from millrace.models.alibi import COLUMNS
 from millrace.models.attention import Packed
 from millrace.models.facts import PoolShape, facts_of
 from millrace.models.load import Model
@@ -80,6 +81,7 @@ QUICK = {
     "gemma4_text",
     "gpt_neo",
     "llama4_text",
+    "mpt",
     "qwen2_moe",
     "stablelm",
 }
@@ -124,3 +126,7 @@ def test_windows_chunks_and_what_is_kept_are_those_of_the_model() -> None:
     assert [layer.pools for layer in diff.layers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert set(facts_of(pair("deepseek_v3")[0]).pools) == {PoolShape(4, 12, 8)}
     assert facts_of(pair("stablelm")[0]).drops_context and not facts_of(pair("stablelm")[0]).asks_positions
+    mpt = facts_of(pair("mpt")[0])
+    assert mpt.drops_context and mpt.asks_positions and mpt.uniform == PoolShape(4, 8 + COLUMNS, 8 + COLUMNS)
+    # One key head, but the biases of four.
+    assert facts_of(pair("falcon@alibi_one_key")[0]).pools[0].num_heads == 4

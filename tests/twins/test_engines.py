@@ -12,8 +12,9 @@ from tests.models.families import bold_family
 from tests.models.tiny import SHAPES, tiny_model
 from tests.twins.reference import ReferenceEngine
 
-# Values narrower than keys; two calls of attention in a layer; keys of other layers; chunks and positions.
-FURTHER = ("minicpm3", "diffllama", "gemma3n_text", "llama4_text")
+# Values narrower than keys; two calls of attention in a layer; keys of other layers; chunks and positions;
+# ALiBi.
+FURTHER = ("minicpm3", "diffllama", "gemma3n_text", "llama4_text", "mpt")
 
 
 @pytest.mark.parametrize("architecture", [*SHAPES, *FURTHER])

@@ -18,6 +18,7 @@ from millrace.eventlog.log import EventLog, read_events
 from millrace.observability.metrics import Spans
 from millrace.replay.recorded_log import RecordedLog, RunSegment
 from millrace.rollout.batches import BatchSource, as_sampled, rollouts_of, staleness_policy
+from millrace.rollout.engine_pool import Engines
 from millrace.rollout.manager import RolloutBatch
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed
 from millrace.rollout.staleness import TakenBatch
@@ -303,3 +304,16 @@ def test_the_rules_of_a_recipe():
     rules = staleness_policy(recipe(rollout={**ahead, "prompts_per_step": 5, "dynamic_sampling_rounds": 3}))
     assert (rules.groups_per_step, rules.staleness, rules.order, rules.stale) == (5, 2, "completion", "drop")
     assert (rules.dynamic_sampling_rounds, rules.oversample_groups) == (3, 0)
+
+
+def test_a_status_names_no_scale_request_whose_target_it_lacks():
+    requests = SimpleNamespace(last_request="before")
+
+    def engines() -> Engines:
+        # The rollout thread reads the next request meanwhile.
+        requests.last_request = "after"
+        return Engines(1, {})
+
+    source = SimpleNamespace(_scale_requests=requests)
+    found = BatchSource._status(source, SimpleNamespace(engines=engines))
+    assert (found["target"], found["last_request"]) == (1, "before")

@@ -67,9 +67,11 @@ wheels: setup ## check that everything installs without a compiler, after a chan
 mutants: setup ## break the arithmetic on purpose and demand a red test each time
 	@$(PYTHON) scripts/mutants.py $(ARGS)
 
-docs: setup ## run the code and check the commands and links in README.md and docs/
-	@$(PYTEST) tests/house/test_documents.py $(ARGS)
+docs: setup ## build the documentation into site/, run its code, check its commands and links
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs --quiet build
+	@$(PYTEST) tests/house/test_documents.py tests/house/test_site.py $(ARGS)
+	@echo "open site/index.html"
 
 clean: ## remove caches and builds (.venv and runs stay)
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	@rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

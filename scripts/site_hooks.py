@@ -102,7 +102,9 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
         try:
             shown = convert(latex, display="block" if block else "inline")
         except Exception as error:
-            raise ValueError(f"{page.file.src_uri}: the formula {latex!r} is not valid: {error!r}") from error
+            raise ValueError(f"{page.file.src_uri}: the formula {latex} is not valid: {error!r}") from error
+        if "\\" in shown:
+            raise ValueError(f"{page.file.src_uri}: the formula {latex} has a command that is not known")
         return f'<div class="formula">{shown}</div>' if block else shown
 
     return FORMULA.sub(formula, content)

@@ -10,8 +10,11 @@ calls, with everything around them that a real run needs.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from millrace.algorithms.advantages import group_normalised
 from millrace.algorithms.losses import ppo_clip
@@ -28,16 +31,27 @@ SHAPE = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 64},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
 }
+# Rewards [N], group of each trajectory [N], number of groups -> advantages [N].
+Advantage = Callable[[Tensor, Tensor, int], Tensor]
+# Log-probabilities of policy and sampler [T], advantages [T] -> loss of each token [T].
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+clipped: Loss = partial(ppo_clip, low=0.2, high=0.2)
 
 
-def train(num_steps: int, *, seed: int = 0) -> list[float]:
-    """Train and return the mean reward of each step."""
+def train(
+    num_steps: int,
+    *,
+    advantage: Advantage = group_normalised,
+    loss: Loss = clipped,
+    seed: int = 0,
+) -> list[float]:
+    """Train with an advantage and a loss, and return the mean reward of each step."""
     config = fresh_config("qwen3", SHAPE, vocab_size=VOCABULARY, eos_token_id=0)
     policy, sampler = (fresh_model(config, seed=seed, dtype=torch.float32) for _ in range(2))
     engine = PagedEngine(sampler.requires_grad_(False), decode=str, max_cache_tokens=4096)
     trainer = PolicyTrainer(
         policy,
-        PolicyObjective(lambda t: (ppo_clip(t.policy_N, t.start_N, t.advantage_N, low=0.2, high=0.2), None)),
+        PolicyObjective(lambda t: (loss(t.policy_N, t.start_N, t.advantage_N), None)),
         adamw(policy, betas=(0.9, 0.95), weight_decay=0.0),
         learning_rate=lambda step: 3e-3,
         temperature=1.0,
@@ -62,9 +76,7 @@ def train(num_steps: int, *, seed: int = 0) -> list[float]:
                 for prompt, completion, reward in zip(prompts, completions, reward_N, strict=True)
             ]
         )
-        batch.advantage_T = (
-            group_normalised(reward_N, group_N, PROMPTS)[batch.segment_T] * batch.action_mask_T
-        )
+        batch.advantage_T = advantage(reward_N, group_N, PROMPTS)[batch.segment_T] * batch.action_mask_T
         batch.weight_T = token_mean(batch.action_mask_T, batch.segment_T)
         # 4. Update the policy, then the sampler's weights.
         trainer.forward_backward(batch)

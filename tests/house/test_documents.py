@@ -138,6 +138,19 @@ def _override_faults(recipe: list[str], overrides: list[str]) -> Iterator[str]:
             yield f"there is no setting {key}"
 
 
+def setting_faults(path: Path) -> list[str]:
+    """Settings in backquotes that a recipe does not have, such as `rollout.max_stalenes`."""
+    known, text = known_keys(), path.read_text(encoding="utf-8")
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    found = []
+    for match in re.finditer(r"`([a-z_]+)((?:\.[a-z_0-9]+)+)(?=[:=`])", FENCE.sub("", text)):
+        key = match[1] + match[2]
+        whole = key in known or any(other.startswith(f"{key}.") for other in known)
+        if match[1] in sections and not whole and not key.endswith(".py"):
+            found.append(f"{path.name} there is no setting {key}")
+    return found
+
+
 def link_faults(path: Path) -> list[str]:
     found = []
     text = FENCE.sub(lambda match: "\n" * match[0].count("\n"), path.read_text(encoding="utf-8"))
@@ -191,6 +204,21 @@ def test_the_commands_in_the_documentation_exist():
     helps = {name: shown for name in named if name[0] != "-" and (shown := subcommand_help(name)) is not None}
     targets = make_targets(ROOT / "Makefile")
     assert [fault for page in LINKED for fault in command_faults(page, helps, targets)] == []
+
+
+def test_the_settings_that_the_documentation_names_exist():
+    # These also have the names of other systems and of older versions.
+    others = ("glossary.md", "log.md", "CHANGELOG.md")
+    assert [fault for page in LINKED if page.name not in others for fault in setting_faults(page)] == []
+
+
+def test_settings_that_do_not_exist_are_found(tmp_path):
+    page = "`rollout.max_staleness` `rollout.max_stalenes` `policy.kl` `policy.loss.knd: x` `other.thing`\n"
+    path = write(tmp_path, {"page.md": page}) / "page.md"
+    assert setting_faults(path) == [
+        "page.md there is no setting rollout.max_stalenes",
+        "page.md there is no setting policy.loss.knd",
+    ]
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: path.stem)

@@ -1,7 +1,7 @@
 """Hooks of the documentation site (mkdocs.yml): pages from outside docs/, source files, formulas as MathML.
 
-README.md becomes the first page. A source file that a page links to becomes a page of its own, so that no link
-leaves the site. Formulas are converted to MathML, which browsers show without a script or a font to download.
+README.md becomes the first page. A source file that a page links to becomes a page of its own, so that no
+link leaves the site. Formulas are converted to MathML, which browsers show without a script or a font.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, loads nothing from a network, and can be searched."""
+"""The documentation site builds without a warning, loads nothing from a network, and can be searched."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_the_search_finds_a_term_without_a_server(site: Path, pages: dict[str, s
     found = {entry["location"] for entry in entries if "max_staleness" in entry["text"]}
     assert {"async.html", "reference.html", "glossary.html"} <= {place.partition("#")[0] for place in found}
     assert [entry["location"] for entry in entries if entry["location"].startswith("source/")] == []
-    shim, theme = (pages["index.html"].index(name) for name in ("site/iframe-worker.js", "javascripts/bundle"))
-    assert shim < theme
+    first = pages["index.html"]
+    assert first.index("site/iframe-worker.js") < first.index("javascripts/bundle")
 
 
 def test_formulas_are_shown_without_a_script(pages: dict[str, str]) -> None:

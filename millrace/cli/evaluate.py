@@ -95,11 +95,7 @@ def evaluate(
 def settings_of(
     recipe: str | None, data: str | None, rewards: Sequence[str], words: Sequence[str]
 ) -> RunConfig:
-    """Return the settings of an evaluation: those of the recipe, if any, overridden by the command line.
-
-    Raises:
-        ConfigError: the data or the rewards are missing, or a setting is invalid.
-    """
+    """Settings of an evaluation: the command line's over any recipe's; ConfigError if one is missing."""
     from millrace.config.inputs import DataConfig
     from millrace.config.recipe import ConfigError, from_settings, load_recipe, parse_overrides
 

@@ -78,11 +78,7 @@ def foundations(
 
 
 def check_choice(what: str, word: str, known: Sequence[str]) -> None:
-    """Refuse a word that is none of the known ones.
-
-    Raises:
-        SetupError: it is another one; the message names the nearest, or all.
-    """
+    """Refuse a word that is none of the known ones: a SetupError that names the nearest, or all."""
     from millrace.errors import SetupError
 
     if word not in known:
@@ -92,14 +88,7 @@ def check_choice(what: str, word: str, known: Sequence[str]) -> None:
 
 
 def build_mdp(world: str, size: int, discount: float, seed: int) -> Mdp:
-    """Build the MDP of a name.
-
-    Args:
-        world: gridworld, chain or random.
-        size: cells of a side, or states that are not terminal.
-        discount: gamma.
-        seed: of a random MDP.
-    """
+    """Build an MDP with `size` cells a side, or states that are not terminal; the seed is of a random one."""
     from millrace.foundations import example_mdps
 
     if world == "gridworld":

@@ -95,9 +95,7 @@ def plan(
 def read_shape(config: RunConfig) -> ModelShape:
     """The shape of a recipe's model: its folder's config.json, or the architecture with its fields.
 
-    Raises:
-        PlanError: the folder has no readable config.json, or the model is not one that can be planned for.
-        ModelError: the architecture or one of its fields is unknown.
+    A PlanError if it cannot be read or planned for; a ModelError if the architecture or a field is unknown.
     """
     from millrace.observability.files import RESTORE, FileError, read_json
     from millrace.planner.model_shape import ModelShape

@@ -157,8 +157,7 @@ def open_served(
 ) -> ModelService:
     """Load a model and build an engine for it; see the options of `serve`.
 
-    Raises:
-        ValueError, RuntimeError: the run or the model cannot be read; the message names the cause.
+    A ValueError or RuntimeError if the run or the model cannot be read; the message names the cause.
     """
     import os
 
@@ -206,7 +205,6 @@ def open_served(
 
 
 def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
-    """The model's own folder; and of a run, its precision and the template of its prompts."""
     from millrace.config.recipe import ConfigError, from_yaml
     from millrace.data.chat import CHAT
     from millrace.run.folder import RunFolder, find_checkpoint, model_folder
@@ -222,7 +220,6 @@ def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
 
 
 def _lengths(weights: Model, cache_tokens: int | None, max_concurrent: int) -> tuple[int, int]:
-    """Tokens of the cache, and of the longest request that it and the model allow."""
     from millrace.config.engine_section import EngineConfig
     from millrace.engines.build_engine import cache_tokens as tokens_that_fit
 

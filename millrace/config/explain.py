@@ -155,7 +155,6 @@ def _as_written(value: Any) -> str:
 
 
 def _hint(place: _Place) -> str:
-    """The known key that resembles an unknown one most: within its section, then anywhere."""
     above, dot, last = place.key.rpartition(".")
     siblings = list(place.section.model_fields) if place.section else []
     if "kind" not in siblings and (found := hint(place.key)):

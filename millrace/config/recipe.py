@@ -96,12 +96,9 @@ def recipe_text(name: str | Path) -> str:
 
 
 def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """A validated RunConfig from a recipe (a shipped one's name, or a path in .yaml) and dotted overrides.
+    """A RunConfig from a recipe (a shipped name, or a path in .yaml) and dotted overrides, or ConfigError.
 
     The override `base` names another recipe than the recipe's own base to lay it over.
-
-    Raises:
-        ConfigError: an unknown key, a wrong type, or a setting that can have no effect.
     """
     return resolve(name, overrides)[0]
 
@@ -137,7 +134,6 @@ def _without_task(name: str) -> str:
 def _with_base(
     name: str | Path, above: tuple[str, ...] = (), *, base: str | Path | None = OWN_BASE
 ) -> dict[str, Any]:
-    """A recipe's tree over its `base`, or over the given one; ConfigError if unreadable, or its own base."""
     if str(name) in above:
         raise ConfigError(f"recipe {name} is its own base: {' -> '.join((*above, str(name)))}")
     tree = renamed(_parse(recipe_text(name), str(name)), f"recipe {name}")
@@ -165,10 +161,9 @@ def _overlay(below: dict[str, Any], above: Mapping[str, Any], path: str = "") ->
 
 
 def _without_replaced(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree without what belongs to a task or a fresh model that is replaced by what is laid over it.
+    """Other data than a reasoning-gym task replaces the section `data`, as another kind would.
 
-    Other data than a reasoning-gym task replaces the section `data`, as another kind would. A model folder
-    brings architecture, sizes and tokenizer along.
+    A model folder replaces architecture, sizes and tokenizer of a fresh model.
     """
     kept = dict(below)
     task, train = _at(below, "data", "train"), _at(above, "data", "train")

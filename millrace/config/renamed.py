@@ -50,13 +50,10 @@ Path = tuple[Any, ...]
 
 
 def renamed(tree: Mapping[str, Any], name: str, *, quiet: bool = False) -> dict[str, Any]:
-    """Return a recipe's tree with every old name replaced by the new one.
+    """Return a recipe's tree with every old name replaced by the new one, with one warning for each.
 
     A setting that is given under both names keeps both, so that the old one is refused as unknown. `quiet` is
     for files that millrace wrote itself.
-
-    Warns:
-        RenamedSettingWarning: once for each old name, with the recipe's name.
     """
     leaves = dict(_leaves(tree))
     found: dict[str, Any] = {}
@@ -109,7 +106,7 @@ def _leaves(tree: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, A
 
 
 def _put(tree: dict[str, Any], path: Path, value: Any) -> bool:
-    """Put a value at a place of the tree; False if something else is there."""
+    """Return whether the place was free."""
     for part in path[:-1]:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):

@@ -230,7 +230,6 @@ def _unknown_measure(config: RunConfig) -> Iterator[str]:
 
 
 def _idle_ahead(config: RunConfig) -> Iterator[str]:
-    """Require engine processes for engines that generate while the trainer trains."""
     ahead, processes = config.rollout.max_staleness > 0, config.engine.num_engines
     if config.engine.delta_updates and not (config.mesh.launcher == "ray" and (ahead or processes)):
         yield (

@@ -128,7 +128,6 @@ def shard_row(model: PreTrainedModel, batch: Batch, mesh: Mesh, at_N: Tensor, *,
 
 
 def _check_alike(batch: Batch, at_N: Tensor, group: dist.ProcessGroup) -> None:
-    """Refuse ranks with different rows, which would deadlock."""
     # NCCL also needs all ranks in the first operation of a group, and a ring may skip some.
     order_W = torch.arange(1, batch.num_tokens + 1, device=batch.token_T.device)
     numbers = (batch.num_tokens, batch.num_segments, len(at_N), int((batch.token_T * order_W).sum()))

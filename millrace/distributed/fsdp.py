@@ -56,11 +56,9 @@ class Sharding:
     Attributes:
         precision: dtype of forward and backward; weights and gradient reduction stay float32. None uses the
             dtype of the weights.
-        reshard_after_forward: whether a layer's weights are freed after its forward and gathered again for
-            its backward: less memory, more communication.
+        reshard_after_forward: less memory, more communication: weights are gathered again for the backward.
         offload: whether weights, gradients and optimizer states are in host memory.
-        checkpointing: what of a layer is recomputed in the backward: nothing, everything except matrix
-            products, or everything.
+        checkpointing: what a layer recomputes in the backward: nothing, all but matrix products, or all.
     """
 
     precision: torch.dtype | None
@@ -89,11 +87,7 @@ class Root(nn.Module):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a model in order.
-
-    Raises:
-        ValueError: the model has no layers that transformers marks as such.
-    """
+    """Return a model's decoder layers in order; ValueError if transformers marks none as such."""
     layers: list[nn.Module] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
@@ -153,7 +147,6 @@ def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
 
 
 def _dealt(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that directly own experts sharded over `ep`."""
     return [
         module
         for module in model.modules()

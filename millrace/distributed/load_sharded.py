@@ -87,10 +87,8 @@ def read_weights(
     """Allocate this rank's shards of a model, with `offload` in host memory, and read them.
 
     Parameters that are allocated already (LoRA weights) keep their values. `roots` wrap the model or its
-    stages; they are sharded by `fsdp.shard`, and before that by `tensor` and `expert`.
-
-    Raises:
-        ModelError: a file is damaged.
+    stages; they are sharded by `fsdp.shard`, and before that by `tensor` and `expert`. A damaged file is a
+    ModelError.
     """
     wanted = _without_numbers(model)
     for root in roots:
@@ -102,11 +100,7 @@ def read_weights(
 
 @torch.no_grad()
 def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
-    """Run the self-check of an ordinary load; all ranks call it in step.
-
-    Raises:
-        ModelError: the architecture cannot run packed.
-    """
+    """Run the self-check of an ordinary load, with its ModelError; all ranks call it in step."""
 
     def try_it(model: Model) -> tuple[Tensor, ...]:
         kind.tried(model, whole=False)
@@ -138,10 +132,8 @@ def take_weights(
 ) -> None:
     """Like `read_weights`, from a stream of complete weights in any order, which all ranks iterate in step.
 
-    `wanted` are the names of all weights of the complete model. None may be tied to one on another rank.
-
-    Raises:
-        ValueError: a weight is unknown, repeated or missing.
+    `wanted` are the names of all weights of the complete model; an unknown, repeated or missing one is a
+    ValueError. None may be tied to one on another rank.
     """
     for root in roots:
         _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
@@ -272,7 +264,7 @@ class Stored:
             )
 
     def _slice(self, name: str, place: Part) -> Tensor:
-        """Read a slice of a stored weight; of per-expert tensors, only the experts in the slice."""
+        """Of per-expert tensors, read only the experts in the slice."""
         sources = self._sources[name]
         if name not in self._converters:
             ((file, key),) = sources[""]
@@ -291,5 +283,4 @@ def _firsts(sources: dict[str, list[tuple[Any, str]]]) -> Iterator[tuple[Any, st
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Return a natural sort key, so that expert 10 comes after expert 9."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in key.split(".")]

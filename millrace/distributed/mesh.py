@@ -100,11 +100,7 @@ class Mesh:
         return self._experts[names]
 
     def check(self, config: PretrainedConfig) -> None:
-        """Refuse a model with sizes that the layout does not divide.
-
-        Raises:
-            PlanError: names the two numbers.
-        """
+        """Refuse a model with sizes that the layout does not divide: a PlanError with both numbers."""
         text = config.get_text_config()
         heads = text.num_attention_heads
         self.layout.check(
@@ -145,10 +141,7 @@ def make_mesh(layout: Layout, device_type: str) -> Mesh:
     """Build the process groups of a layout; all ranks call it in step.
 
     A layout of one rank works without a process group. Otherwise the group must support tensors of
-    `device_type`, "cpu" or "cuda".
-
-    Raises:
-        PlanError: the world size differs from the layout's number of ranks.
+    `device_type`, "cpu" or "cuda", and have as many ranks as the layout; if not, it is a PlanError.
     """
     if not dist.is_initialized():
         layout.check_ranks(1)

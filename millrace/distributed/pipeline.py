@@ -235,7 +235,6 @@ class Pipeline:
         return weights[0] if weights and weights[0].requires_grad else None
 
     def _sum_tied(self, weight: nn.Parameter, before: Tensor | None) -> None:
-        """Sum the gradients of both copies of a tied weight, bit for bit equal on both ranks."""
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         ours = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         sent = ours.to(self.device).contiguous()

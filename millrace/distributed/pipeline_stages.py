@@ -55,10 +55,8 @@ def deal_layers(num_layers: int, num_stages: int, *, head_cost: float) -> tuple[
     """Partition layers into contiguous stages so that the cost of the most expensive stage is minimal.
 
     Layers have equal cost; the head, on the last stage, costs `head_cost` layers. Among equal choices, later
-    stages get more layers, because they keep the activations of fewer micro-batches.
-
-    Raises:
-        ValueError: there are more stages than layers.
+    stages get more layers, because they keep the activations of fewer micro-batches. More stages than layers
+    are a ValueError.
     """
     if num_stages > num_layers:
         raise ValueError(

@@ -110,7 +110,6 @@ def _whole_model(
 
 
 def _inside(runners: Iterable[Runner], compute: Callable[[], Any]) -> Any:
-    """Call a function within the forwards of all stages of this rank, where their weights are gathered."""
     runner, *others = runners
     results: list[Any] = []
 
@@ -148,8 +147,6 @@ def _try_packed(kind: ModelKind, whole: PreTrainedModel, *, has_head: bool) -> N
 
 
 class _Relay(nn.Module):
-    """Stand-in for a module of one rank, which broadcasts the result."""
-
     def __init__(self, together: _Together, number: int, stage: int, piece: nn.Module) -> None:
         super().__init__()
         self.together, self.number, self.stage, self.piece = together, number, stage, piece

@@ -93,10 +93,9 @@ class Ranks:
 
 
 def given_ranks() -> tuple[int, int] | None:
-    """Read rank and world size from the environment of torchrun or our launcher; None if neither is set.
+    """Read rank and world size as torchrun or our launcher set them in the environment; None if neither is.
 
-    Raises:
-        RanksError: only one of the two is set, or one is no number.
+    One without the other, or no number, is a RanksError.
     """
     names = ("RANK", "WORLD_SIZE")
     given = [os.environ.get(name) for name in names]
@@ -125,11 +124,7 @@ def open_store(host: str) -> TCPStore:
 
 @contextmanager
 def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
-    """Join the process group that the environment describes, for the duration of the block.
-
-    Raises:
-        RanksError: environment and recipe (`num_ranks`) disagree.
-    """
+    """Join the process group of the environment for the block; RanksError if it has not `num_ranks` ranks."""
     given = given_ranks()
     rank, size = given if given is not None else (0, 1)
     if size != num_ranks:

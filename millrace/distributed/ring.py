@@ -53,7 +53,7 @@ class Ring(Dealt):
         return out_THV
 
     def plan(self, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
-        """Return the cached plan for all layers with this window and chunk."""
+        """Return the cached plan for a window and chunk."""
         limits = window, chunk
         if limits not in self._plans:
             ranks, mine = range(self._num_ranks), (self._place_P[self.rank], self._first_P[self.rank])

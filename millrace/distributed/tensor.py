@@ -249,7 +249,6 @@ def _localise(
     summed: set[nn.Module],
     peers: Peers,
 ) -> None:
-    """Convert every parameter to a DTensor, and make every module read its local tensors."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # keeps tied parameters tied
     for module in model.modules():
         read: dict[str, Any] = {}

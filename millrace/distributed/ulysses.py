@@ -40,8 +40,7 @@ class Ulysses(Dealt):
     ) -> Tensor:
         """Compute the attention output of this rank's tokens, [T, H, K].
 
-        Raises:
-            ValueError: the number of query heads is not divisible by the ranks.
+        The number of query heads must be divisible by the ranks, or it is a ValueError.
         """
         num_ranks, (num_tokens, num_heads, _) = len(self._counts), query_THK.shape
         if num_heads % num_ranks:

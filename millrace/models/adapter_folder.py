@@ -80,13 +80,10 @@ def load_adapter(model: Model, folder: str | Path) -> None:
 
 
 def save_adapter(model: Model, folder: Path, *, base: str = "", weights: bool = True) -> None:
-    """Write a model's adapter as a folder that peft and `load_adapter` read.
+    """Write a model's adapter as a folder that peft and `load_adapter` read; ModelError without an adapter.
 
     `base` is a checksum of the base's weights for `saved_base`; empty writes none. With `weights` the pairs
     are written too; they must be unsharded on this rank.
-
-    Raises:
-        ModelError: the model has no adapter.
     """
     layers = adapted_layers(model)
     if not layers:

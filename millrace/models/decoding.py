@@ -77,7 +77,6 @@ class _Parts:
         self._known: tuple[Any, LayerWeights | None] = (None, None)
 
     def weights(self) -> LayerWeights:
-        """Return the current weights, packed again after one was written or moved."""
         # Called for each layer of each step; module attributes would need lookups in three dictionaries.
         found = [x for some in self._parameters for x in some.values() if x is not None]
         key = [(x.data_ptr(), x._version) for x in found]
@@ -190,10 +189,7 @@ def _ordinary(base: Any, token_T: Tensor, position_T: Tensor, context: Paged) ->
 
 
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Compute a layer; anything but a paged forward without gradient is the layer's own.
-
-    So is one that turns a part of each head only: the trial turned all of it.
-    """
+    """Compute a layer; of no paged forward, with gradient or of a part of each head, as the layer's own."""
     context, angles = options.get("context"), options.get("position_embeddings")
     some = angles is not None and angles[0].shape[-1] != module.millrace_width
     if args or angles is None or some or not isinstance(context, Paged) or torch.is_grad_enabled():

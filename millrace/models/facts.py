@@ -172,11 +172,7 @@ class _Masks:
         self._made: list[tuple[Tensor, dict[str, int | None] | ValueError]] = []
 
     def make(self, num_rows: int, mask_function: Callable[..., Any], device: Any) -> Tensor:
-        """Return the boolean mask of a row, [rows, 1, T, T].
-
-        Limits without a kernel are errors only if a layer gets the mask: a decoder also makes that of an
-        absent encoder.
-        """
+        """Limits without a kernel are errors only if a layer gets the mask: an absent encoder has one too."""
         limits: dict[str, int | None] | ValueError
         try:
             limits = fit(mask_function, self._longest)
@@ -189,7 +185,6 @@ class _Masks:
         return mask
 
     def limits(self, layer: nn.Module, mask: Tensor) -> dict[str, int | None]:
-        """Return those of a mask that a layer was given; ValueError for any other, or without a kernel."""
         for made, limits in self._made:
             if (made.data_ptr(), made.shape, made.dtype) == (mask.data_ptr(), mask.shape, mask.dtype):
                 if isinstance(limits, ValueError):
@@ -334,8 +329,6 @@ def _second(model: PreTrainedModel, calls: list[Call], hidden_TD: Tensor, *, dro
 
 
 class _Asked(CacheView):
-    """A view of a row that began long before, which records that positions were read."""
-
     def __init__(self, length: Any) -> None:
         self.recorder = Recorder()
         super().__init__(torch.arange(TOKENS), self.recorder)
@@ -441,13 +434,10 @@ def _longest(model: PreTrainedModel) -> int:
 
 
 def fit(mask_function: Callable[..., Any], longest: int) -> dict[str, int | None]:
-    """Return window and chunk of a mask of transformers.
+    """Return window and chunk of a mask of transformers; ValueError if it has any other limits.
 
     `mask_function` returns for row, head, query and key whether the query sees the key. `longest` is more
     tokens than window or chunk.
-
-    Raises:
-        ValueError: the mask is neither causal, nor a window, nor chunks.
     """
     last = longest - 1
     first = _first_seen(mask_function, last)

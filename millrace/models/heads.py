@@ -43,8 +43,7 @@ _KIND = "ForSequenceClassification"
 def scalar_model(model: Model) -> Model:
     """Copy the backbone of a causal language model, under a head of zeros: every score is 0 at first.
 
-    Raises:
-        ModelError: transformers has no sequence classification for this architecture.
+    A ModelError if transformers has no sequence classification for this architecture.
     """
     config = _scalar_config(model)
     with no_init_weights():
@@ -138,10 +137,8 @@ def save_scalar_model(model: Model, folder: Path) -> None:
 def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: Tensor) -> Tensor:
     """Return the score at every position of a packed row, [T], in float32 (float64 stays float64).
 
-    Positions count from 0 in each segment. A gradient flows to the whole model where autograd is on.
-
-    Raises:
-        ValueError: a segment is empty.
+    Positions count from 0 in each segment; an empty one is a ValueError. A gradient flows to the whole model
+    where autograd is on.
     """
     segments = Segments.of(length_B.cpu()).to(token_T.device)
     return scores(model, hidden_states(model, token_T, position_T, Packed(segments)))
@@ -156,11 +153,7 @@ def scores(model: Model, hidden_ND: Tensor) -> Tensor:
 
 
 def row_scores(model: Model, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the score of each row of tokens at its last token, [N]; one packed forward.
-
-    Raises:
-        ValueError: there is no row, or one is empty.
-    """
+    """Return the score of each row at its last token, [N]; ValueError without rows, or for an empty one."""
     length_N = torch.tensor([len(row) for row in rows], dtype=torch.long)
     token_T = torch.tensor(list(chain.from_iterable(rows)), device=model.device)
     position_T = torch.cat([torch.arange(len(row), device=model.device) for row in rows])

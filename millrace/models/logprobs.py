@@ -137,10 +137,8 @@ def chosen_hidden(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]
 def chosen_logprobs(model: PreTrainedModel, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each chosen token and the entropy at it, in packed order, both [N].
 
-    Both are over the batch's supports where it has them.
-
-    Raises:
-        ValueError: the temperature is not above 0, or a support lacks its token.
+    Both are over the batch's supports where it has them. A ValueError if the temperature is not above 0, or a
+    support lacks its token.
     """
     hidden_ND, target_N = chosen_hidden(model, batch)
     support = batch.chosen_support

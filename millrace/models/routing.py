@@ -262,7 +262,7 @@ def balance_loss(mass_LE: Tensor, load_LE: Tensor, *, num_choices: int, coeffici
     f_e = load_e / tokens is the fraction of tokens that chose expert e (they add up to K) and P_e its
     mean probability. `load_LE` counts the tokens of all ranks, and for independence of the micro-batch split,
     of all micro-batches; `mass_LE` adds up probabilities over those of this rank and this micro-batch. The
-    result is their part of the loss: the parts, and their gradients, add up to the loss of one process.
+    parts of the loss, and their gradients, add up to the loss of one process.
 
     Raises:
         ValueError: shapes do not fit, num_choices is below 1, or the coefficient below 0.
@@ -286,10 +286,8 @@ def balance_loss(mass_LE: Tensor, load_LE: Tensor, *, num_choices: int, coeffici
 def moved_bias(bias_E: Tensor, load_E: Tensor, *, step: float) -> Tensor:
     """Move each bias by `step`: up where the load is below the mean, down where it is above; [E] float32.
 
-    The bias is added to the experts' scores for the choice only. DeepSeek-V3 used a step of 0.001.
-
-    Raises:
-        ValueError: the step is not above 0.
+    The bias is added to the experts' scores for the choice only. DeepSeek-V3 used a step of 0.001; one not
+    above 0 is a ValueError.
 
     Source: Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts".
     """

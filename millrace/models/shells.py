@@ -21,11 +21,7 @@ def save_shell(model: Model, folder: Path) -> None:
 
 
 def load_shell(folder: Path, *, dtype: torch.dtype) -> Model:
-    """Build the model of a folder from `save_shell`; its weights are random.
-
-    Raises:
-        ModelError: the config makes no model, or one that cannot run packed.
-    """
+    """Build the model of `save_shell` with random weights; ModelError if it cannot run packed."""
     with sentences(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model = fresh_model(config, seed=0, dtype=dtype)

@@ -53,8 +53,6 @@ class TwinError(ValueError):
 
 @dataclass
 class _Widths:
-    """Small numbers for the sizes of a config, equal ones for equal sizes."""
-
     config: Mapping[str, Any]
     others: dict[int, int] = field(default_factory=dict)
 
@@ -92,7 +90,7 @@ class _Widths:
         return 1 if grouped not in (None, value, self.heads) and value < self.heads else 2
 
     def head_width(self, value: int) -> int:
-        """Of a head, wider or narrower than the model's width divided by its heads as before."""
+        """Wider or narrower than the model's width divided by its heads, as before."""
         rotary = self.first("qk_rope_head_dim")
         if rotary is not None:
             nope = self.first("qk_nope_head_dim") or 0
@@ -229,11 +227,7 @@ def chosen_layers(kinds: Sequence[int], *, runs: bool) -> list[int]:
 def twin_config(
     config: PretrainedConfig, layers: Sequence[int], token: int | None = None
 ) -> PretrainedConfig:
-    """Build the config of a twin with these layers; `token` replaces every special token.
-
-    Raises:
-        ValueError, TypeError, ...: whatever transformers raises of a config that it does not accept.
-    """
+    """Build the config of a twin with these layers, with errors of transformers; `token` is a special one."""
     text = config.get_text_config()
     small = _made(type(text), _small(text.to_dict(), layers, token))
     if text is config:
@@ -252,8 +246,7 @@ def twin_of(
 ) -> PretrainedConfig:
     """Build the config of the twin of the model that `make` builds of another config on the default device.
 
-    Raises:
-        TwinError: there is no small model of these classes; the message names what failed.
+    A TwinError if there is no small model of these classes; it names what failed.
     """
     with torch.device("meta"):
         kinds = layer_kinds(make(config))

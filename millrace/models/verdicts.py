@@ -41,7 +41,7 @@ class Verdicts:
         """Return the cached problem of a key, or find it; empty for none.
 
         Only correct results are stored on disk: a problem may be the machine's, such as exhausted memory. A
-        file that is damaged counts as none, and is overwritten.
+        damaged file counts as none.
         """
         if key in self._known:
             return self._known[key]

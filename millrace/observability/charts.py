@@ -44,8 +44,7 @@ class Series:
     """One curve, broken where y is None or not finite.
 
     The label is shown beside its last value once there are several; points are (x, y) by rising x; colours
-    are 1 to 11; `faint` is for raw values behind their smoothed curve, `marked` a dot at each of few and
-    exact points.
+    are 1 to 11; `faint` is for raw values behind their smoothed curve, `marked` adds a dot at each point.
     """
 
     label: str
@@ -95,14 +94,11 @@ def curve_svg(
     shade: Shade | None = None,
     standalone: bool = False,
 ) -> str:
-    """Curves over one pair of axes, in the order of the series, the last on top.
+    """Curves over one pair of axes, the last series on top; ValueError without a finite point.
 
     The title is the accessible name for screen readers, visible only if `standalone`: a whole SVG file with
     its title, colours and background, rather than part of a page. Width and height are in the picture's own
     units, about pixels. `y_range` is that of the data if None.
-
-    Raises:
-        ValueError: no series holds a finite point.
     """
     kept = [(one, _thinned(one.points)) for one in series]
     places = [(x, y) for _, points in kept for x, y in points if y is not None]

@@ -14,15 +14,7 @@ _MICRO = 1e6
 
 @dataclass(slots=True)
 class _Slice:
-    """One activity with a duration.
-
-    Attributes:
-        worker: name of the worker.
-        name: name of the activity.
-        begin_s: start, in seconds of the run.
-        end_s: end, in seconds of the run.
-        args: arguments shown with the slice.
-    """
+    """One activity of a worker, in seconds of the run; `args` are shown with it."""
 
     worker: str
     name: str
@@ -37,10 +29,8 @@ def chrome_trace(
     """Build a trace of trainer, engines and rewards for https://ui.perfetto.dev and chrome://tracing.
 
     Events are in order; spans are those of the trainer's thread on each rank, with `name`, `begin_s` and
-    `seconds`, in the order in which they ended.
-
-    Returns:
-        the object of a trace file, in the Trace Event Format: slices (`ph` X), moments (i), names (M).
+    `seconds`, in the order in which they ended. The result is in the Trace Event Format: slices (`ph` X),
+    moments (i), names (M).
     """
     reader = _Reader()
     for event in events:
@@ -194,7 +184,6 @@ class _Reader:
         )
 
     def _resumed(self, now_s: float) -> None:
-        """Reset the state of engines and rewards: another process resumed the run."""
         self.end("left")
         self._engines.clear()
         self._loads.clear()
@@ -202,7 +191,6 @@ class _Reader:
         self.moments.append(("resume", now_s))
 
     def end(self, how: str) -> None:
-        """Close the slices of all in-flight generation requests."""
         self._end_requests(how, list(self._requests))
 
     def _end_requests(self, how: str, places: Iterable[tuple[int, int]]) -> None:
@@ -213,7 +201,7 @@ class _Reader:
 
 
 def _kept(rank: str, spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:
-    """Return the spans of a rank, without those after the checkpoint from which the run was resumed."""
+    """Leave out spans after the checkpoint from which the run was resumed."""
     found: list[_Slice] = []
     for span in spans:
         while found and found[-1].end_s > span["begin_s"] + 1e-3:

@@ -66,9 +66,8 @@ class Console:
     every 10 s and for each evaluation, without control codes. If the terminal goes away, the console stops
     writing; the run continues.
 
-    `facts` are pairs such as `("model", "0.9 M parameters")`; without a file it writes to standard output;
-    the clock is monotonic, in seconds. `waiting` returns a line about the longest pending wait, or an empty
-    string; it is called at each refresh.
+    `facts` are pairs such as `("model", "0.9 M parameters")`; the clock is monotonic, in seconds. `waiting`
+    returns a line about the longest pending wait, or an empty string; it is called at each refresh.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class Console:
             self._curves = {**self._curves, key: (*self._curves.get(key, ()), float(value))[-SPARK_LENGTH:]}
 
     def _attempt(self, act: Callable[[], Any]) -> None:
-        """Write to the terminal; if it is gone, stop writing. The run and its metrics file continue."""
+        """If the terminal is gone, stop writing. The run and its metrics file continue."""
         try:
             act()
         except OSError:
@@ -296,10 +295,7 @@ def clock_text(seconds: float) -> str:
 
 
 def _time_left(stage: _Stage, now: float) -> str:
-    """Time the stage took, or at its pace so far still takes; empty while that is unknown.
-
-    The first step is excluded from the pace: kernels may be compiled in it.
-    """
+    """Without the first step, in which kernels may be compiled; empty while it is unknown."""
     if stage.end_s is not None:
         return clock_text(stage.end_s - stage.start_s)
     if stage.first is None or stage.done <= stage.first[0]:

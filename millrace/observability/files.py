@@ -90,11 +90,7 @@ def notice(text: str) -> None:
 
 
 def read_bytes(path: Path, *, mend: str = RESTORE) -> bytes:
-    """The bytes of an ordinary file; `mend` is the fix for the message.
-
-    Raises:
-        FileError: it is no ordinary file, too large, or cannot be read.
-    """
+    """The bytes of an ordinary file, or FileError; `mend` is the fix for the message."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -143,12 +139,9 @@ _FINITE: dict[str, Any] = {"parse_constant": _not_finite, "parse_float": _finite
 
 
 def read_json(path: Path, kind: type[Kind], *, mend: str = RESTORE, finite: bool = True) -> Kind:
-    """Read a JSON file as a `Shape`, a dataclass, or a type such as `dict[str, str]`.
+    """Read a JSON file as a `Shape`, a dataclass, or a type such as `dict[str, str]`; FileError if it is not.
 
     Infinite numbers and NaN are rejected unless `finite` is off; `mend` is the fix for the message.
-
-    Raises:
-        FileError: as `read_text`, or it is not JSON, or not of that kind.
     """
     text = read_text(path, mend=mend)
     try:
@@ -190,16 +183,9 @@ def read_json_lines(
 ) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, without a last line that has no line break.
 
-    Such a line is still being written, or was cut by a kill.
-
-    Args:
-        path: of the file.
-        check: returns what is wrong with an object, or None.
-        mend: what to do with a damaged line, for the message.
-        warn: callback with a message about skipped lines; without it, a damaged line is an error.
-
-    Raises:
-        FileError: the file cannot be read; or a line is damaged, and there is no `warn`.
+    Such a line is still being written, or was cut by a kill. `check` returns what is wrong with an object,
+    or None. A damaged line is a FileError with the fix `mend`; with `warn`, which takes a message, it is
+    skipped.
     """
     *lines, rest = read_bytes(path).split(b"\n")
     found, damaged = [], []
@@ -249,7 +235,7 @@ def read_tensor_header(path: Path, *, mend: str = RESTORE) -> dict[str, StoredTe
 
 
 def _tensors(header: Any, num_bytes: int) -> dict[str, StoredTensor]:
-    """Parse a header, and check that its tensors cover `num_bytes` bytes without a gap."""
+    """Check too that the tensors cover `num_bytes` bytes without a gap."""
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     found, places = {}, []
@@ -310,11 +296,7 @@ def sha256(path: Path) -> str:
 
 
 def check_saved_model(folder: Path) -> None:
-    """Compare a model folder with the manifest of its checkpoint; a folder outside a checkpoint is skipped.
-
-    Raises:
-        FileError: a file is missing or is not what was saved.
-    """
+    """Compare a model folder with the manifest of its checkpoint, if in one; FileError if it differs."""
     folder = folder.resolve()
     above = next((path for path in (*folder.parents,)[:MAX_DEPTH] if (path / MANIFEST).is_file()), None)
     if above is None:

@@ -14,15 +14,9 @@ if TYPE_CHECKING:
 class Spans:
     """Seconds spent under each name: `with spans("sample"): ...`, then `spans.take()` once a step.
 
-    One object belongs to one thread.
-
-    Args:
-        clock: monotonic time in seconds.
-        memory: records the peak memory of each span; None to skip it.
-
-    Attributes:
-        failed: the last span in which an error was raised; None before.
-        on_end: callback with the name and the seconds of each span, called when it ends.
+    One object belongs to one thread. The clock is monotonic, in seconds; `memory` records the peak of each
+    span. `failed` is the last span in which an error was raised; `on_end` gets the name and the seconds of
+    each span when it ends.
     """
 
     def __init__(

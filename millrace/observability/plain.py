@@ -15,10 +15,8 @@ def plain_text(text: str, limit: int = 500) -> str:
 
     Control characters (C0, DEL, C1), controls of writing direction, U+2028, U+2029 and lone surrogates become
     escapes such as ``\x1b``. The rest stays, a backslash too: the result is to be read, not to be parsed. Of
-    a text longer than `limit`, the end is replaced by "…" and the number of characters left out.
-
-    Raises:
-        ValueError: the limit is negative.
+    a text longer than `limit`, the end is replaced by "…" and the number of characters left out. A
+    negative limit is a ValueError.
     """
     if limit < 0:
         raise ValueError(f"limit is {limit}; it must be 0 or more")

@@ -183,9 +183,7 @@ def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: s
 def read_run(run: Path, told: Mapping[str, Any] | None = None) -> RunRecord:
     """Everything the report needs of a run folder, with another summary than `summary.json` if given.
 
-    Raises:
-        FileNotFoundError: it is not a run folder.
-        ValueError: a file in it cannot be read.
+    A FileNotFoundError if it is no run folder, a ValueError if a file in it cannot be read.
     """
     recipe, metrics, summary = run / "recipe.yaml", run / "metrics.jsonl", run / "summary.json"
     if not recipe.is_file() and not metrics.is_file():
@@ -270,7 +268,6 @@ def _work(record: RunRecord) -> str:
 
 
 def _style_sheet() -> str:
-    """Light and dark, for screens of any width; on paper always light."""
     own = (resources.files("millrace") / "observability" / "report.css").read_text(encoding="utf-8")
     return (
         f":root{{color-scheme:light dark;{LIGHT}}}"

@@ -132,7 +132,6 @@ def _changes(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
 
 
 def _graded_changes(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """For how many problems the reward rose, stayed and fell; one that failed cannot be compared."""
     known = [pair for pair in pairs if all(row["outcome"] != "failed" for row in pair)]
     scored = [(old["reward"], new["reward"]) for old, new in known]
     counts = [

@@ -14,10 +14,7 @@ class MlflowSink:
     """One MLflow run named as its folder; a resumed run continues it, by the id in `mlflow_id.txt`.
 
     Its experiment is `millrace`, its parameters the settings by dotted keys. Where it goes is MLflow's own
-    setting (`MLFLOW_TRACKING_URI`).
-
-    Raises:
-        TrackerError: the mlflow package is missing.
+    setting (`MLFLOW_TRACKING_URI`). A missing package is a TrackerError.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

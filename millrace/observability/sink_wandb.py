@@ -13,8 +13,7 @@ from millrace.observability.sinks import Record, TrackerError, tagged
 class WandbSink:
     """One Weights & Biases run named as its folder; a resumed run continues it, by the id in `wandb_id.txt`.
 
-    Raises:
-        TrackerError: the wandb package is missing.
+    A missing package is a TrackerError.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

@@ -125,7 +125,6 @@ def read_records(path: Path, warn: Callable[[str], None] | None = None) -> list[
 
 
 def _renamed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with today's names of metrics and stages."""
     found = {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
     for name in ("stage", "during"):
         if isinstance(stage := found.get(name), str):

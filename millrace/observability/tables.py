@@ -13,11 +13,8 @@ from millrace.observability.plain import plain_text
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as one Parquet file. It appears under its name only when it is complete.
 
-    Its folder is made if missing, an older file is replaced. Every row has the same columns; a value may be a
-    number, text, None or a list of numbers.
-
-    Raises:
-        ValueError: a row has other columns than the first.
+    Its folder is made if missing, an older file is replaced. Every row has the same columns, or it is a
+    ValueError; a value may be a number, text, None or a list of numbers.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -36,12 +33,7 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
-    """The rows of a Parquet file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        FileError: it is not a Parquet file, or not what was written.
-    """
+    """The rows of a Parquet file; FileNotFoundError without one, FileError if it is not what was written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

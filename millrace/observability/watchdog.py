@@ -157,7 +157,6 @@ class Watchdog:
         aside.rename(self._path)
 
     def _end(self, overdue: Wait, waits: Sequence[Wait]) -> None:
-        """Report the pending waits and the stack of every thread, then end the process with `os._exit`."""
         lines = [f"the run stalled: {overdue}", *(f"  {wait}" for wait in waits if wait is not overdue)]
         text = "\n".join(lines)
         stacks = "\n".join([text, "", *_stacks()])

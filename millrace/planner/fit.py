@@ -58,10 +58,8 @@ def choose(shape: ModelShape, work: Workload, num_ranks: int, device_bytes: floa
     """The simplest layout of all ranks that fits; where none does, the one that takes least.
 
     dp_shard alone comes first; tensor, expert, context and pipeline parallel are added in this order, as
-    little of each as is needed. `refuse` is asked about every layout that divides the model.
-
-    Raises:
-        PlanError: no layout can be used; why the first one cannot.
+    little of each as is needed. `refuse` is asked about every layout that divides the model. If no layout can
+    be used, a PlanError names why the first one cannot.
     """
     tried: list[Fit] = []
     reasons: list[str] = []
@@ -86,7 +84,6 @@ def choose(shape: ModelShape, work: Workload, num_ranks: int, device_bytes: floa
 
 
 def _candidates(num_ranks: int) -> Iterator[Layout]:
-    """Every layout of powers of two besides dp_shard, simplest first."""
     powers = (1, 2, 4, MACHINE)
     for pp, cp, ep, tp in product(powers, repeat=4):
         inner = pp * cp * tp

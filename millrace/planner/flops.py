@@ -46,10 +46,8 @@ class Operations:
 def forward_operations(shape: ModelShape, length_B: Sequence[int], num_predicted: int) -> Operations:
     """Operations of one forward over packed segments of which `num_predicted` tokens are predicted.
 
-    Only what is seen counts: half of the square of a segment, less where a layer looks back a window.
-
-    Raises:
-        ValueError: a number is negative.
+    Only what is seen counts: half of the square of a segment, less where a layer looks back a window. A
+    negative number is a ValueError.
 
     Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", appendix
     (which counts the whole square).
@@ -81,8 +79,7 @@ def training_operations(shape: ModelShape, length_B: Sequence[int], num_predicte
 def utilization(num_operations: float, *, seconds: float, peak_flops: float) -> float:
     """MFU: operations on all ranks / (wall time * operations per second of all devices together).
 
-    Raises:
-        ValueError: the time or the peak is not above 0.
+    Time and peak must be above 0, or it is a ValueError.
 
     Source: Chowdhery et al. 2022, "PaLM: Scaling language modeling with pathways", appendix B.
     """

@@ -14,14 +14,9 @@ from millrace.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One accelerator; `devices` are the driver's names of it.
+    """One accelerator, in bytes, bytes and operations per second; `devices` are its driver's names.
 
-    Attributes:
-        memory_bytes: of the device.
-        bandwidth: bytes per second of its memory.
-        bfloat16_flops: operations per second of bfloat16 products.
-        float32_flops: of float32 products (not TF32, which torch does not use by itself).
-        source: where the figures come from.
+    `float32_flops` are not those of TF32, which torch does not use by itself.
     """
 
     name: str

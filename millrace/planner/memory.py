@@ -38,13 +38,10 @@ EIGHT_BIT_MOMENT = 1 + 4 / 256
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of the ranks.
+    """What is asked of the ranks; prompts and completions are the longest ones.
 
     Attributes:
-        prompt_tokens: of the longest prompt.
-        completion_tokens: of the longest completion.
         num_sequences: completions of a step.
-        samples_per_prompt: of one prompt.
         micro_batch_tokens: tokens in one forward and backward.
         weight_bytes: of one number of the weights that are trained, their gradients and sums over ranks, and
             of the sampler's weights and cache.
@@ -52,10 +49,8 @@ class Workload:
         moment_bytes: of one number of each of AdamW's two moments.
         checkpointing: what a layer keeps: everything; its input and its products; its input.
         fused_norms: whether norms run in one pass, as on the CPU; without, they keep what they are made of.
-        reshard_after_forward: whether a layer's gathered weights are dropped until its backward.
         sequence: whether tensor parallel shares the residual stream too.
         num_chunks: stages of a pipeline on each rank.
-        offload: whether weights, gradients and moments lie in the host's memory.
         num_frozen: models of the policy's shape that score its tokens (reference, teacher).
         frozen_beside: whether one of them computes while the policy does (a penalty over the vocabulary).
         num_scorings: forwards without gradient over each sequence.
@@ -63,7 +58,6 @@ class Workload:
         max_requests: completions that one engine generates concurrently.
         cache_tokens: of one engine's cache; None takes what max_requests need, at most a quarter of what is
             free.
-        block_size: slots of a block of it.
         step_tokens: of one forward of an engine.
         colocated: whether what trains and the engine are on the device one after the other.
     """
@@ -108,7 +102,6 @@ class Memory:
     """Bytes on the device of the fullest rank, by what they hold, and in its host's memory.
 
     Attributes:
-        moments: AdamW's.
         critic: weights and moments of a critic.
         frozen: weights of models that only score.
         gradients: of the policy (those of a critic come when the policy's are gone).

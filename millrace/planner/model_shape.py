@@ -23,8 +23,6 @@ HeadNorms = Literal["none", "head", "row"]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Properties of a model type that are not in its config."""
-
     head_norms: HeadNorms = "none"
     num_norms: int = 2
     wide_norms: bool = False
@@ -59,8 +57,7 @@ class ModelShape(Sizes):
         tied: whether the head is the embedding.
         num_expert_layers: layers with experts as their MLP.
         num_norms: norms of width D in a layer.
-        head_norms: norms of queries and keys: none, one weight for each number of a head (Qwen3), or of the
-            whole row (OLMo 2).
+        head_norms: of queries and keys: one weight for each number of a head (Qwen3), or of the row (OLMo 2).
         wide_norms: whether norms multiply by their weight in float32 (Gemma, OLMo 2).
         window: tokens a windowed layer looks back; None where no layer is.
         capped_scores: whether attention scores are bounded by tanh (Gemma 2).
@@ -87,9 +84,7 @@ class ModelShape(Sizes):
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
         """The shape that a config.json, or a transformers config as a dict, describes.
 
-        Raises:
-            PlanError: the model type is not supported by this weight count, or a size is missing or not
-                a whole number above 0.
+        A PlanError if the model type is not in `FAMILIES`, or a size is missing or not a whole number.
         """
         config = config.get("text_config") or config
         kind = config.get("model_type")

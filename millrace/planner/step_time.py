@@ -40,10 +40,7 @@ def step_time(
     """Expected time of one batch of reinforcement on all ranks.
 
     The cache of `memory`, from `memory_per_rank`, limits the number of concurrent sequences. `mfu` is the
-    fraction of the peak that products reach, those computed again too.
-
-    Raises:
-        ValueError: the fraction is not above 0 and at most 1.
+    fraction of the peak that products reach, those computed again too; outside of (0, 1] it is a ValueError.
     """
     if not 0 < mfu <= 1:
         raise ValueError(f"mfu is {mfu}; it must be above 0 and at most 1")
@@ -78,7 +75,6 @@ def _num_micro_batches(layout: Layout, work: Workload) -> int:
 def _decode(
     shape: ModelShape, layout: Layout, work: Workload, memory: Memory, gpu: Gpu, rate: float
 ) -> float:
-    """Time of decoding: each step generates a token per running sequence and reads weights, keys, values."""
     per_rank = ceil(work.num_sequences / layout.num_ranks)
     cached = cache_bytes_per_token(shape, work.weight_bytes)
     room = max(1, memory.cache // cached // work.longest)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from millrace.errors import SetupError, did_you_mean
 
 if TYPE_CHECKING:
     from millrace.foundations.agreement import MethodValues
@@ -79,11 +80,8 @@ def foundations(
 
 def check_choice(what: str, word: str, known: Sequence[str]) -> None:
     """Refuse a word that is none of the known ones: a SetupError that names the nearest, or all."""
-    from millrace.errors import SetupError
-
     if word not in known:
-        near = difflib.get_close_matches(word, known, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"choose {', '.join(known[:-1])} or {known[-1]}"
+        fix = did_you_mean(word, known, f"choose {', '.join(known[:-1])} or {known[-1]}")
         raise SetupError(f"there is no {what} {word}; {fix}")
 
 

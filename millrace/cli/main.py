@@ -46,7 +46,7 @@ UTF8 = ["-X", "utf8"]
 KNOWN = {
     "millrace.config.recipe.ConfigError": MISUSED,
     "millrace.errors.SetupError": MISUSED,
-    "millrace.planner.plan_errors.PlanError": MISUSED,
+    "millrace.errors.PlanError": MISUSED,
     "millrace.data.rows.DataError": FAILED,
     "millrace.kernels.warm.KernelsNotKeptError": FAILED,
     "millrace.models.load.ModelError": FAILED,

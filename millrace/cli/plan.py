@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millrace.cli.train import Overrides, Recipe
+from millrace.errors import PlanError
 
 if TYPE_CHECKING:
     from millrace.config.settings import RunConfig
@@ -69,7 +70,6 @@ def plan(
     from millrace.planner.fit import choose, judge
     from millrace.planner.hardware import parse_gpus
     from millrace.planner.layout import Layout
-    from millrace.planner.plan_errors import PlanError
 
     sizes = Layout.parse(layout).settings() if layout is not None else {}
     config = load_recipe(recipe, parse_overrides(overrides or []) | sizes)
@@ -99,7 +99,6 @@ def read_shape(config: RunConfig) -> ModelShape:
     """
     from millrace.observability.files import RESTORE, FileError, read_json
     from millrace.planner.model_shape import ModelShape
-    from millrace.planner.plan_errors import PlanError
 
     if config.model.path is not None:
         path = Path(config.model.path) / "config.json"
@@ -154,7 +153,6 @@ def workload(config: RunConfig) -> Workload:
     """What a recipe asks of its ranks; PlanError for precision float64, or without reinforcement."""
     from millrace.planner.hardware import NUMBER_BYTES
     from millrace.planner.memory import EIGHT_BIT_MOMENT, Workload
-    from millrace.planner.plan_errors import PlanError
 
     if config.precision not in NUMBER_BYTES:
         raise PlanError(f"precision {config.precision} is for tests; plan float32 or bfloat16")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 
 from millrace.cli.plan import Mfu, read_shape, refusal, workload
 from millrace.cli.train import Overrides
+from millrace.errors import PlanError
 
 if TYPE_CHECKING:
     from millrace.config.settings import RunConfig
@@ -104,7 +105,6 @@ def simulate(
     """
     from millrace.config.recipe import load_recipe, parse_overrides
     from millrace.config.rollout_section import synchronous
-    from millrace.planner.plan_errors import PlanError
     from millrace.simulation.from_plan import check_simulated, measured_machines, planned_machines
 
     found = None
@@ -152,24 +152,15 @@ def comparison(run: str, found: MeasuredRun) -> Iterator[str]:
         f"{found.num_engines} engines, {found.num_ranks} ranks"
     )
     yield f"  {'':16}{'simulated':>12}{'measured':>12}{'error':>9}"
-    means: dict[str, Callable[[Simulated], float]] = {
-        "step_s": lambda run: run.step_s,
-        "wait_s": lambda run: run.wait_s,
-        "train_s": lambda run: run.train_s,
-        "weight_sync_s": lambda run: run.weight_sync_s,
-        "tokens_per_s": lambda run: run.tokens_per_s,
-        "staleness": lambda run: run.staleness[0],
-    }
-    for key, of in means.items():
-        number, there = fmean(map(of, runs)), found.step[key]
-        error = f"{number / there - 1:+9.1%}" if key in ("step_s", "tokens_per_s") else ""
-        yield f"  {NAMES[key]:16}{number:12.4g}{there:12.4g}{error}"
+    for key, name in NAMES.items():
+        number = fmean(run.staleness[0] if key == "staleness" else getattr(run, key) for run in runs)
+        error = f"{number / found.step[key] - 1:+9.1%}" if key in ("step_s", "tokens_per_s") else ""
+        yield f"  {name:16}{number:12.4g}{found.step[key]:12.4g}{error}"
     yield ""
 
 
 def table(config: RunConfig, machines: Machines, split: str) -> list[TableRow]:
     """Every mode with every split; PlanError if one leaves nothing to sample or train on, or nothing fits."""
-    from millrace.planner.plan_errors import PlanError
     from millrace.simulation.simulate import best_split, simulate
 
     num_gpus, rows = machines.num_gpus, []
@@ -206,8 +197,6 @@ def table(config: RunConfig, machines: Machines, split: str) -> list[TableRow]:
 
 def possible_splits(num_gpus: int, split: str) -> list[int]:
     """How many may sample: search, or a number; PlanError unless some are left to train on."""
-    from millrace.planner.plan_errors import PlanError
-
     if split == "search":
         every = -(-num_gpus // MOST_SPLITS)
         return list(range(every, num_gpus, every))

@@ -6,7 +6,6 @@ resolved setting knows where it came from.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -15,6 +14,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from millrace.config.inputs import FRESH_MODEL, TASK_PREFIX, TRAINED_TOKENIZER
 from millrace.config.method_sections import DEFAULT_KIND
 from millrace.config.renamed import renamed, renamed_overrides
 from millrace.config.settings import BASIC, RunConfig
+from millrace.errors import did_you_mean
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,8 +90,7 @@ def recipe_text(name: str | Path) -> str:
         except UnicodeDecodeError:
             raise ConfigError(f"recipe file {path} is not UTF-8 text") from None
     if str(name) not in recipe_names():
-        near = difflib.get_close_matches(str(name), recipe_names(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(recipe_names())}"
+        hint = did_you_mean(str(name), recipe_names())
         raise ConfigError(f"there is no recipe {name}; {hint} (a file of your own ends in .yaml)")
     return (resources.files("millrace") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -110,7 +110,11 @@ def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tup
     tree = _without_replaced(tree, _inputs(given))
     _assign_all(tree, given)
     if "data" not in tree and str(name) in recipe_names():
-        raise ConfigError(_without_task(str(name)))
+        raise ConfigError(
+            f"recipe {name} is a method without a task: data and rewards are missing. Write a recipe of your "
+            f"own over it (base: {name}, and model.path, data.train, rewards), or try it on the quickstart's "
+            f"task: millrace train quickstart base={name}"
+        )
     in_recipe = set(_leaves(tree))
     config = validate(tree, str(name))
     overridden = set(given)
@@ -121,14 +125,6 @@ def resolve(name: str | Path, overrides: Mapping[str, Any] | None = None) -> tup
         return "recipe" if any(_touches(given, key) for given in in_recipe) else "default"
 
     return config, [Setting(key, value, meaning, source(key)) for key, value, meaning in settings(config)]
-
-
-def _without_task(name: str) -> str:
-    return (
-        f"recipe {name} is a method without a task: data and rewards are missing. Write a recipe of your own "
-        f"over it (base: {name}, and model.path, data.train, rewards), or try it on the quickstart's task: "
-        f"millrace train quickstart base={name}"
-    )
 
 
 def _with_base(
@@ -235,9 +231,19 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def settings(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
-    """Every leaf setting: dotted key, value, meaning."""
-    yield from _walk(config, "")
+def settings(
+    section: BaseModel, above: str = "", kinds: Sequence[str] = ()
+) -> Iterator[tuple[str, Any, str]]:
+    """Every leaf setting of a RunConfig, or of a section below a key: dotted key, value, meaning."""
+    for name, info in type(section).model_fields.items():
+        item, key = getattr(section, name), f"{above}{name}"
+        if isinstance(item, BaseModel):
+            yield from settings(item, f"{key}.", list(kinds_of(info)))
+        elif isinstance(item, tuple) and item and isinstance(item[0], BaseModel):
+            for index, entry in enumerate(item):
+                yield from settings(entry, f"{key}.{index}.", list(kinds_of(info)))
+        else:
+            yield key, item, info.description or (f"one of {', '.join(kinds)}" if name == "kind" else "")
 
 
 def derivation(config: RunConfig) -> list[str]:
@@ -277,6 +283,7 @@ def template() -> str:
         "# Put in your model, data and reward; `millrace config FILE.yaml --all` lists all settings.",
         "base: grpo",
     ]
+    given = methodcaller("model_dump", mode="json", exclude_unset=True)
     above: list[str] = []
     for key in sorted(BASIC, key=lambda key: order.index(key.partition(".")[0])):
         *path, name = key.split(".")
@@ -287,12 +294,8 @@ def template() -> str:
         comment = f"{indent}# "
         lines += textwrap.wrap(meaning_of(key), 100, initial_indent=comment, subsequent_indent=comment)
         value = functools.reduce(getattr, [*path, name], config)
-        lines.append(f"{indent}{name}: {json.dumps(value, default=_given_settings)}")
+        lines.append(f"{indent}{name}: {json.dumps(value, default=given)}")
     return "\n".join(lines) + "\n"
-
-
-def _given_settings(section: BaseModel) -> dict[str, Any]:
-    return section.model_dump(mode="json", exclude_unset=True)
 
 
 def json_schema() -> str:
@@ -389,15 +392,3 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}"
-
-
-def _walk(value: Any, above: str, kinds: Sequence[str] = ()) -> Iterator[tuple[str, Any, str]]:
-    for name, info in type(value).model_fields.items():
-        item, key = getattr(value, name), f"{above}{name}"
-        if isinstance(item, BaseModel):
-            yield from _walk(item, f"{key}.", list(kinds_of(info)))
-        elif isinstance(item, tuple) and item and isinstance(item[0], BaseModel):
-            for index, entry in enumerate(item):
-                yield from _walk(entry, f"{key}.{index}.", list(kinds_of(info)))
-        else:
-            yield key, item, info.description or (f"one of {', '.join(kinds)}" if name == "kind" else "")

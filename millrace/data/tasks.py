@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,6 +10,7 @@ from typing import Any
 
 from millrace.config.inputs import TASK_PREFIX
 from millrace.data.rows import DataError, Row
+from millrace.errors import did_you_mean
 
 # These two have a home elsewhere in the recipe.
 ELSEWHERE = {"seed": "seed", "size": "data.task_size"}
@@ -65,8 +65,7 @@ def task_rows(name: str, options: Mapping[str, Any], *, size: int, seed: int) ->
     factory = load_reasoning_gym()
     name = name.removeprefix(TASK_PREFIX)
     if name not in factory.DATASETS:
-        near = difflib.get_close_matches(name, factory.DATASETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(factory.DATASETS))}"
+        hint = did_you_mean(name, sorted(factory.DATASETS))
         raise DataError(f"reasoning-gym has no task {name}; {hint}")
     known = [field.name for field in fields(factory.DATASETS[name][1]) if field.name not in ELSEWHERE]
     for option in options:

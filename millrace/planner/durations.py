@@ -85,8 +85,7 @@ def planned_service(
     """
     rate, bandwidth = gpu.flops(work.weight_bytes) * mfu, gpu.bandwidth * BANDWIDTH_SHARE
     context = work.prompt_tokens + work.completion_tokens // 2
-    missed = (1 - shape.experts_per_token / max(shape.num_experts, 1)) ** num_running
-    idle = shape.num_expert_parameters * missed * work.weight_bytes
+    idle = shape.idle_expert_parameters(num_running) * work.weight_bytes
     prompt = forward_operations(shape, [work.prompt_tokens], 1)
     return StepCost(
         step_s=(memory.sampler - idle) / bandwidth,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from millrace.errors import PlanError
 from millrace.planner.layout import Layout
 from millrace.planner.memory import EIGHT_BIT_MOMENT, Memory, Workload, memory_per_rank
 from millrace.planner.model_shape import ModelShape
-from millrace.planner.plan_errors import PlanError
 
 # Of a device's memory, what tensors may take; the rest is for driver, communication library and holes.
 USABLE_SHARE = 0.95

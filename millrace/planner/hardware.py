@@ -5,11 +5,10 @@ Dense rates (no sparsity), products accumulated in float32, memory in units of 1
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
-from millrace.planner.plan_errors import PlanError
+from millrace.errors import PlanError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,6 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
         )
     name = re.sub(r"^RTX[ _-]?", "", match[2].upper())
     if name not in GPUS:
-        near = difflib.get_close_matches(name, GPUS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(GPUS)}"
+        hint = did_you_mean(name, list(GPUS))
         raise PlanError(f"--gpus {text}: there is no accelerator {match[2]} in the table; {hint}")
     return int(match[1]), GPUS[name]

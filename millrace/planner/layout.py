@@ -14,13 +14,12 @@ along dp_shard.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.planner.plan_errors import PlanError
+from millrace.errors import PlanError, did_you_mean
 
 # Outermost first: the dimensions with the most communication are innermost, on adjacent ranks.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -94,9 +93,7 @@ class Layout:
             if not size.isdecimal():
                 raise PlanError(f"the layout has {part.strip()!r}; write it like dp_shard=4,tp=2")
             if name not in _names():
-                near = difflib.get_close_matches(name, _names(), n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_names())}"
-                raise PlanError(f"the layout has {name}; {hint}")
+                raise PlanError(f"the layout has {name}; {did_you_mean(name, _names())}")
             if name in sizes:
                 raise PlanError(f"the layout has {name} twice; keep one")
             sizes[name] = int(size)

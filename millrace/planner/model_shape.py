@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from millrace.errors import PlanError
 from millrace.planner.layout import Sizes
-from millrace.planner.plan_errors import PlanError
 
 HeadNorms = Literal["none", "head", "row"]
 
@@ -150,6 +150,11 @@ class ModelShape(Sizes):
     def num_expert_parameters(self) -> int:
         """Of all experts of all layers."""
         return self.num_expert_layers * self.num_experts * self.expert_parameters
+
+    def idle_expert_parameters(self, num_tokens: int) -> float:
+        """Of experts that none of so many tokens is sent to, on average."""
+        missed = (1 - self.experts_per_token / max(self.num_experts, 1)) ** num_tokens
+        return self.num_expert_parameters * missed
 
     @property
     def num_parameters(self) -> int:

@@ -57,7 +57,9 @@ def step_time(
     # Without sequence parallel, every rank along tp computes all experts of the same tokens.
     alike = 0 if work.sequence else (layout.tp - 1) * forward.experts
     passes = TRAINING + (work.checkpointing != "none")
-    idle = (layout.pp - 1) / (_num_micro_batches(layout, work) * work.num_chunks)
+    tokens = ceil(work.num_sequences / layout.num_data_ranks) * work.longest
+    num_micro_batches = ceil(tokens / work.micro_batch_tokens)
+    idle = (layout.pp - 1) / (num_micro_batches * work.num_chunks)
     learning = TRAINING * forward.total + again + passes * alike
     return StepTime(
         prefill=prompts.total / (sampling * layout.num_ranks),
@@ -65,11 +67,6 @@ def step_time(
         scoring=(forward.total + alike) * (work.num_scorings + work.critic) / every,
         training=learning * (1 + work.critic) * (1 + idle) / every,
     )
-
-
-def _num_micro_batches(layout: Layout, work: Workload) -> int:
-    tokens = ceil(work.num_sequences / layout.num_data_ranks) * work.longest
-    return ceil(tokens / work.micro_batch_tokens)
 
 
 def _decode(
@@ -81,8 +78,7 @@ def _decode(
     at_once = min(per_rank, work.max_requests, room)
     waves = ceil(per_rank / at_once)
     context = work.prompt_tokens + work.completion_tokens // 2
-    missed = (1 - shape.experts_per_token / max(shape.num_experts, 1)) ** at_once
-    idle = shape.num_expert_parameters * missed * work.weight_bytes
+    idle = shape.idle_expert_parameters(at_once) * work.weight_bytes
     read = memory.sampler - idle + at_once * context * cached
     products = 2 * at_once * shape.num_active_parameters
     seconds = max(read / (gpu.bandwidth * BANDWIDTH_SHARE), products / rate)

@@ -21,12 +21,12 @@ import numpy as np
 
 from millrace.config.recipe import load_recipe
 from millrace.config.settings import RunConfig
+from millrace.errors import PlanError
 from millrace.eventlog.log import read_events
 from millrace.observability.files import FileError
 from millrace.observability.plain import plain_text
 from millrace.observability.sinks import read_records
 from millrace.planner.durations import Quantile, StepCost, constant, measured
-from millrace.planner.plan_errors import PlanError
 from millrace.simulation.simulated_engine import Costs
 
 Event = Mapping[str, Any]

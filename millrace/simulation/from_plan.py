@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.config.settings import RunConfig
+from millrace.errors import PlanError
 from millrace.planner.durations import Quantile, constant, lognormal, planned_service
 from millrace.planner.fit import Refuse, choose
 from millrace.planner.hardware import Gpu, parse_gpus
 from millrace.planner.memory import Workload, cache_bytes_per_token
 from millrace.planner.model_shape import ModelShape
-from millrace.planner.plan_errors import PlanError
 from millrace.planner.step_time import step_time
 from millrace.rollout.staleness import StalenessPolicy
 from millrace.simulation.calibrate import NUM_FIRST, MeasuredRun

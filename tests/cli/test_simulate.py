@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.simulate import best_rows, possible_splits
-from millrace.planner.plan_errors import PlanError
+from millrace.errors import PlanError
 from millrace.simulation.calibrate import read_measured
 from tests.close import close_fp64
 from tests.planner.shapes import LLAMA_8B

@@ -11,9 +11,9 @@ import typer
 
 from millrace.cli.train import result_lines, show_result, start_ranks
 from millrace.config.mesh_section import MeshConfig
+from millrace.errors import PlanError
 from millrace.launchers import local_ranks
 from millrace.observability.console import Console
-from millrace.planner.plan_errors import PlanError
 from millrace.run.progress import RunReport
 
 

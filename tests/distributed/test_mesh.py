@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from millrace.distributed.mesh import Mesh, make_mesh
+from millrace.errors import PlanError
 from millrace.models.load import fresh_config
 from millrace.planner.layout import DIMENSIONS, Layout
-from millrace.planner.plan_errors import PlanError
 from tests.models.tiny import SHAPES, SIZES, WITHOUT, tiny_model
 
 

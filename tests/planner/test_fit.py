@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from millrace.errors import PlanError
 from millrace.planner.fit import advice, choose, fits, gigabytes, judge
 from millrace.planner.layout import Layout
 from millrace.planner.memory import Workload, memory_per_rank
 from millrace.planner.model_shape import ModelShape
-from millrace.planner.plan_errors import PlanError
 from tests.planner import shapes
 
 QWEN = ModelShape.of(shapes.QWEN3_8B)

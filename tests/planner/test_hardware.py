@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from millrace.errors import PlanError
 from millrace.planner.hardware import GPUS, parse_gpus, peak_flops
-from millrace.planner.plan_errors import PlanError
 from tests.close import close_fp64
 
 

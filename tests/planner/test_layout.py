@@ -7,9 +7,9 @@ import re
 import pytest
 
 from millrace.cli.main import MISUSED, exit_code
+from millrace.errors import PlanError
 from millrace.planner.layout import DIMENSIONS, Layout
 from millrace.planner.model_shape import ModelShape
-from millrace.planner.plan_errors import PlanError
 from tests.planner import shapes
 
 LLAMA = ModelShape.of(shapes.LLAMA_8B)

@@ -15,6 +15,7 @@ from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.distributed.fsdp import PRODUCTS
 from millrace.engines.build_engine import SHARE
+from millrace.errors import PlanError
 from millrace.kernels import packed_attention, token_logprob
 from millrace.kernels.norm import rms_norm_plain
 from millrace.models.facts import experts_of
@@ -30,7 +31,6 @@ from millrace.planner.memory import (
     rows_per_chunk,
 )
 from millrace.planner.model_shape import ModelShape
-from millrace.planner.plan_errors import PlanError
 from millrace.training.optimizer import adamw, start_optimizer
 from millrace.types import Completion, Outcome, Trajectory, Turn
 from tests.close import close_fp64

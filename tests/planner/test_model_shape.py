@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from millrace.errors import PlanError
 from millrace.planner.model_shape import FAMILIES, ModelShape
-from millrace.planner.plan_errors import PlanError
 from tests.planner import shapes
 
 PUBLISHED = {

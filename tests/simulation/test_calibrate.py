@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from millrace.errors import PlanError
 from millrace.eventlog.log import read_events
 from millrace.planner.durations import constant
-from millrace.planner.plan_errors import PlanError
 from millrace.simulation import simulate as simulation
 from millrace.simulation.calibrate import read_measured
 from millrace.simulation.from_plan import measured_work

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from millrace.config.settings import RunConfig
+from millrace.errors import PlanError
 from millrace.planner.fit import choose
 from millrace.planner.hardware import GPUS
 from millrace.planner.memory import Workload, cache_bytes_per_token
 from millrace.planner.model_shape import ModelShape
-from millrace.planner.plan_errors import PlanError
 from millrace.planner.step_time import step_time
 from millrace.rollout.staleness import StalenessPolicy
 from millrace.simulation.calibrate import read_measured

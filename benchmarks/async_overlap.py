@@ -39,7 +39,7 @@ from grpo_step import processor
 from millrace.config.recipe import load_recipe
 from millrace.data.prompts import PromptStream
 from millrace.eventlog.log import check_log, read_events
-from millrace.observability.sinks import read_metrics
+from millrace.observability.files import read_json_lines
 from millrace.rollout.batches import rollouts_of
 from millrace.run.build import build
 
@@ -122,7 +122,7 @@ def train(recipe: Path, folder: Path) -> Path:
 
 def measure(run: Path, first: int = FIRST, last: int = LAST) -> dict[str, float]:
     """Seconds of a batch, and where they go, without so many of the first and last batches of a run."""
-    records = [one for one in read_metrics(run / "metrics.jsonl") if one["stage"] == "reinforcement"]
+    records = [one for one in read_json_lines(run / "metrics.jsonl") if one["stage"] == "reinforcement"]
     counted = records[first:-last]
     found = {
         "batch_s": (counted[-1]["time/wall_s"] - counted[0]["time/wall_s"]) / (len(counted) - 1),

@@ -35,7 +35,7 @@ from typing import Any
 from methods import QUICK, QUICK_WARM, REDUCED, ROOT, machine, millrace, warm_up, words_of
 
 from millrace.observability.charts import Series, curve_svg
-from millrace.observability.sinks import read_metrics
+from millrace.observability.files import read_json_lines
 
 WARM = ROOT / "runs" / "methods"
 BOUNDS = (0, 1, 2, 4, 8)
@@ -92,7 +92,7 @@ class Run:
 def figures(run: Path) -> dict[str, float]:
     """What a run came to."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    batches = [one for one in read_metrics(run / "metrics.jsonl") if one["stage"] == "reinforcement"]
+    batches = [one for one in read_json_lines(run / "metrics.jsonl") if one["stage"] == "reinforcement"]
     apart = [one["mismatch/k3"] for one in batches if "mismatch/k3" in one]
     return {
         "before": summary["eval_before"],

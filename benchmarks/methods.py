@@ -32,7 +32,7 @@ from typing import Any
 
 from millrace.config.recipe import load_recipe, recipe_names
 from millrace.observability.charts import Series, curve_svg
-from millrace.observability.sinks import read_metrics
+from millrace.observability.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "algorithms"
@@ -101,7 +101,7 @@ class Run:
 
     def curve(self) -> list[tuple[float, float]]:
         """Batch and held-out accuracy."""
-        records = read_metrics(self.folder / "metrics.jsonl")
+        records = read_json_lines(self.folder / "metrics.jsonl")
         return [(one["step"], one["accuracy"]) for one in records if one["stage"] == "evaluation"]
 
 

@@ -18,7 +18,8 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from millrace.observability.sinks import JsonlSink, read_metrics
+from millrace.observability.files import read_json_lines
+from millrace.observability.sinks import JsonlSink
 from tests.crash_points import (
     CrashPoint,
     effects_of,
@@ -159,13 +160,13 @@ def test_of_a_line_that_is_being_appended_half_is_there(tmp_path: Path) -> None:
     lines = [f"append metrics.jsonl{number}" for number in ("", " (2)", " (3)", " (4)")]
     assert effects_of(point.log) == ["open metrics.jsonl", *lines[:3], "truncate metrics.jsonl", lines[3]]
     metrics = point.folder / "metrics.jsonl"
-    assert read_metrics(metrics) == [{"number": 0}, {"number": 3}]
+    assert read_json_lines(metrics) == [{"number": 0}, {"number": 3}]
 
     metrics.unlink()
     assert ends_with(append, CrashPoint(point.folder, tmp_path / "second", lines[2])) == -signal.SIGKILL
     assert metrics.read_text() == '{"number": 0}\n{"number": 1}\n{"numbe'
     JsonlSink(metrics).close()
-    assert read_metrics(metrics) == [{"number": 0}, {"number": 1}]
+    assert read_json_lines(metrics) == [{"number": 0}, {"number": 1}]
 
 
 def leave_a_child(point: CrashPoint) -> None:

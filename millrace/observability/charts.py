@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TypeGuard
 
 Point = tuple[float, float | None]
 MOST_POINTS = 400
@@ -141,8 +142,8 @@ def smoothed(points: Sequence[Point], half_width: int) -> list[Point]:
     """Each y as the mean of the finite ones at most `half_width` places away."""
     means: list[Point] = []
     for place, (x, _) in enumerate(points):
-        near = [y for _, y in points[max(place - half_width, 0) : place + half_width + 1] if _is_finite(y)]
-        finite = [y for y in near if y is not None]
+        near = points[max(place - half_width, 0) : place + half_width + 1]
+        finite = [y for _, y in near if _is_finite(y)]
         means.append((x, sum(finite) / len(finite) if finite else None))
     return means
 
@@ -162,7 +163,7 @@ def number_text(value: float) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:.3g}"
 
 
-def _is_finite(value: float | None) -> bool:
+def _is_finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 

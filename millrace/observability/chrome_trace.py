@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,9 +144,7 @@ class _Reader:
             case "engine_lost":
                 self._lost(event["engine"])
             case "drop":
-                self._end_requests(
-                    "dropped", [place for place in self._requests if place[0] == event["number"]]
-                )
+                self.end("dropped", lambda group, engine: group == event["number"])
             case "take":
                 self.moments.append((f"take batch {event['batch']}", now_s))
             case "save":
@@ -179,9 +177,7 @@ class _Reader:
     def _lost(self, engine: str) -> None:
         self._engines.pop(engine, None)
         self._loads.pop(engine, None)
-        self._end_requests(
-            "lost", [place for place, (worker, _) in self._requests.items() if worker == engine]
-        )
+        self.end("lost", lambda group, worker: worker == engine)
 
     def _resumed(self, now_s: float) -> None:
         self.end("left")
@@ -190,14 +186,12 @@ class _Reader:
         self._calls.clear()
         self.moments.append(("resume", now_s))
 
-    def end(self, how: str) -> None:
-        self._end_requests(how, list(self._requests))
-
-    def _end_requests(self, how: str, places: Iterable[tuple[int, int]]) -> None:
-        for place in places:
-            engine, begin_s = self._requests.pop(place)
-            name = f"group {place[0]}, sample {place[1]}"
-            self.slices.append(_Slice(engine, name, begin_s, self._now_s, {"how": how}))
+    def end(self, how: str, which: Callable[[int, str], bool] = lambda group, engine: True) -> None:
+        for (group, sample), (engine, begin_s) in list(self._requests.items()):
+            if which(group, engine):
+                del self._requests[group, sample]
+                name = f"group {group}, sample {sample}"
+                self.slices.append(_Slice(engine, name, begin_s, self._now_s, {"how": how}))
 
 
 def _kept(rank: str, spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:

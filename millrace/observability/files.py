@@ -178,14 +178,12 @@ def read_json_lines(
     path: Path,
     check: Callable[[Mapping[str, Any]], str | None] = lambda line: None,
     *,
-    mend: str = "mend or remove that line",
     warn: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, without a last line that has no line break.
 
     Such a line is still being written, or was cut by a kill. `check` returns what is wrong with an object,
-    or None. A damaged line is a FileError with the fix `mend`; with `warn`, which takes a message, it is
-    skipped.
+    or None. A damaged line is a FileError; with `warn`, which takes a message, it is skipped.
     """
     *lines, rest = read_bytes(path).split(b"\n")
     found, damaged = [], []
@@ -195,7 +193,7 @@ def read_json_lines(
         except ValueError as error:
             reason = f"line {number} is {plain_text(str(error), 200)}"
             if warn is None:
-                raise FileError(f"{shown(path)} {reason}; {mend}") from None
+                raise FileError(f"{shown(path)} {reason}; mend or remove that line") from None
             damaged.append(reason)
     if warn is not None and damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -214,24 +212,24 @@ def _object(line: bytes, check: Callable[[Mapping[str, Any]], str | None]) -> di
     return value
 
 
-def read_tensor_header(path: Path, *, mend: str = RESTORE) -> dict[str, StoredTensor]:
+def read_tensor_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name; FileError if it is cut or damaged. No tensor is read."""
     try:
         if not path.is_file():
-            raise FileError(f"{shown(path)} is not a file; {mend}")
+            raise FileError(f"{shown(path)} is not a file; {RESTORE}")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             num_bytes = int.from_bytes(file.read(8), "little")
             if size < 8 or num_bytes > min(size - 8, MAX_HEADER_BYTES):
                 reason = f"its header would have {num_bytes:,} bytes, and the file has {size:,}"
-                raise FileError(f"{shown(path)} is damaged: {reason}; {mend}")
+                raise FileError(f"{shown(path)} is damaged: {reason}; {RESTORE}")
             header = file.read(num_bytes)
     except OSError as error:
-        raise FileError(f"{shown(path)} cannot be read: {error.strerror or error}; {mend}") from None
+        raise FileError(f"{shown(path)} cannot be read: {error.strerror or error}; {RESTORE}") from None
     try:
         return _tensors(parse_json(header), size - 8 - num_bytes)
     except ValueError as error:
-        raise FileError(f"{shown(path)} is damaged: {plain_text(str(error), 300)}; {mend}") from None
+        raise FileError(f"{shown(path)} is damaged: {plain_text(str(error), 300)}; {RESTORE}") from None
 
 
 def _tensors(header: Any, num_bytes: int) -> dict[str, StoredTensor]:

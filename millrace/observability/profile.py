@@ -9,22 +9,19 @@ from pathlib import Path
 import torch
 
 
-class Profiler:
-    """Profiles steps into `step-000003.json`, for https://ui.perfetto.dev or chrome://tracing."""
+@contextmanager
+def profiled(step: int, chosen: Collection[int], folder: Path) -> Iterator[None]:
+    """Profile the block into `step-000003.json` if its step is a chosen one; OSError if it cannot be written.
 
-    def __init__(self, steps: Collection[int], folder: Path) -> None:
-        self._steps, self._folder = frozenset(steps), folder
-
-    @contextmanager
-    def __call__(self, step: int) -> Iterator[None]:
-        """Record the block if it is one of the steps; OSError if the trace cannot be written."""
-        if step not in self._steps:
-            yield
-            return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
-            yield
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self._folder / f"step-{step:06d}.json"))
+    The trace is for https://ui.perfetto.dev or chrome://tracing.
+    """
+    if step not in chosen:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        yield
+    folder.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(folder / f"step-{step:06d}.json"))

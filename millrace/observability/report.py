@@ -115,12 +115,9 @@ class RunRecord:
     @property
     def wall_s(self) -> float:
         """Seconds the run took, or has taken so far."""
-        walls = [
-            _number(one.get("time/wall_s")) for one in (*self.sft, *self.reinforcement, *self.evaluations)
-        ]
-        return max(
-            [_number(self.summary.get("wall_s")) or 0.0, *(wall for wall in walls if wall is not None)]
-        )
+        records = (*self.sft, *self.reinforcement, *self.evaluations)
+        walls = [self.summary.get("wall_s"), *(one.get("time/wall_s") for one in records)]
+        return max(_number(wall) or 0.0 for wall in walls)
 
     @property
     def measure(self) -> str:
@@ -154,13 +151,12 @@ def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: s
     headline. Errors are those of `read_run`.
     """
     record = read_run(run, summary)
-    status, finished = _status(record)
     parts = _time_parts(record)
     html = page.render(
         name=record.name,
         style=Markup(_style_sheet()),
-        status=status,
-        finished=finished,
+        status=str(record.summary.get("status", "not finished")),
+        finished=record.is_finished,
         sentence=result_sentence(record),
         note=note,
         facts=_facts(record),
@@ -277,10 +273,6 @@ def _style_sheet() -> str:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
-
-
-def _status(record: RunRecord) -> tuple[str, bool]:
-    return str(record.summary.get("status", "not finished")), record.is_finished
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.observability.files import read_text
-from millrace.observability.sinks import Record, TrackerError, tagged
+from millrace.observability.sinks import Record, kept_run, missing, tagged
 
 
 class MlflowSink:
@@ -21,15 +20,13 @@ class MlflowSink:
         try:
             import mlflow
         except ModuleNotFoundError:
-            raise TrackerError(
-                "the tracker mlflow needs a package that is not installed; "
-                "run `pip install 'millrace-rl[mlflow]'` or take mlflow out of loggers"
-            ) from None
+            raise missing("mlflow") from None
         self._mlflow = mlflow
         kept = folder / "mlflow_id.txt"
+        known = kept_run(kept, "mlflow")
         mlflow.set_experiment("millrace")
-        if kept.exists():
-            mlflow.start_run(run_id=read_text(kept, mend="remove it to start another run of mlflow").strip())
+        if known is not None:
+            mlflow.start_run(run_id=known)
             return
         run = mlflow.start_run(run_name=folder.name)
         mlflow.log_params(dict(settings))

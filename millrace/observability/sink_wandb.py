@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.observability.files import read_text
-from millrace.observability.sinks import Record, TrackerError, tagged
+from millrace.observability.sinks import Record, kept_run, missing, tagged
 
 
 class WandbSink:
@@ -20,20 +19,14 @@ class WandbSink:
         try:
             import wandb
         except ModuleNotFoundError:
-            raise TrackerError(
-                "the tracker wandb needs a package that is not installed; "
-                "run `pip install 'millrace-rl[wandb]'` or take wandb out of loggers"
-            ) from None
+            raise missing("wandb") from None
         kept = folder / "wandb_id.txt"
-        known = (
-            read_text(kept, mend="remove it to start another run of wandb").strip() if kept.exists() else None
-        )
         self._run = wandb.init(
             project="millrace",
             name=folder.name,
             dir=str(folder),
             config=dict(settings),
-            id=known,
+            id=kept_run(kept, "wandb"),
             resume="allow",
         )
         kept.write_text(f"{self._run.id}\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from millrace.observability.files import FileError, count, finite, read_json_lines, shown
+from millrace.observability.files import FileError, count, finite, read_json_lines, read_text, shown
 
 Record = Mapping[str, float | int | str]
 STAGES = ("sft", "reinforcement", "evaluation")
@@ -46,6 +46,20 @@ RENAMED_METRICS = {
 
 class TrackerError(RuntimeError):
     """A tracker cannot be used; the message names the fix."""
+
+
+def missing(package: str) -> TrackerError:
+    """Return the error of a tracker whose package is not installed."""
+    return TrackerError(
+        f"the tracker {package} needs a package that is not installed; "
+        f"run `pip install 'millrace-rl[{package}]'` or take {package} out of loggers"
+    )
+
+
+def kept_run(path: Path, tracker: str) -> str | None:
+    """Return the tracker's id of a run from the file that holds it; None for a new run."""
+    mend = f"remove it to start another run of {tracker}"
+    return read_text(path, mend=mend).strip() if path.exists() else None
 
 
 class Sink(Protocol):
@@ -108,11 +122,6 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, such as `spans.jsonl`; see `read_json_lines`."""
-    return read_json_lines(path)
 
 
 def read_records(path: Path, warn: Callable[[str], None] | None = None) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from millrace.config.sections import SftConfig
 from millrace.config.settings import RunConfig
 from millrace.data.packing import pack_demonstrations
 from millrace.distributed.ranks import Ranks
-from millrace.observability.profile import Profiler
+from millrace.observability.profile import profiled
 from millrace.observability.tables import write_table
 from millrace.planner.flops import utilization
 from millrace.planner.hardware import peak_flops
@@ -258,7 +258,6 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
     with controller.spans.rest("start"):
         train_step = controller.build_train_step(checkpoint)
     controller.console.stage("reinforcement", config.steps, progress.step)
-    profiler = Profiler(config.profile_steps, controller.folder.profile)
     with controller.source() as source:
         with controller.spans.rest("start"):
             source.begin(checkpoint, train_step.trainer.version)
@@ -267,7 +266,8 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
             controller.spans.add("start" if name == "weight_sync" else name, seconds)
         controller.memory.take()
         while progress.step < config.steps:
-            with profiler(progress.step + 1), controller.spans.rest("bookkeeping"):
+            profile = profiled(progress.step + 1, config.profile_steps, controller.folder.profile)
+            with profile, controller.spans.rest("bookkeeping"):
                 result, metrics = _one_batch(controller, train_step, source)
             progress.step += 1
             _account(controller, train_step, result, metrics)

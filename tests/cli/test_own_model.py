@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from millrace.config.recipe import load_recipe
 from millrace.data.tokenizers import train_tokenizer
 from millrace.models.load import fresh_config, fresh_model
-from millrace.observability.sinks import read_metrics
+from millrace.observability.files import read_json_lines
 from tests.end_to_end.tiny import TREE
 from tests.house.source import ROOT
 
@@ -61,7 +61,7 @@ def test_six_lines_train_report_and_serve_what_they_trained(own):
     assert (result.code, result.err) == (0, "")
     assert "prompts: 36 to train on, 4 held out" in result.out and "SFT" not in result.out
     run = own.folder / "runs" / "mine-1"
-    records = read_metrics(run / "metrics.jsonl")
+    records = read_json_lines(run / "metrics.jsonl")
     assert {record["stage"] for record in records} == {"reinforcement", "evaluation"}
     assert all(0 < record["reward/mean"] < 1 for record in records if record["stage"] == "reinforcement")
     assert "my_rewards:graded" in (run / "report.html").read_text(encoding="utf-8")
@@ -102,5 +102,5 @@ def test_steps_0_trains_sft_of_a_recipe_alone(own):
     result = own.train(*words, "policy.loss_aggregation=fixed_length", "policy.kl.coefficient=0.1")
     assert (result.code, result.err) == (0, "")
     assert "after step 2 of SFT" in result.out
-    records = read_metrics(own.folder / "runs" / "tiny-1" / "metrics.jsonl")
+    records = read_json_lines(own.folder / "runs" / "tiny-1" / "metrics.jsonl")
     assert {record["stage"] for record in records} == {"sft", "evaluation"}

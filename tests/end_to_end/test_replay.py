@@ -14,7 +14,7 @@ import pytest
 from millrace.engines.recorded import ReplayError
 from millrace.eventlog.file import encode
 from millrace.eventlog.log import check_log, read_events
-from millrace.observability.sinks import read_metrics
+from millrace.observability.files import read_json_lines
 from millrace.replay.replay import Replay, replay
 from millrace.run.run import Controller
 from tests.end_to_end.async_runs import events_of, go_on, run
@@ -143,7 +143,7 @@ def test_a_killed_run_is_repeated_as_far_as_its_log_goes(folder):
 def test_a_replay_that_is_not_the_run_says_where(folder):
     path = folder / "runs" / "other"
     shutil.copytree(folder / "runs" / "recompute", path)
-    metrics = read_metrics(path / "metrics.jsonl")
+    metrics = read_json_lines(path / "metrics.jsonl")
     place = next(i for i, record in enumerate(metrics) if record["stage"] == "reinforcement")
     loss = metrics[place]["policy/loss"]
     metrics[place]["policy/loss"] = 7.25

@@ -10,7 +10,7 @@ import yaml
 
 from millrace.config.recipe import load_recipe
 from millrace.config.settings import RunConfig
-from millrace.observability.sinks import read_metrics
+from millrace.observability.files import read_json_lines
 
 TREE: dict[str, Any] = {
     "steps": 4,
@@ -60,7 +60,7 @@ def tiny_recipe(folder: Path, overrides: dict[str, Any] | None = None) -> RunCon
 
 def metrics_of(run: str | Path) -> list[dict[str, Any]]:
     """The records of a run."""
-    return read_metrics(Path(run) / "metrics.jsonl")
+    return read_json_lines(Path(run) / "metrics.jsonl")
 
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,14 +6,13 @@ import json
 
 import torch
 
-from millrace.observability.profile import Profiler
+from millrace.observability.profile import profiled
 
 
 def test_a_chosen_step_leaves_a_trace_of_its_operations(tmp_path):
-    profiler = Profiler([2], tmp_path / "profile")
     a_33 = torch.ones(3, 3)
     for step in (1, 2, 3):
-        with profiler(step):
+        with profiled(step, [2], tmp_path / "profile"):
             a_33 = a_33 @ a_33
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "step-000002.json"
@@ -22,6 +21,6 @@ def test_a_chosen_step_leaves_a_trace_of_its_operations(tmp_path):
 
 
 def test_without_chosen_steps_there_is_no_folder(tmp_path):
-    with Profiler([], tmp_path / "profile")(1):
+    with profiled(1, [], tmp_path / "profile"):
         pass
     assert list(tmp_path.iterdir()) == []

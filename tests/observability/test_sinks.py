@@ -10,10 +10,11 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from millrace.observability.files import read_json_lines
 from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_tensorboard import TensorBoardSink
 from millrace.observability.sink_wandb import WandbSink
-from millrace.observability.sinks import JsonlSink, TrackerError, read_metrics, read_records, tagged
+from millrace.observability.sinks import JsonlSink, TrackerError, read_records, tagged
 
 STEP = {"stage": "reinforcement", "step": 3, "reward/mean": 0.5, "time/wall_s": 1.25}
 EVALUATION = {"stage": "evaluation", "during": "sft", "step": 20, "accuracy": 0.25}
@@ -24,7 +25,7 @@ def test_what_was_written_is_read_back(tmp_path: Path):
     sink = JsonlSink(path)
     sink.write(STEP)
     sink.write({**EVALUATION, "note": "Grüße\n"})
-    assert read_metrics(path) == [STEP, {**EVALUATION, "note": "Grüße\n"}], "flushed before it is closed"
+    assert read_json_lines(path) == [STEP, {**EVALUATION, "note": "Grüße\n"}], "flushed before it is closed"
     sink.close()
     assert path.read_bytes().count(b"\n") == 2
 
@@ -66,7 +67,7 @@ def test_rewind_forgets_what_was_written_since(tmp_path: Path):
     assert resumed.position == position
     resumed.write({"step": 22})
     resumed.close()
-    assert read_metrics(path) == [{"step": 1}, {"step": 22}]
+    assert read_json_lines(path) == [{"step": 1}, {"step": 22}]
 
 
 def test_records_of_older_versions_are_read_under_todays_names(tmp_path: Path):
@@ -136,17 +137,17 @@ def test_rewind_into_a_record_is_refused(tmp_path: Path, position: int):
     with pytest.raises(ValueError, match=f"no record of .* ends at byte {position}; the file was edited"):
         sink.rewind(position)
     sink.close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}], "the refusal left the file alone"
+    assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 1}], "the refusal left the file alone"
 
 
 def test_a_torn_last_line_is_left_out_and_never_glued_to_the_next_record(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2')
-    assert read_metrics(path) == [{"step": 1}]
+    assert read_json_lines(path) == [{"step": 1}]
     sink = JsonlSink(path)
     sink.write({"step": 3})
     sink.close()
-    assert read_metrics(path) == [{"step": 1}, {"step": 3}]
+    assert read_json_lines(path) == [{"step": 1}, {"step": 3}]
 
 
 @pytest.mark.parametrize(("bad", "why"), [(b'{"step": ', "is not JSON"), (b"[1]", "is not a JSON object")])
@@ -154,7 +155,7 @@ def test_a_broken_line_before_the_last_is_an_error_with_its_number(tmp_path: Pat
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 3}\n')
     with pytest.raises(ValueError, match=rf"metrics.jsonl line 2 {why}.*; mend or remove that line"):
-        read_metrics(path)
+        read_json_lines(path)
 
 
 def test_no_tag_holds_the_numbers_of_two_stages():

@@ -16,7 +16,7 @@ from millrace import resume, train
 from millrace.engines.subprocesses import EngineFailed
 from millrace.inference.engine import PagedEngine
 from millrace.observability import watchdog
-from millrace.observability.sinks import read_metrics
+from millrace.observability.files import read_json_lines
 from millrace.observability.watchdog import Watchdog
 from millrace.run import checkpointing, launch, run
 from millrace.run.folder import RunFolder, RunFolderError
@@ -184,7 +184,7 @@ def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
     assert ranks == ("trainer", "the other ranks", 900, True)
     assert re.fullmatch(r"waiting \d+ s of 900: trainer for the other ranks", line)
     assert disk == ("trainer", "a checkpoint to be on disk", 900, True)
-    spans = read_metrics(tmp_path / "runs" / "run" / "spans.jsonl")
+    spans = read_json_lines(tmp_path / "runs" / "run" / "spans.jsonl")
     assert spans[0]["name"] == "score", "of the demonstrations"
 
 

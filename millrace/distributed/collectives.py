@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 TOKENS, FEATURES = -2, -1
 # torch 2.13 renamed both and deprecates the old names.
@@ -115,6 +116,11 @@ class _Paired(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(slopes[0]), None, None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def same(x: Tensor) -> Tensor:

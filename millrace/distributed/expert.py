@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from millrace.distributed.collectives import Peers
+from millrace.distributed.collectives import Peers, local
 from millrace.kernels.grouped import grouped_linear
 from millrace.models.facts import EXPERT_WEIGHTS, experts_of
 
@@ -108,7 +108,7 @@ def _elsewhere(module: Any, x_SD: Tensor, count_E: Tensor, group: dist.ProcessGr
 
 
 def _computed(module: Any, x_RD: Tensor, count_L: Sequence[int]) -> Tensor:
-    up_LMD, down_LDM = (_local(getattr(module, key)) for key in EXPERT_WEIGHTS)
+    up_LMD, down_LDM = (local(getattr(module, key)) for key in EXPERT_WEIGHTS)
     gated_RM = module._apply_gate(grouped_linear(x_RD, up_LMD, count_L))
     return grouped_linear(gated_RM, down_LDM, count_L)
 
@@ -117,10 +117,6 @@ def _group(weight: Tensor) -> dist.ProcessGroup | None:
     if not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
         return None
     return weight.device_mesh.get_group()
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _check(name: str, module: Any, num_ranks: int) -> None:

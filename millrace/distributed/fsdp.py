@@ -31,8 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from millrace.distributed.collectives import local
 from millrace.distributed.mesh import Mesh
-from millrace.models.load import Model
+from millrace.models.facts import record_facts
+from millrace.models.load import Model, ModelKind
 
 Checkpointing = Literal["none", "selective", "full"]
 # Operations with outputs that selective checkpointing saves: costly to recompute for their memory.
@@ -85,6 +87,22 @@ class Root(nn.Module):
         """
         return compute(self.model)
 
+    @torch.no_grad()
+    def check(self, kind: ModelKind | None = None) -> None:
+        """Record the model's facts; with `kind` run the self-check of an ordinary load, with its ModelError.
+
+        All ranks call it in step.
+        """
+
+        def run(model: Model) -> tuple[Tensor, ...]:
+            if kind is None:
+                record_facts(model)
+            else:
+                kind.tried(model, whole=False)
+            return ()
+
+        self(run)
+
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's decoder layers in order; ValueError if transformers marks none as such."""
@@ -115,7 +133,8 @@ def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
     layers = decoder_layers(model)
     if sharding.checkpointing != "none":
         for layer in layers:
-            _recompute(layer, sharding.checkpointing)
+            # Inside the layer's forward, so that recomputation needs no further all-gather.
+            layer.forward = partial(_recomputed, layer.forward, sharding.checkpointing)
     root = Root(model)
     asked = sharding.precision is not None or sharding.offload
     if mesh.weights is None and asked:
@@ -166,11 +185,6 @@ def _drop_unless_recorded(root: nn.Module, *_: Any) -> None:
     if not torch.is_grad_enabled():
         for module in _sharded(root):
             module.reshard()
-
-
-def _recompute(layer: nn.Module, checkpointing: Checkpointing) -> None:
-    # Inside the layer's forward, so that recomputation needs no further all-gather.
-    layer.forward = partial(_recomputed, layer.forward, checkpointing)
 
 
 def _recomputed(forward: Callable[..., Any], checkpointing: Checkpointing, *args: Any, **kwargs: Any) -> Any:
@@ -229,8 +243,3 @@ def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
         for dim, placement in enumerate(parameter.placements)
         if not placement.is_replicate() and over.size(dim) > 1
     )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -29,8 +29,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from millrace.distributed.fsdp import Root, local
-from millrace.models.facts import record_facts
+from millrace.distributed.collectives import local
+from millrace.distributed.fsdp import Root
 from millrace.models.load import (
     LANGUAGE,
     Model,
@@ -96,28 +96,6 @@ def read_weights(
     for name, tensor in named_weights(model):
         if name in wanted:
             stored.read(name, tensor)
-
-
-@torch.no_grad()
-def try_model(root: Root, kind: ModelKind = LANGUAGE) -> None:
-    """Run the self-check of an ordinary load, with its ModelError; all ranks call it in step."""
-
-    def try_it(model: Model) -> tuple[Tensor, ...]:
-        kind.tried(model, whole=False)
-        return ()
-
-    root(try_it)
-
-
-@torch.no_grad()
-def record_model(root: Root) -> None:
-    """Run `record_facts` on a sharded model, with its errors; all ranks call it in step."""
-
-    def record(model: Model) -> tuple[Tensor, ...]:
-        record_facts(model)
-        return ()
-
-    root(record)
 
 
 @torch.no_grad()
@@ -246,7 +224,7 @@ class Stored:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         sources = self._sources[name]
-        shapes = [tuple(file.get_slice(key).get_shape()) for file, key in _firsts(sources)]
+        shapes = [tuple(file.get_slice(key).get_shape()) for (file, key), *_ in sources.values()]
         if name not in self._converters:
             return shapes[0]
         self._check_converter(name)
@@ -276,10 +254,6 @@ class Stored:
             for e in range(place[0].start, place[0].stop)
         ]
         return torch.stack([expert[place[1:]] for expert in experts])
-
-
-def _firsts(sources: dict[str, list[tuple[Any, str]]]) -> Iterator[tuple[Any, str]]:
-    return (found[0] for found in sources.values())
 
 
 def _natural(key: str) -> list[tuple[int, str]]:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.data.batch import Batch
+from millrace.distributed.collectives import local
+from millrace.distributed.fsdp import Root
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.pipeline_stages import (
     Absent,
@@ -63,7 +63,7 @@ class Pipeline:
         *,
         num_chunks: int = 1,
         dtype: torch.dtype | None = None,
-        wrap: Callable[[PreTrainedModel], Runner] | None = None,
+        wrap: Callable[[PreTrainedModel], Runner] = Root,
     ) -> None:
         """Cut a model into stages; all ranks of the pipeline call it with the same complete model.
 
@@ -100,15 +100,15 @@ class Pipeline:
         self._shapes = {name: (weight.shape, weight.dtype) for name, weight in named_weights(model)}
         self._stage_of = {piece.name: piece.stage for piece in found}
         empty = next(model.parameters()).is_meta
-        local = range(self.rank, self.num_stages, self.num_ranks)
-        stages = {stage: stage_model(model, found, stage) for stage in local}
+        stages = {
+            stage: stage_model(model, found, stage)
+            for stage in range(self.rank, self.num_stages, self.num_ranks)
+        }
         for piece in found:
-            if piece.stage not in local:
+            if piece.stage not in stages:
                 parent, _, leaf = piece.name.rpartition(".")
                 model.get_submodule(parent).add_module(leaf, Absent())
-        self.runners: dict[int, Runner] = {
-            stage: partial(_plain, stages[stage]) if wrap is None else wrap(stages[stage]) for stage in local
-        }
+        self.runners = {stage: wrap(stages[stage]) for stage in stages}
         if not empty:
             self.check()
 
@@ -236,7 +236,7 @@ class Pipeline:
 
     def _sum_tied(self, weight: nn.Parameter, before: Tensor | None) -> None:
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        ours = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        ours = local(gradient)
         sent = ours.to(self.device).contiguous()
         theirs = torch.empty(ours.shape, dtype=ours.dtype, device=self.device)
         first = self.rank == 0
@@ -360,9 +360,3 @@ def _wait(work: dist.Work | None, problem: str) -> None:
             f"in the pipeline {problem}; that rank failed, ended, or exceeded the process group's "
             f"timeout: {error}"
         ) from error
-
-
-def _plain(
-    model: PreTrainedModel, compute: Callable[[PreTrainedModel], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
-    return compute(model)

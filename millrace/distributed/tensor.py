@@ -80,13 +80,13 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
     peers = Peers(group)
     slices: dict[nn.Module, dict[str, int]] = {}
     for region in regions:
-        region.module.register_forward_pre_hook(_entering(peers, sequence), with_kwargs=True)
+        region.module.register_forward_pre_hook(partial(_entering, peers, sequence), with_kwargs=True)
         for linear, style in region.styles.items():
             slices[linear] = {"weight": SLICED[style]} | ({} if SLICED[style] else {"bias": 0})
             _hook(linear, style, peers, sequence)
     if sequence:
-        layers[0].register_forward_pre_hook(_own_tokens(peers), with_kwargs=True)
-        layers[-1].register_forward_hook(_all_tokens(peers), with_kwargs=True)
+        layers[0].register_forward_pre_hook(partial(_own_tokens, peers), with_kwargs=True)
+        layers[-1].register_forward_hook(partial(_all_tokens, peers), with_kwargs=True)
     embedding, head = _vocabulary(model)
     if embedding is not None:
         slices[embedding] = {"weight": 0}
@@ -189,13 +189,12 @@ def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear 
     )
 
 
-def _entering(peers: Peers, sequence: bool) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x_TD = args[0] if args else kwargs["hidden_states"]
-        x_TD = peers.gather(x_TD)[..., : _num_tokens(kwargs), :] if sequence else peers.enter(x_TD)
-        return ((x_TD, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x_TD})
-
-    return hook
+def _entering(
+    peers: Peers, sequence: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    x_TD = args[0] if args else kwargs["hidden_states"]
+    x_TD = peers.gather(x_TD)[..., : _num_tokens(kwargs), :] if sequence else peers.enter(x_TD)
+    return ((x_TD, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x_TD})
 
 
 def _hook(linear: nn.Linear, style: str, peers: Peers, sequence: bool) -> None:
@@ -212,19 +211,13 @@ def _hook(linear: nn.Linear, style: str, peers: Peers, sequence: bool) -> None:
         linear.register_forward_hook(leaving)
 
 
-def _own_tokens(peers: Peers) -> Callable[..., Any]:
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (peers.split(args[0], TOKENS), *args[1:]), kwargs
-
-    return hook
+def _own_tokens(peers: Peers, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (peers.split(args[0], TOKENS), *args[1:]), kwargs
 
 
-def _all_tokens(peers: Peers) -> Callable[..., Any]:
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y_TD: Tensor) -> Tensor:
-        # Not a view, because FSDP warns of views as outputs of a forward.
-        return peers.whole(y_TD, TOKENS)[..., : _num_tokens(kwargs), :].clone()
-
-    return hook
+def _all_tokens(peers: Peers, layer: nn.Module, args: Any, kwargs: dict[str, Any], y_TD: Tensor) -> Tensor:
+    # Not a view, because FSDP warns of views as outputs of a forward.
+    return peers.whole(y_TD, TOKENS)[..., : _num_tokens(kwargs), :].clone()
 
 
 def _num_tokens(kwargs: dict[str, Any]) -> int | None:

@@ -14,10 +14,8 @@ from millrace.distributed.fsdp import Root
 from millrace.distributed.load_sharded import (
     empty_model,
     read_weights,
-    record_model,
     stored_weights,
     take_weights,
-    try_model,
 )
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.pipeline import Pipeline
@@ -57,10 +55,7 @@ def loaded(
     with stored_weights(folder, model) as stored:
         spread = spread_over(model, mesh, options)
         read_weights(_roots(spread), model, stored, device=device, offload=options.offload)
-    if isinstance(spread.runner, Pipeline):
-        spread.runner.check(kind)
-    else:
-        try_model(spread.runner, kind)
+    spread.runner.check(kind)
     return spread
 
 
@@ -77,10 +72,7 @@ def taken(
     wanted = [name for name, _ in named_weights(model)]
     spread = spread_over(model, mesh, options)
     take_weights(_roots(spread), model, named, wanted, device=device, offload=options.offload)
-    if isinstance(spread.runner, Pipeline):
-        spread.runner.check()
-    else:
-        record_model(spread.runner)
+    spread.runner.check()
     return spread
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from millrace.distributed.fsdp import local
+from millrace.distributed.collectives import local
 from millrace.models.load import ModelError
 from millrace.protocols import StepReport
 

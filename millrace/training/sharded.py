@@ -18,8 +18,8 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
+from millrace.distributed.collectives import local
 from millrace.errors import CheckpointError
 from millrace.models.saving import host_copy
 
@@ -44,8 +44,8 @@ def own_parts(tensors: Mapping[str, Tensor]) -> list[TensorShard]:
     for item in create_default_local_save_plan(dict(tensors), is_coordinator=True).items:
         assert item.tensor_data is not None
         tensor = tensors[item.index.fqn]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        made.append(TensorShard(item.index.fqn, tuple(item.tensor_data.chunk.offsets), host_copy(local)))
+        offsets = tuple(item.tensor_data.chunk.offsets)
+        made.append(TensorShard(item.index.fqn, offsets, host_copy(local(tensor))))
     return made
 
 

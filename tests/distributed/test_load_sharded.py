@@ -20,11 +20,10 @@ from millrace.distributed.load_sharded import (
     read_weights,
     stored_weights,
     take_weights,
-    try_model,
 )
 from millrace.distributed.mesh import Mesh, make_mesh
 from millrace.models.fused import Linear, RMSNorm
-from millrace.models.load import Model, ModelError, empty_of, load_model, save_model
+from millrace.models.load import LANGUAGE, Model, ModelError, empty_of, load_model, save_model
 from millrace.models.logprobs import chosen_logprobs
 from millrace.models.saving import full_tensors
 from millrace.planner.layout import Layout
@@ -52,7 +51,7 @@ def load(
     with stored_weights(folder, model) as stored:
         root = shard(model, mesh, PLAIN)
         read_weights([root], model, stored, device=mesh.device)
-    try_model(root)
+    root.check(LANGUAGE)
     return root
 
 

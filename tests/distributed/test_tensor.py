@@ -23,14 +23,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from millrace.data.batch import Batch
 from millrace.distributed import expert, tensor
 from millrace.distributed.fsdp import Root, Sharding, shard
-from millrace.distributed.load_sharded import empty_model, read_weights, stored_weights, try_model
+from millrace.distributed.load_sharded import empty_model, read_weights, stored_weights
 from millrace.distributed.mesh import Mesh, make_mesh
 from millrace.distributed.pipeline import Pipeline, Runner
 from millrace.kernels.token_logprob import token_divergence, token_logprob, token_squares
 from millrace.models.facts import experts_of
 from millrace.models.fused import set_deterministic
 from millrace.models.heads import packed_scores, scalar_model
-from millrace.models.load import Model, fresh_config, fresh_model, save_model
+from millrace.models.load import LANGUAGE, Model, fresh_config, fresh_model, save_model
 from millrace.models.logprobs import (
     chosen_hidden,
     chosen_logprobs,
@@ -209,7 +209,7 @@ def sliced(rank: int, cases: list[Case], folder: Path) -> dict[str, Tensor]:
         if case.loaded:
             with stored_weights(path, model) as stored:
                 read_weights([root], model, stored, device=mesh.device)
-            try_model(root)
+            root.check(LANGUAGE)
         told |= {f"{case}/{name}": value for name, value in trained(root, mesh).items()}
     return told
 

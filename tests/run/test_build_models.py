@@ -13,7 +13,7 @@ from torch import Tensor
 from millrace.config.recipe import load_recipe
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
-from millrace.distributed.fsdp import local
+from millrace.distributed.collectives import local
 from millrace.distributed.ranks import Ranks
 from millrace.models.heads import load_scalar_model
 from millrace.models.load import load_model

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from millrace.config.mesh_section import MeshConfig
-from millrace.distributed.fsdp import local
+from millrace.distributed.collectives import local
 from millrace.models.adapter_folder import adapter_pairs
 from millrace.models.adapters import add_adapter, base_tensors, freeze, merged, trained_weights
 from millrace.models.heads import SCALAR, empty_scalar_model, save_scalar_model, scalar_model, scalar_weights

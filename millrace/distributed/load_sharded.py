@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -39,6 +39,7 @@ from millrace.models.load import (
     empty_of,
     named_weights,
     num_parameters,
+    read_config,
     sentences,
 )
 from millrace.models.load_check import check_files, check_total
@@ -57,8 +58,7 @@ def empty_model(folder: str | Path, *, dtype: torch.dtype, kind: ModelKind = LAN
     path = kind.folder(folder)
     with sentences(path):
         stored = check_files(path)
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        model = empty_of(config, dtype=dtype, kind=kind)
+        model = empty_of(read_config(path), dtype=dtype, kind=kind)
         check_total(path, num_parameters(model), stored)
         if (path / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)

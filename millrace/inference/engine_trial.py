@@ -29,13 +29,13 @@ from millrace.models.trial import (
     answer,
     bold_model,
     distance,
-    first_line,
     nudged,
     our_model,
     plain_numbers,
     sequences,
     try_seeds,
 )
+from millrace.models.twin import first_line
 from millrace.types import Completion, SamplingParams
 
 BLOCK_SIZE = 4

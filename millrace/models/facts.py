@@ -59,7 +59,6 @@ class LayerFacts:
     """
 
     name: str
-    num_query_heads: int
     window: int | None
     chunk: int | None
     softcap: float | None
@@ -496,7 +495,6 @@ def _facts(model: PreTrainedModel, calls: list[Call], *, asks: bool, drops: bool
             raise ValueError(f"its {type(module).__name__} attends several times in different ways")
         facts = LayerFacts(
             names.get(module, type(module).__name__),
-            call.heads[0].shape[1],
             call.options["window"],
             call.options["chunk"],
             call.options["softcap"],

@@ -84,38 +84,38 @@ class RMSNorm(nn.Module):
 
 # torch computes silu and gelu of the last numbers of a block of memory by other instructions than the rest:
 # their last bit depends on a row's memory position. That of exp, tanh and erf does not; the rest is exact.
-class InvariantSilu(nn.Module):
-    """x / (1 + e^-x), the same bits at any memory position."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply it elementwise."""
-        return _by_float32(lambda x: x / (1 + (-x).exp()), x)
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())
 
 
-class InvariantGelu(nn.Module):
-    """x (1 + erf(x / sqrt 2)) / 2, the same bits at any memory position."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply it elementwise."""
-        return _by_float32(lambda x: x * 0.5 * (1 + (x / math.sqrt(2)).erf()), x)
+def _gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + (x / math.sqrt(2)).erf())
 
 
-class InvariantGeluTanh(nn.Module):
-    """Gelu's approximation by tanh, the same bits at any memory position."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply it elementwise."""
-        return _by_float32(
-            lambda x: x * 0.5 * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh()), x
-        )
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
 
 
-INVARIANT_ACTIVATIONS: dict[type[nn.Module], type[nn.Module]] = {
-    SiLUActivation: InvariantSilu,
-    nn.SiLU: InvariantSilu,
-    GELUActivation: InvariantGelu,
-    GELUTanh: InvariantGeluTanh,
+INVARIANT_ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
+    SiLUActivation: _silu,
+    nn.SiLU: _silu,
+    GELUActivation: _gelu,
+    GELUTanh: _gelu_tanh,
 }
+
+
+class InvariantActivation(nn.Module):
+    """An activation in float32, which gives the same bits at any memory position."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it elementwise."""
+        return self.function(x.float()).to(x.dtype) if x.dtype == torch.bfloat16 else self.function(x)
+
+
 # Each number or row alone, in an order that does not depend on its place.
 INVARIANT = (Linear, RMSNorm, nn.LayerNorm, nn.ReLU, nn.Tanh)
 ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations")
@@ -183,24 +183,20 @@ def set_deterministic(model: PreTrainedModel, *, tile: int = 32) -> None:
         module.forget_packed()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            invariant = _invariant_of(child)
-            if invariant is not None:
-                setattr(parent, name, invariant())
+            function = _invariant_of(child)
+            if function is not None:
+                setattr(parent, name, InvariantActivation(function))
 
 
-def _invariant_of(activation: nn.Module) -> type[nn.Module] | None:
-    """Return the class of the same activation with invariant bits, if it needs one and there is one."""
+def _invariant_of(activation: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return the same activation with invariant bits, if it needs one and there is one."""
     if type(activation) is nn.GELU:
-        return InvariantGeluTanh if activation.approximate == "tanh" else InvariantGelu
+        return _gelu_tanh if activation.approximate == "tanh" else _gelu
     return INVARIANT_ACTIVATIONS.get(type(activation))
 
 
 def _linears(model: nn.Module) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear)]
-
-
-def _by_float32(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return function(x.float()).to(x.dtype) if x.dtype == torch.bfloat16 else function(x)
 
 
 def _once(trials: dict[Any, Any], module: nn.Module, trial: Callable[[nn.Module], Any]) -> Any:

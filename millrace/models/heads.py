@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 from transformers.initialization import no_init_weights
 
 from millrace.kernels.packed_attention import Segments
@@ -31,7 +31,7 @@ from millrace.models.load import (
     empty_of,
     load_kind,
     load_model,
-    save_model,
+    read_config,
     sentences,
     states_of,
 )
@@ -129,11 +129,6 @@ def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Mode
     return scalar_model(load_model(path, dtype=dtype))
 
 
-def save_scalar_model(model: Model, folder: Path) -> None:
-    """Write a Hugging Face folder that `AutoModelForSequenceClassification` loads."""
-    save_model(model, folder)
-
-
 def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: Tensor) -> Tensor:
     """Return the score at every position of a packed row, [T], in float32 (float64 stays float64).
 
@@ -174,7 +169,7 @@ def _head(model: Model) -> nn.Linear:
 
 def _config(path: Path) -> Any:
     with sentences(path):
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return read_config(path)
 
 
 def _architecture(config: Any) -> str:

@@ -21,7 +21,8 @@ from millrace.models.layer_check import compare_layers
 from millrace.models.load_check import check_files, check_total
 from millrace.models.logprobs import output_head
 from millrace.models.own_attention import adopt
-from millrace.models.trial import FAULTS, TrialReadout, find_problem, first_line
+from millrace.models.trial import FAULTS, TrialReadout, find_problem
+from millrace.models.twin import first_line
 from millrace.observability.files import RESTORE, FileError, shown
 
 # Its progress bars would overwrite the console of the run.
@@ -132,9 +133,11 @@ def load_kind(kind: ModelKind, folder: str | Path, *, dtype: torch.dtype) -> Pre
     path = kind.folder(folder)
     attention.register()
     with sentences(path):
-        stored = check_files(path)
-        adopt(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).model_type)
-        check_total(path, _num_elements(path, kind), stored)
+        stored, config = check_files(path), read_config(path)
+        adopt(config.model_type)
+        with torch.device("meta"):
+            empty = kind.auto.from_config(config, attn_implementation=attention.NAME)
+        check_total(path, num_parameters(empty), stored)
         model, info = kind.auto.from_pretrained(
             path,
             attn_implementation=attention.NAME,
@@ -173,15 +176,13 @@ def sentences(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _num_elements(path: Path, kind: ModelKind) -> int:
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = kind.auto.from_config(config, attn_implementation=attention.NAME)
-    return num_parameters(model)
+def read_config(path: Path) -> Any:
+    """Read a folder's config, without code from it; errors are those of transformers."""
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write a Hugging Face folder that `AutoModelForCausalLM` loads, of a model whole on this rank."""
+    """Write a Hugging Face folder of a model whole on this rank."""
     model.save_pretrained(folder, safe_serialization=True)
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
-from millrace.models.load import Model, fresh_model, sentences
+from millrace.models.load import Model, fresh_model, read_config, sentences
 from millrace.models.saving import fixed_numbers, save_config
 
 FIXED = "fixed.safetensors"
@@ -23,7 +22,7 @@ def save_shell(model: Model, folder: Path) -> None:
 def load_shell(folder: Path, *, dtype: torch.dtype) -> Model:
     """Build the model of `save_shell` with random weights; ModelError if it cannot run packed."""
     with sentences(folder):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = read_config(folder)
     model = fresh_model(config, seed=0, dtype=dtype)
     for name, tensor in load_file(folder / FIXED).items():
         module, _, leaf = name.rpartition(".")

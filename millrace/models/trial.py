@@ -41,6 +41,7 @@ from millrace.models.twin import (
     TwinError,
     decoder_stack,
     embolden,
+    first_line,
     layer_kinds,
     twin_of,
 )
@@ -483,9 +484,3 @@ def told(error: Exception) -> str:
     """Return the message of an error, as a sentence of ours or as that of another library."""
     line = first_line(error)
     return line if type(error) is ValueError else f"its forward in a packed row fails: {line}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the message of an error in one line; a line that only announces the next is joined with it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -268,10 +268,11 @@ def twin_of(
     with torch.device("meta"):
         if sum(p.numel() for p in make(config).parameters()) <= MOST_PARAMETERS:
             return copy.deepcopy(config)  # small as it is
-    raise TwinError(f"no small model of its kind can be made: {_sentence(problem)}")
+    raise TwinError(f"no small model of its kind can be made: {first_line(problem)}")
 
 
-def _sentence(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the message of an error in one line; a line that only announces the next is joined with it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 

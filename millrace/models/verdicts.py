@@ -7,6 +7,7 @@ user's cache folder; `NUMBA_CACHE_DIR` moves both.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -16,17 +17,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from millrace.observability.files import FileError, Shape, read_json
-
 PACKAGE = Path(__file__).resolve().parent.parent
 # What a trial runs: with other code the answers are found anew.
 TRIED = ("data", "kernels", "models", "inference")
-
-
-class Verdict(Shape):
-    """A correct result in a file."""
-
-    key: str
 
 
 class Verdicts:
@@ -45,12 +38,12 @@ class Verdicts:
         """
         if key in self._known:
             return self._known[key]
-        path = self._path(key)
+        path, content = self._path(key), json.dumps({"key": key}).encode()
         problem = ""
-        if path is None or not _is_kept(path, key):
+        if path is None or not _holds(path, content):
             problem = find()
             if path is not None and not problem:
-                _write(path, Verdict(key=key))
+                _write(path, content)
         self._known[key] = problem
         return problem
 
@@ -89,19 +82,15 @@ def _is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _is_kept(path: Path, key: str) -> bool:
-    if not path.is_file():
-        return False
+def _holds(path: Path, content: bytes) -> bool:
     try:
-        return read_json(path, Verdict).key == key
-    except FileError:
+        return path.read_bytes() == content
+    except OSError:
         return False
 
 
-def _write(path: Path, verdict: Verdict) -> None:
+def _write(path: Path, content: bytes) -> None:
     """Write atomically: another process may read the file at any moment."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8"
-    ) as file:
-        file.write(verdict.model_dump_json())
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete=False) as file:
+        file.write(content)
     os.replace(file.name, path)

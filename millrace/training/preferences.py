@@ -21,8 +21,8 @@ from millrace.data.preference_pairs import Pair, hold_out, read_pairs
 from millrace.data.rows import DataError
 from millrace.data.tokenizers import load_tokenizer
 from millrace.errors import CheckpointError
-from millrace.models.heads import load_or_make_scalar_model, row_scores, save_scalar_model
-from millrace.models.load import Model
+from millrace.models.heads import load_or_make_scalar_model, row_scores
+from millrace.models.load import Model, save_model
 from millrace.protocols import StepReport
 from millrace.training.checkpoint import write_checkpoint
 from millrace.training.optimizer import adamw, optimizer_step
@@ -137,7 +137,7 @@ def train_reward_model(
     after = pair_accuracy(made, held_rows, max_tokens=MAX_TOKENS)
 
     def fill(place: Path) -> None:
-        save_scalar_model(made, place)
+        save_model(made, place)
         tokenizer.save_pretrained(place)
 
     write_checkpoint(folder, fill)

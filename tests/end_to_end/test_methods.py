@@ -20,8 +20,8 @@ from millrace.config.sections import PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer, train_tokenizer
 from millrace.errors import SetupError
-from millrace.models.heads import load_scalar_model, row_scores, save_scalar_model, scalar_model
-from millrace.models.load import fresh_config, fresh_model, load_model
+from millrace.models.heads import load_scalar_model, row_scores, scalar_model
+from millrace.models.load import fresh_config, fresh_model, load_model, save_model
 from millrace.observability.tables import read_table
 from millrace.run.build import build
 from millrace.training.scorer import ModelScorer
@@ -147,7 +147,7 @@ def folder(tmp_path_factory) -> Path:
     config = fresh_config("qwen3", SHAPE, vocab_size=257, eos_token_id=tokenizer.eos_token_id)
     judge = scalar_model(fresh_model(config, seed=1, dtype=torch.float32))
     torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
-    save_scalar_model(judge, folder / "judge")
+    save_model(judge, folder / "judge")
     tokenizer.save_pretrained(folder / "judge")
     learned = {"name": "teacher", "sft.steps": 60, "sft.learning_rate": 3e-2, "steps": 1}
     train(tiny_recipe(folder, learned), quiet=True)

@@ -15,7 +15,7 @@ from tests.models.tiny import SHAPES, tiny_model
 
 
 class Layer(nn.Module):
-    millrace_layer = LayerFacts("layer", 2, None, None, None, (0,), writes=True)
+    millrace_layer = LayerFacts("layer", None, None, None, (0,), writes=True)
 
 
 def one_token(**kwargs: Any) -> Any:

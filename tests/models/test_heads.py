@@ -29,7 +29,6 @@ from millrace.models.heads import (
     max_positions,
     packed_scores,
     row_scores,
-    save_scalar_model,
     scalar_model,
 )
 from millrace.models.load import Model, ModelError, fresh_config, fresh_model, save_model
@@ -153,7 +152,7 @@ def test_an_architecture_without_sequence_classification_says_so() -> None:
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_what_is_saved_is_an_ordinary_model_with_the_same_scores(tmp_path: Path, architecture: str) -> None:
     model = bold_model(architecture)
-    save_scalar_model(model, tmp_path)
+    save_model(model, tmp_path)
     assert load_file(tmp_path / "model.safetensors")["score.weight"].shape == (1, 32)
     with torch.no_grad():
         expected_N = own_scores(model, ROWS)
@@ -170,7 +169,7 @@ def test_what_is_saved_is_an_ordinary_model_with_the_same_scores(tmp_path: Path,
 def test_a_folder_of_either_kind_becomes_a_scalar_model(tmp_path: Path) -> None:
     language, model = tiny_model("qwen3"), bold_model("qwen3")
     save_model(language, tmp_path / "language")
-    save_scalar_model(model, tmp_path / "scalar")
+    save_model(model, tmp_path / "scalar")
     fresh = load_or_make_scalar_model(tmp_path / "language", dtype=torch.float32)
     kept = load_or_make_scalar_model(tmp_path / "scalar", dtype=torch.float32)
     assert torch.equal(fresh.score.weight, torch.zeros(1, 32))
@@ -268,7 +267,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_that_cannot_be_loaded_says_why(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "model"
-    save_scalar_model(bold_model(), folder)
+    save_model(bold_model(), folder)
     break_it, message = FAULTS[fault]
     break_it(folder)
     with pytest.raises(ModelError) as error:
@@ -290,7 +289,7 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 def test_a_model_whose_packed_attention_differs_is_refused(
     tmp_path: Path, monkeypatch, dtype: torch.dtype, factor: float
 ) -> None:
-    save_scalar_model(bold_model(), tmp_path)
+    save_model(bold_model(), tmp_path)
     packed = attention.packed_attention
     monkeypatch.setattr(attention, "packed_attention", lambda *args, **kw: packed(*args, **kw) * factor)
     with pytest.raises(ModelError) as error:

@@ -13,8 +13,7 @@ import torch
 from millrace.config.reward_sections import FunctionRewardConfig
 from millrace.data.rows import DataError
 from millrace.errors import SetupError
-from millrace.models.heads import save_scalar_model
-from millrace.models.load import ModelError
+from millrace.models.load import ModelError, save_model
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import Permissions
 from millrace.run.build import build, build_reward, choose_device, function_permissions
@@ -221,7 +220,7 @@ def test_a_critic_of_a_checkpoint_is_taken_up_as_it_was(tmp_path):
         critic.model.score.weight.fill_(0.5)
     checkpoint = tmp_path / "checkpoint"
     parts.save_model(checkpoint / "model")
-    save_scalar_model(critic.model, checkpoint / CRITIC)
+    save_model(critic.model, checkpoint / CRITIC)
     assert (checkpoint / CRITIC / "model.safetensors").is_file()
     again = build(config, checkpoint).critic()
     batch = random_batch(0)

@@ -20,7 +20,7 @@ from millrace.config.mesh_section import MeshConfig
 from millrace.distributed.collectives import local
 from millrace.models.adapter_folder import adapter_pairs
 from millrace.models.adapters import add_adapter, base_tensors, freeze, merged, trained_weights
-from millrace.models.heads import SCALAR, empty_scalar_model, save_scalar_model, scalar_model, scalar_weights
+from millrace.models.heads import SCALAR, empty_scalar_model, scalar_model, scalar_weights
 from millrace.models.load import Model, ModelError, fresh_config, fresh_model, load_model, save_model
 from millrace.training.loading import loaded, taken
 from millrace.training.optimizer import adamw
@@ -193,7 +193,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(tiny_model("qwen3_moe", seed=5), root / "mixture")
     made = scalar_model(tiny_model("qwen3", seed=6))
     torch.nn.init.normal_(made.score.weight, generator=torch.Generator().manual_seed(4))
-    save_scalar_model(made, root / "critic")
+    save_model(made, root / "critic")
     save_deep(root / "deep")
     save_model(deep_model("gemma2", seed=5), root / "tied")
     for family in FURTHER:

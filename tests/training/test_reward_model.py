@@ -12,8 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from millrace.data.rows import DataError
 from millrace.data.tokenizers import train_tokenizer
-from millrace.models.heads import row_scores, save_scalar_model, scalar_model
-from millrace.models.load import Model, ModelError, fresh_config, fresh_model
+from millrace.models.heads import row_scores, scalar_model
+from millrace.models.load import Model, ModelError, fresh_config, fresh_model, save_model
 from millrace.protocols import Reward
 from millrace.training.reward_model import RewardModel, load_reward_model
 from millrace.types import Outcome, Prompt
@@ -81,7 +81,7 @@ def test_the_score_is_the_modules_own_of_the_same_text_in_plain_transformers(tmp
     if pads:
         one.model.config.pad_token_id = one.tokenizer.eos_token_id
         one = RewardModel(one.model, one.tokenizer, max_tokens=1000)
-    save_scalar_model(one.model, tmp_path)
+    save_model(one.model, tmp_path)
     one.tokenizer.save_pretrained(tmp_path)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
     reads = AutoTokenizer.from_pretrained(tmp_path)
@@ -168,6 +168,6 @@ def test_a_tokenizer_of_another_model_is_refused():
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
-    save_scalar_model(judge_model(), tmp_path)
+    save_model(judge_model(), tmp_path)
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_reward_model(tmp_path, dtype=torch.float32, device="cpu", max_tokens=10)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from millrace.kernels.ring_attention import Softmax, Tiles, attend, attend_backward, lowest_seen
-from millrace.models.attention import Dealt
+from millrace.models.attention import AttendingContext
+from millrace.models.facts import Heads, LayerFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class _Plan:
     hops_P: list[int]
 
 
-class Ring(Dealt):
+class Ring(AttendingContext):
     """Ring attention; keys and values travel only as far as a query attends to one of them.
 
     Source: Liu, Zaharia and Abbeel 2023, "Ring attention with blockwise transformers"; Brandon et al. 2023,
@@ -45,11 +46,9 @@ class Ring(Dealt):
         self._group, self.rank, self._num_ranks = group, group.rank(), len(dealt)
         self._plans: dict[tuple[int | None, int | None], _Plan] = {}
 
-    def attend(
-        self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def attend(self, of_layer: LayerFacts, heads: Heads, options: dict[str, Any]) -> Tensor:
         """Compute the attention output of this rank's tokens, [T, H, V]."""
-        out_THV: Tensor = _Ringed.apply(query_THK, key_TJK, value_TJK, self, tuple(options.items()))
+        out_THV: Tensor = _Ringed.apply(*heads, self, tuple(options.items()))
         return out_THV
 
     def plan(self, window: int | None, chunk: int | None, device: torch.device) -> _Plan:

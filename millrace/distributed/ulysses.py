@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.distributed.collectives import Peers
-from millrace.models.attention import Dealt, Packed, attend_packed
+from millrace.models.attention import AttendingContext, Packed, attend_packed
+from millrace.models.facts import Heads, LayerFacts
 
 
-class Ulysses(Dealt):
+class Ulysses(AttendingContext):
     """Attention with a slice of the heads per rank, over the whole row.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
@@ -35,13 +36,12 @@ class Ulysses(Dealt):
         device = packed.segments.buckets[0].length_B.device
         self._place_W, self._arrival_W = place_W.to(device), place_W.argsort().to(device)
 
-    def attend(
-        self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def attend(self, of_layer: LayerFacts, heads: Heads, options: dict[str, Any]) -> Tensor:
         """Compute the attention output of this rank's tokens, [T, H, K].
 
         The number of query heads must be divisible by the ranks, or it is a ValueError.
         """
+        query_THK, key_TJK, value_TJV = heads
         num_ranks, (num_tokens, num_heads, _) = len(self._counts), query_THK.shape
         if num_heads % num_ranks:
             raise ValueError(
@@ -50,14 +50,14 @@ class Ulysses(Dealt):
             )
         # With fewer key heads than ranks, several ranks get a copy of the same head.
         copies = num_ranks // math.gcd(key_TJK.shape[1], num_ranks)
-        key_TJK, value_TJK = (x.repeat_interleave(copies, 1) for x in (key_TJK, value_TJK))
-        parts = [x.reshape(num_tokens, num_ranks, -1) for x in (query_THK, key_TJK, value_TJK)]
+        key_TJK, value_TJV = (x.repeat_interleave(copies, 1) for x in (key_TJK, value_TJV))
+        parts = [x.reshape(num_tokens, num_ranks, -1) for x in (query_THK, key_TJK, value_TJV)]
         own = self._to_heads(torch.cat(parts, 2)).split([part.shape[2] for part in parts], 1)
-        heads = [
+        query, key, value = (
             part.unflatten(1, (-1, x.shape[2]))
-            for part, x in zip(own, (query_THK, key_TJK, value_TJK), strict=True)
-        ]
-        out = attend_packed(heads[0], heads[1], heads[2], self._packed, options)
+            for part, x in zip(own, (query_THK, key_TJK, value_TJV), strict=True)
+        )
+        out = attend_packed((query, key, value), self._packed, options)
         return self._to_tokens(out.flatten(1)).reshape(num_tokens, num_heads, -1)
 
     def _to_heads(self, x_TPX: Tensor) -> Tensor:

@@ -284,36 +284,3 @@ def _scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> 
 def _shares(score: Tensor, seen: Tensor) -> Tensor:
     wide = torch.promote_types(score.dtype, torch.float32)
     return score.masked_fill(~seen, float("-inf")).softmax(-1, dtype=wide).to(score.dtype)
-
-
-def cached_attention(
-    query_BHK: Tensor,
-    key_BJCK: Tensor,
-    value_BJCK: Tensor,
-    position_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-) -> Tensor:
-    """Attention of one new token per row over its cache slots 0 to `position_B`, itself included, [B, H, V].
-
-    The new token's key and value are already in the cache. Options are those of `packed_attention`.
-    """
-    rows, heads, width = query_BHK.shape
-    key_heads, slots = key_BJCK.shape[1], key_BJCK.shape[2]
-    # Query heads of a key head are batched as its rows: keys and values are read once and never repeated.
-    grouped = query_BHK.view(rows, key_heads, heads // key_heads, width)
-    slot_C = torch.arange(slots, device=query_BHK.device)
-    seen_BC = slot_C <= position_B[:, None]
-    if window is not None:
-        seen_BC &= slot_C > position_B[:, None] - window
-    if chunk is not None:
-        seen_BC &= slot_C >= position_B[:, None] // chunk * chunk
-    mask = seen_BC[:, None, None, :]
-    if softcap is None and slots > SHORT_LENGTH:
-        out = F.scaled_dot_product_attention(grouped, key_BJCK, value_BJCK, attn_mask=mask, scale=scale)
-    else:
-        out = _shares(_scores(grouped, key_BJCK, scale, softcap), mask) @ value_BJCK
-    return out.reshape(rows, heads, value_BJCK.shape[3])

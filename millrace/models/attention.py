@@ -1,10 +1,9 @@
 """Our attention function, registered with transformers as `millrace`.
 
 The model is called with `use_cache=False` and one extra keyword, `context`, which transformers passes through
-to every layer untouched. It describes the forward: a packed row of segments (training, scoring, prefill),
-the same with its tokens sharded over ranks, new tokens of any number of rows over a paged pool (the paged
-engine), or one new token per row over a dense cache (`tests/twins/reference.py`). Nothing is hidden in module
-state.
+to every layer untouched. It describes the forward: a packed row of segments (training, scoring), the same
+with its tokens sharded over ranks, or new tokens of any number of rows over a paged pool (the paged engine).
+A context may also attend itself, as the dense cache of `tests/twins` does. Nothing is hidden in module state.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from millrace.kernels.dispatch import paged_attention, store_kv
-from millrace.kernels.packed_attention import Segments, cached_attention, packed_attention
+from millrace.kernels.packed_attention import Segments, packed_attention
 from millrace.kernels.paged_attention import PagedRows, new_pool
 from millrace.models import facts
 from millrace.models.facts import (
     RECORDED,
     Call,
     ContextLost,
+    Heads,
     LayerFacts,
     ModelFacts,
-    PoolShape,
     Recorder,
     carried_context,
     recorded_limits,
@@ -65,67 +64,24 @@ HARMLESS = frozenset(
 )
 
 
-class DenseCache:
-    """Keys [B, J, C, K] and values [B, J, C, V] of every pool, for B rows of C slots."""
-
-    def __init__(self, facts: ModelFacts, *, num_rows: int, num_slots: int, like: Tensor) -> None:
-        def empty(shape: PoolShape, width: int) -> Tensor:
-            size = (num_rows, shape.num_heads, num_slots, width)
-            return torch.zeros(size, dtype=like.dtype, device=like.device)
-
-        self.keys = [empty(shape, shape.key_width) for shape in facts.pools]
-        self.values = [empty(shape, shape.value_width) for shape in facts.pools]
-        self.turns: Turns = {}
-
-    def write(self, pool: int, row_N: Tensor, slot_N: Tensor, key_NJK: Tensor, value_NJV: Tensor) -> None:
-        """Write token n to its row and slot."""
-        self.keys[pool][row_N, :, slot_N] = key_NJK
-        self.values[pool][row_N, :, slot_N] = value_NJV
-
-    def take(self, row_M: Tensor, num_slots: int) -> None:
-        """Keep these rows in this order (a row may be taken twice), and the first `num_slots` slots."""
-        self.keys = [_resized(key.index_select(0, row_M), num_slots) for key in self.keys]
-        self.values = [_resized(value.index_select(0, row_M), num_slots) for value in self.values]
-
-
-def _resized(x_BJCK: Tensor, num_slots: int) -> Tensor:
-    missing = num_slots - x_BJCK.shape[2]
-    if missing <= 0:
-        return x_BJCK[:, :, :num_slots]
-    return torch.cat([x_BJCK, x_BJCK.new_zeros(*x_BJCK.shape[:2], missing, x_BJCK.shape[3])], dim=2)
-
-
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed row; with a cache, its keys and values are written at (`row_T`, `slot_T`) too (prefill).
+    """A packed row; with `paged`, the same segments as rows of a pool of their own.
 
-    With `paged`, the same segments as rows of a pool of their own, a token's bits are those the paged engine
-    gives it: the same kernel attends over the same order of keys.
+    Then a token has the bits that the paged engine gives it: the same kernel attends over the same order of
+    keys.
     """
 
     segments: Segments
-    cache: DenseCache | None = None
-    row_T: Tensor | None = None
-    slot_T: Tensor | None = None
     paged: PagedRows | None = None
 
 
-class Dealt(ABC):
-    """A packed row sharded over ranks, which communicate in every layer; see `distributed.context`."""
+class AttendingContext(ABC):
+    """A context that computes attention itself, such as a row sharded over ranks (`distributed.context`)."""
 
     @abstractmethod
-    def attend(
-        self, query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def attend(self, of_layer: LayerFacts, heads: Heads, options: dict[str, Any]) -> Tensor:
         """Attend with this rank's queries, [T, H, V]; options are scale, window, softcap and chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """One new token per row of the cache, at `position_B`."""
-
-    cache: DenseCache
-    position_B: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +98,7 @@ class Paged:
     turns: Turns = field(default_factory=dict)
 
 
-Context = Packed | Dealt | Paged | Decode | Recorder
+Context = Packed | AttendingContext | Paged | Recorder
 
 
 def new_pools(
@@ -190,9 +146,7 @@ def attention(
     """
     context = carried_context(key) if context is None else context
     if context is None:
-        raise ContextLost(
-            "a model loaded by millrace must be called with context=Packed(...), Paged(...) or Decode(...)"
-        )
+        raise ContextLost("a model loaded by millrace must be called with context=Packed(...) or Paged(...)")
     _refuse_unknown(module, {**kwargs, "dropout": dropout or None, "is_causal": is_causal in (None, True)})
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Not x[0]: its backward fills a tensor with zeros and writes the gradient into it.
@@ -238,34 +192,23 @@ def _refuse_unknown(module: nn.Module, given: dict[str, Any]) -> None:
 
 def _attended(
     of_layer: LayerFacts,
-    heads: tuple[Tensor, Tensor, Tensor],
-    context: Packed | Dealt | Paged | Decode,
+    heads: Heads,
+    context: Packed | AttendingContext | Paged,
     options: dict[str, Any],
 ) -> Tensor:
-    query_THK, key_TJK, value_TJV = heads
     if isinstance(context, Paged):
-        key_PJSK, value_PJSV = context.pools[_pool(of_layer, context.turns)]
+        query_THK, key_TJK, value_TJV = heads
+        key_PJSK, value_PJSV = context.pools[pool_of(of_layer, context.turns)]
         if of_layer.writes:
             store_kv(key_TJK, value_TJV, key_PJSK, value_PJSV, context.rows.slot_T)
         return paged_attention(query_THK, key_PJSK, value_PJSV, context.rows, **options)
-    if isinstance(context, Decode):
-        cache, rows = context.cache, torch.arange(query_THK.shape[0], device=query_THK.device)
-        pool = _pool(of_layer, cache.turns)
-        if of_layer.writes:
-            cache.write(pool, rows, context.position_B, key_TJK, value_TJV)
-        return cached_attention(
-            query_THK, cache.keys[pool], cache.values[pool], context.position_B, **options
-        )
-    if isinstance(context, Dealt):
-        return context.attend(query_THK, key_TJK, value_TJV, options)
-    if context.cache is not None and of_layer.writes:
-        assert context.row_T is not None and context.slot_T is not None
-        pool = _pool(of_layer, context.cache.turns)
-        context.cache.write(pool, context.row_T, context.slot_T, key_TJK, value_TJV)
-    return attend_packed(query_THK, key_TJK, value_TJV, context, options)
+    if isinstance(context, AttendingContext):
+        return context.attend(of_layer, heads, options)
+    return attend_packed(heads, context, options)
 
 
-def _pool(of_layer: LayerFacts, turns: Turns) -> int:
+def pool_of(of_layer: LayerFacts, turns: Turns) -> int:
+    """Return the pool that the layer's next call of attention reads, and count the call in `turns`."""
     if len(of_layer.pools) == 1:
         return of_layer.pools[0]
     turn = turns.get(of_layer.name, 0)
@@ -273,15 +216,11 @@ def _pool(of_layer: LayerFacts, turns: Turns) -> int:
     return of_layer.pools[turn]
 
 
-def attend_packed(
-    query_THK: Tensor, key_TJK: Tensor, value_TJK: Tensor, packed: Packed, options: dict[str, Any]
-) -> Tensor:
+def attend_packed(heads: Heads, packed: Packed, options: dict[str, Any]) -> Tensor:
     """Attend within a packed row, [T, H, V]; the options are scale, window, softcap and chunk."""
     if packed.paged is None:
-        return packed_attention(query_THK, key_TJK, value_TJK, packed.segments, **options)
-    out_THK: Tensor = _Invariant.apply(
-        query_THK, key_TJK, value_TJK, packed.segments, packed.paged, tuple(options.items())
-    )
+        return packed_attention(*heads, packed.segments, **options)
+    out_THK: Tensor = _Invariant.apply(*heads, packed.segments, packed.paged, tuple(options.items()))
     return out_THK
 
 

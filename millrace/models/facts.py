@@ -149,12 +149,16 @@ def carried_context(key: Tensor) -> Any:
     return getattr(key, "millrace_context", None)
 
 
+# Queries [T, H, K], keys [T, J, K] and values [T, J, V].
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of attention: queries [T, H, K], keys [T, J, K], values [T, J, V], and its options."""
+    """One call of attention, and its options."""
 
     module: nn.Module
-    heads: tuple[Tensor, Tensor, Tensor]
+    heads: Heads
     options: dict[str, Any]
 
 
@@ -360,7 +364,7 @@ def _forward(
     return recorder.calls, output.last_hidden_state[0]
 
 
-def _detached(heads: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _detached(heads: Heads) -> Heads:
     query, key, value = (x.detach() for x in heads)
     return query, key, value
 

@@ -15,6 +15,7 @@ from millrace.distributed.ulysses import Ulysses
 from millrace.kernels.token_logprob import Supports, token_logprob
 from millrace.models import logprobs
 from millrace.models.attention import Packed
+from millrace.models.facts import LayerFacts
 from millrace.models.fused import set_deterministic
 from millrace.models.load import Model
 from millrace.planner.layout import Layout
@@ -168,9 +169,9 @@ def check_ulysses_refuses_heads_that_ranks_do_not_divide(mesh: Mesh) -> None:
     batch = ROWS["uneven"]
     context = shard_row(tiny_model("llama"), batch, mesh, predicting(batch), kind="ulysses").context
     assert isinstance(context, Ulysses)
-    heads = torch.zeros(1, 5, 4)
+    layer, x_THK = LayerFacts("layer", None, None, None, (0,), writes=True), torch.zeros(1, 5, 4)
     with pytest.raises(ValueError) as error:
-        context.attend(heads, heads, heads, {})
+        context.attend(layer, (x_THK, x_THK, x_THK), {})
     assert str(error.value) == (
         f"mesh.cp is {mesh.size('cp')}, which does not divide the 5 query heads that ulysses deals out; "
         "choose a cp that does, or the kind ring"

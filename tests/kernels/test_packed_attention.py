@@ -11,11 +11,11 @@ from millrace.kernels.packed_attention import (
     Places,
     Segments,
     _similar,
-    cached_attention,
     packed_attention,
 )
 from tests.close import close_fp32, close_fp64
 from tests.kernels.slow_twins import packed_attention_loop
+from tests.twins.dense_cache import cached_attention
 
 HEADS = [(4, 2), (2, 2), (3, 1), (4, 1), (2, 1)]
 OPTIONS: list[dict[str, Any]] = [

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from millrace.kernels.packed_attention import Segments, packed_attention
-from millrace.models.attention import Decode, DenseCache, Packed, attention
+from millrace.models.attention import Packed, attention
 from millrace.models.facts import LayerFacts, facts_of
 from millrace.models.logprobs import hidden_states
 from tests.close import close_fp32
 from tests.models.tiny import SHAPES, tiny_model
+from tests.twins.dense_cache import Decode, DenseCache, Prefill
 
 
 class Layer(nn.Module):
@@ -27,7 +28,7 @@ def test_a_forward_without_a_context_says_how_to_call_the_model() -> None:
     with pytest.raises(ValueError) as error:
         tiny_model("llama")(torch.tensor([[1, 2]]), use_cache=False)
     assert str(error.value) == (
-        "a model loaded by millrace must be called with context=Packed(...), Paged(...) or Decode(...)"
+        "a model loaded by millrace must be called with context=Packed(...) or Paged(...)"
     )
 
 
@@ -95,7 +96,7 @@ def test_prefill_then_decode_equals_one_packed_forward(architecture: str) -> Non
         slot_T = torch.cat([torch.arange(n) for n in lengths])
         row_T = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
         prompt_T = torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)])
-        context = Packed(Segments.of(torch.tensor(lengths)), cache, row_T, slot_T)
+        context = Prefill(Packed(Segments.of(torch.tensor(lengths))), cache, row_T, slot_T)
         prefilled = hidden_states(model, prompt_T, slot_T, context).split(lengths)
         for part, row, n in zip(prefilled, whole, lengths, strict=True):
             close_fp32(part, row[:n], atol=1e-5)

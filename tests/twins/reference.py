@@ -21,13 +21,14 @@ from millrace.inference.sampler import SampledTokens, SamplingTable, check_vocab
 from millrace.inference.weight_loading import load_in_place
 from millrace.kernels.packed_attention import Segments
 from millrace.kernels.token_logprob import token_logprob
-from millrace.models.attention import Context, Decode, DenseCache, Packed
+from millrace.models.attention import Context, Packed
 from millrace.models.facts import facts_of
 from millrace.models.load import Model, named_weights
 from millrace.models.logprobs import hidden_states, output_head
 from millrace.models.routing import Routers
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import Completion, SamplingParams
+from tests.twins.dense_cache import Decode, DenseCache, Prefill
 
 
 @dataclass(slots=True)
@@ -228,7 +229,7 @@ class ReferenceEngine:
             self._device
         )
         slot_T = torch.cat([torch.arange(n) for n in length_B.tolist()]).to(self._device)
-        context = Packed(Segments.of(length_B).to(self._device), cache, row_T, slot_T)
+        context = Prefill(Packed(Segments.of(length_B).to(self._device)), cache, row_T, slot_T)
         hidden_TD, expert_TLK = self._forward(token_T, slot_T, context)
         logit_BV = output_head(self._model).logits(hidden_TD[(length_B.cumsum(0) - 1).to(self._device)])
         return logit_BV, [] if expert_TLK is None else np.split(expert_TLK, length_B.cumsum(0)[:-1])

@@ -92,7 +92,7 @@ def read_weights(
     """
     wanted = _without_numbers(model)
     for root in roots:
-        _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
+        _give_memory(root, device, offload=offload)
     for name, tensor in named_weights(model):
         if name in wanted:
             stored.read(name, tensor)
@@ -114,7 +114,7 @@ def take_weights(
     ValueError. None may be tied to one on another rank.
     """
     for root in roots:
-        _give_memory(root, parameters=torch.device("cpu") if offload else device, others=device)
+        _give_memory(root, device, offload=offload)
     held, left = dict(named_weights(model)), set(wanted)
     for name, tensor in named:
         if name not in left:
@@ -131,7 +131,7 @@ def _without_numbers(model: Model) -> set[str]:
     return {name for name, _ in named_weights(model)} - given
 
 
-def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) -> None:
+def _give_memory(root: Root, device: torch.device, *, offload: bool) -> None:
     buffers = [
         (module, name, buffer)
         for module in root.modules()
@@ -142,9 +142,9 @@ def _give_memory(root: Root, *, parameters: torch.device, others: torch.device) 
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
             tied.setdefault(id(parameter), []).append((module, name))
-    root.to_empty(device=parameters)
+    root.to_empty(device=torch.device("cpu") if offload else device)
     for module, name, buffer in buffers:
-        module._buffers[name] = buffer.to(others)
+        module._buffers[name] = buffer.to(device)
     if not isinstance(root, FSDPModule):
         # `to_empty` made a new parameter for each module, so weights must be tied again.
         for (first, first_name), *others_of_it in tied.values():

@@ -24,7 +24,7 @@ from millrace.models.decoding import prepare
 from millrace.models.facts import facts_of
 from millrace.models.fused import set_deterministic
 from millrace.models.load import Model
-from millrace.models.shells import load_shell, save_shell
+from millrace.models.saving import load_shell, save_shell
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer

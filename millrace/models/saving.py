@@ -1,7 +1,8 @@
-"""A model as a Hugging Face folder that several ranks write together, each some whole layers.
+"""A model as a Hugging Face folder that several ranks write together, each some whole layers; or as a shell.
 
 Whatever the layout, what ranks hold parts of is gathered weight by weight (as for the sampler), so that the
-folder is an ordinary one and no file has to be put together afterwards.
+folder is an ordinary one and no file has to be put together afterwards. A shell is a model without its
+weights: enough for another process to build it before the weights arrive.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.core_model_loading import revert_weight_conversion
 
-from millrace.models.load import Model, Weights, named_weights
+from millrace.models.load import Model, Weights, fresh_model, named_weights, read_config, sentences
 
 INDEX = "model.safetensors.index.json"
+FIXED = "fixed.safetensors"
 # The part of a weight's name that identifies its layer.
 _LAYER = re.compile(r".*?\.\d+\.")
 
@@ -62,9 +64,23 @@ def own_layers(named: Iterable[tuple[str, Tensor]], *, rank: int, num_ranks: int
     return kept
 
 
-def fixed_numbers(model: Model) -> Weights:
-    """Copy what a folder holds besides parameters: the buffers that are not computed from the config."""
-    return {name: host_copy(x) for name, x in named_weights(model) if not isinstance(x, nn.Parameter)}
+def save_shell(model: Model, folder: Path) -> None:
+    """Write a model's config, and the buffers that are not computed from the config."""
+    save_config(model, folder)
+    fixed = {name: host_copy(x) for name, x in named_weights(model) if not isinstance(x, nn.Parameter)}
+    save_file(fixed, folder / FIXED)
+
+
+def load_shell(folder: Path, *, dtype: torch.dtype) -> Model:
+    """Build the model of `save_shell` with random weights; ModelError if it cannot run packed."""
+    with sentences(folder):
+        config = read_config(folder)
+    model = fresh_model(config, seed=0, dtype=dtype)
+    for name, tensor in load_file(folder / FIXED).items():
+        module, _, leaf = name.rpartition(".")
+        # Not copied into the existing one: its dtype may be narrower.
+        model.get_submodule(module)._buffers[leaf] = tensor
+    return model
 
 
 def write_weights(model: Model, weights: Weights, folder: Path, *, rank: int, num_ranks: int) -> list[Path]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millrace.models.load import Model, fresh_config, fresh_model
-from millrace.models.shells import load_shell, save_shell
+from millrace.models.saving import load_shell, save_shell
 from tests.models.tiny import SIZES, VOCABULARY, tiny_model
 
 TOKENS = torch.tensor([[3, 5, 7, 9]])

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from millrace.config.other_names import hint
+from millrace.config.renamed import leaves
 from millrace.config.settings import RunConfig
 
 
@@ -119,20 +120,13 @@ def explain(item: dict[str, Any], name: str) -> str:
 
 
 def _unknown(place: _Place, value: Any) -> Iterator[str]:
-    below = [key for key in _leaves(place.key, value) if hint(key)] if isinstance(value, Mapping) else []
+    keys = [".".join(map(str, path)) for path, _ in leaves({place.key: value})]
+    below = [key for key in keys if hint(key)] if isinstance(value, Mapping) else []
     if below:
         for key in below:
             yield f"{key}; {hint(key)}"
     else:
         yield f"{place.key}{_hint(place)}"
-
-
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
-    else:
-        yield key
 
 
 KINDS = {dict: "a mapping", list: "a list", bool: "true or false", int: "a number", float: "a number"}

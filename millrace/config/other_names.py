@@ -150,14 +150,14 @@ _REASON_OF = {name: reason for reason, names in SETTLED.items() for name in name
 
 def key_of(name: str) -> str | None:
     """Return the setting that corresponds to another system's dotted name; None if there is none."""
-    return next((_KEY_OF[suffix] for suffix in _suffixes(name) if suffix in _KEY_OF), None)
+    return _by_ending(_KEY_OF, name)
 
 
 def hint(name: str) -> str:
     """What to write instead of another system's name; empty if it is none of them."""
     if name in RENAMED:
         return f"it is now called {RENAMED[name]}"
-    reason = next((_REASON_OF[suffix] for suffix in _suffixes(name) if suffix in _REASON_OF), None)
+    reason = _by_ending(_REASON_OF, name)
     if reason is not None:
         return f"leave it out: {reason}"
     key = key_of(name)
@@ -168,6 +168,7 @@ def hint(name: str) -> str:
     return f"in millrace it is {key}" + (f" ({NOTES[key]})" if key in NOTES else "")
 
 
-def _suffixes(name: str) -> list[str]:
+def _by_ending(table: dict[str, str], name: str) -> str | None:
     parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
+    endings = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((table[ending] for ending in endings if ending in table), None)

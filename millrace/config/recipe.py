@@ -165,11 +165,10 @@ def _without_replaced(below: Mapping[str, Any], above: Mapping[str, Any]) -> dic
     task, train = _at(below, "data", "train"), _at(above, "data", "train")
     if isinstance(task, str) and task.startswith(TASK_PREFIX) and train not in (None, task):
         del kept["data"]
+    folder = _at(above, "model", "path")
     idle = {
-        "model": FRESH_MODEL if _at(above, "model", "path") else (),
-        "tokenizer": TRAINED_TOKENIZER
-        if _at(above, "model", "path") or _at(above, "tokenizer", "path")
-        else (),
+        "model": FRESH_MODEL if folder else (),
+        "tokenizer": TRAINED_TOKENIZER if folder or _at(above, "tokenizer", "path") else (),
     }
     for section, names in idle.items():
         if isinstance(kept.get(section), Mapping):
@@ -256,20 +255,16 @@ def derivation(config: RunConfig) -> list[str]:
             f"SFT: {sft.sequences_per_step} sequences per optimizer step, until {sft.steps} steps{until}"
         )
     if config.steps:
-        rollout, policy = config.rollout, config.policy
-        prompts, samples, parts = (
-            rollout.prompts_per_step,
-            rollout.samples_per_prompt,
-            policy.optimizer_steps_per_batch,
-        )
+        prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+        parts = config.policy.optimizer_steps_per_batch
         lines += [
             f"batch: {prompts} prompts x {samples} samples per prompt = {prompts * samples} sequences",
             f"optimizer: {prompts * samples} sequences / {parts} optimizer steps per batch "
             f"= {prompts * samples // parts} sequences per optimizer step",
             f"run: {config.steps} batches x {parts} = {config.steps * parts} optimizer steps, "
             f"{config.steps * prompts * samples} sequences in all",
-            f"memory: at most {policy.tokens_per_micro_batch} tokens per micro-batch; gradients add up over "
-            "micro-batches and do not depend on how many there are",
+            f"memory: at most {config.policy.tokens_per_micro_batch} tokens per micro-batch; gradients add "
+            "up over micro-batches and do not depend on how many there are",
         ]
     return lines
 

@@ -55,17 +55,17 @@ def renamed(tree: Mapping[str, Any], name: str, *, quiet: bool = False) -> dict[
     A setting that is given under both names keeps both, so that the old one is refused as unknown. `quiet` is
     for files that millrace wrote itself.
     """
-    leaves = dict(_leaves(tree))
+    by_path = dict(leaves(tree))
     found: dict[str, Any] = {}
     used: dict[str, None] = {}
     # Current names first, since they have their places.
-    for path in sorted(leaves, key=lambda path: _old_name(path) is not None):
+    for path in sorted(by_path, key=lambda path: _old_name(path) is not None):
         old = _old_name(path)
         new = path if old is None else (*RENAMED[old].split("."), *path[old.count(".") + 1 :])
-        if _put(found, new, leaves[path]):
+        if _put(found, new, by_path[path]):
             used |= {} if old is None else {old: None}
         else:
-            _put(found, path, leaves[path])
+            _put(found, path, by_path[path])
     for old in used if not quiet else ():
         warnings.warn(
             f"{name}: {old} is now called {RENAMED[old]}; the old name will be refused in the next version",
@@ -87,7 +87,7 @@ def renamed_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
         elif key in RENAMED:  # a section moves as a whole, and replaces that of the recipe
             found[RENAMED[key]] = functools.reduce(operator.getitem, RENAMED[key].split("."), moved)
         else:
-            found |= {".".join(path): leaf for path, leaf in _leaves(moved)}
+            found |= {".".join(path): leaf for path, leaf in leaves(moved)}
     return found
 
 
@@ -97,10 +97,11 @@ def _old_name(path: Path) -> str | None:
     return next((name for name in names if name in RENAMED), None)
 
 
-def _leaves(tree: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(tree: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield what is in a tree of settings, an empty section too, with the keys that lead to it."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*above, key))
+            yield from leaves(value, (*above, key))
         else:
             yield (*above, key), value
 

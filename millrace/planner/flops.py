@@ -56,10 +56,8 @@ def forward_operations(shape: ModelShape, length_B: Sequence[int], num_predicted
         raise ValueError(f"length_B {list(length_B[:8])} and num_predicted {num_predicted} must be 0 or more")
     num_tokens = sum(length_B)
     query, key = shape.num_heads * shape.head_width, shape.num_key_heads * shape.head_width
-    num_full, num_dense = (
-        shape.num_layers - shape.num_windowed_layers,
-        shape.num_layers - shape.num_expert_layers,
-    )
+    num_full = shape.num_layers - shape.num_windowed_layers
+    num_dense = shape.num_layers - shape.num_expert_layers
     seen = num_full * _seen(length_B, None) + shape.num_windowed_layers * _seen(length_B, shape.window)
     expert = 6 * shape.experts_per_token * shape.expert_width + 2 * shape.num_experts
     return Operations(

@@ -64,11 +64,15 @@ def own_layers(named: Iterable[tuple[str, Tensor]], *, rank: int, num_ranks: int
     return kept
 
 
+def fixed_numbers(model: Model) -> Weights:
+    """Copy what a folder holds besides parameters: the buffers that are not computed from the config."""
+    return {name: host_copy(x) for name, x in named_weights(model) if not isinstance(x, nn.Parameter)}
+
+
 def save_shell(model: Model, folder: Path) -> None:
-    """Write a model's config, and the buffers that are not computed from the config."""
+    """Write a model's config, and the numbers that are neither weights nor follow from the config."""
     save_config(model, folder)
-    fixed = {name: host_copy(x) for name, x in named_weights(model) if not isinstance(x, nn.Parameter)}
-    save_file(fixed, folder / FIXED)
+    save_file(fixed_numbers(model), folder / FIXED)
 
 
 def load_shell(folder: Path, *, dtype: torch.dtype) -> Model:

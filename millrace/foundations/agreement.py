@@ -1,6 +1,6 @@
 """The values of one policy by every method, to compare them: exact solvers, linear programs, and samples.
 
-S = states, A = actions.
+S = states, A = actions. The MDPs have no horizon. Functions raise ValueError as `solve.evaluate`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ from millrace.foundations.walks import Walk
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MethodValues:
-    """What one method found.
+    """What one method found: v, and J = sum_s start(s) v(s), NaN where a start state has no value.
 
-    Attributes:
-        name: of the method.
-        expected_return: J = sum_s start(s) v(s); NaN where a start state has no value.
-        value_S: v; None if the method gives the return alone, NaN in a state that it never visited.
-        error_S: standard errors of value_S, where they are known.
+    `value_S` is None if the method gives the return alone, and NaN in a state that it never visited.
+    `error_S` are standard errors of value_S, where they are known.
     """
 
     name: str
@@ -48,11 +45,7 @@ def decreasing(count: int) -> float:
 
 
 def policy_named(mdp: Mdp, name: str) -> Floats:
-    """The policy "uniform" or "optimal" of an MDP, [S, A].
-
-    Raises:
-        ValueError: the name is another one.
-    """
+    """The policy "uniform" or "optimal" of an MDP, [S, A]; ValueError for another name."""
     if name not in ("uniform", "optimal"):
         raise ValueError(f"the policy is {name!r}; it is uniform or optimal")
     return uniform(mdp) if name == "uniform" else policy_iteration(mdp).policy_SA
@@ -61,14 +54,8 @@ def policy_named(mdp: Mdp, name: str) -> Floats:
 def exact_methods(mdp: Mdp, policy_SA: Floats, *, optimal: bool) -> list[MethodValues]:
     """The values of a policy by the methods that know the MDP; the first, a linear solve, is exact.
 
-    Args:
-        mdp: the MDP, without a horizon.
-        policy_SA: the policy.
-        optimal: the policy is optimal, so the methods that look for the best policy are among them, and the
-            linear programs are those of the MDP; otherwise those of the policy's Markov reward process.
-
-    Raises:
-        ValueError: as `solve.evaluate`.
+    If the policy is optimal, the methods that look for the best policy are among them, and the linear
+    programs are those of the MDP; otherwise those of the policy's Markov reward process.
     """
     found = [
         ("linear solve", evaluate(mdp, policy_SA)),
@@ -94,19 +81,10 @@ def exact_methods(mdp: Mdp, policy_SA: Floats, *, optimal: bool) -> list[MethodV
 def sampled_methods(
     mdp: Mdp, policy_SA: Floats, episodes: Sequence[Walk], *, lam: float
 ) -> list[MethodValues]:
-    """The values of a policy by the methods that see its episodes alone.
+    """The values of a policy by the methods that see only episodes of it, each until its end.
 
     Standard errors are those of the exact variance of the return. Visits of one episode depend on each other,
-    so only first visits have one.
-
-    Args:
-        mdp: the MDP, for its discount and the standard errors.
-        policy_SA: the policy of the episodes.
-        episodes: sampled from it, each until its end.
-        lam: lambda of TD(lambda).
-
-    Raises:
-        ValueError: an episode was truncated, or lam is outside [0, 1].
+    so only first visits have one. ValueError if an episode was truncated, or lam is outside [0, 1].
     """
     size, discount = mdp.num_states, mdp.discount
     first = first_visit(episodes, size, discount=discount)
@@ -132,7 +110,6 @@ def sampled_methods(
 
 
 def _known(value_S: Floats, count_S: Ints, mdp: Mdp) -> Floats:
-    """The values with NaN in states that were never visited, and 0 in terminal ones."""
     return np.where(mdp.terminal_S, 0.0, np.where(count_S > 0, value_S, np.nan))
 
 

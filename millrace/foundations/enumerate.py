@@ -3,7 +3,8 @@
 A policy samples tokens one after another, each given the prefix before it; the last token of the vocabulary
 ends the sequence, and so does the horizon. The policy is a table of probabilities, one row per prefix.
 P = prefixes after which a token is sampled, V = vocabulary, N = sequences, T = packed tokens, B = segments
-(one sequence each, back to back), D = batches of sequences.
+(one sequence each, back to back), D = batches of sequences. Functions raise ValueError for a policy that
+has the wrong shape or is no distribution.
 """
 
 from __future__ import annotations
@@ -25,14 +26,9 @@ Sequence = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TokenTree:
-    """All prefixes and all sequences.
+    """All prefixes, and all sequences up to `horizon` (at least 1) tokens.
 
-    Attributes:
-        num_tokens: V, at least 2; token V - 1 ends a sequence.
-        horizon: the longest sequence, at least 1.
-
-    Raises:
-        ValueError: num_tokens or horizon is too small.
+    V is `num_tokens`, at least 2; token V - 1 ends a sequence.
     """
 
     num_tokens: int
@@ -70,11 +66,7 @@ class TokenTree:
         )
 
     def at_the_end(self, reward_N: Any) -> Floats:
-        """A reward for each whole sequence as rewards of single tokens [P, V]: all of it for the last token.
-
-        Raises:
-            ValueError: there is not one finite reward for each sequence.
-        """
+        """Finite rewards of whole sequences as rewards of single tokens [P, V]: all for the last token."""
         reward_N = np.asarray(reward_N, dtype=np.float64)
         check_shape(reward_N, (len(self.sequences),), "reward_N")
         check_finite(reward_N, "reward_N")
@@ -85,15 +77,7 @@ class TokenTree:
         return reward_PV
 
     def mdp(self, reward_PV: Floats, *, discount: float = 1.0) -> Mdp:
-        """The same as an `Mdp`: prefixes are states, tokens actions, and the last state, P, is terminal.
-
-        Args:
-            reward_PV: of each token after each prefix.
-            discount: gamma.
-
-        Raises:
-            ValueError: as `Mdp`.
-        """
+        """The same as an `Mdp`: prefixes are states, tokens actions, and the last state, P, is terminal."""
         num_prefixes = len(self.prefixes)
         transition_SAS = np.zeros((num_prefixes + 1, self.num_tokens, num_prefixes + 1))
         transition_SAS[..., num_prefixes] = 1
@@ -105,11 +89,7 @@ class TokenTree:
         return Mdp(transition_SAS, np.vstack([reward_PV, np.zeros(self.num_tokens)]), discount, start_S)
 
     def walk(self, policy_PV: Any) -> Iterator[tuple[Sequence, float]]:
-        """Every sequence with its probability.
-
-        Raises:
-            ValueError: the policy has the wrong shape or is no distribution.
-        """
+        """Every sequence with its probability."""
         policy_PV = np.asarray(policy_PV, dtype=np.float64)
         check_shape(policy_PV, (len(self.prefixes), self.num_tokens), "policy_PV")
         check_distributions(policy_PV, "policy_PV")
@@ -118,11 +98,7 @@ class TokenTree:
 
 
 def expected_return(tree: TokenTree, policy_PV: Any, reward_PV: Floats, *, discount: float = 1.0) -> float:
-    """J = E[sum_t gamma^t r_t], summed over all sequences.
-
-    Raises:
-        ValueError: as `TokenTree.walk`.
-    """
+    """J = E[sum_t gamma^t r_t], summed over all sequences."""
     return sum(
         probability * float(returns(reward_PV[tree.path(sequence)], discount)[0])
         for sequence, probability in tree.walk(policy_PV)
@@ -130,11 +106,7 @@ def expected_return(tree: TokenTree, policy_PV: Any, reward_PV: Floats, *, disco
 
 
 def prefix_values(tree: TokenTree, policy_PV: Any, reward_PV: Floats, *, discount: float = 1.0) -> Floats:
-    """The expected discounted return from each prefix on, [P], over all sequences that go on from it.
-
-    Raises:
-        ValueError: as `TokenTree.walk`, or a prefix has probability 0.
-    """
+    """The expected discounted return from each prefix on, [P]; ValueError for one of probability 0."""
     total_P, reach_P = np.zeros((2, len(tree.prefixes)))
     for sequence, probability in tree.walk(policy_PV):
         prefix_T, token_T = tree.path(sequence)
@@ -156,9 +128,6 @@ def exact_gradient(tree: TokenTree, policy_PV: Any, reward_PV: Floats, *, discou
     """The gradient [P, V] of `expected_return` with respect to the logits, summed over all sequences.
 
     E[(sum_t gamma^t r_t) sum_t grad log pi(token_t | prefix_t)].
-
-    Raises:
-        ValueError: as `TokenTree.walk`.
     """
     policy_PV = np.asarray(policy_PV, dtype=np.float64)
     gradient_PV = np.zeros(policy_PV.shape)
@@ -173,16 +142,9 @@ def exact_gradient(tree: TokenTree, policy_PV: Any, reward_PV: Floats, *, discou
 class Draws:
     """Every batch of sequences that a policy can sample, without regard to order, packed one after another.
 
-    A batch represents all its orders, so an estimator must not depend on the order.
-
-    Attributes:
-        sequence_B: which of the tree's sequences each segment is.
-        draw_B: the batch each segment belongs to; batches follow one another.
-        length_B: tokens of each segment.
-        prefix_T: index of the prefix before each token.
-        token_T: the token.
-        segment_T: the segment each token belongs to.
-        probability_D: of each batch, in any order.
+    A batch represents all its orders, so an estimator must not depend on the order; `probability_D` is that
+    of the batch in any order. `sequence_B` and `draw_B` are the tree's sequence and the batch of each
+    segment; batches follow one another. `prefix_T` is the index of the prefix before each token.
     """
 
     sequence_B: Ints
@@ -202,9 +164,7 @@ class Draws:
     def gradients(self, coefficient_T: Any, policy_PV: Floats) -> Floats:
         """sum_t c_t grad log pi(token_t | prefix_t) for each batch, [D, P, V].
 
-        Args:
-            coefficient_T: the estimator's factor for the score of each token.
-            policy_PV: pi, which need not be the behaviour policy.
+        c is the estimator's factor for the score of each token; pi need not be the behaviour policy.
         """
         term_TV = np.asarray(coefficient_T)[:, None] * token_scores(policy_PV, self.prefix_T, self.token_T)
         gradient_DPV = np.zeros((len(self.probability_D), *policy_PV.shape))
@@ -221,11 +181,7 @@ class Draws:
 
 
 def draws(tree: TokenTree, policy_PV: Any, size: int) -> Draws:
-    """Every batch of `size` sequences sampled independently; those of probability 0 too.
-
-    Raises:
-        ValueError: size is below 1, or as `TokenTree.walk`.
-    """
+    """Every batch of `size` >= 1 sequences sampled independently; those of probability 0 too."""
     if size < 1:
         raise ValueError(f"size is {size}; a batch has at least one sequence")
     walked = list(tree.walk(policy_PV))

@@ -1,7 +1,7 @@
 """Small MDPs with known solutions: a random walk, a gridworld and a random one.
 
 Every episode ends with probability 1 under the uniform policy, and begins in each state that is not terminal
-equally often. S = states, A = actions.
+equally often. S = states, A = actions. Sizes below the least one raise ValueError.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ END = 0.1
 
 
 def chain(num_states: int, *, discount: float) -> Mdp:
-    """A walk over num_states states in a row, with a terminal state at each end; S = num_states + 2.
+    """A walk over num_states >= 1 states in a row, with a terminal state at each end; S = num_states + 2.
 
     Action 0 goes left, action 1 right. The step into the right end earns 1, every other 0. At discount 1 the
     uniform policy has v(k) = k / (num_states + 1); the best policy has v(k) = gamma^(num_states - k).
-
-    Raises:
-        ValueError: num_states is below 1, or as `Mdp`.
-
     Source: Sutton and Barto 2018, example 6.2.
     """
     _at_least(num_states, 1, "num_states")
@@ -38,14 +34,10 @@ def chain(num_states: int, *, discount: float) -> Mdp:
 
 
 def gridworld(side: int, *, discount: float) -> Mdp:
-    """A square of side * side cells, by rows, with terminal cells in the first and the last corner.
+    """A square of side * side cells (side >= 2), by rows; the first and the last corner are terminal.
 
     Actions 0 to 3 go up, down, left and right; a move off the grid stays. Every step earns -1, so the best
     value n steps from the nearest terminal corner is -(1 + gamma + ... + gamma^(n - 1)).
-
-    Raises:
-        ValueError: side is below 2, or as `Mdp`.
-
     Source: Sutton and Barto 2018, example 4.1.
     """
     _at_least(side, 2, "side")
@@ -65,12 +57,9 @@ def gridworld(side: int, *, discount: float) -> Mdp:
 
 
 def random_mdp(num_states: int, num_actions: int, *, discount: float, seed: int) -> Mdp:
-    """Random transitions between num_states states and normal rewards; S = num_states + 1.
+    """Random transitions between num_states >= 1 states and normal rewards; S = num_states + 1.
 
     Every action ends the episode, in the last state, with probability 0.1.
-
-    Raises:
-        ValueError: num_states or num_actions is below 1, or as `Mdp`.
     """
     _at_least(num_states, 1, "num_states")
     _at_least(num_actions, 1, "num_actions")
@@ -86,7 +75,6 @@ def random_mdp(num_states: int, num_actions: int, *, discount: float, seed: int)
 
 
 def _anywhere_but(num_states: int, *terminal: int) -> Floats:
-    """The uniform distribution over the states that are not terminal."""
     start_S = np.ones(num_states)
     start_S[list(terminal)] = 0
     return np.asarray(start_S / start_S.sum())

@@ -2,6 +2,7 @@
 
 A history is (s_0, a_0, s_1, ..., s_t); a policy of histories maps it to the probabilities of the next action.
 S = states, A = actions, H = steps of the horizon. Every history is enumerated, so keep the MDP small.
+Functions raise ValueError for an MDP without a horizon, and a policy that gives no distribution.
 """
 
 from __future__ import annotations
@@ -25,11 +26,7 @@ def as_history_policy(mdp: Mdp, policy: Any) -> HistoryPolicy:
 
 
 def choices(mdp: Mdp, policy: HistoryPolicy) -> Iterator[tuple[History, int, float]]:
-    """Every history before a choice, the action taken, and the probability of both.
-
-    Raises:
-        ValueError: the MDP has no horizon, or the policy gives something that is no distribution.
-    """
+    """Every history before a choice, the action taken, and the probability of both."""
     horizon = with_horizon(mdp)
     terminal_S = mdp.terminal_S
 
@@ -52,11 +49,7 @@ def choices(mdp: Mdp, policy: HistoryPolicy) -> Iterator[tuple[History, int, flo
 
 
 def expected_return(mdp: Mdp, policy: HistoryPolicy) -> float:
-    """J = E[sum_t gamma^t r_t] over all histories.
-
-    Raises:
-        ValueError: as `choices`.
-    """
+    """J = E[sum_t gamma^t r_t] over all histories."""
     return sum(
         probability * mdp.discount ** (len(history) // 2) * float(mdp.reward_SA[history[-1], action])
         for history, action, probability in choices(mdp, policy)
@@ -64,11 +57,7 @@ def expected_return(mdp: Mdp, policy: HistoryPolicy) -> float:
 
 
 def occupancy_by_step(mdp: Mdp, policy: HistoryPolicy) -> Floats:
-    """rho_t(s, a) = p(s_t = s, a_t = a), [H, S, A], over all histories.
-
-    Raises:
-        ValueError: as `choices`.
-    """
+    """rho_t(s, a) = p(s_t = s, a_t = a), [H, S, A], over all histories."""
     occupancy_HSA = np.zeros((with_horizon(mdp), *mdp.reward_SA.shape))
     for history, action, probability in choices(mdp, policy):
         occupancy_HSA[len(history) // 2, history[-1], action] += probability
@@ -79,10 +68,6 @@ def markov_equivalent(mdp: Mdp, policy: HistoryPolicy) -> Floats:
     """The Markov policy [H, S, A] that at each step is as often in each state and takes each action as often.
 
     So its return is the same: no history-dependent policy is better than the best Markov policy.
-
-    Raises:
-        ValueError: as `choices`.
-
     Source: Puterman 1994, theorem 5.5.1.
     """
     return policy_of(occupancy_by_step(mdp, policy))

@@ -1,6 +1,6 @@
 """The primal and dual linear programs for the optimal policy of an infinite horizon.
 
-S = states, A = actions.
+S = states, A = actions. Both raise ValueError for an MDP with a horizon, or with values without a bound.
 Source: Puterman 1994, "Markov decision processes", section 6.9.
 """
 
@@ -18,9 +18,6 @@ def primal(mdp: Mdp) -> Floats:
     """v* [S]: the values of smallest sum with v >= r + gamma P v, that is, for every state and action.
 
     Terminal states are held at 0.
-
-    Raises:
-        ValueError: the MDP has a horizon, or its values have no bound.
     """
     without_horizon(mdp)
     live_S = ~mdp.terminal_S
@@ -39,9 +36,6 @@ def dual(mdp: Mdp) -> Floats:
 
     The largest sum_sa rho(s, a) r(s, a) with rho >= 0 and conserved flow in each state that is not terminal:
     sum_a rho(s, a) = start(s) + gamma sum_s'a' p(s | s', a') rho(s', a').
-
-    Raises:
-        ValueError: the MDP has a horizon, or its values have no bound.
     """
     without_horizon(mdp)
     live_S = ~mdp.terminal_S

@@ -2,6 +2,7 @@
 
 S = states, A = actions, H = steps of a finite horizon (there are no attention heads here).
 A policy is an array of probabilities: [S, A] if it is stationary, [H, S, A] if it changes with the step.
+Functions of a policy raise ValueError if it has the wrong shape or is no distribution.
 """
 
 from __future__ import annotations
@@ -22,20 +23,11 @@ SUM_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Mdp:
-    """A finite Markov decision process: states, actions, transitions and rewards.
+    """A finite Markov decision process: p(next state | state, action), expected rewards, and p(first state).
 
-    A state that every action leaves as it is, at reward 0, is terminal: episodes end there. The arrays are
-    copied and made read-only.
-
-    Attributes:
-        transition_SAS: p(next state | state, action).
-        reward_SA: expected reward of an action in a state.
-        discount: gamma in [0, 1]; 1 needs a horizon or a terminal state.
-        start_S: p(first state).
-        horizon: number of steps; None goes on until a terminal state, or for ever.
-
-    Raises:
-        ValueError: a shape, a probability, a reward, the discount or the horizon cannot be.
+    A state that every action leaves as it is, at reward 0, is terminal: episodes end there. A discount of 1
+    needs a terminal state or a `horizon` of steps; None goes on until a terminal state, or for ever. The
+    arrays are copied and made read-only. Raises ValueError for values that cannot be.
     """
 
     transition_SAS: Floats
@@ -98,11 +90,7 @@ def with_horizon(mdp: Mdp) -> int:
 
 
 def stationary(mdp: Mdp, policy_SA: Any) -> Floats:
-    """The policy as an array, checked.
-
-    Raises:
-        ValueError: the MDP has a horizon, or the policy has the wrong shape or is no distribution.
-    """
+    """The policy of an MDP without a horizon as an array, checked."""
     without_horizon(mdp)
     policy = np.asarray(policy_SA, dtype=np.float64)
     check_shape(policy, mdp.reward_SA.shape, "policy_SA")
@@ -111,11 +99,7 @@ def stationary(mdp: Mdp, policy_SA: Any) -> Floats:
 
 
 def by_step(mdp: Mdp, policy: Any) -> Floats:
-    """A stationary or non-stationary policy as [H, S, A], checked.
-
-    Raises:
-        ValueError: the MDP has no horizon, or the policy has the wrong shape or is no distribution.
-    """
+    """A policy of an MDP with a horizon, stationary or not, as [H, S, A], checked."""
     shape = (with_horizon(mdp), *mdp.reward_SA.shape)
     policy = np.asarray(policy, dtype=np.float64)
     if policy.shape == mdp.reward_SA.shape:
@@ -136,11 +120,7 @@ def uniform(mdp: Mdp) -> Floats:
 
 
 def markov_reward_process(mdp: Mdp, policy_SA: Any) -> Mdp:
-    """The MDP [S, 1] whose only action is to follow the policy: P_pi and r_pi.
-
-    Raises:
-        ValueError: the policy is none, or the MDP has a horizon.
-    """
+    """The MDP [S, 1] whose only action is to follow the policy: P_pi and r_pi; without a horizon."""
     policy_SA = stationary(mdp, policy_SA)
     move_SS = np.einsum("sa,sat->st", policy_SA, mdp.transition_SAS)
     # What every action leaves as it is stays terminal to the last bit.
@@ -150,7 +130,7 @@ def markov_reward_process(mdp: Mdp, policy_SA: Any) -> Mdp:
 
 
 def check_shape(array: NDArray[Any], shape: tuple[int, ...], name: str) -> None:
-    """Raise ValueError, naming the argument, unless it has this shape."""
+    """Raise ValueError unless the array has this shape."""
     if array.shape != tuple(shape):
         raise ValueError(f"{name} has shape {array.shape}; it must be {tuple(shape)}")
 
@@ -175,12 +155,11 @@ def check_distributions(array: Floats, name: str) -> None:
 
 
 def check_unit(number: float, name: str) -> None:
-    """Raise ValueError, naming the argument, unless the number is in [0, 1]."""
+    """Raise ValueError unless the number is in [0, 1]."""
     if not 0 <= number <= 1:
         raise ValueError(f"{name} is {number}; it lies in [0, 1]")
 
 
 def _first(bad: Bools) -> tuple[int, ...] | None:
-    """The first place where it holds, if any."""
     places = np.argwhere(bad)
     return tuple(int(i) for i in places[0]) if len(places) else None

@@ -17,12 +17,7 @@ from millrace.foundations.walks import Walk
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Model:
-    """Transition counts and rewards of the observed episodes.
-
-    Attributes:
-        count_SAS: how often an action led from a state to another.
-        reward_SA: the sum of its rewards.
-    """
+    """Transition counts, and sums of rewards, of the observed episodes."""
 
     count_SAS: Ints
     reward_SA: Floats
@@ -35,17 +30,9 @@ class Model:
     def mdp(self, *, discount: float, start_S: Any, unvisited_reward: float = 0.0) -> Mdp:
         """The MDP in which every probability is an observed frequency and every reward a mean.
 
-        An action that was never tried leads back to its state. At reward 0, a state in which none was tried
-        is therefore terminal; a reward above all others attracts a planner (optimism in the face of
-        uncertainty), one below all others keeps it away.
-
-        Args:
-            discount: gamma.
-            start_S: p(first state).
-            unvisited_reward: what an action that was never tried earns.
-
-        Raises:
-            ValueError: as `Mdp`.
+        An action that was never tried earns `unvisited_reward` and leads back to its state. At reward 0, a
+        state in which none was tried is therefore terminal; a reward above all others attracts a planner
+        (optimism in the face of uncertainty), one below all others keeps it away.
         """
         visits_SA = self.count_SAS.sum(axis=2)
         unvisited_SA = self.unvisited_SA
@@ -60,11 +47,7 @@ class Model:
 
 
 def learn_model(episodes: Sequence[Walk], num_states: int, num_actions: int) -> Model:
-    """Count the transitions of episodes.
-
-    Raises:
-        ValueError: an episode holds a state or an action beyond the given numbers.
-    """
+    """Count the transitions of episodes; ValueError for a state or an action beyond the given numbers."""
     count_SAS = np.zeros((num_states, num_actions, num_states), dtype=np.int64)
     reward_SA = np.zeros((num_states, num_actions))
     for number, episode in enumerate(episodes):

@@ -1,7 +1,7 @@
 """Values from whole episodes: the mean of the returns that followed a state.
 
-S = states, A = actions, T = steps of an episode. Truncated episodes are rejected: the rest of their
-return is not known.
+S = states, A = actions, T = steps of an episode. Functions raise ValueError for a truncated episode, because
+the rest of its return is not known, and for a discount outside [0, 1].
 Source: Sutton and Barto 2018, chapter 5.
 """
 
@@ -21,12 +21,7 @@ StepSize = Callable[[int], float]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Estimate:
-    """Means over visits.
-
-    Attributes:
-        value_S: the mean; NaN in a state that was never visited, because nothing is known of it.
-        count_S: how many returns it is the mean of.
-    """
+    """Means of `count_S` returns; NaN in a state that was never visited, because nothing is known of it."""
 
     value_S: Floats
     count_S: Ints
@@ -38,31 +33,19 @@ def one_over_n(count: int) -> float:
 
 
 def constant(step: float) -> StepSize:
-    """The same step size at every visit, which forgets old returns at that rate.
-
-    Raises:
-        ValueError: step is not above 0 and at most 1.
-    """
+    """The same step size in (0, 1] at every visit, which forgets old returns at that rate."""
     if not 0 < step <= 1:
         raise ValueError(f"step is {step}; it is above 0 and at most 1")
     return lambda count: step
 
 
 def first_visit(episodes: Sequence[Walk], num_states: int, *, discount: float) -> Estimate:
-    """The mean of the returns after the first visit of each episode: independent samples, so no bias.
-
-    Raises:
-        ValueError: an episode was truncated, or discount is outside [0, 1].
-    """
+    """The mean of the returns after the first visit of each episode: independent samples, so no bias."""
     return _mean(_visits(episodes, discount, first=True), num_states)
 
 
 def every_visit(episodes: Sequence[Walk], num_states: int, *, discount: float) -> Estimate:
-    """The mean of the returns after every visit: more of them, but dependent; its bias fades with episodes.
-
-    Raises:
-        ValueError: an episode was truncated, or discount is outside [0, 1].
-    """
+    """The mean of the returns after every visit: more, but dependent; its bias fades with episodes."""
     return _mean(_visits(episodes, discount, first=False), num_states)
 
 
@@ -74,17 +57,10 @@ def incremental(
     step: StepSize = one_over_n,
     initial_S: Any = None,
 ) -> Floats:
-    """v(s) += step (G - v(s)) after every visit, in their order, [S].
+    """v(s) += step (G - v(s)) after every visit, in order, [S]; unvisited states keep `initial_S`, or 0.
 
-    Args:
-        episodes: the observed episodes.
-        num_states: S.
-        discount: gamma.
-        step: step size at the n-th visit of a state; `one_over_n` gives `every_visit`, `constant` forgets.
-        initial_S: values to begin with; 0 if None, and kept in unvisited states.
-
-    Raises:
-        ValueError: an episode was truncated, a shape is wrong, or discount is outside [0, 1].
+    `step` is the step size at the n-th visit of a state; `one_over_n` gives `every_visit`, `constant`
+    forgets.
     """
     value_S = initial_values(initial_S, num_states)
     count_S = np.zeros(num_states, dtype=np.int64)
@@ -99,16 +75,9 @@ def importance_sampling(
 ) -> Estimate:
     """Values of policy pi from episodes of policy mu: returns times w = prod_t pi(a_t | s_t) / mu(a_t | s_t).
 
-    Args:
-        episodes: sampled from the behaviour policy mu.
-        target_SA: pi.
-        behaviour_SA: mu.
-        discount: gamma.
-        weighted: divide the sum of w G by the sum of w, which is biased but has little variance, and is NaN
-            where every w is 0; otherwise by the number of first visits, which is unbiased.
-
-    Raises:
-        ValueError: an episode was truncated or holds an action that mu never takes, or a policy is none.
+    `weighted` divides the sum of w G by the sum of w, which is biased but has little variance, and is NaN
+    where every w is 0; otherwise it is divided by the number of first visits, which is unbiased. ValueError
+    for an action that mu never takes.
     """
     target_SA, behaviour_SA = (np.asarray(one, dtype=np.float64) for one in (target_SA, behaviour_SA))
     check_shape(target_SA, behaviour_SA.shape, "target_SA")

@@ -1,7 +1,7 @@
 """The state-action occupancy of a policy, and the policy of an occupancy.
 
 S = states, A = actions, H = steps of a finite horizon. Nothing is chosen in a terminal state, so it is not
-counted.
+counted. Functions raise ValueError as `solve.evaluate`, or by step for an MDP without a horizon.
 Source: Puterman 1994, "Markov decision processes", sections 5.5 and 6.9.
 """
 
@@ -19,9 +19,6 @@ def occupancy(mdp: Mdp, policy_SA: Any) -> Floats:
     """rho(s, a) = sum_t gamma^t p(s_t = s, a_t = a), [S, A]; the expected return is (rho * r).sum().
 
     Without terminal states it sums to 1 / (1 - gamma).
-
-    Raises:
-        ValueError: as `solve.evaluate`.
     """
     policy_SA = stationary(mdp, policy_SA)
     visits_S = discounted_sum(mdp, policy_SA, mdp.start_S, mdp.discount, backwards=True)
@@ -29,11 +26,7 @@ def occupancy(mdp: Mdp, policy_SA: Any) -> Floats:
 
 
 def occupancy_by_step(mdp: Mdp, policy: Any) -> Floats:
-    """rho_t(s, a) = p(s_t = s, a_t = a) for each step, [H, S, A], not discounted.
-
-    Raises:
-        ValueError: the MDP has no horizon, or the policy ([S, A] or [H, S, A]) is none.
-    """
+    """rho_t(s, a) = p(s_t = s, a_t = a) for each step, [H, S, A], not discounted."""
     policy_HSA = by_step(mdp, policy)
     occupancy_HSA = np.zeros(policy_HSA.shape)
     state_S = mdp.start_S
@@ -47,10 +40,8 @@ def occupancy_by_step(mdp: Mdp, policy: Any) -> Floats:
 def policy_of(occupancy_SA: Any) -> Floats:
     """pi(a | s) = rho(s, a) / sum_a rho(s, a), [..., S, A]; uniform in a state that is never visited.
 
-    No other policy has this occupancy, except for what it does where it never is.
-
-    Raises:
-        ValueError: an entry is negative or not finite.
+    No other policy has this occupancy, except for what it does where it never is. ValueError for an entry
+    that is negative or not finite.
     """
     occupancy_SA = np.asarray(occupancy_SA, dtype=np.float64)
     if not (np.isfinite(occupancy_SA) & (occupancy_SA >= 0)).all():

@@ -1,6 +1,6 @@
 """The tabular softmax policy pi(a | s) = exp(logit(s, a)) / sum_b exp(logit(s, b)), and its exact gradient.
 
-S = states, A = actions, H = steps of a finite horizon.
+S = states, A = actions, H = steps of a finite horizon. Logits that are not finite raise ValueError.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from millrace.foundations.solve import action_values, evaluate, evaluate_by_step
 
 
 def softmax(logit_SA: Any) -> Floats:
-    """Probabilities along the last axis.
-
-    Raises:
-        ValueError: a logit is not finite.
-    """
+    """Probabilities along the last axis."""
     logit_SA = np.asarray(logit_SA, dtype=np.float64)
     check_finite(logit_SA, "logit_SA")
     # The largest exponent is 0, so nothing overflows.
@@ -39,10 +35,6 @@ def policy_gradient(mdp: Mdp, logit_SA: Any) -> Floats:
     """Gradient [S, A] of the expected return with respect to the logits, by the policy gradient theorem.
 
     sum_t gamma^t p(s_t = s) pi(a | s) (q_t(s, a) - v_t(s)); with a horizon the same logits serve every step.
-
-    Raises:
-        ValueError: logit_SA has the wrong shape or is not finite, or as `solve.evaluate`.
-
     Source: Sutton et al. 2000, "Policy gradient methods with function approximation".
     """
     policy_SA = softmax(logit_SA)

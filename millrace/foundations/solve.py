@@ -1,7 +1,10 @@
 """Exact values and optimal policies of a known MDP, by dynamic programming.
 
 S = states, A = actions, H = steps of a finite horizon. v(s) is the expected discounted sum of rewards from s
-on.
+on. Functions raise ValueError for a policy that has the wrong shape or is no distribution, for an MDP with a
+horizon (those by step: without one), for a policy that never ends at discount 1, and for values that do not
+settle in `max_sweeps`. `tolerance` is the largest error of the values; at discount 1, the largest change in
+the last sweep.
 Source: Puterman 1994, "Markov decision processes"; Sutton and Barto 2018, chapters 3 and 4.
 """
 
@@ -31,12 +34,9 @@ TIE = 1e-12
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Solution:
-    """The result of an infinite-horizon solver.
+    """The optimal values of an infinite horizon, and a deterministic policy that earns them.
 
-    Attributes:
-        value_S: the optimal value of each state.
-        policy_SA: a deterministic policy that earns it.
-        num_updates: how many times the value of a single state was worked out.
+    `num_updates` counts how many times the value of a single state was worked out.
     """
 
     value_S: Floats
@@ -76,11 +76,7 @@ def greedy(value_SA: Floats) -> Floats:
 
 
 def evaluate(mdp: Mdp, policy_SA: Any) -> Floats:
-    """v_pi [S], the solution of v = r_pi + gamma P_pi v; 0 in terminal states.
-
-    Raises:
-        ValueError: the policy is none, the MDP has a horizon, or at discount 1 the policy never ends.
-    """
+    """v_pi [S], the solution of v = r_pi + gamma P_pi v; 0 in terminal states."""
     policy_SA = stationary(mdp, policy_SA)
     return discounted_sum(mdp, policy_SA, (policy_SA * mdp.reward_SA).sum(axis=1), mdp.discount)
 
@@ -90,9 +86,6 @@ def return_variance(mdp: Mdp, policy_SA: Any) -> Floats:
 
     The second moment obeys a Bellman equation of its own: m = E[r^2 + 2 gamma r v(s') + gamma^2 m(s')].
     Source: Sobel 1982, "The variance of discounted Markov decision processes".
-
-    Raises:
-        ValueError: as `evaluate`.
     """
     value_S = evaluate(mdp, policy_SA)
     next_SA = action_values(mdp, value_S) - mdp.reward_SA
@@ -107,15 +100,7 @@ def discounted_sum(
 ) -> Floats:
     """sum_t discount^t P_pi^t x over states that are not terminal, [S]; 0 in terminal ones.
 
-    Args:
-        mdp: the MDP.
-        policy_SA: what makes P_pi of its transitions.
-        amount_S: x, an amount per state.
-        discount: per step.
-        backwards: with P_pi transposed: x flows from states to their successors instead of back.
-
-    Raises:
-        ValueError: without discount, some state never reaches a terminal one.
+    `backwards` transposes P_pi: x flows from states to their successors instead of back.
     """
     live_S = ~mdp.terminal_S
     move_SS = np.einsum("sa,sat->st", policy_SA, mdp.transition_SAS)
@@ -137,17 +122,7 @@ def discounted_sum(
 def evaluate_iteratively(
     mdp: Mdp, policy_SA: Any, *, tolerance: float = 1e-10, max_sweeps: int = 100_000
 ) -> Floats:
-    """v_pi [S] by applying the Bellman expectation operator again and again, from 0.
-
-    Args:
-        mdp: the MDP.
-        policy_SA: the policy.
-        tolerance: largest error of the result; at discount 1, largest change in the last sweep.
-        max_sweeps: raise an error after so many.
-
-    Raises:
-        ValueError: as `evaluate`, or the values do not settle in time.
-    """
+    """v_pi [S] by applying the Bellman expectation operator again and again, from 0."""
     policy_SA = stationary(mdp, policy_SA)
     return _fixed_point(mdp, lambda v: bellman_expectation(mdp, policy_SA, v), tolerance, max_sweeps)[0]
 
@@ -157,15 +132,8 @@ def value_iteration(
 ) -> Solution:
     """v* by applying the Bellman optimality operator again and again, from 0.
 
-    Args:
-        mdp: the MDP.
-        in_place: a state already sees the new values of the states before it (Gauss-Seidel); otherwise all
-            states see the values of the last sweep.
-        tolerance: largest error of the values; at discount 1, largest change in the last sweep.
-        max_sweeps: raise an error after so many.
-
-    Raises:
-        ValueError: the MDP has a horizon, or the values do not settle in time.
+    With `in_place` a state already sees the new values of the states before it (Gauss-Seidel); otherwise all
+    states see the values of the last sweep.
     """
     without_horizon(mdp)
 
@@ -181,19 +149,10 @@ def value_iteration(
 
 
 def prioritised_sweeping(mdp: Mdp, *, tolerance: float = 1e-10, max_updates: int = 1_000_000) -> Solution:
-    """v* by always updating the state with the largest Bellman error.
+    """v* by always updating the state with the largest Bellman error, its distance.
 
     Only the states that lead to the updated one can have changed their distance, so only theirs is worked out
     anew. `num_updates` counts those of values, not of distances.
-
-    Args:
-        mdp: the MDP.
-        tolerance: largest error of the values; at discount 1, largest remaining distance.
-        max_updates: raise an error after so many.
-
-    Raises:
-        ValueError: the MDP has a horizon, or the values do not settle in time.
-
     Source: Moore and Atkeson 1993, "Prioritized sweeping".
     """
     without_horizon(mdp)
@@ -212,15 +171,7 @@ def prioritised_sweeping(mdp: Mdp, *, tolerance: float = 1e-10, max_updates: int
 
 
 def policy_iteration(mdp: Mdp, policy_SA: Any = None) -> Solution:
-    """v* by evaluating a policy exactly and making it greedy, until it no longer changes.
-
-    Args:
-        mdp: the MDP.
-        policy_SA: where to begin; the uniform policy if None.
-
-    Raises:
-        ValueError: as `evaluate`.
-    """
+    """v* by evaluating a policy, at first the uniform one, exactly and making it greedy, until it stays."""
     policy_SA = stationary(mdp, uniform(mdp) if policy_SA is None else policy_SA)
     num_updates = 0
     while True:
@@ -238,30 +189,18 @@ def policy_iteration(mdp: Mdp, policy_SA: Any = None) -> Solution:
 
 
 def evaluate_by_step(mdp: Mdp, policy: Any) -> Floats:
-    """Value of each state before each step of a finite horizon, [H + 1, S]; the last row is 0.
-
-    Raises:
-        ValueError: the MDP has no horizon, or the policy ([S, A] or [H, S, A]) is none.
-    """
+    """Value of each state before each step of a finite horizon, [H + 1, S]; the last row is 0."""
     policy_HSA = by_step(mdp, policy)
     return _backwards(mdp, lambda step, value_SA: policy_HSA[step])[0]
 
 
 def backward_induction(mdp: Mdp) -> tuple[Floats, Floats]:
-    """The optimal values [H + 1, S] and a policy [H, S, A] that earns them, from the last step to the first.
-
-    Raises:
-        ValueError: the MDP has no horizon.
-    """
+    """The optimal values [H + 1, S] and a policy [H, S, A] that earns them, from the last step back."""
     return _backwards(mdp, lambda step, value_SA: greedy(value_SA))
 
 
 def expected_return(mdp: Mdp, policy: Any) -> float:
-    """J = sum_s start(s) v_pi(s), with or without a horizon.
-
-    Raises:
-        ValueError: as `evaluate` and `evaluate_by_step`.
-    """
+    """J = sum_s start(s) v_pi(s), with or without a horizon."""
     value_S = evaluate(mdp, policy) if mdp.horizon is None else evaluate_by_step(mdp, policy)[0]
     return float(mdp.start_S @ value_S)
 

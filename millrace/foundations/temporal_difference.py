@@ -1,7 +1,8 @@
 """Temporal-difference learning: values from single steps, by bootstrapping.
 
 S = states, A = actions, T = steps of an episode. An episode that was cut off is bootstrapped from its last
-state.
+state. `step` is the step size at the n-th update of a state; initial values are 0 if None. Functions raise
+ValueError for a discount, lambda or probability outside [0, 1], and for a wrong shape.
 Source: Sutton and Barto 2018, chapters 6, 7 and 12.
 """
 
@@ -21,11 +22,7 @@ from millrace.foundations.walks import Walk
 def td_zero(
     episodes: Sequence[Walk], num_states: int, *, discount: float, step: StepSize, initial_S: Any = None
 ) -> Floats:
-    """v(s_t) += step (r_t + gamma v(s_{t+1}) - v(s_t)), [S]; `n_step_td` with one step.
-
-    Raises:
-        ValueError: as `n_step_td`.
-    """
+    """v(s_t) += step (r_t + gamma v(s_{t+1}) - v(s_t)), [S]; `n_step_td` with one step."""
     return n_step_td(episodes, num_states, num_steps=1, discount=discount, step=step, initial_S=initial_S)
 
 
@@ -40,19 +37,8 @@ def n_step_td(
 ) -> Floats:
     """v(s_t) += step (r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n v(s_{t+n}) - v(s_t)), [S].
 
-    The update of step t is made as soon as s_{t+n} is known, with the values of that moment. With n beyond
-    the episode it is `monte_carlo.incremental`.
-
-    Args:
-        episodes: the observed episodes.
-        num_states: S.
-        num_steps: n.
-        discount: gamma.
-        step: step size at the n-th update of a state.
-        initial_S: values to begin with; 0 if None.
-
-    Raises:
-        ValueError: num_steps is below 1, a shape is wrong, or discount is outside [0, 1].
+    n is `num_steps`, at least 1. The update of step t is made as soon as s_{t+n} is known, with the values of
+    that moment. With n beyond the episode it is `monte_carlo.incremental`.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; it is at least 1")
@@ -81,23 +67,11 @@ def td_lambda(
     offline: bool = False,
     initial_S: Any = None,
 ) -> Floats:
-    """TD(lambda), the backward view with accumulating traces e, [S].
+    """TD(lambda), the backward view with accumulating traces e, [S]; lambda 0 is `td_zero`.
 
-    At each step e(s) = gamma lambda e(s) + [s = s_t], then v += step delta_t e, where
-    delta_t = r_t + gamma v(s_{t+1}) - v(s_t).
-
-    Args:
-        episodes: the observed episodes.
-        num_states: S.
-        lam: lambda; 0 is `td_zero`.
-        discount: gamma.
-        step: step size at the n-th visit of s_t.
-        offline: let an episode's updates take effect at its end. They are then, in sum, those of the forward
-            view, step (G^lambda_t - v(s_t)), where the step size is constant.
-        initial_S: values to begin with; 0 if None.
-
-    Raises:
-        ValueError: lam or discount is outside [0, 1], or a shape is wrong.
+    At each step e(s) = gamma lambda e(s) + [s = s_t], then v += step delta_t e, where delta_t = r_t + gamma
+    v(s_{t+1}) - v(s_t). `offline` lets an episode's updates take effect at its end. They are then, in sum,
+    those of the forward view, step (G^lambda_t - v(s_t)), where the step size is constant.
     """
     check_unit(lam, "lam")
     check_unit(discount, "discount")
@@ -119,9 +93,6 @@ def lambda_returns(episode: Walk, value_S: Floats, *, lam: float, discount: floa
     """The forward view, [T]: G^lambda_t = r_t + gamma ((1 - lambda) v(s_{t+1}) + lambda G^lambda_{t+1}).
 
     It is the mean of the n-step returns weighted by (1 - lambda) lambda^(n-1), the whole return by the rest.
-
-    Raises:
-        ValueError: lam or discount is outside [0, 1].
     """
     check_unit(lam, "lam")
     check_unit(discount, "discount")
@@ -135,14 +106,10 @@ def lambda_returns(episode: Walk, value_S: Floats, *, lam: float, discount: floa
 
 @dataclass(frozen=True, slots=True)
 class Practice:
-    """Settings of learning by interaction.
+    """Settings of learning by interaction, in episodes that are truncated after `max_steps`.
 
-    Attributes:
-        num_episodes: number of episodes.
-        step: step size at the n-th update of a pair of state and action.
-        explore: probability of a random action in the n-th episode; the best one so far is taken otherwise.
-        seed: random seed.
-        max_steps: truncate an episode after so many steps.
+    `step` is the step size at the n-th update of a pair of state and action; `explore` the probability of a
+    random action in the n-th episode, in which otherwise the best one so far is taken.
     """
 
     num_episodes: int
@@ -155,14 +122,7 @@ class Practice:
 def sarsa(mdp: Mdp, practice: Practice, *, initial_SA: Any = None) -> Floats:
     """On-policy control: q(s, a) += step (r + gamma q(s', a') - q(s, a)), a' the action taken next, [S, A].
 
-    Args:
-        mdp: the environment; it is only sampled.
-        practice: settings of the learning.
-        initial_SA: values to begin with; 0 if None.
-
-    Raises:
-        ValueError: the MDP has a horizon, a shape is wrong, or explore is outside [0, 1].
-
+    The MDP is only sampled; ValueError if it has a horizon.
     Source: Rummery and Niranjan 1994, "On-line Q-learning using connectionist systems".
     """
     return _control(mdp, practice, initial_SA, lambda next_A, action: float(next_A[action]))
@@ -172,7 +132,6 @@ def q_learning(mdp: Mdp, practice: Practice, *, initial_SA: Any = None) -> Float
     """Off-policy control: q(s, a) += step (r + gamma max_a' q(s', a') - q(s, a)), [S, A].
 
     Arguments and errors as `sarsa`. What it learns in the end does not depend on how it explores.
-
     Source: Watkins and Dayan 1992, "Q-learning".
     """
     return _control(mdp, practice, initial_SA, lambda next_A, action: float(next_A.max()))

@@ -15,14 +15,9 @@ from millrace.foundations.mdp import Floats, Ints, Mdp, by_step, check_unit, sta
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Walk:
-    """One trajectory in an MDP.
+    """One trajectory in an MDP, and the state after its last action.
 
-    Attributes:
-        state_T: the state of each action.
-        action_T: the action.
-        reward_T: the reward of each action.
-        last_state: the state after the last action.
-        ended: whether it ended at a terminal state or the horizon; False if it was truncated.
+    It `ended` at a terminal state or the horizon; otherwise it was truncated.
     """
 
     state_T: Ints
@@ -40,17 +35,9 @@ class Walk:
 def sample_episodes(
     mdp: Mdp, policy: Any, num_episodes: int, *, seed: int, max_steps: int = 10_000
 ) -> list[Walk]:
-    """Sample episodes of a policy, each from a new start state.
+    """Sample episodes of a policy, each from a new start state, truncated after `max_steps`.
 
-    Args:
-        mdp: the MDP.
-        policy: [S, A], or [H, S, A] where there is a horizon.
-        num_episodes: number of episodes.
-        seed: random seed; the same seed gives the same episodes.
-        max_steps: truncate an episode after this many steps; a horizon ends it earlier.
-
-    Raises:
-        ValueError: the policy is none of this MDP.
+    The policy is [S, A], or [H, S, A] where there is a horizon; ValueError if it is none of this MDP.
     """
     policy = stationary(mdp, policy) if mdp.horizon is None else by_step(mdp, policy)
     rng = np.random.default_rng(seed)
@@ -82,11 +69,7 @@ def _sample(mdp: Mdp, policy: Floats, rng: np.random.Generator, max_steps: int) 
 
 
 def returns(reward_T: Any, discount: float) -> Floats:
-    """G_t = r_t + gamma G_{t+1}, [T].
-
-    Raises:
-        ValueError: discount is outside [0, 1].
-    """
+    """G_t = r_t + gamma G_{t+1}, [T]; ValueError for a discount outside [0, 1]."""
     check_unit(discount, "discount")
     reward_T = np.asarray(reward_T, dtype=np.float64)
     return_T = np.zeros(reward_T.shape)
